@@ -1,0 +1,1 @@
+"""Transactional inbox and outbox: effectively-once message processing."""
