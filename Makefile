@@ -1,0 +1,54 @@
+# From a bare machine: `make demo` and `make test`. Needed: make and Python >= 3.11, nothing else.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+PY := $(BIN)/python
+
+.PHONY: help dev demo check format test crash bench docs servers servers-down clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+
+dev: .venv/.synced ## Create .venv with every extra and the development tools, from uv.lock
+
+.venv/.synced: pyproject.toml uv.lock
+	@.ci/sync
+	@touch $@
+
+demo: dev ## Kill a payment worker again and again, and watch txbox next to a naive consumer
+	$(BIN)/txbox demo
+
+check: dev ## Lint, format, types, import floors and dialect parity; under a minute
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/unit/test_dialects.py
+
+format: dev ## Rewrite the files the way `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: dev ## Start the database servers, run the whole suite on every database, stop the servers
+	@$(PY) -m tests.servers run -- $(BIN)/pytest $(ARGS)
+
+crash: dev ## The long chaos runs: random kills and lost connections under load
+	@$(PY) -m tests.servers run -- $(BIN)/pytest -m chaos $(ARGS)
+
+bench: dev ## Measure txbox beside a naive loop; prints and stores the result with machine and commit
+	$(PY) -m benchmarks $(ARGS)
+
+docs: dev ## Check that the documentation says what the code does
+	$(BIN)/pytest tests/docs $(ARGS)
+
+servers: dev ## Start the database servers and leave them running
+	@$(PY) -m tests.servers up
+
+servers-down: dev ## Stop the database servers that `make servers` started
+	@$(PY) -m tests.servers down
+
+clean: ## Remove the environment and every cache
+	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
