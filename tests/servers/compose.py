@@ -1,0 +1,53 @@
+"""The servers of compose.yaml, where a Docker engine runs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+from tests.servers import ROOT, ServerError
+
+URLS = {
+    "postgresql": "postgresql://txbox:txbox@127.0.0.1:55432/postgres",
+    "pgbouncer": "postgresql://txbox:txbox@127.0.0.1:56432/postgres",
+    "mariadb": "mysql://root:txbox@127.0.0.1:53306/mysql",
+    "mysql": "mysql://root:txbox@127.0.0.1:53307/mysql",
+}
+
+
+def available() -> bool:
+    """True when an engine answers and the compose plugin is there; a client alone is not enough."""
+    return (
+        shutil.which("docker") is not None
+        and _docker("info").returncode == 0
+        and _docker("compose", "version").returncode == 0
+    )
+
+
+def up(names: list[str]) -> None:
+    done = _docker("compose", "up", "--detach", "--wait", *names, timeout_s=600)
+    if done.returncode:
+        raise ServerError(f"docker compose up failed: {done.stderr.strip()[-500:]}")
+
+
+def running() -> list[str]:
+    """Names of the services that are up already."""
+    return _docker("compose", "ps", "--services", "--status", "running").stdout.split()
+
+
+def down() -> None:
+    _docker("compose", "down", "--volumes", timeout_s=120)
+
+
+def _docker(*arguments: str, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            ["docker", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(["docker"], 1, "", f"no answer in {timeout_s:.0f} s")

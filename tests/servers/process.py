@@ -1,0 +1,261 @@
+"""A server process of our own: unprivileged account, private directory, loopback port."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from tests.servers import ROOT, ServerError
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+
+def base_directory() -> Path:
+    """The directory of this checkout's servers; another checkout has another one."""
+    digest = hashlib.sha256(str(ROOT).encode()).hexdigest()[:10]
+    return Path("/var/tmp") / f"txbox-servers-{digest}"
+
+
+def free_port(preferred: int) -> int:
+    """`preferred`, or the next one in steps of ten that nobody listens on."""
+    for port in range(preferred, preferred + 400, 10):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ServerError(f"no free port near {preferred} on 127.0.0.1; stop what listens there")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # whoever is process 1 in a container may never reap it
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+class ServerDirectory:
+    """Where a server of this checkout lives; whatever kind it is, it can be stopped and removed."""
+
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+
+    def __init__(self, name: str) -> None:
+        if not Path("/proc/self/stat").exists():
+            raise ServerError(
+                f"servers from packages need Linux; start Docker, or set the URL of {name}"
+            )
+        self.name = name
+        self.directory = base_directory() / name
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return int((self.directory / "port").read_text())
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log"
+
+    def running(self) -> bool:
+        pid = self._pid()
+        return pid is not None and _alive(pid)
+
+    def stop(self, *, immediate: bool = False) -> None:
+        """Stop it, keeping its data; `immediate` is SIGKILL for it and all its children."""
+        pid = self._pid()
+        if pid is None:
+            return
+        if immediate:
+            # Stopped first, so that it starts no child between the listing and the kill.
+            _kill(pid, signal.SIGSTOP)
+            for victim in (*_children(pid), pid):
+                _kill(victim, signal.SIGKILL)
+        else:
+            _kill(pid, self.stop_signal)
+        if self._child is not None:
+            self._child.wait(STOP_TIMEOUT_S)
+            self._child = None
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while _alive(pid):
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.name} (process {pid}) does not stop; kill it by hand")
+            time.sleep(0.02)
+        (self.directory / "pid").unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Kill it and delete everything it wrote."""
+        if self.directory.exists():
+            self.stop(immediate=True)
+            shutil.rmtree(self.directory)
+
+    def _pid(self) -> int | None:
+        try:
+            pid = int((self.directory / "pid").read_text())
+            cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return None
+        if self._child is not None and self._child.pid == pid and self._child.poll() is not None:
+            return None
+        return pid if str(self.directory).encode() in cmdline else None
+
+
+class ServerProcess(ServerDirectory, ABC):
+    """One server in `directory`; another process may have started it (its pid file tells).
+
+    Args:
+        name: unique among this checkout's servers; names the directory.
+        durable: the server's own durability defaults, for benchmarks; otherwise as fast as
+            surviving a killed process (not a power cut) allows.
+        preferred_port: the port it takes when nobody else listens there.
+    """
+
+    preferred_port: ClassVar[int]
+    accounts: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self, name: str, *, durable: bool = False, preferred_port: int | None = None
+    ) -> None:
+        super().__init__(name)
+        self.durable = durable
+        self._wanted_port = preferred_port or self.preferred_port
+
+    @abstractmethod
+    def command(self) -> Sequence[str | Path]:
+        """The command that runs the server in the foreground."""
+
+    @abstractmethod
+    def initialise(self) -> None:
+        """Fill the new, empty directory."""
+
+    @abstractmethod
+    def ping(self) -> str:
+        """The server's version; raises the driver's error while it does not answer."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """URL with the rights of a superuser."""
+
+    def start(self) -> str:
+        """Start it, creating it first where needed; returns its version once it answers."""
+        if not (self.directory / "complete").exists():
+            self._create()
+        if not self.running():
+            with self.log.open("ab") as log:
+                self._child = subprocess.Popen(
+                    [str(part) for part in self.command()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.directory,
+                    start_new_session=True,
+                    **self._identity(),
+                )
+            (self.directory / "pid").write_text(str(self._child.pid))
+        return self._wait_ready()
+
+    def run(self, *argv: str | Path) -> None:
+        """Run one of the server's own tools under its account."""
+        done = subprocess.run(
+            [str(part) for part in argv],
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            check=False,
+            **self._identity(),
+        )
+        if done.returncode:
+            raise ServerError(
+                f"{Path(argv[0]).name} failed for {self.name}: "
+                f"{(done.stderr or done.stdout).strip()[-500:]}"
+            )
+
+    def _create(self) -> None:
+        if self.directory.exists():  # an earlier start was killed half-way
+            shutil.rmtree(self.directory)
+        self.directory.parent.mkdir(mode=0o755, exist_ok=True)
+        self.directory.mkdir(mode=0o700)
+        if account := self._account():
+            os.chown(self.directory, account.pw_uid, account.pw_gid)
+        (self.directory / "port").write_text(str(free_port(self._wanted_port)))
+        self.initialise()
+        (self.directory / "complete").touch()
+
+    def _account(self) -> pwd.struct_passwd | None:
+        if os.geteuid() != 0:
+            return None
+        for name in self.accounts:
+            try:
+                return pwd.getpwnam(name)
+            except KeyError:
+                continue
+        raise ServerError(
+            f"{self.name} may not run as root and no account {' or '.join(self.accounts)} exists"
+        )
+
+    def _identity(self) -> dict[str, int | list[int] | dict[str, str]]:
+        account = self._account()
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
+        if account is None:
+            return {"env": environment}
+        return {
+            "user": account.pw_uid,
+            "group": account.pw_gid,
+            "extra_groups": [],
+            "env": environment,
+        }
+
+    def _wait_ready(self) -> str:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return self.ping()
+            except Exception as error:
+                if not self.running():
+                    raise ServerError(
+                        f"{self.name} stopped while starting; the end of its log says: "
+                        f"{self._log_end()}"
+                    ) from error
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s; "
+                        f"the end of its log says: {self._log_end()}"
+                    ) from error
+            time.sleep(0.05)
+
+    def _log_end(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return " | ".join(lines[-3:]) or "(nothing)"
