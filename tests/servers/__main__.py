@@ -125,11 +125,10 @@ def down(names: list[str] | None = None) -> None:
 def run(command: list[str]) -> int:
     """Run `command` while the test servers are up; stop those that were not up before."""
     started = up(TEST_SERVERS)
-    # The terminal's Ctrl-C reaches the command by itself; here it must not skip the stopping.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = subprocess.Popen(
-        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    )
+    # The terminal's Ctrl-C reaches the command by itself; here it must not skip the stopping. A
+    # function, unlike SIG_IGN, is not inherited by the command.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    child = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
         return child.wait()

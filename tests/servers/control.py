@@ -7,23 +7,24 @@ import os
 from types import TracebackType
 from typing import Self
 
-from tests.servers import mariadb, postgresql
+from tests.servers.mariadb import MariaDBServer
+from tests.servers.postgresql import PostgreSQLServer
+from tests.servers.process import ServerProcess
 
 _numbers = itertools.count(1)
 
 
-def _name(kind: str) -> str:
+def _fresh_name(kind: str) -> str:
     return f"throwaway-{kind}-{os.getpid()}-{next(_numbers)}"
 
 
-class ThrowawayPostgreSQL(postgresql.PostgreSQLServer):
-    """`with ThrowawayPostgreSQL() as server`: `.url`, `.stop(immediate=True)`, `.start()`."""
-
-    def __init__(self) -> None:
-        super().__init__(_name("postgresql"), preferred_port=55532)
-
+class _Throwaway(ServerProcess):
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.remove()
+            raise
         return self
 
     def __exit__(
@@ -35,20 +36,21 @@ class ThrowawayPostgreSQL(postgresql.PostgreSQLServer):
         self.remove()
 
 
-class ThrowawayMariaDB(mariadb.MariaDBServer):
-    """`with ThrowawayMariaDB() as server`: `.url`, `.stop(immediate=True)`, `.start()`."""
+class ThrowawayPostgres(_Throwaway, PostgreSQLServer):
+    """`with ThrowawayPostgres() as server`: `.url`, `.stop(immediate=True)`, `.start()`.
+
+    The port stays the same from stop to start. What was committed survives `immediate`.
+    """
 
     def __init__(self) -> None:
-        super().__init__(_name("mariadb"), preferred_port=53506)
+        super().__init__(_fresh_name("postgresql"), preferred_port=55532)
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.remove()
+class ThrowawayMariaDB(_Throwaway, MariaDBServer):
+    """`with ThrowawayMariaDB() as server`: `.url`, `.stop(immediate=True)`, `.start()`.
+
+    The port stays the same from stop to start. What was committed survives `immediate`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_fresh_name("mariadb"), preferred_port=53506)

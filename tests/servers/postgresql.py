@@ -138,13 +138,9 @@ ignore_startup_parameters = extra_float_digits,options
     def ping(self) -> str:
         with psycopg.connect(self.url, connect_timeout=5, prepare_threshold=None) as connection:
             connection.execute("SELECT 1")
-        with psycopg.connect(
-            self._upstream._replace(
-                scheme="postgresql",
-                netloc=f"pgbouncer@127.0.0.1:{self.port}",
-                path="/pgbouncer",
-            ).geturl(),
-            autocommit=True,
-        ) as console:
-            row = console.pgconn.exec_(b"SHOW VERSION").get_value(0, 0)
-        return (row or b"PgBouncer").decode()
+        console = self._upstream._replace(
+            scheme="postgresql", netloc=f"pgbouncer@127.0.0.1:{self.port}", path="/pgbouncer"
+        ).geturl()
+        with psycopg.connect(console, autocommit=True) as connection:
+            version = connection.pgconn.exec_(b"SHOW VERSION").get_value(0, 0)
+        return (version or b"PgBouncer").decode()

@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import psycopg
+import pymysql
+
 from tests.servers import ROOT, ServerError
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
+ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
 
 
 def base_directory() -> Path:
@@ -174,6 +178,7 @@ class ServerProcess(ServerDirectory, ABC):
         if not (self.directory / "complete").exists():
             self._create()
         if not self.running():
+            account = self._account()
             with self.log.open("ab") as log:
                 self._child = subprocess.Popen(
                     [str(part) for part in self.command()],
@@ -182,20 +187,27 @@ class ServerProcess(ServerDirectory, ABC):
                     stderr=log,
                     cwd=self.directory,
                     start_new_session=True,
-                    **self._identity(),
+                    env=ENVIRONMENT,
+                    user=account.pw_uid if account else None,
+                    group=account.pw_gid if account else None,
+                    extra_groups=[] if account else None,
                 )
             (self.directory / "pid").write_text(str(self._child.pid))
         return self._wait_ready()
 
     def run(self, *argv: str | Path) -> None:
         """Run one of the server's own tools under its account."""
+        account = self._account()
         done = subprocess.run(
             [str(part) for part in argv],
             cwd=self.directory,
             capture_output=True,
             text=True,
             check=False,
-            **self._identity(),
+            env=ENVIRONMENT,
+            user=account.pw_uid if account else None,
+            group=account.pw_gid if account else None,
+            extra_groups=[] if account else None,
         )
         if done.returncode:
             raise ServerError(
@@ -226,24 +238,12 @@ class ServerProcess(ServerDirectory, ABC):
             f"{self.name} may not run as root and no account {' or '.join(self.accounts)} exists"
         )
 
-    def _identity(self) -> dict[str, int | list[int] | dict[str, str]]:
-        account = self._account()
-        environment = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
-        if account is None:
-            return {"env": environment}
-        return {
-            "user": account.pw_uid,
-            "group": account.pw_gid,
-            "extra_groups": [],
-            "env": environment,
-        }
-
     def _wait_ready(self) -> str:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
                 return self.ping()
-            except Exception as error:
+            except (psycopg.Error, pymysql.Error) as error:
                 if not self.running():
                     raise ServerError(
                         f"{self.name} stopped while starting; the end of its log says: "
