@@ -39,7 +39,7 @@ crash: dev ## The long chaos runs: random kills and lost connections under load
 	@$(PY) -m tests.servers run -- $(BIN)/pytest -m chaos $(ARGS)
 
 bench: dev ## Measure txbox beside a naive loop; prints and stores the result with machine and commit
-	$(PY) -m benchmarks $(ARGS)
+	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks $(ARGS)
 
 docs: dev ## Check that the documentation says what the code does
 	$(BIN)/pytest tests/docs $(ARGS)

@@ -122,9 +122,9 @@ def down(names: list[str] | None = None) -> None:
             STATE_FILE.unlink(missing_ok=True)
 
 
-def run(command: list[str]) -> int:
-    """Run `command` while the test servers are up; stop those that were not up before."""
-    started = up(TEST_SERVERS)
+def run(command: list[str], names: tuple[str, ...]) -> int:
+    """Run `command` while these servers are up; stop those that were not up before."""
+    started = up(names)
     # The terminal's Ctrl-C reaches the command by itself; here it must not skip the stopping. A
     # function, unlike SIG_IGN, is not inherited by the command.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -141,24 +141,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.servers", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("up", help="start the servers and leave them running")
-    start.add_argument(
-        "--durable", action="store_true", help="own servers with durability on, for benchmarks"
-    )
     commands.add_parser("down", help="stop every server of this checkout and delete its data")
     commands.add_parser("env", help="print the URLs as shell exports")
     runner = commands.add_parser("run", help="run a command while the servers are up")
+    for command in (start, runner):
+        command.add_argument(
+            "--durable", action="store_true", help="own servers with durability on, for benchmarks"
+        )
     runner.add_argument("argv", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
+    names = DURABLE_SERVERS if getattr(arguments, "durable", False) else TEST_SERVERS
     try:
         match arguments.command:
             case "up":
-                up(DURABLE_SERVERS if arguments.durable else TEST_SERVERS)
+                up(names)
                 _print_urls()
             case "env":
                 _print_urls()
             case "run":
                 argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
-                return run(argv)
+                return run(argv, names)
             case _:
                 down()
                 _say("stopped, data deleted")
