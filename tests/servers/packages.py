@@ -14,31 +14,37 @@ from tests.servers import ServerError, mariadb, postgresql
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 
+_PACKAGE_OF = {
+    "postgresql": "postgresql",
+    "mariadb": "mariadb-server",
+    "pgbouncer": "pgbouncer",
+    "postgresql-durable": "postgresql",
+    "mariadb-durable": "mariadb-server",
+}
+_PROGRAM_OF = {
+    "postgresql": postgresql.binaries,
+    "mariadb-server": mariadb.binary,
+    "pgbouncer": postgresql.pgbouncer_binary,
+}
+
+
+def installed(server: str) -> bool:
+    """True when this server's programs are on the machine."""
+    return _PROGRAM_OF[_PACKAGE_OF[server]]() is not None
+
+
 def missing(servers: Sequence[str]) -> list[str]:
     """Names of the packages that these servers need and that are not installed."""
-    present = {
-        "postgresql": postgresql.binaries,
-        "mariadb-server": mariadb.binary,
-        "pgbouncer": postgresql.pgbouncer_binary,
-    }
-    package_of = {
-        "postgresql": "postgresql",
-        "mariadb": "mariadb-server",
-        "pgbouncer": "pgbouncer",
-        "postgresql-durable": "postgresql",
-        "mariadb-durable": "mariadb-server",
-    }
-    wanted = dict.fromkeys(package_of[name] for name in servers)
-    return [package for package in wanted if not present[package]()]
+    return list(dict.fromkeys(_PACKAGE_OF[name] for name in servers if not installed(name)))
+
+
+def may_install() -> bool:
+    """True as root on Debian or a relative of it."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def install(packages: Sequence[str]) -> None:
-    """Install these packages; needs root on Debian or a relative of it."""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise ServerError(
-            f"{', '.join(packages)} not found: start Docker, install them, run as root on Debian, "
-            "or set the TXBOX_TEST_*_URL variables"
-        )
+    """Install these packages; see `may_install`."""
     with _services_stay_stopped():
         _apt("update")
         _apt("install", "--yes", "--no-install-recommends", *packages)

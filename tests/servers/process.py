@@ -126,13 +126,14 @@ class ServerDirectory:
             shutil.rmtree(self.directory)
 
     def _pid(self) -> int | None:
+        if self._child is not None:
+            return self._child.pid if self._child.poll() is None else None
         try:
             pid = int((self.directory / "pid").read_text())
             cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (OSError, ValueError):
             return None
-        if self._child is not None and self._child.pid == pid and self._child.poll() is not None:
-            return None
+        # The number may belong to somebody else by now.
         return pid if str(self.directory).encode() in cmdline else None
 
 
