@@ -36,7 +36,7 @@ test: dev ## Start the database servers, run the whole suite on every database, 
 	@$(PY) -m tests.servers run -- $(BIN)/pytest $(ARGS)
 
 crash: dev ## The long chaos runs: random kills and lost connections under load
-	@$(PY) -m tests.servers run -- $(BIN)/pytest -m chaos $(ARGS)
+	@$(PY) -m tests.servers run -- $(BIN)/pytest -m chaos --timeout=7200 $(ARGS)
 
 bench: dev ## Measure txbox beside a naive loop; prints and stores the result with machine and commit
 	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks $(ARGS)

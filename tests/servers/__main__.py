@@ -98,15 +98,22 @@ def _up_from_packages(wanted: list[str], own: dict[str, str], given: dict[str, s
     elif absent:
         wanted = _without_missing(wanted, given)
     started: list[str] = []
-    for name in wanted:
-        began = time.monotonic()
-        server = _server(name, {**own, **given})
-        if not server.running():
-            started.append(name)
-        version = server.start()
-        own[name] = server.url
-        took = f"started in {time.monotonic() - began:.1f} s" if name in started else "running"
-        _say(f"{name}: {version} on 127.0.0.1:{server.port}, {took}")
+    try:
+        for name in wanted:
+            began = time.monotonic()
+            server = _server(name, {**own, **given})
+            took = "running"
+            if not server.running():
+                started.append(name)
+            version = server.start()
+            if name in started:
+                took = f"started in {time.monotonic() - began:.1f} s"
+            own[name] = server.url
+            _say(f"{name}: {version} on 127.0.0.1:{server.port}, {took}")
+    except BaseException:  # nothing half-started stays behind
+        for name in started:
+            ServerDirectory(name).remove()
+        raise
     return started
 
 
