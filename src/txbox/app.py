@@ -1,0 +1,377 @@
+"""The composition root: a database, handlers, sources, policies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from txbox.brokers.base import Source
+from txbox.connections import open_database
+from txbox.connections.base import Database
+from txbox.errors import ConfigurationError, Fault, StoreError
+from txbox.events import Events, MessageUnmatched, Observer
+from txbox.handlers import Handler, HandlerOptions, Handlers
+from txbox.intake import Intake
+from txbox.message import Message
+from txbox.outcome import Outcome
+from txbox.policy import Batching, Lease, Limits, Retention, RetryPolicy
+from txbox.protocol import InboxProtocol, Settled
+from txbox.steps import AsyncConnections, Connections, Steps, drive, drive_async
+from txbox.store import schema as tables
+from txbox.store.codec import Codec, Columns
+from txbox.store.dialect import dialect
+from txbox.store.inbox import InboxStore
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumption:
+    """A source and the topics it is asked for."""
+
+    source: Source
+    topics: tuple[str, ...] | None
+
+
+class App:
+    """One service: its database, its handlers and where its messages come from.
+
+    Args:
+        database: `postgresql://…`, `mysql://…` or `sqlite:///file.db`; or an object of your own: a psycopg
+            or asyncpg pool, an SQLAlchemy Engine or AsyncEngine (handlers get a Connection) or
+            sessionmaker (a Session).
+        django: instead of `database`, an alias of Django's DATABASES.
+        schema: the PostgreSQL schema of the tables; None uses the search path.
+        observers: called with every event; alerts hang here.
+        codec: encrypts or compresses payloads and error texts at rest.
+        unmatched: what to do with a message that no handler consumes: acknowledge and count it, or
+            keep it in the quarantine.
+
+    Constructing an App does no I/O, and it may be forked.
+    """
+
+    def __init__(
+        self,
+        database: Any = None,
+        *,
+        django: str | None = None,
+        schema: str | None = None,
+        observers: Sequence[Observer] = (),
+        codec: Codec | None = None,
+        limits: Limits | None = None,
+        lease: Lease | None = None,
+        retention: Retention | None = None,
+        batching: Batching | None = None,
+        unmatched: Literal["acknowledge", "quarantine"] = "acknowledge",
+    ) -> None:
+        if (database is None) == (django is None):
+            raise ConfigurationError("App() takes either a database or django='alias': give exactly one of them.")
+        if unmatched not in ("acknowledge", "quarantine"):
+            raise ConfigurationError(f"unmatched is {unmatched!r}: use 'acknowledge' or 'quarantine'.")
+        self.database: Database = _open(database, django, schema)
+        self.handlers = Handlers()
+        self.consumptions: list[Consumption] = []
+        self.events = Events(observers)
+        self.limits = limits or Limits()
+        self.lease = lease or Lease()
+        self.retention = retention or Retention()
+        self.batching = batching or Batching()
+        self.unmatched = unmatched
+        self.store = InboxStore(self.database.dialect, Columns(codec))
+        self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
+        self.intake = Intake(self.protocol)
+        self._checked = False
+
+    # -- registration -------------------------------------------------------------------------
+
+    def handler(
+        self,
+        topic: str,
+        *,
+        consumer: str,
+        type: str | None = None,
+        types: Iterable[str] | None = None,
+        retry: RetryPolicy | None = None,
+        reject_on: Sequence[type[Exception]] = (),
+        timeout: timedelta | None = None,
+        concurrency: int = 1,
+        batch: bool = False,
+        pipeline: bool = False,
+        transactional: bool = True,
+        ordered: bool = False,
+        sequence: Any = None,
+        lock_key: Any = None,
+        message_id: Any = None,
+        weak_ids: bool = False,
+        id_scope: Literal["topic"] | None = None,
+        decode: Any = None,
+        payload_hash: Any = "raw",
+        keep_payload: Any = "unfinished",
+        keep_result: bool = False,
+        mode: Literal["inline", "stored"] = "inline",
+    ) -> Callable[[F], F]:
+        """Register a handler for a topic; the function stays as it is.
+
+        Args:
+            topic: "*" for every topic of the sources.
+            consumer: part of the key of its inbox rows: keep it stable.
+            type, types: the message types it takes; without either, all.
+            retry: when failures are tried again; see RetryPolicy.
+            reject_on: exceptions that make the message dead at once.
+            timeout: bound on one run; what it did is rolled back.
+            concurrency: lanes of one worker, 1 or more.
+            batch: the function takes a list of messages and one transaction.
+            pipeline: the function reads no results.
+            transactional: False for work outside a transaction: `(message)`, leased, at least once.
+            message_id: a callable or a path like "body.order_id"; see SEMANTICS 1.2.
+            id_scope: "topic" where ids are unique within a topic only.
+            decode: a callable from Message to body, instead of the annotation.
+            payload_hash: "raw", "json" or a callable; how copies are compared.
+            keep_payload: "unfinished", "always", or how long processed rows keep their payload.
+            mode: "stored" acknowledges once the payload is stored, and processes from the table.
+
+        Raises:
+            ConfigurationError: a wrong signature or colour, an overlap, or an option out of range.
+        """
+        if type is not None and types is not None:
+            raise ConfigurationError("A handler takes type= or types=, not both.")
+        options = HandlerOptions(
+            retry=retry or RetryPolicy(),
+            reject_on=tuple(reject_on),
+            timeout=timeout,
+            concurrency=concurrency,
+            batch=batch,
+            pipeline=pipeline,
+            transactional=transactional,
+            ordered=ordered,
+            sequence=sequence,
+            lock_key=lock_key,
+            message_id=message_id,
+            weak_ids=weak_ids,
+            id_scope=id_scope,
+            decode=decode,
+            payload_hash=payload_hash,
+            keep_payload=keep_payload,
+            keep_result=keep_result,
+            mode=mode,
+        )
+
+        def register(function: F) -> F:
+            added = self.handlers.add(
+                function, topic=topic, consumer=consumer, types=[type] if type is not None else types, options=options
+            )
+            self._check_colour(added)
+            return function
+
+        return register
+
+    def _check_colour(self, handler: Handler) -> None:
+        if handler.options.transactional and self._connections(handler) is None:
+            colour, other = ("async", "def") if handler.is_async else ("sync", "async def")
+            raise ConfigurationError(
+                f"{handler.name} is {colour}, but {self.database.name} has no {colour} connections: "
+                f"write it as `{other}`, or give App() a database object of its colour."
+            )
+
+    def _connections(self, handler: Handler) -> Connections | AsyncConnections | None:
+        return self.database.asynchronous if handler.is_async else self.database.sync
+
+    def consume(self, source: Source, topics: Iterable[str] | None = None) -> None:
+        """Take messages from a source; `topics` default to those of the handlers."""
+        self.consumptions.append(Consumption(source, None if topics is None else tuple(topics)))
+
+    # -- one message --------------------------------------------------------------------------
+
+    def process(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
+        """Run the handler of one message safely; acknowledge unless the outcome is IN_PROGRESS.
+
+        Raises:
+            ConfigurationError: no handler, several without `consumer=`, or an async one.
+            SchemaError: the tables are missing or do not fit; the message has the command to run.
+            StoreUnavailable: the database stayed away for Limits.unavailable_for: do not acknowledge.
+
+        Guarantee: PROCESSED means that the inbox row and the handler's writes are one commit.
+        """
+        handler = self._one_handler(message, consumer)
+        if handler is None:
+            drive(self._any_sync(), self._unmatched(message))
+            return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
+        if handler.is_async:
+            raise ConfigurationError(f"{handler.name} is async: await app.process_async(message).")
+        return drive(self._any_sync(), self._processed(handler, message)).outcome
+
+    async def process_async(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
+        """The twin of `process`; a sync handler runs in a thread."""
+        handler = self._one_handler(message, consumer)
+        if handler is not None and not handler.is_async:
+            return await asyncio.to_thread(self.process, message, consumer=handler.consumer)
+        if self.database.asynchronous is None:
+            return await asyncio.to_thread(self.process, message, consumer=consumer)
+        if handler is None:
+            await drive_async(self.database.asynchronous, self._unmatched(message))
+            return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
+        return (await drive_async(self.database.asynchronous, self._processed(handler, message))).outcome
+
+    def _one_handler(self, message: Message[Any], consumer: str | None) -> Handler | None:
+        found = self.handlers.matching(message.topic, message.type, consumer)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(repr(handler.consumer) for handler in found)
+            raise ConfigurationError(
+                f"Several consumers take topic {message.topic!r} ({names}): say which with consumer=."
+            )
+        if consumer is not None and consumer not in self.handlers.consumers():
+            raise ConfigurationError(f"No handler is registered for consumer {consumer!r}.")
+        return None
+
+    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[Settled]:
+        answers = yield from self.taken(handler, [message], for_s=self.limits.unavailable_for.total_seconds())
+        settled: Settled = answers[0]
+        return settled
+
+    def taken(
+        self,
+        handler: Handler,
+        messages: Sequence[Message[Any]],
+        *,
+        for_s: float | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Steps[list[Settled]]:
+        """Bring messages for one handler to their outcomes, waiting while the database is away.
+
+        Raises:
+            SchemaError, StoreError: as `process` does.
+        """
+        try:
+            if not self._checked:
+                yield from self.protocol.persistently(self.check_schema, for_s=for_s, stop=stop)
+            answers: list[Settled] = yield from self.protocol.persistently(
+                lambda: self.intake.take(handler, messages), for_s=for_s, stop=stop
+            )
+            return answers
+        except StoreError as error:
+            if error.fault in (Fault.SCHEMA, Fault.OTHER):
+                # an undefined table has a remedy, and its sentence names the command
+                yield from self.check_schema()
+            raise
+
+    def check_schema(self) -> Steps[None]:
+        """Check that this release can work with the tables; from then on their schema is known.
+
+        Raises:
+            SchemaError: the message contains the command to run.
+        """
+        own = self.store.dialect
+        state = yield from tables.check(own)
+        if state.schema is not None:
+            # named in full from here on, so that a handler's own search_path cannot hide them
+            self.store.dialect = dialect(own.name, state.schema)
+        self._checked = True
+
+    def _unmatched(self, message: Message[Any]) -> Steps[None]:
+        if self.events:
+            self.events.emit(MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type))
+        if self.unmatched == "quarantine":
+            yield from self.intake.unmatched(
+                message, f"No handler consumes topic {message.topic!r} with type {message.type!r}."
+            )
+
+    # -- sending to the own consumers ---------------------------------------------------------
+
+    def send(self, message: Message[Any]) -> dict[str, Outcome]:
+        """Store a message for every consumer of its topic, to be processed from the table.
+
+        Returns: consumer → DEFERRED when stored, DUPLICATE when it was there before, QUARANTINED.
+
+        Raises:
+            ConfigurationError: no handler consumes its topic and type.
+        """
+        return drive(self._any_sync(), self._sent([message]))[0]
+
+    async def send_async(self, message: Message[Any]) -> dict[str, Outcome]:
+        """The twin of `send`."""
+        if self.database.asynchronous is None:
+            return await asyncio.to_thread(self.send, message)
+        return (await drive_async(self.database.asynchronous, self._sent([message])))[0]
+
+    def send_many(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
+        """As `send` for many messages, in one statement a consumer."""
+        return drive(self._any_sync(), self._sent(messages))
+
+    def _sent(self, messages: Sequence[Message[Any]]) -> Steps[list[dict[str, Outcome]]]:
+        answers: list[dict[str, Outcome]] = [{} for _ in messages]
+        work: dict[Handler, list[int]] = {}
+        for index, message in enumerate(messages):
+            found = self.handlers.matching(message.topic, message.type)
+            if not found:
+                raise ConfigurationError(
+                    f"No handler consumes topic {message.topic!r} with type {message.type!r}: register one."
+                )
+            for handler in found:
+                work.setdefault(handler, []).append(index)
+        if not self._checked:
+            yield from self.check_schema()
+        for handler, indexes in work.items():
+            stored = dataclasses.replace(handler, options=dataclasses.replace(handler.options, mode="stored"))
+            settled = yield from self.intake.take(stored, [messages[index] for index in indexes])
+            for index, own in zip(indexes, settled, strict=True):
+                answers[index][handler.consumer] = own.outcome
+        return answers
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def init(self) -> tuple[int, int]:
+        """Apply the schema (as `txbox init` does); returns the versions before and after."""
+        return drive(self._any_sync(), tables.apply(self.store.dialect, self.database.schema))
+
+    async def init_async(self) -> tuple[int, int]:
+        """The twin of `init`."""
+        if self.database.asynchronous is None:
+            return await asyncio.to_thread(self.init)
+        return await drive_async(
+            self.database.asynchronous, tables.apply(self.store.dialect, self.database.schema)
+        )
+
+    def _any_sync(self) -> Connections:
+        if self.database.sync is None:
+            raise ConfigurationError(
+                f"{self.database.name} has async connections only: use the verb with the suffix _async."
+            )
+        return self.database.sync
+
+    def close(self) -> None:
+        """Close the connections that txbox opened itself."""
+        self.database.close()
+
+    async def close_async(self) -> None:
+        """The twin of `close`."""
+        await self.database.close_async()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close_async()
+
+
+def _open(database: Any, django: str | None, schema: str | None) -> Database:
+    if django is None:
+        return open_database(database, schema=schema)
+    from txbox.connections.django import open_alias
+
+    return open_alias(django, schema=schema)

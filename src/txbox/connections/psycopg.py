@@ -1,0 +1,509 @@
+"""psycopg 3, sync and async: a URL, a psycopg_pool pool, or the caller's connection.
+
+txbox's own transactions go to libpq as one pipeline for BEGIN and claim and one for close and
+COMMIT, with prepared statements of txbox's own: psycopg's cache forgets them on a rollback.
+
+Source: docs/decisions/0009-round-trips.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from weakref import WeakKeyDictionary
+
+import psycopg
+from psycopg import pq
+from psycopg.adapt import Transformer
+from psycopg.rows import tuple_row
+from psycopg.waiting import Ready, Wait
+
+from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.steps import Result, Statement
+from txbox.store.dialect import Dialect, dialect, native
+
+_BEGIN = Statement("begin", "BEGIN ISOLATION LEVEL READ COMMITTED", {})
+_COMMIT = Statement("commit", "COMMIT", {})
+_DEALLOCATE = Statement("deallocate", "DEALLOCATE ALL", {})
+_UNPREPARED = (_BEGIN, _COMMIT, _DEALLOCATE)
+_ENDED = (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK)
+_DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
+
+
+def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
+    """Prepare to connect by URL; `?prepare=off` is for poolers without prepared statements."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query))
+    prepare = options.pop("prepare", "on") != "off"
+    conninfo = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
+    if parts.path in ("", "/") and "dbname" not in options:
+        raise ConfigurationError(
+            f"The URL {without_password(url)} names no database: write postgresql://host/name."
+        )
+    return PsycopgDatabase(without_password(url), schema, prepare, conninfo=conninfo)
+
+
+def open_object(target: Any, *, schema: str | None = None) -> PsycopgDatabase:
+    """Use a pool of the user's."""
+    import psycopg_pool
+
+    if isinstance(target, psycopg_pool.AsyncConnectionPool):
+        return PsycopgDatabase("an AsyncConnectionPool", schema, True, async_pool=target)
+    if isinstance(target, psycopg_pool.ConnectionPool):
+        return PsycopgDatabase("a ConnectionPool", schema, True, pool=target)
+    raise ConfigurationError(
+        f"App() cannot use a {type(target).__qualname__}: pass a URL or a psycopg_pool pool; "
+        "a single connection belongs into Inbox.accept(tx, …)."
+    )
+
+
+class PsycopgDatabase:
+    """Where psycopg connections come from."""
+
+    def __init__(
+        self,
+        name: str,
+        schema: str | None,
+        prepare: bool,
+        *,
+        conninfo: str | None = None,
+        pool: Any = None,
+        async_pool: Any = None,
+    ) -> None:
+        self.name = name
+        self.schema = schema
+        self.dialect: Dialect = dialect("postgresql", schema)
+        self.prepare = prepare
+        self.conninfo = conninfo
+        self._sync = None if async_pool is not None else _Connections(self, pool)
+        self._async = None if pool is not None else _AsyncConnections(self, async_pool)
+
+    @property
+    def sync(self) -> _Connections | None:
+        return self._sync
+
+    @property
+    def asynchronous(self) -> _AsyncConnections | None:
+        return self._async
+
+    def close(self) -> None:
+        if self._sync is not None:
+            self._sync.idle.clear()
+        if self._async is not None:
+            self._async.idle.clear()
+
+    async def close_async(self) -> None:
+        self.close()
+
+
+class _Connections:
+    def __init__(self, database: PsycopgDatabase, pool: Any) -> None:
+        self._database = database
+        self._pool = pool
+        self.idle: Idle[PsycopgConnection] = Idle()
+        self._known: WeakKeyDictionary[Any, PsycopgConnection] = WeakKeyDictionary()
+
+    def acquire(self) -> PsycopgConnection:
+        if self._pool is None:
+            waiting = self.idle.take()
+            if waiting is not None:
+                return waiting
+        try:
+            if self._pool is None:
+                return PsycopgConnection(psycopg.connect(self._database.conninfo or ""), self._database, None)
+            raw = self._pool.getconn()
+        except psycopg.Error as error:
+            raise _unreachable(error, self._database) from error
+        except Exception as error:
+            if type(error).__module__.startswith("psycopg_pool"):
+                raise _unreachable(error, self._database) from error
+            raise
+        known = self._known.get(raw)
+        if known is None:
+            known = self._known[raw] = PsycopgConnection(raw, self._database, self._pool)
+        known.prepare_for_use()
+        return known
+
+    def release(self, connection: PsycopgConnection) -> None:
+        if self._pool is None:
+            self.idle.give(connection)
+        else:
+            connection.give_back()
+            self._pool.putconn(connection.native)
+
+
+class _AsyncConnections:
+    def __init__(self, database: PsycopgDatabase, pool: Any) -> None:
+        self._database = database
+        self._pool = pool
+        self.idle: Idle[AsyncPsycopgConnection] = Idle()
+        self._known: WeakKeyDictionary[Any, AsyncPsycopgConnection] = WeakKeyDictionary()
+
+    async def acquire(self) -> AsyncPsycopgConnection:
+        loop = asyncio.get_running_loop()
+        if self._pool is None:
+            waiting = self.idle.take(lambda own: own.loop is loop)
+            if waiting is not None:
+                return waiting
+        try:
+            if self._pool is None:
+                raw = await psycopg.AsyncConnection.connect(self._database.conninfo or "")
+                return AsyncPsycopgConnection(raw, self._database, None)
+            raw = await self._pool.getconn()
+        except psycopg.Error as error:
+            raise _unreachable(error, self._database) from error
+        except Exception as error:
+            if type(error).__module__.startswith("psycopg_pool"):
+                raise _unreachable(error, self._database) from error
+            raise
+        known = self._known.get(raw)
+        if known is None:
+            known = self._known[raw] = AsyncPsycopgConnection(raw, self._database, self._pool)
+        await known.prepare_for_use()
+        return known
+
+    async def release(self, connection: AsyncPsycopgConnection) -> None:
+        if self._pool is None:
+            self.idle.give(connection)
+        else:
+            await connection.give_back()
+            await self._pool.putconn(connection.native)
+
+
+class _Libpq:
+    """What the sync and the async connection share: the pipeline and the prepared statements."""
+
+    def __init__(self, raw: Any, database: PsycopgDatabase, pool: Any) -> None:
+        self.native = raw
+        self._database = database
+        self._pool = pool
+        self._names: dict[str, bytes] = {}
+        self._named = 0
+        self._autocommit = raw.autocommit
+
+    @property
+    def lost(self) -> bool:
+        return bool(self.native.closed)
+
+    def discard(self) -> None:
+        self.native.pgconn.finish()
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        return translated(error, self._database.dialect)
+
+    def _open(self) -> Any:
+        """The driver's connection, if statements can still be sent on it."""
+        if self.native.closed and not self.native.broken:
+            raise StoreError("The handler closed the connection of its transaction.", fault=Fault.GUARD)
+        if self.native.closed:
+            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
+        return self.native
+
+    def _pipeline(self, statements: Sequence[Statement]) -> Generator[Wait, Ready, list[Result]]:
+        """Send all statements, then read all results; raises the error of the first that fails."""
+        pgconn = self.native.pgconn
+        new: dict[str, bytes] = {}
+        try:
+            pgconn.enter_pipeline_mode()
+            for statement in statements:
+                self._send(pgconn, statement, new)
+            pgconn.pipeline_sync()
+            while pgconn.flush():
+                ready = yield Wait.RW
+                if ready & Ready.R:
+                    pgconn.consume_input()
+            results: list[Any] = []
+            failed: StoreError | None = None
+            for statement in statements:
+                if statement.sql in new:
+                    # the answer to its Parse
+                    answer = yield from _answer(pgconn)
+                    failed = failed or self._failure(answer, statement)
+                    if answer.status != pq.ExecStatus.COMMAND_OK:
+                        # also when an earlier failure skipped it: it was never prepared
+                        del new[statement.sql]
+                answer = yield from _answer(pgconn)
+                failed = failed or self._failure(answer, statement)
+                results.append(answer)
+            yield from _synced(pgconn)
+            pgconn.exit_pipeline_mode()
+        except psycopg.Error as error:
+            pgconn.finish()
+            raise StoreUnavailable(
+                "The database connection was lost.",
+                fault=Fault.UNAVAILABLE,
+                code=error.sqlstate,
+                definite=statements[-1] is not _COMMIT,
+            ) from error
+        self._names.update(new)
+        if failed is not None:
+            raise failed
+        if statements[-1] is _COMMIT and results[-1].command_status != b"COMMIT":
+            # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
+            raise StoreError(
+                "The transaction had failed before its COMMIT; nothing was persisted.",
+                fault=Fault.ABORTED,
+                code="25P02",
+            )
+        return [self._result(result) for result in results]
+
+    def _send(self, pgconn: Any, statement: Statement, new: dict[str, bytes]) -> None:
+        sql, names = native(statement.sql, "numeric")
+        values, formats = _dumped([statement.params[name] for name in names])
+        if not self._database.prepare or statement in _UNPREPARED:
+            pgconn.send_query_params(sql.encode(), values, None, formats)
+            return
+        name = self._names.get(statement.sql) or new.get(statement.sql)
+        if name is None:
+            self._named += 1
+            name = b"txbox_%d" % self._named
+            new[statement.sql] = name
+            pgconn.send_prepare(name, sql.encode())
+        pgconn.send_query_prepared(name, values, formats)
+
+    def _failure(self, result: Any, statement: Statement) -> StoreError | None:
+        if result.status in _ENDED or result.status == pq.ExecStatus.PIPELINE_ABORTED:
+            return None
+        error = psycopg.errors.error_from_result(result)
+        found = translated(error, self._database.dialect) or StoreError(type(error).__name__)
+        if found.fault is Fault.PREPARED:
+            # a pooler, or a DEALLOCATE ALL in the handler, took them: prepare anew
+            self._names.clear()
+        if statement is _COMMIT:
+            found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
+        found.__cause__ = error
+        return found
+
+    def _result(self, result: Any) -> Result:
+        rows: Sequence[Any] = ()
+        if result.ntuples:
+            transformer = Transformer(self.native)
+            transformer.set_pgresult(result)
+            rows = transformer.load_rows(0, result.ntuples, tuple)
+        return Result(rows, result.command_tuples or 0)
+
+
+class PsycopgConnection(_Libpq):
+    """A sync connection whose transactions txbox begins and ends."""
+
+    def prepare_for_use(self) -> None:
+        self._autocommit = self.native.autocommit
+        if self._autocommit:
+            # a handler that rolls back must land in a new transaction, not in autocommit
+            self.native.autocommit = False
+
+    def give_back(self) -> None:
+        if self._autocommit and not self.lost:
+            self.native.autocommit = True
+
+    def execute(self, statement: Statement) -> Result:
+        result: Result = self._open().wait(self._pipeline((statement,)))[0]
+        return result
+
+    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        results: list[Result] = self._open().wait(self._pipeline((_BEGIN, *statements)))
+        return results[1:]
+
+    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        results: list[Result] = self._open().wait(self._pipeline((*statements, _COMMIT)))
+        return results[:-1]
+
+    def rollback(self) -> None:
+        self._names.clear()
+        try:
+            self.native.rollback()
+            # psycopg may just have deallocated everything, or nothing: make it everything
+            self.native.wait(self._pipeline((_DEALLOCATE,)))
+        except psycopg.Error as error:
+            raise _lost(error) from error
+
+    def discard(self) -> None:
+        super().discard()
+        if self._pool is not None:
+            self._pool.putconn(self.native)
+
+
+class AsyncPsycopgConnection(_Libpq):
+    """The async twin of `PsycopgConnection`, bound to the event loop that opened it."""
+
+    def __init__(self, raw: Any, database: PsycopgDatabase, pool: Any) -> None:
+        super().__init__(raw, database, pool)
+        self.loop = asyncio.get_running_loop()
+
+    async def prepare_for_use(self) -> None:
+        self._autocommit = self.native.autocommit
+        if self._autocommit:
+            await self.native.set_autocommit(False)
+
+    async def give_back(self) -> None:
+        if self._autocommit and not self.lost:
+            await self.native.set_autocommit(True)
+
+    async def execute(self, statement: Statement) -> Result:
+        result: Result = (await self._open().wait(self._pipeline((statement,))))[0]
+        return result
+
+    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        results: list[Result] = await self._open().wait(self._pipeline((_BEGIN, *statements)))
+        return results[1:]
+
+    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        results: list[Result] = await self._open().wait(self._pipeline((*statements, _COMMIT)))
+        return results[:-1]
+
+    async def rollback(self) -> None:
+        self._names.clear()
+        try:
+            await self.native.rollback()
+            await self.native.wait(self._pipeline((_DEALLOCATE,)))
+        except psycopg.Error as error:
+            raise _lost(error) from error
+
+    def discard(self) -> None:
+        super().discard()
+        if self._pool is not None and self.loop.is_running():
+            self._returning = self.loop.create_task(self._pool.putconn(self.native))
+
+
+class Borrowed:
+    """The caller's connection, in the caller's transaction."""
+
+    def __init__(self, tx: Any, own: Dialect) -> None:
+        self._tx = tx
+        self.dialect = own
+
+    def execute(self, statement: Statement) -> Result:
+        sql, names = native(statement.sql, "format")
+        try:
+            with self._tx.cursor(row_factory=tuple_row) as cursor:
+                cursor.execute(sql, [statement.params[name] for name in names])
+                return Result(cursor.fetchall() if cursor.description else (), cursor.rowcount)
+        except psycopg.Error as error:
+            raise _translated_or_lost(error, self.dialect) from error
+
+
+class AsyncBorrowed:
+    """The async twin of `Borrowed`."""
+
+    def __init__(self, tx: Any, own: Dialect) -> None:
+        self._tx = tx
+        self.dialect = own
+
+    async def execute(self, statement: Statement) -> Result:
+        sql, names = native(statement.sql, "format")
+        try:
+            async with self._tx.cursor(row_factory=tuple_row) as cursor:
+                await cursor.execute(sql, [statement.params[name] for name in names])
+                return Result(await cursor.fetchall() if cursor.description else (), cursor.rowcount)
+        except psycopg.Error as error:
+            raise _translated_or_lost(error, self.dialect) from error
+
+
+def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
+    if not isinstance(tx, psycopg.Connection):
+        raise wrong_colour(tx, wants="async")
+    _check_transaction(tx)
+    return Borrowed(tx, dialect("postgresql", schema))
+
+
+def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
+    if not isinstance(tx, psycopg.AsyncConnection):
+        raise wrong_colour(tx, wants="sync")
+    _check_transaction(tx)
+    return AsyncBorrowed(tx, dialect("postgresql", schema))
+
+
+def _check_transaction(tx: Any) -> None:
+    if tx.autocommit and tx.info.transaction_status == pq.TransactionStatus.IDLE:
+        raise not_in_transaction(tx)
+
+
+def translated(error: BaseException, own: Dialect) -> StoreError | None:
+    """Put a psycopg error into txbox's words; None when it is none."""
+    if not isinstance(error, psycopg.Error):
+        return None
+    code = error.sqlstate
+    diag = error.diag
+    fault = own.fault(code)
+    if code is None and isinstance(error, psycopg.OperationalError):
+        fault = Fault.UNAVAILABLE
+    kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
+    # the message of the server may hold row values; its code and constraint never do
+    constraint = diag.constraint_name
+    text = f"PostgreSQL: {type(error).__name__}" + (f" ({code})" if code else "")
+    return kind(text + (f" on {constraint}" if constraint else ""), fault=fault, code=code, constraint=constraint)
+
+
+def _translated_or_lost(error: psycopg.Error, own: Dialect) -> StoreError:
+    return translated(error, own) or _lost(error)
+
+
+def _lost(error: psycopg.Error) -> StoreUnavailable:
+    return StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE, code=error.sqlstate)
+
+
+def _unreachable(error: Exception, database: PsycopgDatabase) -> StoreUnavailable:
+    code = getattr(error, "sqlstate", None)
+    return StoreUnavailable(
+        f"Cannot connect to {database.name} ({type(error).__name__}{f', {code}' if code else ''}): "
+        "check the URL, and that the server is running.",
+        fault=Fault.UNAVAILABLE,
+        code=code,
+    )
+
+
+def _answer(pgconn: Any) -> Generator[Wait, Ready, Any]:
+    """Read the one result of the next statement, and the null that ends it."""
+    answer = yield from _next(pgconn)
+    while (yield from _next(pgconn)) is not None:
+        pass
+    return answer
+
+
+def _synced(pgconn: Any) -> Generator[Wait, Ready, None]:
+    result = yield from _next(pgconn)
+    assert result.status == pq.ExecStatus.PIPELINE_SYNC
+
+
+def _next(pgconn: Any) -> Generator[Wait, Ready, Any]:
+    while pgconn.is_busy():
+        yield Wait.R
+        pgconn.consume_input()
+    return pgconn.get_result()
+
+
+def _dumped(values: Sequence[Any]) -> tuple[list[bytes | None], list[pq.Format]]:
+    dumped: list[bytes | None] = []
+    formats: list[pq.Format] = []
+    for value in values:
+        formats.append(pq.Format.BINARY if type(value) is bytes else pq.Format.TEXT)
+        dumped.append(_dump(value))
+    return dumped, formats
+
+
+def _dump(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    kind = type(value)
+    if kind is bytes:
+        return bytes(value)
+    if kind is str:
+        return str(value).encode()
+    if kind is bool:
+        return b"t" if value else b"f"
+    if kind is list:
+        return "{%s}".__mod__(",".join(map(_element, value))).encode()
+    return str(value).encode()
+
+
+def _element(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if type(value) is bytes:
+        return '"\\\\x' + value.hex() + '"'
+    if type(value) is str:
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value)

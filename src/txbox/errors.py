@@ -1,0 +1,104 @@
+"""Every error that txbox raises, one root, four families, and what handlers may raise."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from enum import StrEnum
+
+
+class TxboxError(Exception):
+    """The root of all errors raised by txbox."""
+
+
+class ConfigurationError(TxboxError):
+    """The program is wrong: raised at registration, at start or at the call, before anything is consumed."""
+
+
+class SchemaError(TxboxError):
+    """The tables do not fit this version; the message contains the command to run."""
+
+
+class Fault(StrEnum):
+    """What a database error means to the protocol; decided by SQLSTATE or error number, never by text."""
+
+    UNAVAILABLE = "unavailable"  # the connection or the server is gone or refuses: a retry may help
+    CONFLICT = "conflict"  # serialization failure or deadlock: this transaction may be tried again at once
+    LOCK_TIMEOUT = "lock timeout"  # somebody else holds the row
+    DUPLICATE = "duplicate"  # a unique constraint
+    GUARD = "guard"  # the transaction guard refused (SEMANTICS 2.1)
+    ABORTED = "aborted"  # the transaction had failed before
+    SCHEMA = "schema"  # undefined table, column or function
+    PREPARED = "prepared"  # a pooler mixed up prepared statements
+    TIMEOUT = "timeout"  # a statement or transaction time limit of the server
+    OTHER = "other"
+
+
+class StoreError(TxboxError):
+    """The database refused a statement of txbox or of the handler's transaction."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        fault: Fault = Fault.OTHER,
+        code: str | None = None,
+        constraint: str | None = None,
+        definite: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.fault = fault
+        self.code = code
+        self.constraint = constraint
+        #: False when the error leaves open whether a COMMIT took effect (SEMANTICS 2.6).
+        self.definite = definite
+
+
+class StoreUnavailable(StoreError):
+    """The database cannot be reached or does not accept work now; a retry may help."""
+
+
+class BrokerError(TxboxError):
+    """A broker refused an operation."""
+
+
+class BrokerUnavailable(BrokerError):
+    """A broker cannot be reached; a retry may help."""
+
+
+class UnusableMessage(TxboxError):
+    """A message has no usable id, or bytes that no database can keep (NUL, lone surrogates)."""
+
+
+class PayloadMismatch(TxboxError):
+    """A known message id came with a different payload: roll back, `quarantine` it, then acknowledge."""
+
+
+class MessageInProgress(TxboxError):
+    """Another transaction holds this message id: roll back, do not acknowledge, try again later."""
+
+
+class HandlerTimeout(TxboxError):
+    """A handler ran longer than its `timeout=`."""
+
+
+class Retry(TxboxError):
+    """Raised by a handler to be tried again.
+
+    Args:
+        after: the wait before the next attempt; None leaves it to the retry policy.
+    """
+
+    def __init__(self, reason: str = "the handler asked for a retry", *, after: timedelta | None = None) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
+class Reject(TxboxError):
+    """Raised by a handler to send its message to the dead letters at once."""
+
+    def __init__(self, reason: str = "rejected by the handler") -> None:
+        super().__init__(reason)
+
+
+class VersionConflict(TxboxError):
+    """Raised by a handler that met a later version than its message carries; retried by policy."""

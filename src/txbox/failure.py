@@ -1,0 +1,88 @@
+"""What is kept of a handler's failure: bounded, printable, and without the values of rows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from types import TracebackType
+from typing import Any
+
+from txbox.errors import Reject, Retry, StoreError, VersionConflict
+from txbox.handlers import HandlerOptions
+from txbox.message import Message
+from txbox.policy import Limits
+from txbox.store.inbox import Failure
+
+_HERE = os.path.dirname(__file__)
+_LIBRARIES = tuple(
+    path for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix + os.sep + "lib") if path
+)
+
+#: Recorded when a handler left the claiming transaction (SEMANTICS 2.2): its effects are unknowable.
+BROKEN = Failure(
+    error_type="TransactionBroken",
+    error="transaction broken: the handler committed or rolled back the transaction that txbox began, so what it "
+    "wrote is unknown; look at its effects, then retry or discard the message.",
+    fingerprint="TransactionBroken",
+    final=True,
+)
+
+
+def failure_of(
+    error: Exception, store: StoreError | None, options: HandlerOptions, limits: Limits, message: Message[Any]
+) -> Failure:
+    """Describe a handler's exception for the table.
+
+    Args:
+        store: the exception in txbox's words if it came from the database; its text replaces the
+            driver's, which may quote rows.
+    """
+    text = str(store) if store is not None else _text_of(error)
+    frames = _frames(error.__traceback__)
+    final = isinstance(error, Reject) or isinstance(error, options.reject_on)
+    delay_s = error.after.total_seconds() if isinstance(error, Retry) and error.after is not None else None
+    return Failure(
+        error_type=printable(type(error).__name__, 255),
+        error=printable(f"{text}\n\n{''.join(frames)}" if frames else text, limits.error_bytes),
+        fingerprint=fingerprint(error),
+        final=final,
+        delay_s=delay_s,
+    )
+
+
+def fingerprint(error: BaseException) -> str:
+    """Group failures that are alike: exception type and the first frame of the application."""
+    place = "?"
+    if not isinstance(error, (Retry, Reject, VersionConflict)) or error.__traceback__ is not None:
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not _foreign(frame.filename):
+                place = f"{os.path.basename(frame.filename)}:{frame.name}"
+    return printable(f"{type(error).__name__} at {place}", 255)
+
+
+def printable(text: str, limit_bytes: int) -> str:
+    """Cut text to a size and replace what a database cannot keep (NUL, lone surrogates)."""
+    clean = text.replace("\0", "\\0").encode("utf-8", "backslashreplace")
+    if len(clean) <= limit_bytes:
+        return clean.decode()
+    return clean[: limit_bytes - 4].decode("utf-8", "ignore") + " …"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        # an exception whose __str__ fails is still a failure to be recorded
+        return f"(the message of this {type(error).__name__} cannot be read)"
+
+
+def _frames(trace: TracebackType | None) -> list[str]:
+    """The frames of the application, newest last; source lines, no values."""
+    return traceback.format_list([frame for frame in traceback.extract_tb(trace) if not _foreign(frame.filename)][-8:])
+
+
+def _foreign(filename: str) -> bool:
+    # compiled modules name their files relative to a source tree that is not here
+    return not os.path.isabs(filename) or filename.startswith((_HERE + os.sep, *_LIBRARIES))

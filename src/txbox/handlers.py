@@ -1,0 +1,292 @@
+"""Handlers: what they consume, how they are to be run, and the registry that holds them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from txbox.body import Decoder, decoder_for
+from txbox.errors import ConfigurationError, Reject, UnusableMessage
+from txbox.identity import PayloadHash, canonical_id, checked_text, message_id, payload_hash
+from txbox.message import Message
+from txbox.policy import Limits, RetryPolicy
+from txbox.store.codec import Arrival, encode_headers
+
+IdOf = Callable[[Message[Any]], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandlerOptions:
+    """The options of `App.handler`; their meaning is in the table of docs/reference/handlers.md."""
+
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    reject_on: tuple[type[Exception], ...] = ()
+    timeout: timedelta | None = None
+    concurrency: int = 1
+    batch: bool = False
+    pipeline: bool = False
+    transactional: bool = True
+    ordered: bool = False
+    sequence: IdOf | str | None = None
+    lock_key: IdOf | str | None = None
+    message_id: IdOf | str | None = None
+    weak_ids: bool = False
+    id_scope: Literal["topic"] | None = None
+    decode: Decoder | None = None
+    payload_hash: PayloadHash = "raw"
+    keep_payload: timedelta | Literal["unfinished", "always"] = "unfinished"
+    keep_result: bool = False
+    mode: Literal["inline", "stored"] = "inline"
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigurationError(f"concurrency is {self.concurrency}: it must be 1 or more.")
+        if self.mode not in ("inline", "stored"):
+            raise ConfigurationError(f"mode is {self.mode!r}: use 'inline' or 'stored'.")
+        if self.id_scope not in (None, "topic"):
+            raise ConfigurationError(f"id_scope is {self.id_scope!r}: use 'topic' or leave it out.")
+        if self.payload_hash not in ("raw", "json") and not callable(self.payload_hash):
+            raise ConfigurationError(f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable.")
+        if self.keep_payload not in ("unfinished", "always") and not isinstance(self.keep_payload, timedelta):
+            raise ConfigurationError(
+                f"keep_payload is {self.keep_payload!r}: use 'unfinished', 'always' or a timedelta."
+            )
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ConfigurationError("timeout must be above zero.")
+        for later in ("ordered", "keep_result"):
+            if getattr(self, later):
+                raise ConfigurationError(f"{later}=True is not supported by this version: leave it out.")
+        if self.sequence is not None:
+            raise ConfigurationError("sequence= is not supported by this version: leave it out.")
+
+
+@dataclass(frozen=True)
+class Handler:
+    """One registered handler."""
+
+    consumer: str
+    topic: str
+    types: frozenset[str] | None
+    function: Callable[..., Any]
+    options: HandlerOptions
+    is_async: bool
+    decode: Decoder
+
+    @property
+    def name(self) -> str:
+        """The function for people: module and qualified name."""
+        return f"{getattr(self.function, '__module__', '?')}.{getattr(self.function, '__qualname__', '?')}"
+
+    def matches(self, topic: str, kind: str | None) -> bool:
+        """Say whether this handler consumes messages of this topic and type."""
+        return self.topic in (topic, "*") and (self.types is None or kind in self.types)
+
+    def overlaps(self, other: Handler) -> bool:
+        """Say whether some message would match both under one consumer."""
+        if self.consumer != other.consumer:
+            return False
+        if self.topic != other.topic and "*" not in (self.topic, other.topic):
+            return False
+        return self.types is None or other.types is None or bool(self.types & other.types)
+
+    @property
+    def keeps_payload(self) -> bool:
+        """True when processed rows of this consumer keep their payload."""
+        return self.options.keep_payload != "unfinished"
+
+    def arrival(self, message: Message[Any], limits: Limits) -> Arrival:
+        """Give a message its id and hash.
+
+        Raises:
+            UnusableMessage: it has no usable id, or is too large, or holds what no database can keep.
+        """
+        extract = self.options.message_id
+        path = functools.partial(_at_path, extract) if isinstance(extract, str) else extract
+        own_id = message_id(message, extract=path, scope=self.options.id_scope)
+        _check_sizes(message, limits)
+        hashed = payload_hash(message, self.options.payload_hash)
+        return Arrival(message, own_id, hashed)
+
+    def bound(self, arrival: Arrival) -> Message[Any]:
+        """The message as the handler sees it.
+
+        Raises:
+            Reject: the body cannot be decoded.
+        """
+        message = arrival.message
+        try:
+            body = self.decode(message)
+        except Exception as error:
+            # whatever a decoder raises on a stranger's bytes means that they are not what was agreed
+            raise Reject(f"The body cannot be decoded: {type(error).__name__}: {error}") from error
+        return Message(
+            topic=message.topic, payload=message.payload, id=arrival.message_id, type=message.type, key=message.key,
+            headers=message.headers, content_type=message.content_type, time=message.time, sequence=message.sequence,
+            origin=message.origin, consumer=self.consumer, attempt=message.attempt, received_at=message.received_at,
+            body=body,
+        )  # fmt: skip
+
+
+def _check_sizes(message: Message[Any], limits: Limits) -> None:
+    if message.payload is not None and len(message.payload) > limits.payload_bytes:
+        raise UnusableMessage(
+            f"The payload has {len(message.payload)} bytes, the limit is {limits.payload_bytes}: "
+            "raise Limits.payload_bytes, or send a reference to it."
+        )
+    if message.headers and len(encode_headers(message.headers) or "") > limits.headers_bytes:
+        raise UnusableMessage(f"The headers have more than {limits.headers_bytes} bytes (Limits.headers_bytes).")
+    for what in ("topic", "type", "key", "content_type"):
+        value = getattr(message, what)
+        if value is not None:
+            if not isinstance(value, str):
+                raise UnusableMessage(f"The {what} is a {type(value).__name__}: it must be text.")
+            if not value.isascii() or "\0" in value:
+                checked_text(value, what)
+
+
+def _at_path(path: str, message: Message[Any]) -> object:
+    """Follow "body.order.id", "headers.name" or "key" through a message; the body is read as JSON."""
+    head, _, rest = path.partition(".")
+    if head == "headers":
+        return message.headers.text(rest)
+    value: Any = message.json() if head == "body" else getattr(message, head)
+    for part in filter(None, rest.split(".")):
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    return value
+
+
+class Handlers:
+    """The handlers of one app, in the order of their registration."""
+
+    def __init__(self) -> None:
+        self._handlers: list[Handler] = []
+        self._matches: dict[tuple[str, str | None], list[Handler]] = {}
+
+    def __iter__(self) -> typing.Iterator[Handler]:
+        return iter(self._handlers)
+
+    def __len__(self) -> int:
+        return len(self._handlers)
+
+    def add(
+        self,
+        function: Callable[..., Any],
+        *,
+        topic: str,
+        consumer: str,
+        types: Iterable[str] | None,
+        options: HandlerOptions,
+    ) -> Handler:
+        """Register a handler.
+
+        Raises:
+            ConfigurationError: a wrong signature, an unusable name, or an overlap with another handler.
+        """
+        is_async = _check_function(function, options)
+        try:
+            checked = canonical_id(consumer)
+        except UnusableMessage as error:
+            raise ConfigurationError(f"consumer={consumer!r} is no usable name: it must be 1 to 255 bytes of text.") from error
+        if checked != consumer or not isinstance(topic, str) or not topic:
+            raise ConfigurationError(f"topic={topic!r}, consumer={consumer!r}: both must be plain, non-empty text.")
+        handler = Handler(
+            consumer=consumer,
+            topic=topic,
+            types=None if types is None else frozenset(types),
+            function=function,
+            options=options,
+            is_async=is_async,
+            decode=options.decode or decoder_for(_body_annotation(function, options)),
+        )
+        for other in self._handlers:
+            if handler.overlaps(other):
+                raise ConfigurationError(
+                    f"{handler.name} and {other.name} overlap: both consume topic {topic!r} with the same type as "
+                    f"consumer {consumer!r}; give one of them another type= or consumer=."
+                )
+        self._handlers.append(handler)
+        self._matches.clear()
+        return handler
+
+    def matching(self, topic: str, kind: str | None, consumer: str | None = None) -> list[Handler]:
+        """Return the handlers for a topic and type, at most one a consumer."""
+        found = self._matches.get((topic, kind))
+        if found is None:
+            found = [handler for handler in self._handlers if handler.matches(topic, kind)]
+            if len(self._matches) > 4096:
+                # types come from strangers: the cache must not grow with them
+                self._matches.clear()
+            self._matches[topic, kind] = found
+        return found if consumer is None else [handler for handler in found if handler.consumer == consumer]
+
+    def consumers(self) -> dict[str, list[Handler]]:
+        """Return the handlers of each consumer."""
+        grouped: dict[str, list[Handler]] = {}
+        for handler in self._handlers:
+            grouped.setdefault(handler.consumer, []).append(handler)
+        return grouped
+
+    def topics(self) -> list[str]:
+        """Return every topic that a handler names, each once."""
+        return list(dict.fromkeys(handler.topic for handler in self._handlers))
+
+
+def _check_function(function: Callable[..., Any], options: HandlerOptions) -> bool:
+    """Check a handler's shape; returns whether it is async."""
+    if not callable(function):
+        raise ConfigurationError(f"A handler must be a function, got {type(function).__name__}.")
+    bare = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(bare) or inspect.isasyncgenfunction(bare):
+        raise ConfigurationError(f"{function!r} is a generator: a handler must return, not yield.")
+    wanted = 2 if options.transactional else 1
+    shape = "(message, tx)" if options.transactional else "(message)"
+    if options.batch:
+        shape = shape.replace("message", "messages")
+    try:
+        inspect.signature(function).bind(*range(wanted))
+    except TypeError:
+        raise ConfigurationError(
+            f"The handler {getattr(function, '__qualname__', function)} must take {shape}, "
+            f"but its signature is {inspect.signature(function)}."
+        ) from None
+    call = getattr(function, "__call__", None)  # noqa: B004  # the colour of a callable object
+    return inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(call)
+
+
+def _body_annotation(function: Callable[..., Any], options: HandlerOptions) -> Any:
+    """Return the X of `message: Message[X]` (or `list[Message[X]]`), or Any."""
+    bare = inspect.unwrap(function)
+    target = bare if inspect.isfunction(bare) or inspect.ismethod(bare) else getattr(bare, "__call__", bare)  # noqa: B004
+    if isinstance(target, functools.partial):
+        target = target.func
+    parameters = list(inspect.signature(function).parameters)
+    try:
+        hints: Mapping[str, Any] = typing.get_type_hints(target)
+    except NameError:
+        # a name that is imported for type checkers only; look at the one annotation that matters
+        hints = _own_hint(target, parameters[0])
+    hint = hints.get(parameters[0], Any)
+    if options.batch and typing.get_origin(hint) in (list, typing.Sequence):
+        (hint,) = typing.get_args(hint) or (Any,)
+    if typing.get_origin(hint) is Message:
+        return typing.get_args(hint)[0]
+    return Any
+
+
+def _own_hint(target: Any, parameter: str) -> Mapping[str, Any]:
+    annotation = getattr(target, "__annotations__", {}).get(parameter, Any)
+    if not isinstance(annotation, str):
+        return {parameter: annotation}
+    scope = {**typing.get_type_hints(Message), **getattr(target, "__globals__", {})}
+    try:
+        return {parameter: eval(annotation, scope)}  # noqa: S307  # the user's own annotation, as get_type_hints does
+    except NameError as error:
+        raise ConfigurationError(
+            f"The annotation {annotation!r} of {target.__qualname__} names {error.name!r}, which is not there at run "
+            "time: import it outside of TYPE_CHECKING."
+        ) from error

@@ -1,0 +1,148 @@
+"""Canonical message ids and payload hashes: what makes two deliveries the same message."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+from txbox.errors import UnusableMessage
+from txbox.message import Message
+
+#: No plain id starts with this: one that does is hashed as well.
+DIGEST_PREFIX = "sha256:"
+ID_BYTES_MAX = 255
+#: A tombstone hashes unlike every payload, the empty one included.
+TOMBSTONE_HASH = bytes(32)
+
+PayloadHash = Literal["raw", "json"] | Callable[[Message[Any]], bytes | str]
+
+
+def canonical_id(value: object) -> str:
+    """Return the id as it is stored: text of 1 to 255 UTF-8 bytes.
+
+    Integers become decimal strings; longer ids, and ids that start with the digest prefix, become
+    their SHA-256. Bytes are read as UTF-8.
+
+    Raises:
+        UnusableMessage: empty, another type, NUL or lone surrogates.
+    """
+    if type(value) is str:
+        text = value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        text = str(value)
+    elif isinstance(value, bytes):
+        try:
+            text = value.decode()
+        except UnicodeDecodeError:
+            raise UnusableMessage("The message id is not UTF-8: send text, or set message_id= on the handler.") from None
+    elif isinstance(value, str):
+        text = str(value)
+    elif type(value).__name__ == "UUID":
+        text = str(value)
+    else:
+        raise UnusableMessage(
+            f"The message id is a {type(value).__name__}: it must be text or an integer; set message_id= on the handler."
+        )
+    if not text:
+        raise UnusableMessage("The message id is empty: send one, or set message_id= on the handler.")
+    encoded = checked_text(text, "message id")
+    if len(encoded) > ID_BYTES_MAX or text.startswith(DIGEST_PREFIX):
+        return DIGEST_PREFIX + hashlib.sha256(encoded).hexdigest()
+    return text
+
+
+def checked_text(text: str, what: str) -> bytes:
+    """Return the text as UTF-8, refusing what a database cannot keep.
+
+    Raises:
+        UnusableMessage: NUL or lone surrogates.
+    """
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise UnusableMessage(f"The {what} contains lone surrogates: it is not text.") from None
+    if b"\0" in encoded:
+        raise UnusableMessage(f"The {what} contains a NUL character.")
+    return encoded
+
+
+def scoped_id(scope: str, value: str) -> str:
+    """Join a scope (CloudEvents `source`, a topic) and an id so that no two pairs give one text."""
+    # the first space ends the scope, so spaces inside it, and the escape itself, are escaped
+    return f"{scope.replace('%', '%25').replace(' ', '%20')} {value}"
+
+
+def message_id(
+    message: Message[Any],
+    *,
+    extract: Callable[[Message[Any]], object] | None = None,
+    scope: Literal["topic"] | None = None,
+) -> str:
+    """Return the canonical id of a message (SEMANTICS 1.2).
+
+    Raises:
+        UnusableMessage: there is none, or it cannot be kept; an `extract` that raises counts as that.
+    """
+    found = _found_id(message, extract)
+    if found is None:
+        raise UnusableMessage(
+            "The message has no id: send a message-id header or CloudEvents source and id, or set message_id= on the handler."
+        )
+    if scope == "topic":
+        if isinstance(found, bytes):
+            found = canonical_id(found)
+        return canonical_id(scoped_id(message.topic, str(found)))
+    return canonical_id(found)
+
+
+def _found_id(message: Message[Any], extract: Callable[[Message[Any]], object] | None) -> object:
+    if extract is not None:
+        try:
+            return extract(message)
+        except Exception as error:
+            # an extractor is user code run on a message nobody has checked yet: the message is at fault
+            raise UnusableMessage(
+                f"message_id= raised {type(error).__name__} on this message: check the extractor against the payload."
+            ) from error
+    if message.id is not None:
+        return message.id
+    headers = message.headers
+    if headers:
+        own = headers.get("message-id")
+        if own is not None:
+            return own
+        for prefix in ("ce_", "ce-", "cloudEvents:"):
+            identity, source = headers.text(prefix + "id"), headers.text(prefix + "source")
+            if identity and source:
+                return scoped_id(source, identity)
+    return None
+
+
+def payload_hash(message: Message[Any], method: PayloadHash = "raw") -> bytes:
+    """Return the 32-byte SHA-256 by which copies of a message are compared.
+
+    Args:
+        method: "raw" hashes the bytes, "json" the canonical JSON (sorted keys, no white space),
+            a callable returns the bytes or text to hash.
+
+    Raises:
+        UnusableMessage: the method cannot read this payload.
+    """
+    payload = message.payload
+    if payload is None:
+        return TOMBSTONE_HASH
+    if method == "raw":
+        return hashlib.sha256(payload).digest()
+    try:
+        if method == "json":
+            content: bytes | str = json.dumps(json.loads(payload), sort_keys=True, separators=(",", ":"))
+        else:
+            content = method(message)
+        return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()
+    except Exception as error:
+        # the payload is what a stranger sent and the callable is user code
+        raise UnusableMessage(
+            f"payload_hash= raised {type(error).__name__} on this payload: it cannot be compared."
+        ) from error

@@ -1,0 +1,34 @@
+"""What became of a delivery, and what state a row is in."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """What became of a delivery; all but IN_PROGRESS are to be acknowledged."""
+
+    PROCESSED = "processed"  # the handler's transaction has committed
+    DUPLICATE = "duplicate"  # finished before: nothing ran
+    FAILED = "failed"  # the handler failed; parked in the table, which retries it
+    DEAD = "dead"  # given up: a dead letter
+    QUARANTINED = "quarantined"  # no usable id, another payload, too large: set aside
+    IN_PROGRESS = "in_progress"  # another transaction holds it: do not acknowledge
+    DEFERRED = "deferred"  # the table owns it and will process it
+    UNMATCHED = "unmatched"  # no handler consumes this topic and type
+
+    @property
+    def settles(self) -> bool:
+        """True when the delivery may be acknowledged."""
+        return self is not Outcome.IN_PROGRESS
+
+
+class Status(StrEnum):
+    """The state of an inbox row."""
+
+    PENDING = "pending"
+    PROCESSING = "processing"
+    PROCESSED = "processed"
+    FAILED = "failed"
+    DEAD = "dead"
+    DISCARDED = "discarded"

@@ -1,0 +1,150 @@
+"""Policies: frozen values that say how long, how often and how much; every limit has its default here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+from txbox.errors import ConfigurationError
+
+
+def _check(condition: bool, policy: object, field: str, allowed: str) -> None:
+    if not condition:
+        value = getattr(policy, field)
+        raise ConfigurationError(f"{type(policy).__name__}.{field} is {value!r}: it must be {allowed}.")
+
+
+def _check_durations(policy: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(policy, field)
+        _check(isinstance(value, timedelta) and value > timedelta(0), policy, field, "a timedelta above zero")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """When a failed message is tried again, and when it is given up.
+
+    Args:
+        max_attempts: failures before the message is dead, 1 or more.
+        base: the longest wait after the first failure.
+        factor: growth of that bound from failure to failure, 1.0 or more.
+        cap: the bound never grows past this.
+        max_age: a failure this long after arrival is final; None for no limit.
+
+    The wait is drawn evenly between zero and the bound ("full jitter"), so that messages which
+    failed together do not come back together.
+    """
+
+    max_attempts: int = 8
+    base: timedelta = timedelta(seconds=30)
+    factor: float = 2.0
+    cap: timedelta = timedelta(hours=1)
+    max_age: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.max_attempts >= 1, self, "max_attempts", "1 or more")
+        _check(self.base >= timedelta(0), self, "base", "a timedelta of zero or more")
+        _check(self.cap >= timedelta(0), self, "cap", "a timedelta of zero or more")
+        _check(self.factor >= 1.0, self, "factor", "1.0 or more")
+        if self.max_age is not None:
+            _check_durations(self, "max_age")
+
+    def delay_s(self, failures: int) -> float:
+        """Draw the wait in seconds after the given number of failures (1 or more)."""
+        # the exponent is bounded so that a huge max_attempts cannot overflow a float
+        bound = self.base.total_seconds() * self.factor ** min(failures - 1, 64)
+        return random.uniform(0.0, min(bound, self.cap.total_seconds()))  # noqa: S311  # jitter, not a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """How rows are taken from the table.
+
+    Args:
+        duration: after this long without a heartbeat a row may be rescued.
+        max_starts: runs that never ended before the message is dead ("killed its process").
+        batch: rows leased together, 1 to 1,000.
+    """
+
+    duration: timedelta = timedelta(minutes=5)
+    max_starts: int = 3
+    batch: int = 20
+
+    def __post_init__(self) -> None:
+        _check_durations(self, "duration")
+        _check(self.max_starts >= 1, self, "max_starts", "1 or more")
+        _check(1 <= self.batch <= 1000, self, "batch", "between 1 and 1,000")
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between heartbeats: a third of the duration."""
+        return self.duration.total_seconds() / 3
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long finished rows are kept.
+
+    Args:
+        processed: age by completion time after which processed and discarded rows may be pruned;
+            it must be longer than the longest replay of any of your brokers.
+        batch: rows deleted in one transaction at first; it adapts.
+        every: pause between two prune runs of `txbox run`.
+    """
+
+    processed: timedelta = timedelta(days=30)
+    batch: int = 1000
+    every: timedelta = timedelta(minutes=5)
+
+    def __post_init__(self) -> None:
+        _check_durations(self, "processed", "every")
+        _check(1 <= self.batch <= 100_000, self, "batch", "between 1 and 100,000")
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How many deliveries a lane takes at once.
+
+    Args:
+        messages: deliveries, 1 to 10,000.
+        payload_bytes: sum of payloads after which a batch is closed.
+    """
+
+    messages: int = 100
+    payload_bytes: int = 8 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.messages <= 10_000, self, "messages", "between 1 and 10,000")
+        _check(self.payload_bytes >= 1, self, "payload_bytes", "1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that keep one bad message from hurting the rest.
+
+    Args:
+        payload_bytes: a larger payload is quarantined.
+        quarantined_bytes: a payload larger than even this is cut to it in the quarantine.
+        headers_bytes: larger headers are quarantined.
+        error_bytes: error text and traceback are cut to this.
+        lock_timeout: the longest wait for another transaction that holds the same message id.
+        conflict_retries: immediate retries after a deadlock or serialization failure.
+        unavailable_for: how long `process` waits for the database before it raises; a worker waits on.
+    """
+
+    payload_bytes: int = 1024 * 1024
+    quarantined_bytes: int = 8 * 1024 * 1024
+    headers_bytes: int = 64 * 1024
+    error_bytes: int = 8 * 1024
+    lock_timeout: timedelta = timedelta(seconds=5)
+    conflict_retries: int = 10
+    unavailable_for: timedelta = timedelta(seconds=30)
+
+    def __post_init__(self) -> None:
+        _check(self.payload_bytes >= 1, self, "payload_bytes", "1 or more")
+        _check(self.quarantined_bytes >= 1, self, "quarantined_bytes", "1 or more")
+        _check(self.headers_bytes >= 1, self, "headers_bytes", "1 or more")
+        _check(self.error_bytes >= 256, self, "error_bytes", "256 or more")
+        _check(self.conflict_retries >= 0, self, "conflict_retries", "0 or more")
+        _check_durations(self, "lock_timeout", "unavailable_for")

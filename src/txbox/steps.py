@@ -1,0 +1,375 @@
+"""Operations as generators of steps, and the two loops that carry them out.
+
+An operation yields a step and receives its result; it never touches a driver. `run` and
+`run_async` carry statements out on a connection whose transaction belongs to the caller;
+`drive` and `drive_async` also begin and end transactions of txbox's own.
+
+Source: docs/decisions/0002-steps.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from txbox.errors import HandlerTimeout, StoreError
+
+T = TypeVar("T")
+
+
+class Statement(NamedTuple):
+    """One SQL statement with `:name` parameters; `name` is also its crash point."""
+
+    name: str
+    sql: str
+    params: Mapping[str, Any]
+
+
+class Result(NamedTuple):
+    """What a statement returned: all rows, and the count of rows it touched."""
+
+    rows: Sequence[Sequence[Any]]
+    count: int
+
+
+class Begin(NamedTuple):
+    """Begin a transaction of txbox's own and run statements, in one round trip where the driver can."""
+
+    statements: tuple[Statement, ...] = ()
+
+
+class Commit(NamedTuple):
+    """Run statements and COMMIT unless one fails, in one round trip where the driver can."""
+
+    statements: tuple[Statement, ...] = ()
+
+
+class Rollback(NamedTuple):
+    """Roll the transaction back; a connection that cannot is dropped."""
+
+
+class Discard(NamedTuple):
+    """Drop the connection: what its transaction became is not known here."""
+
+
+class Invoke(NamedTuple):
+    """Call user code with the transaction's own driver object."""
+
+    call: Callable[[Any], Any]
+    timeout_s: float | None = None
+
+
+class Wait(NamedTuple):
+    """Wait outside any transaction, until the future is done or the time is over."""
+
+    timeout_s: float
+    until: Future[Any] | None = None
+
+
+class Raised(Exception):
+    """User code raised; `store` is its database error in txbox's words, if it was one.
+
+    `lost` says that the connection of the transaction is gone.
+    """
+
+    def __init__(self, error: Exception, store: StoreError | None, lost: bool) -> None:
+        super().__init__(error)
+        self.error = error
+        self.store = store
+        self.lost = lost
+
+
+Step = Statement | Begin | Commit | Rollback | Discard | Invoke | Wait
+Steps = Generator[Step, Any, T]
+
+
+class Executor(Protocol):
+    """A connection in a transaction of the caller's; it executes statements and nothing else."""
+
+    def execute(self, statement: Statement) -> Result: ...
+
+
+class AsyncExecutor(Protocol):
+    """The awaitable twin of `Executor`."""
+
+    async def execute(self, statement: Statement) -> Result: ...
+
+
+class Connection(Protocol):
+    """A connection whose transactions txbox begins and ends.
+
+    Every method raises `StoreError`. `discard` closes at once, without a round trip.
+    """
+
+    @property
+    def native(self) -> Any: ...
+    @property
+    def lost(self) -> bool: ...
+    def execute(self, statement: Statement) -> Result: ...
+    def begin(self, statements: Sequence[Statement]) -> list[Result]: ...
+    def commit(self, statements: Sequence[Statement]) -> list[Result]: ...
+    def rollback(self) -> None: ...
+    def discard(self) -> None: ...
+    def translate(self, error: BaseException) -> StoreError | None: ...
+
+
+class AsyncConnection(Protocol):
+    """The awaitable twin of `Connection`; `discard` and `translate` do no I/O."""
+
+    @property
+    def native(self) -> Any: ...
+    @property
+    def lost(self) -> bool: ...
+    async def execute(self, statement: Statement) -> Result: ...
+    async def begin(self, statements: Sequence[Statement]) -> list[Result]: ...
+    async def commit(self, statements: Sequence[Statement]) -> list[Result]: ...
+    async def rollback(self) -> None: ...
+    def discard(self) -> None: ...
+    def translate(self, error: BaseException) -> StoreError | None: ...
+
+
+class Connections(Protocol):
+    """Where connections come from and go back to."""
+
+    def acquire(self) -> Connection: ...
+    def release(self, connection: Any) -> None: ...
+
+
+class AsyncConnections(Protocol):
+    """The awaitable twin of `Connections`."""
+
+    async def acquire(self) -> AsyncConnection: ...
+    async def release(self, connection: Any) -> None: ...
+
+
+#: Called with "before:<name>" and "after:<name>" around every step; None outside of tests.
+crash_point: Callable[[str], None] | None = None
+
+
+def at(point: str) -> None:
+    """Pass a named crash point that is not a step (for instance `received` or `before:ack`)."""
+    if crash_point is not None:
+        crash_point(point)
+
+
+def _around(statements: Sequence[Statement], first: str, last: str) -> None:
+    # statements that share a round trip are passed together: no client can die between them
+    if crash_point is not None:
+        crash_point(first)
+        for statement in statements:
+            crash_point(f"{last}:{statement.name}")
+
+
+def run(connection: Executor, steps: Steps[T]) -> T:
+    """Carry statements out in the caller's transaction; begins, commits and rolls back nothing."""
+    try:
+        step = next(steps)
+        while True:
+            assert type(step) is Statement, "only statements may run in a caller's transaction"
+            at(f"before:{step.name}")
+            try:
+                result = connection.execute(step)
+            except StoreError as error:
+                step = steps.throw(error)
+            else:
+                at(f"after:{step.name}")
+                step = steps.send(result)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+
+
+async def run_async(connection: AsyncExecutor, steps: Steps[T]) -> T:
+    """The awaitable twin of `run`."""
+    try:
+        step = next(steps)
+        while True:
+            assert type(step) is Statement, "only statements may run in a caller's transaction"
+            at(f"before:{step.name}")
+            try:
+                result = await connection.execute(step)
+            except StoreError as error:
+                step = steps.throw(error)
+            else:
+                at(f"after:{step.name}")
+                step = steps.send(result)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+
+
+def drive(connections: Connections, steps: Steps[T]) -> T:
+    """Carry steps out in transactions of txbox's own.
+
+    A connection is held from Begin to Commit, Rollback or Discard, never while waiting.
+    Guarantee: whatever leaves this function, no transaction of its stays open.
+    """
+    connection: Connection | None = None
+    try:
+        step = next(steps)
+        while True:
+            outcome: Any = None
+            try:
+                if type(step) is Begin:
+                    at("before:begin")
+                    if connection is None:
+                        connection = connections.acquire()
+                    outcome = connection.begin(step.statements)
+                    _around(step.statements, "after:begin", "after")
+                elif type(step) is Statement:
+                    assert connection is not None
+                    at(f"before:{step.name}")
+                    outcome = connection.execute(step)
+                    at(f"after:{step.name}")
+                elif type(step) is Invoke:
+                    assert connection is not None
+                    at("before:handler")
+                    outcome = _invoke(connection, step)
+                    at("after:handler")
+                elif type(step) is Commit:
+                    assert connection is not None
+                    _around(step.statements, "before:commit", "before")
+                    outcome = connection.commit(step.statements)
+                    at("after:commit")
+                    connections.release(connection)
+                    connection = None
+                elif type(step) is Wait:
+                    _sleep(step)
+                elif connection is not None:  # Rollback, Discard
+                    held, connection = connection, None
+                    if type(step) is Rollback and _rolled_back(held):
+                        connections.release(held)
+                    else:
+                        held.discard()
+            except (StoreError, Raised) as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(outcome)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+    finally:
+        if connection is not None:
+            connection.discard()
+
+
+def _invoke(connection: Connection, step: Invoke) -> Any:
+    started = time.monotonic()
+    try:
+        answer = step.call(connection.native)
+    except Exception as error:
+        raise Raised(error, connection.translate(error), connection.lost) from error
+    if step.timeout_s is not None and time.monotonic() - started > step.timeout_s:
+        # a thread cannot be interrupted; what it did too late is rolled back all the same
+        raise Raised(_timeout(step.timeout_s), None, connection.lost)
+    return answer
+
+
+def _timeout(timeout_s: float) -> HandlerTimeout:
+    return HandlerTimeout(f"The handler ran longer than its timeout of {timeout_s:g} s; its work is rolled back.")
+
+
+def _rolled_back(connection: Connection) -> bool:
+    try:
+        connection.rollback()
+    except StoreError:
+        return False
+    return not connection.lost
+
+
+def _sleep(step: Wait) -> None:
+    if step.until is None:
+        time.sleep(step.timeout_s)
+    else:
+        wait_for_futures([step.until], timeout=step.timeout_s)
+
+
+async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
+    """The awaitable twin of `drive`; a COMMIT that was sent is awaited even when cancelled."""
+    connection: AsyncConnection | None = None
+    try:
+        step = next(steps)
+        while True:
+            outcome: Any = None
+            try:
+                if type(step) is Begin:
+                    at("before:begin")
+                    if connection is None:
+                        connection = await connections.acquire()
+                    outcome = await connection.begin(step.statements)
+                    _around(step.statements, "after:begin", "after")
+                elif type(step) is Statement:
+                    assert connection is not None
+                    at(f"before:{step.name}")
+                    outcome = await connection.execute(step)
+                    at(f"after:{step.name}")
+                elif type(step) is Invoke:
+                    assert connection is not None
+                    at("before:handler")
+                    outcome = await _invoke_async(connection, step)
+                    at("after:handler")
+                elif type(step) is Commit:
+                    assert connection is not None
+                    _around(step.statements, "before:commit", "before")
+                    outcome = await _shielded(connection.commit(step.statements))
+                    at("after:commit")
+                    held, connection = connection, None
+                    await connections.release(held)
+                elif type(step) is Wait:
+                    await _sleep_async(step)
+                elif connection is not None:  # Rollback, Discard
+                    held, connection = connection, None
+                    if type(step) is Rollback and await _rolled_back_async(held):
+                        await connections.release(held)
+                    else:
+                        held.discard()
+            except (StoreError, Raised) as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(outcome)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+    finally:
+        if connection is not None:
+            connection.discard()
+
+
+async def _invoke_async(connection: AsyncConnection, step: Invoke) -> Any:
+    try:
+        async with asyncio.timeout(step.timeout_s) as limit:
+            return await step.call(connection.native)
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            assert step.timeout_s is not None
+            raise Raised(_timeout(step.timeout_s), None, connection.lost) from error
+        raise Raised(error, connection.translate(error), connection.lost) from error
+
+
+async def _shielded(commit: Awaitable[T]) -> T:
+    task = asyncio.ensure_future(commit)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        # the COMMIT may be on its way: its connection must not be touched before the answer
+        await asyncio.wait([task])
+        raise
+
+
+async def _rolled_back_async(connection: AsyncConnection) -> bool:
+    try:
+        await connection.rollback()
+    except StoreError:
+        return False
+    return not connection.lost
+
+
+async def _sleep_async(step: Wait) -> None:
+    if step.until is None:
+        await asyncio.sleep(step.timeout_s)
+    else:
+        await asyncio.wait([asyncio.wrap_future(step.until)], timeout=step.timeout_s)

@@ -1,0 +1,173 @@
+"""How messages become columns and come back; the user's codec sees every payload and error text."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from txbox.errors import ConfigurationError
+from txbox.message import Headers, HeaderValue, Message
+from txbox.store.dialect import as_time
+
+
+class Codec(Protocol):
+    """Encrypts or compresses payloads and error texts at rest.
+
+    `key_id` names the key in use; `decode` gets the id that a row was written with.
+    """
+
+    @property
+    def key_id(self) -> str: ...
+    def encode(self, data: bytes) -> bytes: ...
+    def decode(self, data: bytes, key_id: str) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message with the id and the hash it is known by; `message.id` is `message_id`."""
+
+    message: Message[Any]
+    message_id: str
+    hash: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A row taken from the table."""
+
+    arrival: Arrival
+    attempts: int
+    starts: int
+    number: int
+
+
+def encode_headers(headers: Headers) -> str | None:
+    """Write headers as JSON in ASCII; bytes that are not UTF-8 travel as base64."""
+    if not headers:
+        return None
+    return json.dumps([[name, _header_out(value)] for name, value in headers], separators=(",", ":"))
+
+
+def _header_out(value: HeaderValue) -> object:
+    if isinstance(value, bytes):
+        return {"b64": base64.b64encode(value).decode()}
+    return value
+
+
+def decode_headers(text: str | None) -> Headers:
+    """Read what `encode_headers` wrote."""
+    if not text:
+        return Headers()
+    return Headers(
+        (name, base64.b64decode(value["b64"]) if isinstance(value, dict) else value)
+        for name, value in json.loads(text)
+    )
+
+
+class Columns:
+    """Turns messages into columns and rows into messages, through the codec where there is one."""
+
+    def __init__(self, codec: Codec | None = None) -> None:
+        self._codec = codec
+
+    @property
+    def key_id(self) -> str | None:
+        return self._codec.key_id if self._codec else None
+
+    def payload(self, payload: bytes | None) -> bytes | None:
+        return self._codec.encode(payload) if self._codec and payload is not None else payload
+
+    def error(self, text: str) -> str:
+        if self._codec is None:
+            return text
+        return "codec:" + base64.b64encode(self._codec.encode(text.encode())).decode()
+
+    def error_back(self, text: str | None, key_id: str | None) -> str | None:
+        if text is None or not text.startswith("codec:") or key_id is None:
+            return text
+        if self._codec is None:
+            return f"(encoded with key {key_id})"
+        return self._codec.decode(base64.b64decode(text[6:]), key_id).decode()
+
+    def payload_back(self, payload: Any, key_id: str | None) -> bytes | None:
+        """Read a payload column.
+
+        Raises:
+            ConfigurationError: the row was written through a codec and this app has none.
+        """
+        if payload is None:
+            return None
+        if key_id is None:
+            return bytes(payload)
+        if self._codec is None:
+            raise ConfigurationError(f"The payload is encoded with key {key_id}: give App(codec=…) that knows it.")
+        return self._codec.decode(bytes(payload), key_id)
+
+    def slim(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
+        """The columns that a processed row keeps."""
+        messages = [arrival.message for arrival in arrivals]
+        return {
+            "message_id": [arrival.message_id for arrival in arrivals],
+            "topic": [message.topic for message in messages],
+            "type": [message.type for message in messages],
+            "key": [message.key for message in messages],
+            "sequence": [message.sequence for message in messages],
+            "payload_hash": [arrival.hash for arrival in arrivals],
+        }
+
+    def whole(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
+        """All columns of rows that keep their payload."""
+        kept = [self.content(arrival.message) for arrival in arrivals]
+        columns = self.slim(arrivals)
+        for name in ("content_type", "headers", "origin", "payload"):
+            columns[name] = [content[name] for content in kept]
+        return columns
+
+    def content(self, message: Message[Any]) -> dict[str, Any]:
+        return {
+            "content_type": message.content_type,
+            "headers": encode_headers(message.headers),
+            "origin": encode_origin(message.origin, message.time),
+            "payload": self.payload(message.payload),
+        }
+
+    def arrival(self, consumer: str, row: Sequence[Any]) -> Leased:
+        """Read a row of lease or replay_read."""
+        (message_id, topic, kind, key, sequence, received_at, hashed, attempts, starts) = row[:9]
+        (content_type, headers, origin, payload, _, key_id, number) = row[9:]
+        coordinates, time = decode_origin(origin)
+        message: Message[Any] = Message(
+            id=message_id,
+            topic=topic,
+            type=kind,
+            key=key,
+            sequence=sequence,
+            payload=self.payload_back(payload, key_id),
+            headers=decode_headers(headers),
+            content_type=content_type,
+            time=time,
+            origin=coordinates,
+            consumer=consumer,
+            attempt=attempts + 1,
+            received_at=as_time(received_at),
+        )
+        arrival = Arrival(message, message_id, None if hashed is None else bytes(hashed))
+        return Leased(arrival, attempts, starts, number)
+
+
+def encode_origin(origin: Mapping[str, Any], time: datetime | None) -> str | None:
+    if not origin and time is None:
+        return None
+    return json.dumps({**origin, **({"_time": time.isoformat()} if time else {})}, default=str)
+
+
+def decode_origin(text: str | None) -> tuple[dict[str, Any], datetime | None]:
+    if not text:
+        return {}, None
+    origin = json.loads(text)
+    time = origin.pop("_time", None)
+    return origin, as_time(time)

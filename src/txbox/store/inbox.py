@@ -1,0 +1,400 @@
+"""The inbox's operations as steps: claim, classify, close, record, quarantine, store, lease, rescue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from txbox.errors import Fault, StoreError
+from txbox.message import Message
+from txbox.policy import Lease, RetryPolicy
+from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.store.codec import Arrival, Columns, Leased
+from txbox.store.dialect import Dialect
+
+_NO_AGE_S = 10.0**9
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """A row that a claim met instead of writing its own (SEMANTICS 2.12)."""
+
+    status: str
+    payload_hash: bytes | None
+    has_payload: bool
+    attempts: int
+    starts: int
+    due: bool
+    token: str | None
+    leased: bool
+
+    def differs(self, hashed: bytes | None) -> bool:
+        """Say whether another payload stands under this id; a row without a hash is not compared."""
+        return self.payload_hash is not None and hashed is not None and self.payload_hash != hashed
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is recorded of one failed attempt, already bounded and sanitised."""
+
+    error_type: str
+    error: str
+    fingerprint: str | None
+    final: bool = False
+    delay_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rescued:
+    """A row whose lease had run out."""
+
+    consumer: str
+    message_id: str
+    topic: str
+    starts: int
+    dead: bool
+    error_type: str
+    error: str
+
+
+class InboxStore:
+    """The statements of the inbox in one dialect.
+
+    Methods named as verbs are operations (steps); those that return statements are for callers
+    that put them into one round trip with BEGIN or COMMIT.
+    """
+
+    def __init__(self, own: Dialect, columns: Columns) -> None:
+        self.dialect = own
+        self.columns = columns
+
+    def claim(
+        self, consumer: str, arrivals: Sequence[Arrival], *, token: str, lock_timeout: timedelta, idle_s: float, keep: bool
+    ) -> tuple[Statement, ...]:
+        """Statements that claim ids (sorted by the caller, each once) and arm the guard with `token`."""
+        params = {**self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
+        if keep:
+            claim = self.dialect.statement(
+                "claim_kept", {**params, "key_id": self.columns.key_id}, self.columns.whole(arrivals)
+            )
+        else:
+            claim = self.dialect.statement("claim", params, self.columns.slim(arrivals))
+        return self._bounded(claim, token, lock_timeout)
+
+    def claim_leased(
+        self, consumer: str, ids: Sequence[str], *, token: str, lease: str, lock_timeout: timedelta, idle_s: float, keep: bool
+    ) -> tuple[Statement, ...]:
+        """As `claim`, for rows leased under `lease`: the fence."""
+        params = {
+            **self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token, "lease": lease, "keep": keep
+        }  # fmt: skip
+        claim = self.dialect.statement("claim_leased", params, {"message_id": ids})
+        return self._bounded(claim, token, lock_timeout)
+
+    def claim_replay(
+        self, consumer: str, ids: Sequence[str], *, token: str, lock_timeout: timedelta, idle_s: float
+    ) -> tuple[Statement, ...]:
+        """As `claim`, for processed rows that an operator replays."""
+        params = {**self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
+        claim = self.dialect.statement("claim_replay", params, {"message_id": ids})
+        return self._bounded(claim, token, lock_timeout)
+
+    def _bounds(self, lock_timeout: timedelta, idle_s: float) -> dict[str, str]:
+        return {
+            "lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000))),
+            "idle_ms": str(max(1, int(idle_s * 1000))),
+        }
+
+    def _bounded(self, claim: Statement, token: str, lock_timeout: timedelta) -> tuple[Statement, ...]:
+        own = self.dialect
+        statements = [claim]
+        if not own.claim_bounds_wait:
+            statements.insert(0, self.bound_lock_timeout(lock_timeout))
+        if own.has("restore_lock_timeout"):
+            statements.append(own.statement("restore_lock_timeout"))
+        if own.has("arm"):
+            statements.append(own.statement("arm", {"token": token}, canary=token))
+        return tuple(statements)
+
+    def bound_lock_timeout(self, lock_timeout: timedelta) -> Statement:
+        return self.dialect.statement(
+            "bound_lock_timeout", {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))}
+        )
+
+    def claimed(self, statements: Sequence[Statement], results: Sequence[Any]) -> set[str] | None:
+        """The ids that a claim won, where its own answer says so; else None: classify by token."""
+        if not self.dialect.returning:
+            return None
+        for statement, result in zip(statements, results, strict=True):
+            if statement.name.startswith("claim"):
+                return {row[0] for row in result.rows}
+        raise AssertionError("no claim among the statements")
+
+    def classify(self, consumer: str, ids: Sequence[str]) -> Steps[dict[str, Existing]]:
+        """Read the rows under these ids; an id that is missing has no row."""
+        if not ids:
+            return {}
+        result = yield self.dialect.statement("classify", {"consumer": consumer}, {"message_id": ids})
+        return {
+            row[0]: Existing(
+                status=row[1],
+                payload_hash=None if row[2] is None else bytes(row[2]),
+                has_payload=bool(row[3]),
+                attempts=row[4],
+                starts=row[5],
+                due=bool(row[6]),
+                token=row[7],
+                leased=bool(row[8]),
+            )
+            for row in result.rows
+        }
+
+    def complete(self, consumer: str, ids: Sequence[str], *, token: str, keep: bool) -> Steps[None]:
+        """Make claimed rows `processed` where the claim could not (SEMANTICS 2.3).
+
+        Raises:
+            StoreError: GUARD, when a row is no longer this transaction's.
+        """
+        if not self.dialect.has("complete"):
+            return
+        done = yield self.dialect.statement(
+            "complete", {"consumer": consumer, "token": token, "keep": keep}, {"message_id": ids}
+        )
+        if done.count != len(ids):
+            raise StoreError("The claimed row is gone from this transaction.", fault=Fault.GUARD)
+
+    def close(self, token: str) -> Statement:
+        """The statement that fails unless this is still the claiming transaction."""
+        return self.dialect.statement("close", {"token": token}, canary=token)
+
+    def record(
+        self, consumer: str, arrival: Arrival, failure: Failure, retry: RetryPolicy, *, token: str
+    ) -> Steps[Existing | None]:
+        """Record a failure in a transaction of its own; returns the row as it then stands, if it was written.
+
+        None means that the row is somebody else's by now (processed, dead, leased by another, or of
+        another payload): nothing was written, the caller classifies again.
+
+        Guarantee: never overwrites a finished row, another's lease or another payload.
+        """
+        message = arrival.message
+        params: dict[str, Any] = {
+            **self.columns.content(message),
+            "consumer": consumer,
+            "message_id": arrival.message_id,
+            "topic": message.topic,
+            "type": message.type,
+            "key": message.key,
+            "sequence": message.sequence,
+            "payload_hash": arrival.hash,
+            "has_payload": True,
+            "key_id": self.columns.key_id,
+            "error_type": failure.error_type,
+            "error": self.columns.error(failure.error),
+            "fingerprint": failure.fingerprint,
+            "final": failure.final,
+            "delay_s": retry.delay_s(message.attempt) if failure.delay_s is None else failure.delay_s,
+            "max_attempts": retry.max_attempts,
+            "max_age_s": retry.max_age.total_seconds() if retry.max_age else _NO_AGE_S,
+            "token": token,
+        }
+        yield Begin()
+        written = yield self.dialect.statement("record_update", params)
+        if written.count == 0:
+            try:
+                written = yield self.dialect.statement("record_insert", params)
+            except StoreError as error:
+                if error.fault is not Fault.DUPLICATE:
+                    raise
+                yield Rollback()
+                return None
+        if written.count == 0:
+            yield Rollback()
+            return None
+        row = (yield from self.classify(consumer, [arrival.message_id]))[arrival.message_id]
+        yield self.attempt(consumer, arrival, failure, status=row.status, attempt=row.attempts)
+        yield Commit()
+        return row
+
+    def attempt(
+        self, consumer: str, arrival: Arrival, failure: Failure, *, status: str, attempt: int | None = None
+    ) -> Statement:
+        """The statement that adds an attempt to a message's history."""
+        return self.dialect.statement(
+            "record_attempt",
+            {
+                "consumer": consumer,
+                "message_id": arrival.message_id,
+                "attempt": arrival.message.attempt if attempt is None else attempt,
+                "status": status,
+                "error_type": failure.error_type,
+                "error": self.columns.error(failure.error),
+                "fingerprint": failure.fingerprint,
+            },
+        )
+
+    def return_payload(self, consumer: str, arrival: Arrival) -> Statement:
+        """The statement that gives an unfinished row without payload the payload of its redelivery."""
+        return self.dialect.statement(
+            "return_payload",
+            {
+                **self.columns.content(arrival.message),
+                "consumer": consumer,
+                "message_id": arrival.message_id,
+                "payload_hash": arrival.hash,
+                "key_id": self.columns.key_id,
+            },
+        )
+
+    def quarantine(
+        self, consumer: str, message: Message[Any], *, message_id: str, hashed: bytes, reason: str, payload_limit: int
+    ) -> Statement:
+        """The statement that sets a message aside; the same one again only counts up."""
+        content = self.columns.content(message)
+        if message.payload is not None and len(message.payload) > payload_limit:
+            content["payload"] = self.columns.payload(message.payload[:payload_limit])
+        return self.dialect.statement(
+            "quarantine",
+            {
+                **content,
+                "consumer": consumer,
+                "message_id": message_id,
+                "hash": hashed,
+                "reason": reason,
+                "topic": message.topic,
+                "type": message.type,
+                "key": message.key,
+                "key_id": self.columns.key_id,
+            },
+        )
+
+    def accept(self, consumer: str, arrivals: Sequence[Arrival], *, token: str) -> Steps[set[str]]:
+        """Claim and close at once in the caller's transaction; returns the ids that were new.
+
+        The ids must be sorted and each once.
+        """
+        if not arrivals:
+            return set()
+        result = yield self.dialect.statement(
+            "accept", {"consumer": consumer, "token": token}, self.columns.slim(arrivals)
+        )
+        if self.dialect.returning:
+            return {row[0] for row in result.rows}
+        found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
+        return {own for own, row in found.items() if row.token == token}
+
+    def store(self, consumer: str, arrivals: Sequence[Arrival], *, token: str) -> Steps[set[str]]:
+        """Insert messages as pending, payload included; returns the ids that were new.
+
+        The ids must be sorted and each once. For a transaction that is already open.
+        """
+        if not arrivals:
+            return set()
+        result = yield self.dialect.statement(
+            "store",
+            {"consumer": consumer, "token": token, "key_id": self.columns.key_id},
+            self.columns.whole(arrivals),
+        )
+        if self.dialect.returning:
+            return {row[0] for row in result.rows}
+        found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
+        return {own for own, row in found.items() if row.token == token}
+
+    def lease(
+        self, consumer: str, *, token: str, limit: int, lease: Lease, suspect: bool
+    ) -> Steps[list[Leased]]:
+        """Lease due rows in a transaction of its own, oldest due first.
+
+        Args:
+            suspect: take rows whose last run never ended; lease those one at a time.
+
+        Guarantee: the start is counted before a handler runs, so a message that kills its process
+        still runs out of starts.
+        """
+        lease_s = lease.duration.total_seconds()
+        yield Begin()
+        result = yield self.dialect.statement(
+            "lease",
+            {"consumer": consumer, "token": token, "limit": limit, "lease_s": lease_s, "suspect": suspect},
+        )
+        return (yield from self._taken(consumer, result.rows, token, lease_s))
+
+    def lease_one(self, consumer: str, message_id: str, *, token: str, lease: Lease) -> Steps[Leased | None]:
+        """Lease one row that is due, in a transaction of its own."""
+        lease_s = lease.duration.total_seconds()
+        yield Begin()
+        result = yield self.dialect.statement(
+            "lease_one", {"consumer": consumer, "message_id": message_id, "token": token, "lease_s": lease_s}
+        )
+        taken = yield from self._taken(consumer, result.rows, token, lease_s)
+        return taken[0] if taken else None
+
+    def _taken(self, consumer: str, rows: Sequence[Any], token: str, lease_s: float) -> Steps[list[Leased]]:
+        if not rows:
+            yield Rollback()
+            return []
+        if self.dialect.has("lease_take"):
+            yield self.dialect.statement(
+                "lease_take",
+                {"consumer": consumer, "token": token, "lease_s": lease_s},
+                {"message_id": [row[0] for row in rows]},
+            )
+        leased = sorted((self.columns.arrival(consumer, row) for row in rows), key=lambda own: own.number)
+        yield Commit()
+        return leased
+
+    def heartbeat(self, consumer: str, ids: Sequence[str], *, token: str, lease: Lease) -> Steps[int]:
+        """Extend a lease; returns how many rows were extended (those in a handler's transaction are skipped)."""
+        yield Begin()
+        result = yield self.dialect.statement(
+            "heartbeat",
+            {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()},
+            {"message_id": ids},
+        )
+        yield Commit()
+        return int(result.count)
+
+    def release(self, consumer: str, ids: Sequence[str], *, token: str, delay_s: float) -> Steps[int]:
+        """Give leased rows back without an attempt, fenced; waits for a commit in flight, then matches nothing."""
+        yield Begin()
+        result = yield self.dialect.statement(
+            "release", {"consumer": consumer, "token": token, "delay_s": delay_s}, {"message_id": ids}
+        )
+        yield Commit()
+        return int(result.count)
+
+    def rescue(self, *, consumer: str | None, max_starts: int, limit: int) -> Steps[list[Rescued]]:
+        """Put rows whose lease ran out back to `failed`, or to `dead` when too many runs never ended."""
+        own = self.dialect
+        yield Begin()
+        rescued: list[Rescued] = []
+        rows = list((yield own.statement("rescue", self._rescue_params(consumer, max_starts, limit))).rows)
+        if rows and own.has("rescue_take"):
+            yield own.statement(
+                "rescue_take",
+                {"max_starts": max_starts},
+                {"consumer": [row[0] for row in rows], "message_id": [row[1] for row in rows]},
+            )
+        for row in rows:
+            rescued.append(Rescued(row[0], row[1], row[2], row[3], row[4] == "dead", row[6], row[7]))
+            yield own.statement(
+                "record_attempt",
+                {
+                    "consumer": row[0],
+                    "message_id": row[1],
+                    "attempt": row[5],
+                    "status": row[4],
+                    "error_type": row[6],
+                    "error": row[7],
+                    "fingerprint": None,
+                },
+            )
+        if own.has("rescue_broken"):
+            yield own.statement("rescue_broken", {"consumer": consumer, "limit": limit})
+        yield Commit()
+        return rescued
+
+    def _rescue_params(self, consumer: str | None, max_starts: int, limit: int) -> dict[str, Any]:
+        return {"consumer": consumer, "max_starts": max_starts, "limit": limit}

@@ -1,0 +1,440 @@
+-- The statements of txbox for PostgreSQL 14 and later.
+-- `:name` is a parameter, `:rows.name` one column of many rows, here an array.
+-- A query without a body has nothing to do on this database.
+
+-- name: claim
+-- One statement arms the guard, bounds the wait for a rival, and writes the row as processed.
+-- The CTE is materialized so that the settings change once, whatever the join order.
+-- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
+WITH armed AS MATERIALIZED (
+    SELECT set_config('txbox.token', :token::text, true) AS token,
+           set_config('txbox.closed', '', true),
+           set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
+           set_config('lock_timeout', :lock_timeout_ms::text, true),
+           set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
+)
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
+  FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                     :rows.sequence::bigint[], :rows.payload_hash::bytea[])
+              AS m(message_id, topic, type, key, sequence, payload_hash)
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+RETURNING message_id
+
+-- name: claim_kept
+-- As claim, for consumers that keep the payload of processed messages.
+WITH armed AS MATERIALIZED (
+    SELECT set_config('txbox.token', :token::text, true) AS token,
+           set_config('txbox.closed', '', true),
+           set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
+           set_config('lock_timeout', :lock_timeout_ms::text, true),
+           set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
+)
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash,
+                         content_type, headers, origin, payload, has_payload, key_id)
+SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash,
+       m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
+  FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                     :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
+                     :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
+              AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+RETURNING message_id
+
+-- name: claim_leased
+-- The fence: a worker whose lease was given to another matches no row. Arms the guard as claim does.
+WITH armed AS MATERIALIZED (
+    SELECT set_config('txbox.token', :token::text, true) AS token,
+           set_config('txbox.closed', '', true),
+           set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
+           set_config('lock_timeout', :lock_timeout_ms::text, true),
+           set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
+)
+UPDATE txbox_inbox AS own
+   SET status = 'processed', processed_at = now(), updated_at = now(), starts = greatest(own.starts - 1, 0),
+       lease_until = NULL, token = NULL, next_attempt_at = NULL,
+       error_type = NULL, error = NULL, fingerprint = NULL,
+       content_type = CASE WHEN :keep::boolean THEN own.content_type END,
+       headers = CASE WHEN :keep::boolean THEN own.headers END,
+       origin = CASE WHEN :keep::boolean THEN own.origin END,
+       payload = CASE WHEN :keep::boolean THEN own.payload END,
+       has_payload = :keep::boolean AND own.has_payload
+  FROM armed
+ WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[])
+   AND own.token = :lease::text AND own.status = 'processing'
+RETURNING own.message_id
+
+-- name: claim_replay
+-- A generation of its own over a processed row: its failure rolls back to `processed` as it was.
+WITH armed AS MATERIALIZED (
+    SELECT set_config('txbox.token', :token::text, true) AS token,
+           set_config('txbox.closed', '', true),
+           set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
+           set_config('lock_timeout', :lock_timeout_ms::text, true),
+           set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
+)
+UPDATE txbox_inbox AS own SET status = 'processed', updated_at = now()
+  FROM armed
+ WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status = 'processed'
+RETURNING own.message_id
+
+-- name: restore_lock_timeout
+-- The wait was bounded for the claim only; the handler gets back what it had.
+SELECT set_config('lock_timeout', current_setting('txbox.lock_timeout'), true)
+
+-- name: arm
+-- The claim has armed the guard.
+
+-- name: close
+SELECT txbox_close(:token::text)
+
+-- name: complete
+-- The claim has written the row as processed.
+
+-- name: classify
+-- What a claim did not name, read by a second statement: its snapshot sees who won.
+SELECT message_id, status, payload_hash, has_payload, attempts, starts,
+       coalesce(next_attempt_at <= clock_timestamp(), true) AS due, token, lease_until IS NOT NULL AS leased
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
+
+-- name: accept
+-- Claims and closes at once, in the caller's transaction. A guard that is open (a handler of
+-- txbox's is running around this call) stays as it is; that handler's own close decides.
+WITH guard AS MATERIALIZED (
+    SELECT CASE WHEN coalesce(current_setting('txbox.token', true), '') = ''
+                  OR current_setting('txbox.token', true) = current_setting('txbox.closed', true)
+                THEN set_config('txbox.closed', set_config('txbox.token', :token::text, true), true) END AS token,
+           -- no duplicate may be acknowledged on the word of a row that is visible but not yet durable
+           CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+                THEN set_config('synchronous_commit', 'on', true) END
+)
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
+  FROM guard, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                     :rows.sequence::bigint[], :rows.payload_hash::bytea[])
+              AS m(message_id, topic, type, key, sequence, payload_hash)
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+RETURNING message_id
+
+-- name: bound_lock_timeout
+-- Only where accept was given a timeout: the caller's own setting is put back by restore_lock_timeout.
+SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
+       set_config('lock_timeout', :lock_timeout_ms::text, true)
+
+-- name: savepoint
+SAVEPOINT txbox_accept
+
+-- name: release_savepoint
+RELEASE SAVEPOINT txbox_accept
+
+-- name: rollback_to_savepoint
+ROLLBACK TO SAVEPOINT txbox_accept
+
+-- name: store
+-- Payload and key in one row; whoever comes second changes nothing.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, next_attempt_at,
+                         content_type, headers, origin, payload, has_payload, key_id)
+SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.sequence, m.payload_hash, now(),
+       m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
+  FROM unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+              :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
+              :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
+       AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+ WHERE :token::text IS NOT NULL
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+RETURNING message_id
+
+-- name: record_update
+-- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
+UPDATE txbox_inbox
+   SET status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer
+                       OR received_at < clock_timestamp() - make_interval(secs => :max_age_s::double precision)
+                     THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1,
+       starts = CASE WHEN status = 'processing' THEN greatest(starts - 1, 0) ELSE starts END,
+       next_attempt_at = clock_timestamp() + make_interval(secs => :delay_s::double precision),
+       lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
+       error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text,
+       content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
+       payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+   AND ((status = 'failed' AND payload_hash IS NOT DISTINCT FROM :payload_hash::bytea)
+        OR (status = 'processing' AND token = :token::text))
+
+-- name: record_insert
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
+                         next_attempt_at, error_type, error, fingerprint,
+                         content_type, headers, origin, payload, has_payload, key_id)
+VALUES (:consumer::text, :message_id::text,
+        CASE WHEN :final::boolean OR 1 >= :max_attempts::integer THEN 'dead' ELSE 'failed' END,
+        :topic::text, :type::text, :key::text, :sequence::bigint, :payload_hash::bytea, 1,
+        clock_timestamp() + make_interval(secs => :delay_s::double precision),
+        :error_type::text, :error::text, :fingerprint::text,
+        :content_type::text, :headers::text, :origin::text, :payload::bytea, :has_payload::boolean, :key_id::text)
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+
+-- name: return_payload
+-- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
+UPDATE txbox_inbox
+   SET content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
+       payload = :payload::bytea, has_payload = true, key_id = :key_id::text, payload_hash = :payload_hash::bytea,
+       next_attempt_at = coalesce(next_attempt_at, clock_timestamp()), updated_at = clock_timestamp()
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+   AND status IN ('pending', 'failed') AND NOT has_payload
+
+-- name: record_attempt
+INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
+VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
+        :error_type::text, :error::text, :fingerprint::text)
+
+-- name: quarantine
+INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
+                                     content_type, headers, origin, payload, key_id)
+VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
+        :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text)
+ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
+
+-- name: lease
+-- Picks and takes in one statement. A row whose last run never ended is taken alone (`suspect`),
+-- so that a message which kills its process takes no neighbour with it.
+UPDATE txbox_inbox AS own
+   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
+       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+  FROM (SELECT consumer, message_id FROM txbox_inbox
+         WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
+           AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
+         ORDER BY next_attempt_at, arrival
+         LIMIT :limit::integer
+           FOR UPDATE SKIP LOCKED) AS due
+ WHERE own.consumer = due.consumer AND own.message_id = due.message_id
+RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+
+-- name: lease_one
+-- As lease, for one row that its caller has just stored.
+UPDATE txbox_inbox AS own
+   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
+       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+ WHERE own.consumer = :consumer::text AND own.message_id = :message_id::text
+   AND own.status IN ('pending', 'failed') AND own.has_payload AND own.next_attempt_at <= clock_timestamp()
+RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+
+-- name: lease_take
+-- lease has taken the rows.
+
+-- name: heartbeat
+-- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.
+UPDATE txbox_inbox AS own
+   SET lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+  FROM (SELECT consumer, message_id FROM txbox_inbox
+         WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
+           AND token = :token::text AND status = 'processing'
+           FOR UPDATE SKIP LOCKED) AS held
+ WHERE own.consumer = held.consumer AND own.message_id = held.message_id
+
+-- name: release
+-- Fenced: gives the start back, since the run ended by no fault of the message.
+UPDATE txbox_inbox
+   SET status = CASE WHEN attempts > 0 THEN 'failed' ELSE 'pending' END,
+       starts = greatest(starts - 1, 0), lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
+       next_attempt_at = clock_timestamp() + make_interval(secs => :delay_s::double precision)
+ WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
+   AND token = :token::text AND status = 'processing'
+
+-- name: rescue
+-- The start stays counted: its run never ended. SKIP LOCKED: a locked row is alive.
+UPDATE txbox_inbox AS own
+   SET status = CASE WHEN own.starts >= :max_starts::integer THEN 'dead' ELSE 'failed' END,
+       lease_until = NULL, token = NULL, updated_at = clock_timestamp(), next_attempt_at = clock_timestamp(),
+       error_type = CASE WHEN own.starts >= :max_starts::integer THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
+       error = CASE WHEN own.starts >= :max_starts::integer
+                    THEN 'killed its process: ' || own.starts || ' runs never ended' ELSE 'lease expired' END,
+       fingerprint = NULL
+  FROM (SELECT consumer, message_id FROM txbox_inbox
+         WHERE status = 'processing' AND lease_until <= clock_timestamp()
+           AND (:consumer::text IS NULL OR consumer = :consumer::text)
+         ORDER BY lease_until
+         LIMIT :limit::integer
+           FOR UPDATE SKIP LOCKED) AS expired
+ WHERE own.consumer = expired.consumer AND own.message_id = expired.message_id
+RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.attempts, own.error_type, own.error
+
+-- name: rescue_take
+-- rescue has taken the rows.
+
+-- name: rescue_broken
+-- A processing row without a lease cannot be committed here: the guard refuses it.
+
+-- name: prune
+-- By the key, oldest completion first; SKIP LOCKED: a redelivery that is looking at a row goes first.
+DELETE FROM txbox_inbox AS own
+ USING (SELECT consumer, message_id FROM txbox_inbox
+         WHERE status IN ('processed', 'discarded')
+           AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+           AND (:consumer::text IS NULL OR consumer = :consumer::text)
+         LIMIT :limit::integer
+           FOR UPDATE SKIP LOCKED) AS old
+ WHERE own.consumer = old.consumer AND own.message_id = old.message_id
+RETURNING own.consumer, own.message_id
+
+-- name: prune_take
+-- prune has deleted the rows.
+
+-- name: prune_attempts
+DELETE FROM txbox_attempt AS gone
+ USING unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
+ WHERE gone.consumer = m.consumer AND gone.message_id = m.message_id
+
+-- name: prunable
+SELECT count(*) FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+   AND (:consumer::text IS NULL OR consumer = :consumer::text)
+
+-- name: job_create
+INSERT INTO txbox_job (name) VALUES (:name::text) ON CONFLICT (name) DO NOTHING
+
+-- name: job_acquire
+-- One holder at a time, by the clock of the database; a holder renews with the same token.
+UPDATE txbox_job
+   SET token = :token::text, updated_at = clock_timestamp(),
+       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+ WHERE name = :name::text AND (lease_until IS NULL OR lease_until <= clock_timestamp() OR token = :token::text)
+
+-- name: job_release
+UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = clock_timestamp()
+ WHERE name = :name::text AND token = :token::text
+
+-- name: job_state
+SELECT state FROM txbox_job WHERE name = :name::text
+
+-- name: job_save
+-- Fenced by the lease: a reader that lost it cannot move the progress back.
+UPDATE txbox_job SET state = :state::text, updated_at = clock_timestamp()
+ WHERE name = :name::text AND token = :token::text
+
+-- name: schema_version
+SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
+
+-- name: schema_exists
+SELECT count(*), (SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                   WHERE c.oid = to_regclass('txbox_schema')) AS schema
+  FROM pg_class WHERE oid = to_regclass('txbox_schema')
+
+-- name: schema_lock
+-- Two `txbox init` at once: the second waits, then finds the work done. The number is txbox's own.
+SELECT pg_advisory_xact_lock(8389754677)
+
+-- name: schema_unlock
+-- The lock ends with its transaction.
+
+-- name: guard_check
+-- The guard works only while its trigger fires; a replication role or DISABLE TRIGGER silences it.
+SELECT (SELECT count(*) FROM pg_trigger
+         WHERE tgname = 'txbox_inbox_guard' AND tgrelid = 'txbox_inbox'::regclass
+           AND tgenabled IN ('O', 'A')) AS triggers,
+       current_setting('session_replication_role') AS role
+
+-- name: status
+SELECT consumer, status, count(*), min(received_at) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
+
+-- name: oldest_unfinished
+SELECT consumer, extract(epoch FROM clock_timestamp() - min(received_at))::double precision
+  FROM txbox_inbox WHERE status IN ('pending', 'processing', 'failed') GROUP BY consumer ORDER BY consumer
+
+-- name: quarantine_status
+SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
+
+-- name: list
+-- Keyset pages by arrival, newest first.
+SELECT consumer, message_id, status, topic, type, key, attempts, starts, received_at, updated_at, processed_at,
+       next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival
+  FROM txbox_inbox
+ WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:status::text IS NULL OR status = :status::text)
+   AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:key::text IS NULL OR key = :key::text)
+   AND (:error_type::text IS NULL OR error_type = :error_type::text)
+   AND (:fingerprint::text IS NULL OR fingerprint = :fingerprint::text)
+   AND (:older_than_s::double precision IS NULL
+        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
+   AND (:before::bigint IS NULL OR arrival < :before::bigint)
+ ORDER BY arrival DESC
+ LIMIT :limit::integer
+
+-- name: list_quarantine
+SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, updated_at
+  FROM txbox_quarantine
+ WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
+ ORDER BY received_at DESC
+ LIMIT :limit::integer
+
+-- name: show
+SELECT consumer, message_id, status, topic, type, key, sequence, received_at, updated_at, processed_at, payload_hash,
+       attempts, starts, next_attempt_at, lease_until, error_type, error, fingerprint, content_type, headers, origin,
+       payload, has_payload, key_id, arrival
+  FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- name: show_attempts
+SELECT attempt, status, error_type, error, fingerprint, recorded_at
+  FROM txbox_attempt WHERE consumer = :consumer::text AND message_id = :message_id::text ORDER BY number
+
+-- name: show_quarantine
+SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
+       received_at, updated_at
+  FROM txbox_quarantine WHERE consumer = :consumer::text AND message_id = :message_id::text ORDER BY received_at
+
+-- name: select_for_change
+-- The rows that an operator's command may touch now; SKIP LOCKED: what a live delivery holds is left to it.
+SELECT consumer, message_id, status, arrival FROM txbox_inbox
+ WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
+   AND status IN (:status_a::text, :status_b::text)
+   AND (has_payload OR NOT :needs_payload::boolean)
+   AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:key::text IS NULL OR key = :key::text)
+   AND (:error_type::text IS NULL OR error_type = :error_type::text)
+   AND (:fingerprint::text IS NULL OR fingerprint = :fingerprint::text)
+   AND (:older_than_s::double precision IS NULL
+        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
+   AND arrival > :after::bigint
+ ORDER BY arrival
+ LIMIT :limit::integer
+   FOR UPDATE SKIP LOCKED
+
+-- name: retry
+-- A full new budget: the history stays in txbox_attempt.
+UPDATE txbox_inbox AS own
+   SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = clock_timestamp(), updated_at = clock_timestamp(),
+       lease_until = NULL, token = NULL
+  FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
+ WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.status IN ('dead', 'failed')
+
+-- name: discard
+UPDATE txbox_inbox AS own
+   SET status = 'discarded', processed_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = NULL,
+       lease_until = NULL, token = NULL
+  FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
+ WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.status IN ('dead', 'failed', 'pending')
+
+-- name: replay_read
+-- In arrival order, for a replay as another consumer or of a processed row.
+SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
+       origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND has_payload AND arrival > :after::bigint
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
+   AND (:status::text IS NULL OR status = :status::text)
+   AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:key::text IS NULL OR key = :key::text)
+ ORDER BY arrival
+ LIMIT :limit::integer
+
+-- name: audit
+INSERT INTO txbox_audit (actor, action, filter, affected, reason)
+VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)

@@ -1,0 +1,161 @@
+"""The tables: versioned migrations, the check at start, and the rights that each role needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+
+from txbox.errors import SchemaError
+from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.store.dialect import Dialect, dialect, qualified
+
+#: The schema version that this release writes, and the oldest one it still works with.
+VERSION = 1
+OLDEST_USABLE = 1
+
+_FILE = re.compile(r"(\d{4})_\w+\.sql")
+# a dollar-quoted body, a string, a comment, or the semicolon that ends a statement
+_PIECE = re.compile(r"\$(\w*)\$.*?\$\1\$|'(?:[^']|'')*'|--[^\n]*|;", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """What the database holds: the version, and the PostgreSQL schema the tables are in."""
+
+    version: int | None
+    compatible_from: int | None
+    schema: str | None
+
+
+def migration_text(own: Dialect, schema: str | None, after: int = 0, upto: int = VERSION) -> str:
+    """Return the SQL that leads from version `after` (0: nothing) to version `upto`."""
+    folder = files("txbox.store").joinpath("migrations").joinpath(own.name)
+    texts = []
+    for entry in sorted(folder.iterdir(), key=lambda found: found.name):
+        named = _FILE.fullmatch(entry.name)
+        if named and after < int(named[1]) <= upto:
+            texts.append(entry.read_text())
+    text = "\n".join(texts)
+    if schema is None:
+        return text
+    return f'CREATE SCHEMA IF NOT EXISTS "{schema}";\n\n{qualified(text, schema)}'
+
+
+def split(text: str) -> list[str]:
+    """Split SQL into statements, at semicolons outside of strings, comments and function bodies."""
+    statements, start = [], 0
+    for piece in _PIECE.finditer(text):
+        if piece[0] == ";":
+            statements.append(text[start : piece.start()].strip())
+            start = piece.end()
+    statements.append(text[start:].strip())
+    bare = (re.sub(r"^(?:\s*--[^\n]*\n?)+", "", statement).strip() for statement in statements)
+    return [statement for statement in bare if statement]
+
+
+def read_state(own: Dialect) -> Steps[SchemaState]:
+    """Read which version is applied; for a transaction that is already open."""
+    exists = yield own.statement("schema_exists")
+    if not exists.rows[0][0]:
+        return SchemaState(None, None, None)
+    found = yield own.statement("schema_version")
+    version, compatible_from = found.rows[0] if found.rows else (None, None)
+    return SchemaState(version, compatible_from, exists.rows[0][1])
+
+
+def check(own: Dialect) -> Steps[SchemaState]:
+    """Check that this release can work with the tables, in a transaction of its own.
+
+    Raises:
+        SchemaError: missing, too old or too new tables, or a guard that does not fire.
+    """
+    yield Begin()
+    state = yield from read_state(own)
+    if state.version is None:
+        yield Rollback()
+        raise SchemaError("The txbox tables are missing: run `txbox init`, or apply the output of `txbox schema print`.")
+    if state.version < OLDEST_USABLE:
+        yield Rollback()
+        raise SchemaError(
+            f"The txbox tables are at version {state.version}, this release needs {OLDEST_USABLE}: "
+            "run `txbox schema apply`."
+        )
+    if state.version > VERSION and (state.compatible_from or state.version) > VERSION:
+        yield Rollback()
+        raise SchemaError(
+            f"The txbox tables are at version {state.version}, which this release (version {VERSION}) cannot use: "
+            "upgrade txbox with `pip install -U txbox`."
+        )
+    if own.has("guard_check"):
+        guarded = dialect(own.name, state.schema) if own.name == "postgresql" else own
+        triggers, role = (yield guarded.statement("guard_check")).rows[0]
+        if not triggers or role != "origin":
+            yield Rollback()
+            raise SchemaError(
+                "The transaction guard does not fire (its trigger is disabled, or session_replication_role is not "
+                "origin): enable the trigger txbox_inbox_guard and reset the role before consuming."
+            )
+    yield Commit()
+    return state
+
+
+def apply(own: Dialect, schema: str | None) -> Steps[tuple[int, int]]:
+    """Bring the tables to this release's version; returns the versions before and after.
+
+    Guarantee: two callers at once end with one schema; where DDL is transactional a crash leaves the
+    old version, elsewhere running it again completes it.
+    """
+    yield Begin()
+    if own.has("schema_lock"):
+        yield own.statement("schema_lock")
+    state = yield from read_state(own)
+    before = state.version or 0
+    for number, sql in enumerate(split(migration_text(own, schema, after=before)), 1):
+        # migrations contain no parameters; the name is the crash point
+        yield Statement(f"migration_{number}", sql, {})
+    if own.has("schema_unlock"):
+        yield own.statement("schema_unlock")
+    yield Commit()
+    return before, max(before, VERSION)
+
+
+
+
+def grants(own: Dialect) -> dict[str, str]:
+    """Return the rights that each role needs, as SQL with `<role>` to fill in."""
+    if own.name == "sqlite":
+        return {}
+    everything = {
+        "consumer": [
+            ("SELECT, INSERT, UPDATE", "txbox_inbox"),
+            ("SELECT, INSERT", "txbox_attempt"),
+            ("SELECT, INSERT, UPDATE", "txbox_quarantine"),
+            ("INSERT", "txbox_outbox"),
+            ("SELECT, INSERT, UPDATE", "txbox_job"),
+            ("SELECT", "txbox_schema"),
+        ],
+        "maintenance": [
+            ("SELECT, UPDATE, DELETE", "txbox_inbox"),
+            ("SELECT, INSERT, DELETE", "txbox_attempt"),
+            ("SELECT, INSERT, UPDATE", "txbox_job"),
+            ("SELECT", "txbox_schema"),
+        ],
+        "operator": [
+            ("SELECT, INSERT, UPDATE", "txbox_inbox"),
+            ("SELECT", "txbox_attempt"),
+            ("SELECT", "txbox_quarantine"),
+            ("SELECT, INSERT", "txbox_audit"),
+            ("SELECT", "txbox_dead_letters"),
+            ("SELECT", "txbox_status"),
+            ("SELECT", "txbox_schema"),
+        ],
+        "readonly": [
+            ("SELECT", table)
+            for table in ("txbox_status", "txbox_dead_letters", "txbox_inbox", "txbox_attempt", "txbox_schema")
+        ],
+    }
+    return {
+        role: "\n".join(f"GRANT {rights} ON {table} TO <{role}>;" for rights, table in tables)
+        for role, tables in everything.items()
+    }
