@@ -178,7 +178,7 @@ class Inbox:
         if isinstance(message, Message):
             own_id = message_id(message, scope=self._id_scope)
             return Arrival(message, own_id, payload_hash(message, self._payload_hash))
-        given = Message[Any](
+        given: Message[Any] = Message(
             id=message, topic="" if topic is None else topic, payload=_bytes(payload), type=type, key=key
         )
         hashed = None if payload is None else payload_hash(given, self._payload_hash)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from datetime import datetime
 from typing import Any, Generic, TypeVar, overload
 
@@ -101,6 +101,14 @@ class Message(Generic[Body]):
     def json(self) -> Any:
         """Return the payload parsed as JSON, whatever `body` holds."""
         return json.loads(self.payload or b"null")
+
+
+def _refuse(self: object, name: str, value: object) -> None:
+    raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+# Python 3.11 generates, for frozen slotted classes, a __setattr__ that breaks `Message[Order](…)`
+setattr(Message, "__setattr__", _refuse)  # noqa: B010  # a type checker would refuse the plain form
 
 
 def _bytes(payload: object) -> bytes:
