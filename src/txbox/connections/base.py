@@ -117,7 +117,11 @@ def without_password(url: str) -> str:
 
 def wrong_colour(tx: Any, *, wants: str) -> ConfigurationError:
     """The error for a sync object in an async call, or the reverse."""
-    verb = "accept_async / stage_async / process_async" if wants == "async" else "accept / stage / process"
+    verb = (
+        "accept_async / stage_async / process_async"
+        if wants == "async"
+        else "accept / stage / process"
+    )
     return ConfigurationError(
         f"A {type(tx).__module__}.{type(tx).__qualname__} is {wants}: call the {wants} verb ({verb})."
     )
@@ -132,7 +136,12 @@ def not_in_transaction(tx: Any) -> ConfigurationError:
 
 
 def store_error(
-    error: BaseException, own: Dialect, *, code: str | None, constraint: str | None = None, lost: bool = False
+    error: BaseException,
+    own: Dialect,
+    *,
+    code: str | None,
+    constraint: str | None = None,
+    lost: bool = False,
 ) -> StoreError:
     """Put a driver's error into txbox's words: its class, code and constraint, never its text, which may quote rows."""
     fault = Fault.UNAVAILABLE if lost else own.fault(code)
@@ -141,7 +150,12 @@ def store_error(
         fault = own.fault("_".join(code.split("_")[:2]))
     kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
     text = f"{_PRODUCTS[own.name]}: {type(error).__name__}" + (f" ({code})" if code else "")
-    return kind(text + (f" on {constraint}" if constraint else ""), fault=fault, code=code, constraint=constraint)
+    return kind(
+        text + (f" on {constraint}" if constraint else ""),
+        fault=fault,
+        code=code,
+        constraint=constraint,
+    )
 
 
 def dbapi_error(error: BaseException, own: Dialect) -> StoreError:
@@ -151,7 +165,9 @@ def dbapi_error(error: BaseException, own: Dialect) -> StoreError:
     if code is None and error.args and isinstance(error.args[0], int) and error.args[0]:
         code = str(error.args[0])
     reports = (getattr(error, "diag", None), error, error.__cause__)
-    constraint = next((found for own in reports if (found := getattr(own, "constraint_name", None))), None)
+    constraint = next(
+        (found for own in reports if (found := getattr(own, "constraint_name", None))), None
+    )
     # without any code the driver never got an answer from the server
     lost = code is None and type(error).__name__ in ("OperationalError", "InterfaceError")
     return store_error(error, own, code=code, constraint=constraint, lost=lost)
@@ -167,4 +183,24 @@ def refused_commit(error: StoreError) -> bool:
 
 def plain_rows(rows: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:
     """Rows as tuples, with the buffers that some drivers return for bytes read out."""
-    return [tuple(bytes(value) if type(value) is memoryview else value for value in row) for row in rows]
+    return [
+        tuple(bytes(value) if type(value) is memoryview else value for value in row) for row in rows
+    ]
+
+
+def check_closed(statement: Statement, result: Result) -> Result:
+    """Pass a result on, unless it is that of a close which names its guard and found none.
+
+    Raises:
+        StoreError: the handler left the transaction that claimed its message.
+    """
+    if statement.name == "close" and not result.rows and "RETURNING" in statement.sql:
+        raise handler_left("close found another transaction")
+    return result
+
+
+def handler_left(how: str) -> StoreError:
+    """The error for a handler that ended the transaction or the connection txbox gave it."""
+    return StoreError(
+        f"The handler left the transaction that claimed its message: {how}.", fault=Fault.GUARD
+    )

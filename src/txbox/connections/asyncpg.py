@@ -1,0 +1,283 @@
+"""asyncpg: a URL, a pool, or the caller's connection; async only.
+
+The transaction is asyncpg's own object, so that `tx.transaction()` in a handler is a savepoint. A
+handler that sends ROLLBACK itself is in autocommit from there on: close then finds another token,
+and the message is dead ("transaction broken"), never acknowledged as processed (SEMANTICS 2.2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import asyncpg
+from asyncpg.pool import PoolConnectionProxy
+
+from txbox.connections.base import (
+    Idle,
+    not_in_transaction,
+    refused_commit,
+    store_error,
+    without_password,
+    wrong_colour,
+)
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.steps import Result, Statement
+from txbox.store.dialect import Dialect, dialect, native
+
+_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+_PROBE = Statement("probe", "SELECT 1", {})
+# the server says these as its last word; asyncpg notices the closed socket a moment later
+_FATAL = frozenset({"57P01", "57P02", "57P05"})
+_STRINGS = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
+_PARENTHESES = re.compile(r"\([^()]*\)")
+_VERBS = re.compile(r"\b(SELECT|VALUES|TABLE|SHOW|INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE)
+
+
+def open_url(url: str, *, schema: str | None = None) -> AsyncpgDatabase:
+    """Prepare to connect by URL; `?prepare=off` is for poolers without prepared statements."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query))
+    prepare = options.pop("prepare", "on") != "off"
+    dsn = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
+    if parts.path in ("", "/") and "dbname" not in options and "database" not in options:
+        raise ConfigurationError(
+            f"The URL {without_password(url)} names no database: write postgresql+asyncpg://host/name."
+        )
+    return AsyncpgDatabase(without_password(url), schema, dsn=dsn, prepare=prepare)
+
+
+def open_object(target: Any, *, schema: str | None = None) -> AsyncpgDatabase:
+    """Use a pool of the user's."""
+    if isinstance(target, asyncpg.Pool):
+        return AsyncpgDatabase("an asyncpg.Pool", schema, pool=target)
+    raise ConfigurationError(
+        f"App() cannot use a {type(target).__qualname__}: pass a URL or an asyncpg pool; "
+        "a single connection belongs into Inbox.accept_async(tx, …)."
+    )
+
+
+class AsyncpgDatabase:
+    """Where asyncpg connections come from; there are no sync ones."""
+
+    sync: None = None
+
+    def __init__(
+        self, name: str, schema: str | None, *, dsn: str = "", prepare: bool = True, pool: Any = None
+    ) -> None:
+        self.name = name
+        self.schema = schema
+        self.dialect: Dialect = dialect("postgresql", schema)
+        self.dsn = dsn
+        self.prepare = prepare
+        self._async = _AsyncConnections(self, pool)
+
+    @property
+    def asynchronous(self) -> _AsyncConnections:
+        return self._async
+
+    def close(self) -> None:
+        self._async.idle.clear()
+
+    async def close_async(self) -> None:
+        self.close()
+
+
+class _AsyncConnections:
+    def __init__(self, database: AsyncpgDatabase, pool: Any) -> None:
+        self._database = database
+        self._pool = pool
+        self.idle: Idle[AsyncpgConnection] = Idle()
+
+    async def acquire(self) -> AsyncpgConnection:
+        if self._pool is None:
+            loop = asyncio.get_running_loop()
+            waiting = self.idle.take(lambda own: own.loop is loop)
+            if waiting is not None:
+                return waiting
+        try:
+            raw: Any = await (self._connect() if self._pool is None else self._pool.acquire())
+        except _ERRORS as error:
+            raise _unreachable(error, self._database) from error
+        return AsyncpgConnection(raw, self._database.dialect)
+
+    async def _connect(self) -> Any:
+        if self._database.prepare:
+            return await asyncpg.connect(self._database.dsn)
+        return await asyncpg.connect(self._database.dsn, statement_cache_size=0)
+
+    async def release(self, connection: AsyncpgConnection) -> None:
+        if self._pool is None:
+            self.idle.give(connection)
+            return
+        try:
+            await self._pool.release(connection.native)
+        except _ERRORS:
+            # the reset failed and asyncpg has dropped the connection; the transaction was over already
+            return
+
+
+class AsyncpgConnection:
+    """A connection whose transactions txbox begins and ends, bound to the event loop that opened it."""
+
+    def __init__(self, raw: Any, own: Dialect) -> None:
+        self.native = raw
+        self.loop = asyncio.get_running_loop()
+        self._dialect = own
+        self._transaction: Any = None
+        self._fatal = False
+
+    @property
+    def lost(self) -> bool:
+        return self._fatal or bool(self.native.is_closed())
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        if getattr(error, "sqlstate", None) in _FATAL:
+            self._fatal = True
+        if isinstance(error, asyncpg.InterfaceError) and self.lost:
+            return store_error(error, self._dialect, code=None, lost=True)
+        return translated(error, self._dialect)
+
+    async def execute(self, statement: Statement) -> Result:
+        try:
+            return await _executed(self.native, statement)
+        except _ERRORS as error:
+            raise self._failure(error) from error
+
+    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        transaction = self.native.transaction(isolation="read_committed")
+        try:
+            await transaction.start()
+        except _ERRORS as error:
+            # asyncpg believes itself in a transaction now: this connection cannot begin another
+            self._fatal = True
+            raise self._failure(error) from error
+        self._transaction = transaction
+        return [await self.execute(statement) for statement in statements]
+
+    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        # a statement that succeeds last proves that the transaction has not failed: asyncpg does not
+        # show that a COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
+        results = [await self.execute(statement) for statement in statements or (_PROBE,)]
+        transaction, self._transaction = self._transaction, None
+        try:
+            await transaction.commit()
+        except _ERRORS as error:
+            found = self._failure(error)
+            found.definite = refused_commit(found)
+            raise found from error
+        return results if statements else []
+
+    async def rollback(self) -> None:
+        transaction, self._transaction = self._transaction, None
+        if transaction is None:
+            # COMMIT was refused, which ended the transaction
+            return
+        try:
+            await transaction.rollback()
+        except _ERRORS as error:
+            raise self._failure(error) from error
+
+    def discard(self) -> None:
+        if self.loop.is_closed():
+            # nothing of a closed loop works any more; the kernel closes the socket with its object
+            return
+        if _running_loop() is self.loop:
+            # also gives the place in a pool free
+            self.native.terminate()
+        else:
+            self.loop.call_soon_threadsafe(self.native.terminate)
+
+    def _failure(self, error: BaseException) -> StoreError:
+        found = self.translate(error)
+        if found is None:
+            lost = self.lost or isinstance(error, OSError)
+            found = store_error(error, self._dialect, code=None, lost=lost)
+        return found
+
+
+class AsyncBorrowed:
+    """The caller's connection, in the caller's transaction."""
+
+    def __init__(self, tx: Any, own: Dialect) -> None:
+        self._tx = tx
+        self.dialect = own
+
+    async def execute(self, statement: Statement) -> Result:
+        try:
+            return await _executed(self._tx, statement)
+        except _ERRORS as error:
+            found = translated(error, self.dialect)
+            lost = self._tx.is_closed()
+            raise found or store_error(error, self.dialect, code=None, lost=lost) from error
+
+
+def borrow(tx: Any, *, schema: str | None = None) -> Any:
+    """Refuse: asyncpg is async only."""
+    raise wrong_colour(tx, wants="async")
+
+
+def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
+    if not isinstance(tx, (asyncpg.Connection, PoolConnectionProxy)):
+        raise ConfigurationError(
+            f"A {type(tx).__qualname__} is no asyncpg connection: pass the one your transaction is on."
+        )
+    if not tx.is_in_transaction():
+        raise not_in_transaction(tx)
+    return AsyncBorrowed(tx, dialect("postgresql", schema))
+
+
+def translated(error: BaseException, own: Dialect) -> StoreError | None:
+    """Put an asyncpg error into txbox's words; None when it is none, or says that asyncpg was misused."""
+    if not isinstance(error, asyncpg.PostgresError):
+        return None
+    constraint = getattr(error, "constraint_name", None)
+    found = store_error(error, own, code=error.sqlstate, constraint=constraint)
+    if isinstance(error, (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)):
+        # the tables changed under a cached statement; asyncpg has emptied its cache
+        found.fault = Fault.PREPARED
+    return found
+
+
+async def _executed(raw: Any, statement: Statement) -> Result:
+    sql, names = native(statement.sql, "numeric")
+    values = [statement.params[name] for name in names]
+    if _returns_rows(sql):
+        rows = [tuple(row) for row in await raw.fetch(sql, *values)]
+        return Result(rows, len(rows))
+    # "UPDATE 3", "INSERT 0 3", "CREATE TABLE"
+    count = (await raw.execute(sql, *values)).rpartition(" ")[2]
+    return Result((), int(count) if count.isdigit() else 0)
+
+
+@lru_cache(maxsize=512)
+def _returns_rows(sql: str) -> bool:
+    """Say which of asyncpg's two calls a statement needs: one returns rows, the other the count."""
+    text, nested = _STRINGS.sub("''", sql), 1
+    while nested:
+        text, nested = _PARENTHESES.subn(" ", text)
+    verb = _VERBS.search(text)
+    if verb is None:
+        return False
+    return verb[1].upper() in ("SELECT", "VALUES", "TABLE", "SHOW") or "RETURNING" in text.upper()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _unreachable(error: BaseException, database: AsyncpgDatabase) -> StoreUnavailable:
+    code = getattr(error, "sqlstate", None)
+    return StoreUnavailable(
+        f"Cannot connect to {database.name} ({type(error).__name__}{f', {code}' if code else ''}): check that the "
+        "server is running, and the URL, or that the pool was awaited and is open.",
+        fault=Fault.UNAVAILABLE,
+        code=code,
+    )

@@ -1,0 +1,281 @@
+"""Django's connections: `App(django="default")`, or `django.db.connection` inside the caller's `atomic()`.
+
+A handler runs inside `transaction.atomic(durable=True)` on this thread's connection. Inside Django's
+TestCase the test's own transaction is around it: everything works, and what COMMIT would be is the
+release of a savepoint. Django's transactions are sync only; so are its handlers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from django.db import Error, InterfaceError, OperationalError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
+from django.utils.connection import ConnectionDoesNotExist, ConnectionProxy
+
+from txbox.connections.base import (
+    check_closed,
+    dbapi_error,
+    handler_left,
+    not_in_transaction,
+    plain_rows,
+    refused_commit,
+    store_error,
+    wrong_colour,
+)
+from txbox.errors import ConfigurationError, Fault, StoreError
+from txbox.steps import Result, Statement
+from txbox.store.dialect import Dialect, dialect, native
+
+_VENDORS = {"postgresql", "mysql", "sqlite"}
+_PROBE = Statement("probe", "SELECT 1", {})
+
+
+class _RolledBack(Exception):
+    """Given to `atomic` to make it roll back."""
+
+
+def open_alias(alias: str, *, schema: str | None = None) -> DjangoDatabase:
+    """Use a database of Django's settings."""
+    return DjangoDatabase(alias, schema)
+
+
+def open_object(target: Any, *, schema: str | None = None) -> DjangoDatabase:
+    """Use the database of a connection; each worker thread has a connection of its own."""
+    if isinstance(target, (BaseDatabaseWrapper, ConnectionProxy)):
+        return DjangoDatabase(str(target.alias), schema)
+    raise ConfigurationError(
+        f"App() cannot use a {type(target).__qualname__}: name a database of settings.DATABASES, App(django='default')."
+    )
+
+
+class DjangoDatabase:
+    """Where Django's connections come from; settings are read at the first use."""
+
+    asynchronous: None = None
+
+    def __init__(self, alias: str, schema: str | None) -> None:
+        self.alias = alias
+        self.schema = schema
+        self.name = f"the Django database {alias!r}"
+        self._sync = _Connections(self)
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        return _dialect_of(_wrapper(self.alias), self.schema)
+
+    @property
+    def sync(self) -> _Connections:
+        return self._sync
+
+    def close(self) -> None:
+        """Leave the connections open: they are Django's."""
+
+    async def close_async(self) -> None:
+        """Leave the connections open: they are Django's."""
+
+
+class _Connections:
+    def __init__(self, database: DjangoDatabase) -> None:
+        self._database = database
+
+    def acquire(self) -> DjangoConnection:
+        wrapper = _wrapper(self._database.alias)
+        # as at the start of a request: an error or CONN_MAX_AGE may have ended this connection
+        wrapper.close_if_unusable_or_obsolete()
+        return DjangoConnection(wrapper, self._database.dialect)
+
+    def release(self, connection: DjangoConnection) -> None:
+        connection.native.close_if_unusable_or_obsolete()
+
+
+class DjangoConnection:
+    """This thread's connection, in transactions that txbox begins and ends."""
+
+    def __init__(self, wrapper: Any, own: Dialect) -> None:
+        self.native = wrapper
+        self._dialect = own
+        self._atomic: Any = None
+        self._nested = False
+        self._fatal = False
+
+    @property
+    def lost(self) -> bool:
+        return self._fatal or self.native.connection is None or self.native.closed_in_transaction
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        return _translated(error, self._dialect, self.native)
+
+    def execute(self, statement: Statement) -> Result:
+        try:
+            return check_closed(statement, _executed(self.native, statement))
+        except (Error, self.native.Database.Error) as error:
+            raise self._failure(error) from error
+
+    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        wrapper = self.native
+        self._nested = wrapper.in_atomic_block
+        atomic = transaction.atomic(using=wrapper.alias, durable=True)
+        try:
+            wrapper.ensure_connection()
+            if not self._nested and wrapper.vendor == "mysql" and wrapper.isolation_level != "read committed":
+                self._direct("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+            atomic.__enter__()
+            self._atomic = atomic
+            if not self._nested:
+                self._prepare_transaction()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                "txbox was asked for a transaction of its own inside an atomic block: call it outside, "
+                "or use Inbox.accept(django.db.connection, …)."
+            ) from error
+        except (Error, wrapper.Database.Error) as error:
+            raise self._failure(error) from error
+        return [self.execute(statement) for statement in statements]
+
+    def _prepare_transaction(self) -> None:
+        if self.native.vendor == "postgresql":
+            self._direct("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        elif self.native.vendor == "sqlite" and _begins_deferred(self.native):
+            # a transaction that reads first cannot become a writer later
+            self.native.connection.execute("ROLLBACK")
+            self.native.connection.execute("BEGIN IMMEDIATE")
+
+    def _direct(self, sql: str) -> None:
+        with self.native.cursor() as cursor:
+            cursor.execute(sql)
+
+    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        if self.native.closed_in_transaction:
+            raise handler_left("it closed its connection")
+        if self.native.needs_rollback:
+            raise StoreError(
+                "Django marked the transaction for rollback: the handler caught a database error that had failed it.",
+                fault=Fault.ABORTED,
+            )
+        # a statement that succeeds last proves that the transaction has not failed: a driver does not
+        # show that its COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
+        results = [self.execute(statement) for statement in statements or (_PROBE,)]
+        if not self._nested:
+            # the transaction stands before these run: an exception of theirs is logged by Django and
+            # must not look like a failed COMMIT
+            self.native.run_on_commit = [(ids, call, True) for ids, call, _ in self.native.run_on_commit]
+        atomic, self._atomic = self._atomic, None
+        try:
+            atomic.__exit__(None, None, None)
+        except (Error, self.native.Database.Error) as error:
+            found = self._failure(error)
+            found.definite = refused_commit(found)
+            raise found from error
+        return results if statements else []
+
+    def rollback(self) -> None:
+        try:
+            self._leave()
+        except (Error, self.native.Database.Error) as error:
+            raise self._failure(error) from error
+
+    def discard(self) -> None:
+        if self._atomic is None:
+            self.native.close()
+            return
+        if not self._nested:
+            # closed first, atomic() sends nothing
+            self.native.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        atomic, self._atomic = self._atomic, None
+        if atomic is not None:
+            rolled_back = _RolledBack()
+            atomic.__exit__(type(rolled_back), rolled_back, None)
+
+    def _failure(self, error: BaseException) -> StoreError:
+        found = self.translate(error)
+        if found is None:
+            # Django refused by itself: the transaction cannot be used any more
+            found = store_error(error, self._dialect, code=None)
+            found.fault = Fault.ABORTED
+        self._fatal = self._fatal or found.fault is Fault.UNAVAILABLE
+        return found
+
+
+class Borrowed:
+    """The caller's connection, in the caller's `atomic()`."""
+
+    def __init__(self, wrapper: Any, own: Dialect) -> None:
+        self._wrapper = wrapper
+        self.dialect = own
+
+    def execute(self, statement: Statement) -> Result:
+        try:
+            return _executed(self._wrapper, statement)
+        except (Error, self._wrapper.Database.Error) as error:
+            found = _translated(error, self.dialect, self._wrapper)
+            if found is None:
+                found = store_error(error, self.dialect, code=None)
+                found.fault = Fault.ABORTED
+            raise found from error
+
+
+def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
+    if not isinstance(tx, (BaseDatabaseWrapper, ConnectionProxy)):
+        raise ConfigurationError(
+            f"A {type(tx).__qualname__} is no connection: pass django.db.connection, or connections[alias]."
+        )
+    wrapper = _wrapper(str(tx.alias))
+    if not wrapper.in_atomic_block and wrapper.get_autocommit():
+        raise not_in_transaction(wrapper)
+    return Borrowed(wrapper, _dialect_of(wrapper, schema))
+
+
+def borrow_async(tx: Any, *, schema: str | None = None) -> Any:
+    """Refuse: Django's transactions are sync only."""
+    raise wrong_colour(tx, wants="sync")
+
+
+def _wrapper(alias: str) -> Any:
+    try:
+        return connections[alias]
+    except ConnectionDoesNotExist as error:
+        raise ConfigurationError(
+            f"There is no database {alias!r} in settings.DATABASES: pass the alias of one, App(django='default')."
+        ) from error
+
+
+def _dialect_of(wrapper: Any, schema: str | None) -> Dialect:
+    if wrapper.vendor not in _VENDORS:
+        raise ConfigurationError(
+            f"txbox does not know {wrapper.vendor}: use PostgreSQL, MySQL, MariaDB or SQLite."
+        )
+    return dialect(wrapper.vendor, schema)
+
+
+def _begins_deferred(wrapper: Any) -> bool:
+    # the mode is a setting since Django 5.1
+    return (getattr(wrapper, "transaction_mode", None) or "DEFERRED").upper() == "DEFERRED"
+
+
+def _executed(wrapper: Any, statement: Statement) -> Result:
+    sql, names = native(statement.sql, "format")
+    with wrapper.cursor() as cursor:
+        cursor.execute(sql, [statement.params[name] for name in names])
+        rows = plain_rows(cursor.fetchall()) if cursor.description else []
+        return Result(rows, cursor.rowcount)
+
+
+def _translated(error: BaseException, own: Dialect, wrapper: Any) -> StoreError | None:
+    """Put an error of Django's or its driver's into txbox's words; None when it is none."""
+    if isinstance(error, TransactionManagementError):
+        return None
+    if isinstance(error, wrapper.Database.Error):
+        return dbapi_error(error, own)
+    if not isinstance(error, Error):
+        return None
+    if isinstance(error.__cause__, wrapper.Database.Error):
+        return dbapi_error(error.__cause__, own)
+    # Django's own: it found the connection closed
+    return store_error(error, own, code=None, lost=isinstance(error, (InterfaceError, OperationalError)))
