@@ -1,0 +1,146 @@
+-- txbox schema version 1 for MySQL 8.0.19 and MariaDB 10.6 and later: what both understand.
+-- DDL commits at once here, so every statement can be run again after a crash.
+-- Identity is VARBINARY: every other type compares case, accents or trailing spaces away.
+-- Times are UTC_TIMESTAMP: independent of the session's time zone.
+
+CREATE TABLE IF NOT EXISTS txbox_schema (
+    version         INT          NOT NULL,
+    compatible_from INT          NOT NULL,
+    applied_at      DATETIME(6)  NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    PRIMARY KEY (version)
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+-- There are no partial indexes. `next_attempt_at` and `lease_until` are NULL in rows that are
+-- neither due nor leased, so that the inline path changes one secondary index only, that of status.
+-- `arrival` is not UNIQUE: the no-op upsert of a claim must meet one unique key only.
+CREATE TABLE IF NOT EXISTS txbox_inbox (
+    consumer        VARBINARY(255)  NOT NULL,
+    message_id      VARBINARY(255)  NOT NULL,
+    status          VARCHAR(16)     CHARACTER SET ascii COLLATE ascii_bin NOT NULL,
+    topic           VARBINARY(1024) NOT NULL,
+    type            VARBINARY(1024),
+    `key`           BLOB,
+    sequence        BIGINT,
+    received_at     DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    updated_at      DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    processed_at    DATETIME(6),
+    payload_hash    VARBINARY(64),
+    attempts        INT             NOT NULL DEFAULT 0,
+    starts          INT             NOT NULL DEFAULT 0,
+    next_attempt_at DATETIME(6),
+    lease_until     DATETIME(6),
+    token           VARCHAR(64)     CHARACTER SET ascii COLLATE ascii_bin,
+    error_type      TEXT,
+    error           LONGTEXT,
+    fingerprint     TEXT,
+    content_type    TEXT,
+    headers         LONGTEXT,
+    origin          LONGTEXT,
+    payload         LONGBLOB,
+    has_payload     BOOLEAN         NOT NULL DEFAULT FALSE,
+    result          LONGBLOB,
+    key_id          VARCHAR(255),
+    arrival         BIGINT          NOT NULL AUTO_INCREMENT,
+    PRIMARY KEY (consumer, message_id),
+    KEY txbox_inbox_arrival (arrival),
+    KEY txbox_inbox_due (consumer, next_attempt_at, arrival),
+    KEY txbox_inbox_lease (lease_until),
+    KEY txbox_inbox_status (status, consumer, `key`(255), arrival),
+    KEY txbox_inbox_processed_at (processed_at),
+    CONSTRAINT txbox_inbox_status CHECK
+        (status IN ('pending', 'processing', 'processed', 'failed', 'dead', 'discarded'))
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE TABLE IF NOT EXISTS txbox_attempt (
+    number          BIGINT          NOT NULL AUTO_INCREMENT,
+    consumer        VARBINARY(255)  NOT NULL,
+    message_id      VARBINARY(255)  NOT NULL,
+    attempt         INT             NOT NULL,
+    status          VARCHAR(16)     CHARACTER SET ascii COLLATE ascii_bin NOT NULL,
+    error_type      TEXT,
+    error           LONGTEXT,
+    fingerprint     TEXT,
+    recorded_at     DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    PRIMARY KEY (number),
+    KEY txbox_attempt_message (consumer, message_id, number)
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE TABLE IF NOT EXISTS txbox_quarantine (
+    consumer        VARBINARY(255)  NOT NULL,
+    message_id      VARBINARY(255)  NOT NULL,
+    hash            VARBINARY(64)   NOT NULL,
+    reason          TEXT            NOT NULL,
+    topic           VARBINARY(1024),
+    type            VARBINARY(1024),
+    `key`           BLOB,
+    content_type    TEXT,
+    headers         LONGTEXT,
+    origin          LONGTEXT,
+    payload         LONGBLOB,
+    key_id          VARCHAR(255),
+    seen            INT             NOT NULL DEFAULT 1,
+    received_at     DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    updated_at      DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    PRIMARY KEY (consumer, message_id, hash)
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE TABLE IF NOT EXISTS txbox_outbox (
+    id              VARBINARY(255)  NOT NULL,
+    number          BIGINT          NOT NULL AUTO_INCREMENT,
+    status          VARCHAR(16)     CHARACTER SET ascii COLLATE ascii_bin NOT NULL DEFAULT 'pending',
+    topic           VARBINARY(1024) NOT NULL,
+    type            VARBINARY(1024),
+    `key`           BLOB,
+    content_type    TEXT,
+    headers         LONGTEXT,
+    payload         LONGBLOB,
+    key_id          VARCHAR(255),
+    cause_consumer  VARBINARY(255),
+    cause_id        VARBINARY(255),
+    staged_at       DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    available_at    DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    sent_at         DATETIME(6),
+    attempts        INT             NOT NULL DEFAULT 0,
+    lease_until     DATETIME(6),
+    token           VARCHAR(64)     CHARACTER SET ascii COLLATE ascii_bin,
+    error_type      TEXT,
+    error           LONGTEXT,
+    PRIMARY KEY (id),
+    KEY txbox_outbox_number (number),
+    KEY txbox_outbox_due (status, available_at, number)
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE TABLE IF NOT EXISTS txbox_job (
+    name            VARBINARY(255)  NOT NULL,
+    token           VARCHAR(64)     CHARACTER SET ascii COLLATE ascii_bin,
+    lease_until     DATETIME(6),
+    state           LONGTEXT,
+    updated_at      DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    PRIMARY KEY (name)
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE TABLE IF NOT EXISTS txbox_audit (
+    number          BIGINT          NOT NULL AUTO_INCREMENT,
+    recorded_at     DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    actor           TEXT            NOT NULL,
+    action          VARCHAR(255)    NOT NULL,
+    filter          LONGTEXT        NOT NULL,
+    affected        BIGINT          NOT NULL,
+    reason          LONGTEXT,
+    PRIMARY KEY (number)
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE OR REPLACE VIEW txbox_dead_letters AS
+    SELECT CONVERT(consumer USING utf8mb4) AS consumer, CONVERT(message_id USING utf8mb4) AS message_id,
+           CONVERT(topic USING utf8mb4) AS topic, CONVERT(type USING utf8mb4) AS type,
+           CONVERT(`key` USING utf8mb4) AS `key`, attempts, starts, error_type, error, fingerprint,
+           payload_hash, has_payload, received_at, updated_at
+      FROM txbox_inbox WHERE status = 'dead';
+
+CREATE OR REPLACE VIEW txbox_status AS
+    SELECT CONVERT(own.consumer USING utf8mb4) AS consumer, own.status AS status, count(*) AS messages,
+           min(own.received_at) AS oldest_received_at
+      FROM txbox_inbox AS own GROUP BY own.consumer, own.status;
+
+INSERT INTO txbox_schema (version, compatible_from) VALUES (1, 1)
+    ON DUPLICATE KEY UPDATE compatible_from = 1;

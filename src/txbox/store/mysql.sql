@@ -1,0 +1,413 @@
+-- The statements of txbox for MySQL 8.0.19 and MariaDB 10.6 and later: the twins of postgresql.sql, name by name.
+-- `:name` is a parameter; a region in braces repeats for each row, `:rows.name` is its column.
+-- A query without a body has nothing to do on this database.
+-- No statement can be refused at COMMIT and none names the rows it touched (MySQL has no RETURNING):
+-- a claim writes `processing` with a token that classify reads back, complete makes it `processed`
+-- inside a savepoint of random name, and whoever leaves the transaction loses the savepoint.
+-- Where PostgreSQL picks and takes in one statement, `x` locks and reads and `x_take` writes.
+-- Identity is VARBINARY and is converted to text in each list of columns. UPDATE assigns from left
+-- to right here, unless sql_mode says otherwise, so a column that others read is assigned after them.
+
+-- name: claim
+-- Never INSERT IGNORE, which truncates; never the row count, which depends on the client's flags.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash)
+VALUES {(:consumer, :rows.message_id, 'processing', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         :rows.payload_hash)}
+ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+
+-- name: claim_kept
+-- As claim, for consumers that keep the payload of processed messages.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash,
+                         content_type, headers, origin, payload, has_payload, key_id)
+VALUES {(:consumer, :rows.message_id, 'processing', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         :rows.payload_hash, :rows.content_type, :rows.headers, :rows.origin, :rows.payload, TRUE, :key_id)}
+ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+
+-- name: claim_leased
+-- The fence: a worker whose lease was given to another matches no row. What complete overwrites is
+-- left alone here, so that a row which a broken handler commits still has its payload.
+UPDATE txbox_inbox
+   SET starts = GREATEST(starts - 1, 0), token = :token, lease_until = NULL, next_attempt_at = NULL,
+       updated_at = UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+   AND token = :lease AND status = 'processing'
+
+-- name: claim_replay
+-- A generation of its own over a processed row: its failure rolls back to `processed` as it was.
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, lease_until = NULL, updated_at = UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
+
+-- name: restore_lock_timeout
+-- The wait was bounded for the claim only; the handler gets back what it had. The variable is of
+-- the session: whatever rolled back in between, the first value that was saved is the true one.
+SET SESSION innodb_lock_wait_timeout = CAST(COALESCE(@txbox_lock_wait, @@SESSION.innodb_lock_wait_timeout) AS UNSIGNED),
+    @txbox_lock_wait = NULL
+
+-- name: arm
+-- From here on whatever ends the transaction (COMMIT, ROLLBACK, DDL, a deadlock) ends the savepoint.
+SAVEPOINT [canary]
+
+-- name: close
+-- Fails when this is no longer the claiming transaction.
+RELEASE SAVEPOINT [canary]
+
+-- name: complete
+UPDATE txbox_inbox
+   SET status = 'processed', processed_at = COALESCE(processed_at, UTC_TIMESTAMP(6)), updated_at = UTC_TIMESTAMP(6),
+       token = NULL, error_type = NULL, error = NULL, fingerprint = NULL,
+       content_type = CASE WHEN :keep THEN content_type END,
+       headers = CASE WHEN :keep THEN headers END,
+       origin = CASE WHEN :keep THEN origin END,
+       payload = CASE WHEN :keep THEN payload END,
+       has_payload = :keep AND has_payload
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+   AND token = :token AND status = 'processing'
+
+-- name: classify
+-- A locking read sees who won also under REPEATABLE READ; FOR SHARE is not MariaDB's.
+SELECT CONVERT(message_id USING utf8mb4), status, payload_hash, has_payload, attempts, starts,
+       COALESCE(next_attempt_at <= UTC_TIMESTAMP(6), TRUE) AS due, token, lease_until IS NOT NULL AS leased
+  FROM txbox_inbox
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+  LOCK IN SHARE MODE
+
+-- name: accept
+-- The token stays in the row: classify reads it back to know what this call inserted.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, processed_at, payload_hash)
+VALUES {(:consumer, :rows.message_id, 'processed', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         UTC_TIMESTAMP(6), :rows.payload_hash)}
+ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+
+-- name: bound_lock_timeout
+-- Of the session, in whole seconds, at least one.
+SET @txbox_lock_wait = CAST(COALESCE(@txbox_lock_wait, @@SESSION.innodb_lock_wait_timeout) AS UNSIGNED),
+    SESSION innodb_lock_wait_timeout = GREATEST(1, (CAST(:lock_timeout_ms AS UNSIGNED) + 999) DIV 1000)
+
+-- name: savepoint
+-- A lock timeout rolls back its statement only, and a deadlock takes every savepoint with it.
+
+-- name: release_savepoint
+
+-- name: rollback_to_savepoint
+
+-- name: store
+-- Payload and key in one row; whoever comes second changes nothing.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash,
+                         next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
+VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         :rows.payload_hash, UTC_TIMESTAMP(6), :rows.content_type, :rows.headers, :rows.origin, :rows.payload,
+         TRUE, :key_id)}
+ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+
+-- name: record_update
+-- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
+UPDATE txbox_inbox
+   SET starts = CASE WHEN status = 'processing' THEN GREATEST(starts - 1, 0) ELSE starts END,
+       next_attempt_at = CASE WHEN :final OR attempts + 1 >= :max_attempts
+                                OR received_at < UTC_TIMESTAMP(6) - INTERVAL :max_age_s SECOND
+                              THEN NULL ELSE UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND END,
+       status = CASE WHEN :final OR attempts + 1 >= :max_attempts
+                       OR received_at < UTC_TIMESTAMP(6) - INTERVAL :max_age_s SECOND
+                     THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1,
+       lease_until = NULL, token = NULL, updated_at = UTC_TIMESTAMP(6),
+       error_type = :error_type, error = :error, fingerprint = :fingerprint,
+       content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = :has_payload, key_id = :key_id
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND ((status = 'failed' AND payload_hash <=> :payload_hash) OR (status = 'processing' AND token = :token))
+
+-- name: record_insert
+-- Somebody else's row is a duplicate-key error.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, `key`, sequence, payload_hash, attempts,
+                         next_attempt_at, error_type, error, fingerprint,
+                         content_type, headers, origin, payload, has_payload, key_id)
+VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dead' ELSE 'failed' END,
+        :topic, :type, :key, :sequence, :payload_hash, 1,
+        CASE WHEN :final OR 1 >= :max_attempts THEN NULL ELSE UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND END,
+        :error_type, :error, :fingerprint,
+        :content_type, :headers, :origin, :payload, :has_payload, :key_id)
+
+-- name: record_attempt
+INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
+VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
+
+-- name: quarantine
+INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, `key`,
+                              content_type, headers, origin, payload, key_id)
+VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
+        :content_type, :headers, :origin, :payload, :key_id)
+ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6)
+
+-- name: lease
+-- A row whose last run never ended is taken alone (`suspect`), so that a message which kills its
+-- process takes no neighbour with it. `starts` is read as lease_take will leave it.
+SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
+       content_type, headers, origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox
+ WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+   AND next_attempt_at <= UTC_TIMESTAMP(6) AND (starts > 0) = :suspect
+ ORDER BY next_attempt_at, arrival
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
+-- name: lease_one
+-- As lease, for one row that its caller has just stored.
+SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
+       content_type, headers, origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND status IN ('pending', 'failed') AND has_payload AND next_attempt_at <= UTC_TIMESTAMP(6)
+   FOR UPDATE
+
+-- name: lease_take
+-- Of rows that lease or lease_one has locked in this transaction.
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, starts = starts + 1, updated_at = UTC_TIMESTAMP(6),
+       lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+
+-- name: heartbeat
+-- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.
+-- The LIMIT keeps the inner query apart from the outer, which may not update what it also reads.
+UPDATE (SELECT consumer, message_id FROM txbox_inbox
+         WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+           AND token = :token AND status = 'processing'
+         LIMIT 1000000
+           FOR UPDATE SKIP LOCKED) AS held
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = held.consumer AND own.message_id = held.message_id
+   SET own.lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
+
+-- name: release
+-- Fenced: gives the start back, since the run ended by no fault of the message.
+UPDATE txbox_inbox
+   SET status = CASE WHEN attempts > 0 THEN 'failed' ELSE 'pending' END,
+       starts = GREATEST(starts - 1, 0), lease_until = NULL, token = NULL, updated_at = UTC_TIMESTAMP(6),
+       next_attempt_at = UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+   AND token = :token AND status = 'processing'
+
+-- name: rescue
+-- The start stays counted: its run never ended. SKIP LOCKED: a locked row is alive. The last
+-- columns are as rescue_take will leave them.
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), starts,
+       CASE WHEN starts >= :max_starts THEN 'dead' ELSE 'failed' END, attempts,
+       CASE WHEN starts >= :max_starts THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
+       CASE WHEN starts >= :max_starts THEN CONCAT('killed its process: ', starts, ' runs never ended')
+            ELSE 'lease expired' END
+  FROM txbox_inbox
+ WHERE status = 'processing' AND lease_until <= UTC_TIMESTAMP(6)
+   AND (:consumer IS NULL OR consumer = :consumer)
+ ORDER BY lease_until
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
+-- name: rescue_take
+-- A list of pairs is a table here: MariaDB gives up its key for `(a, b) IN (…)` of a few hundred
+-- pairs and locks the whole table. The comment is SQL to MySQL, which wants the word, and to it only.
+UPDATE (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
+        SELECT consumer, message_id FROM m) AS picked
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+   SET own.status = CASE WHEN own.starts >= :max_starts THEN 'dead' ELSE 'failed' END,
+       own.lease_until = NULL, own.token = NULL, own.updated_at = UTC_TIMESTAMP(6),
+       own.next_attempt_at = CASE WHEN own.starts < :max_starts THEN UTC_TIMESTAMP(6) END,
+       own.error_type = CASE WHEN own.starts >= :max_starts THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
+       own.error = CASE WHEN own.starts >= :max_starts
+                        THEN CONCAT('killed its process: ', own.starts, ' runs never ended') ELSE 'lease expired' END,
+       own.fingerprint = NULL
+
+-- name: rescue_broken
+-- A committed processing row without a lease: its handler ended the transaction, and which of its
+-- writes stayed is not known. SKIP LOCKED: an uncommitted one is a handler at work.
+UPDATE (SELECT consumer, message_id FROM txbox_inbox
+         WHERE status = 'processing' AND lease_until IS NULL
+           AND (:consumer IS NULL OR consumer = :consumer)
+         LIMIT :limit
+           FOR UPDATE SKIP LOCKED) AS broken
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = broken.consumer AND own.message_id = broken.message_id
+   SET own.status = 'dead', own.token = NULL, own.next_attempt_at = NULL, own.updated_at = UTC_TIMESTAMP(6),
+       own.error_type = 'TransactionBroken',
+       own.error = 'the handler ended the transaction of its message; what it wrote is not known', own.fingerprint = NULL
+
+-- name: prune
+-- Oldest completion first; SKIP LOCKED: a redelivery that is looking at a row goes first.
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4)
+  FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+   AND (:consumer IS NULL OR consumer = :consumer)
+ ORDER BY processed_at
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
+-- name: prune_take
+-- Of rows that prune has locked in this transaction.
+DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
+        SELECT consumer, message_id FROM m) AS picked
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+
+-- name: prune_attempts
+DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
+        SELECT consumer, message_id FROM m) AS picked
+       STRAIGHT_JOIN txbox_attempt AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+
+-- name: prunable
+SELECT count(*) FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+   AND (:consumer IS NULL OR consumer = :consumer)
+
+-- name: job_create
+INSERT INTO txbox_job (name) VALUES (:name) ON DUPLICATE KEY UPDATE name = txbox_job.name
+
+-- name: job_acquire
+-- One holder at a time, by the clock of the database; a holder renews with the same token.
+UPDATE txbox_job
+   SET token = :token, updated_at = UTC_TIMESTAMP(6), lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
+ WHERE name = :name AND (lease_until IS NULL OR lease_until <= UTC_TIMESTAMP(6) OR token = :token)
+
+-- name: job_release
+UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = UTC_TIMESTAMP(6)
+ WHERE name = :name AND token = :token
+
+-- name: job_state
+SELECT state FROM txbox_job WHERE name = :name
+
+-- name: job_save
+-- Fenced by the lease: a reader that lost it cannot move the progress back.
+UPDATE txbox_job SET state = :state, updated_at = UTC_TIMESTAMP(6)
+ WHERE name = :name AND token = :token
+
+-- name: schema_version
+SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
+
+-- name: schema_exists
+SELECT count(*), NULL FROM information_schema.tables
+ WHERE table_schema = DATABASE() AND table_name = 'txbox_schema'
+
+-- name: schema_lock
+-- Two `txbox init` at once: the second waits. Locks are named across databases.
+SELECT GET_LOCK(CONCAT('txbox.', SHA1(DATABASE())), 3600)
+
+-- name: schema_unlock
+SELECT RELEASE_LOCK(CONCAT('txbox.', SHA1(DATABASE())))
+
+-- name: guard_check
+-- The savepoint guards transactional tables only.
+SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
+ WHERE table_schema = DATABASE() AND table_name = 'txbox_inbox' AND engine = 'InnoDB'
+
+-- name: status
+SELECT CONVERT(own.consumer USING utf8mb4), own.status, count(*), min(own.received_at)
+  FROM txbox_inbox AS own GROUP BY own.consumer, own.status ORDER BY own.consumer, own.status
+
+-- name: oldest_unfinished
+SELECT CONVERT(own.consumer USING utf8mb4),
+       TIMESTAMPDIFF(MICROSECOND, min(own.received_at), UTC_TIMESTAMP(6)) / 1e6
+  FROM txbox_inbox AS own WHERE own.status IN ('pending', 'processing', 'failed')
+ GROUP BY own.consumer ORDER BY own.consumer
+
+-- name: quarantine_status
+SELECT CONVERT(own.consumer USING utf8mb4), count(*), min(own.received_at)
+  FROM txbox_quarantine AS own GROUP BY own.consumer ORDER BY own.consumer
+
+-- name: list
+-- Keyset pages by arrival, newest first.
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, CONVERT(topic USING utf8mb4),
+       CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), attempts, starts, received_at, updated_at,
+       processed_at, next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival
+  FROM txbox_inbox
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR `key` = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
+   AND (:older_than_s IS NULL OR received_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND)
+   AND (:before IS NULL OR arrival < :before)
+ ORDER BY arrival DESC
+ LIMIT :limit
+
+-- name: list_quarantine
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash, reason,
+       CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), seen,
+       received_at, updated_at
+  FROM txbox_quarantine
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+ ORDER BY received_at DESC
+ LIMIT :limit
+
+-- name: show
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, CONVERT(topic USING utf8mb4),
+       CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), sequence, received_at, updated_at, processed_at,
+       payload_hash, attempts, starts, next_attempt_at, lease_until, error_type, error, fingerprint, content_type,
+       headers, origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
+
+-- name: show_attempts
+SELECT attempt, status, error_type, error, fingerprint, recorded_at
+  FROM txbox_attempt WHERE consumer = :consumer AND message_id = :message_id ORDER BY number
+
+-- name: show_quarantine
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash, reason,
+       CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), content_type,
+       headers, origin, payload, key_id, seen, received_at, updated_at
+  FROM txbox_quarantine WHERE consumer = :consumer AND message_id = :message_id ORDER BY received_at
+
+-- name: select_for_change
+-- The rows that an operator's command may touch now; SKIP LOCKED: what a live delivery holds is left to it.
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, arrival FROM txbox_inbox
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND status IN (:status_a, :status_b)
+   AND (has_payload OR NOT :needs_payload)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR `key` = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
+   AND (:older_than_s IS NULL OR received_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND)
+   AND arrival > :after
+ ORDER BY arrival
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
+-- name: retry
+-- A full new budget: the history stays in txbox_attempt.
+UPDATE (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
+        SELECT consumer, message_id FROM m) AS picked
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+   SET own.status = 'failed', own.attempts = 0, own.starts = 0, own.next_attempt_at = UTC_TIMESTAMP(6),
+       own.updated_at = UTC_TIMESTAMP(6), own.lease_until = NULL, own.token = NULL
+ WHERE own.status IN ('dead', 'failed')
+
+-- name: discard
+UPDATE (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
+        SELECT consumer, message_id FROM m) AS picked
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+   SET own.status = 'discarded', own.processed_at = UTC_TIMESTAMP(6), own.updated_at = UTC_TIMESTAMP(6),
+       own.next_attempt_at = NULL, own.lease_until = NULL, own.token = NULL
+ WHERE own.status IN ('dead', 'failed', 'pending')
+
+-- name: replay_read
+-- In arrival order, for a replay as another consumer or of a processed row.
+SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts, content_type, headers,
+       origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox
+ WHERE consumer = :consumer AND has_payload AND arrival > :after
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR `key` = :key)
+ ORDER BY arrival
+ LIMIT :limit
+
+-- name: audit
+INSERT INTO txbox_audit (actor, action, filter, affected, reason)
+VALUES (:actor, :action, :filter, :affected, :reason)

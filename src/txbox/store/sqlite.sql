@@ -1,0 +1,367 @@
+-- The statements of txbox for SQLite 3.35 and later: the twins of postgresql.sql, name by name.
+-- `:name` is a parameter; a region in braces repeats for each row, `:rows.name` is its column.
+-- A query without a body has nothing to do on this database: one writer at a time needs no
+-- SKIP LOCKED, no lock timeout but the connection's, and its statements name the rows they touch.
+-- Times are UTC text of one width, so that they compare as text.
+
+-- name: claim
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+VALUES {(:consumer, :rows.message_id, 'processed', :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         strftime('%Y-%m-%d %H:%M:%f', 'now'), :rows.payload_hash)}
+ON CONFLICT (consumer, message_id) DO NOTHING
+RETURNING message_id
+
+-- name: claim_kept
+-- As claim, for consumers that keep the payload of processed messages.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash,
+                         content_type, headers, origin, payload, has_payload, key_id)
+VALUES {(:consumer, :rows.message_id, 'processed', :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         strftime('%Y-%m-%d %H:%M:%f', 'now'), :rows.payload_hash,
+         :rows.content_type, :rows.headers, :rows.origin, :rows.payload, true, :key_id)}
+ON CONFLICT (consumer, message_id) DO NOTHING
+RETURNING message_id
+
+-- name: claim_leased
+-- The fence: a worker whose lease was given to another matches no row.
+UPDATE txbox_inbox
+   SET status = 'processed', processed_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       starts = max(starts - 1, 0), lease_until = NULL, token = NULL, next_attempt_at = NULL,
+       error_type = NULL, error = NULL, fingerprint = NULL,
+       content_type = CASE WHEN :keep THEN content_type END,
+       headers = CASE WHEN :keep THEN headers END,
+       origin = CASE WHEN :keep THEN origin END,
+       payload = CASE WHEN :keep THEN payload END,
+       has_payload = :keep AND has_payload
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+   AND token = :lease AND status = 'processing'
+RETURNING message_id
+
+-- name: claim_replay
+-- A generation of its own over a processed row: its failure rolls back to `processed` as it was.
+UPDATE txbox_inbox SET status = 'processed', updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
+RETURNING message_id
+
+-- name: restore_lock_timeout
+-- The wait is the connection's busy_timeout, at BEGIN.
+
+-- name: arm
+-- From here on no COMMIT succeeds: the row refers to one that never exists.
+INSERT INTO txbox_guard (number, token, never) VALUES (1, :token, 1)
+ON CONFLICT (number) DO UPDATE SET token = excluded.token, never = 1
+
+-- name: close
+-- Fails (SQLITE_MISMATCH: text is no row number) unless this is the transaction that armed the
+-- guard; else gives the row a reference that may be committed.
+INSERT INTO txbox_guard (number, token, never)
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_guard WHERE token = :token AND never = 1) THEN 1
+            ELSE 'the handler left the transaction that claimed its message' END, :token, NULL
+ WHERE true
+ON CONFLICT (number) DO UPDATE SET never = NULL
+RETURNING token
+
+-- name: complete
+-- The claim has written the row as processed.
+
+-- name: classify
+SELECT message_id, status, payload_hash, has_payload, attempts, starts,
+       coalesce(next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'), true) AS due, token,
+       lease_until IS NOT NULL AS leased
+  FROM txbox_inbox
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+
+-- name: accept
+-- An open guard (a handler of txbox's is running around this call) stays as it is.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+VALUES {(:consumer, :rows.message_id, 'processed', :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         strftime('%Y-%m-%d %H:%M:%f', 'now'), :rows.payload_hash)}
+ON CONFLICT (consumer, message_id) DO NOTHING
+RETURNING message_id
+
+-- name: bound_lock_timeout
+-- The wait is the connection's busy_timeout.
+
+-- name: savepoint
+-- A statement that fails leaves the transaction as it was.
+
+-- name: release_savepoint
+
+-- name: rollback_to_savepoint
+
+-- name: store
+-- Payload and key in one row; whoever comes second changes nothing.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, next_attempt_at,
+                         content_type, headers, origin, payload, has_payload, key_id)
+VALUES {(:consumer, :rows.message_id, 'pending', :rows.topic, :rows.type, :rows.key, :rows.sequence,
+         :rows.payload_hash, strftime('%Y-%m-%d %H:%M:%f', 'now'),
+         :rows.content_type, :rows.headers, :rows.origin, :rows.payload, true, :key_id)}
+ON CONFLICT (consumer, message_id) DO NOTHING
+RETURNING message_id
+
+-- name: record_update
+-- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
+UPDATE txbox_inbox
+   SET status = CASE WHEN :final OR attempts + 1 >= :max_attempts
+                       OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:max_age_s))
+                     THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1,
+       starts = CASE WHEN status = 'processing' THEN max(starts - 1, 0) ELSE starts END,
+       next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s)),
+       lease_until = NULL, token = NULL, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       error_type = :error_type, error = :error, fingerprint = :fingerprint,
+       content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = :has_payload, key_id = :key_id
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND ((status = 'failed' AND payload_hash IS :payload_hash) OR (status = 'processing' AND token = :token))
+
+-- name: record_insert
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
+                         next_attempt_at, error_type, error, fingerprint,
+                         content_type, headers, origin, payload, has_payload, key_id)
+VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dead' ELSE 'failed' END,
+        :topic, :type, :key, :sequence, :payload_hash, 1,
+        strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s)),
+        :error_type, :error, :fingerprint,
+        :content_type, :headers, :origin, :payload, :has_payload, :key_id)
+ON CONFLICT (consumer, message_id) DO NOTHING
+
+-- name: record_attempt
+INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
+VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
+
+-- name: quarantine
+INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, key,
+                              content_type, headers, origin, payload, key_id)
+VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
+        :content_type, :headers, :origin, :payload, :key_id)
+ON CONFLICT (consumer, message_id, hash) DO UPDATE SET seen = seen + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+
+-- name: lease
+-- A row whose last run never ended is taken alone (`suspect`), so that a message which kills its
+-- process takes no neighbour with it.
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
+                    WHERE due.consumer = :consumer AND due.status IN ('pending', 'failed') AND due.has_payload
+                      AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND (due.starts > 0) = :suspect
+                    ORDER BY due.next_attempt_at, due.arrival
+                    LIMIT :limit)
+RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
+          content_type, headers, origin, payload, has_payload, key_id, arrival
+
+-- name: lease_one
+-- As lease, for one row that its caller has just stored.
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND status IN ('pending', 'failed') AND has_payload AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
+          content_type, headers, origin, payload, has_payload, key_id, arrival
+
+-- name: lease_take
+-- lease has taken the rows.
+
+-- name: heartbeat
+UPDATE txbox_inbox
+   SET lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+   AND token = :token AND status = 'processing'
+
+-- name: release
+-- Fenced: gives the start back, since the run ended by no fault of the message.
+UPDATE txbox_inbox
+   SET status = CASE WHEN attempts > 0 THEN 'failed' ELSE 'pending' END,
+       starts = max(starts - 1, 0), lease_until = NULL, token = NULL, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s))
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+   AND token = :token AND status = 'processing'
+
+-- name: rescue
+-- The start stays counted: its run never ended.
+UPDATE txbox_inbox
+   SET status = CASE WHEN starts >= :max_starts THEN 'dead' ELSE 'failed' END,
+       lease_until = NULL, token = NULL, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       error_type = CASE WHEN starts >= :max_starts THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
+       error = CASE WHEN starts >= :max_starts
+                    THEN 'killed its process: ' || starts || ' runs never ended' ELSE 'lease expired' END,
+       fingerprint = NULL
+ WHERE arrival IN (SELECT expired.arrival FROM txbox_inbox AS expired
+                    WHERE expired.status = 'processing' AND expired.lease_until <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                      AND (:consumer IS NULL OR expired.consumer = :consumer)
+                    ORDER BY expired.lease_until
+                    LIMIT :limit)
+RETURNING consumer, message_id, topic, starts, status, attempts, error_type, error
+
+-- name: rescue_take
+-- rescue has taken the rows.
+
+-- name: rescue_broken
+-- A processing row without a lease cannot be committed here: the claim writes `processed`.
+
+-- name: prune
+-- In arrival order, which is about the order of completion.
+DELETE FROM txbox_inbox
+ WHERE arrival IN (SELECT old.arrival FROM txbox_inbox AS old
+                    WHERE old.status IN ('processed', 'discarded')
+                      AND old.processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+                      AND (:consumer IS NULL OR old.consumer = :consumer)
+                    ORDER BY old.arrival
+                    LIMIT :limit)
+RETURNING consumer, message_id
+
+-- name: prune_take
+-- prune has deleted the rows.
+
+-- name: prune_attempts
+DELETE FROM txbox_attempt
+ WHERE number IN (SELECT own.number FROM (VALUES {(:rows.consumer, :rows.message_id)}) AS m
+                   JOIN txbox_attempt AS own ON own.consumer = m.column1 AND own.message_id = m.column2)
+
+-- name: prunable
+SELECT count(*) FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+   AND (:consumer IS NULL OR consumer = :consumer)
+
+-- name: job_create
+INSERT INTO txbox_job (name) VALUES (:name) ON CONFLICT (name) DO NOTHING
+
+-- name: job_acquire
+-- One holder at a time, by the clock of the database; a holder renews with the same token.
+UPDATE txbox_job
+   SET token = :token, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE name = :name AND (lease_until IS NULL OR lease_until <= strftime('%Y-%m-%d %H:%M:%f', 'now') OR token = :token)
+
+-- name: job_release
+UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE name = :name AND token = :token
+
+-- name: job_state
+SELECT state FROM txbox_job WHERE name = :name
+
+-- name: job_save
+-- Fenced by the lease: a reader that lost it cannot move the progress back.
+UPDATE txbox_job SET state = :state, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE name = :name AND token = :token
+
+-- name: schema_version
+SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
+
+-- name: schema_exists
+SELECT count(*), NULL AS schema FROM sqlite_master WHERE type = 'table' AND name = 'txbox_schema'
+
+-- name: schema_lock
+-- BEGIN IMMEDIATE has the one write lock.
+
+-- name: schema_unlock
+-- The lock ends with its transaction.
+
+-- name: guard_check
+-- The guard works only while foreign keys are enforced on this connection.
+SELECT (SELECT foreign_keys FROM pragma_foreign_keys)
+       AND (SELECT count(*) FROM pragma_foreign_key_list('txbox_guard')) AS triggers,
+       'origin' AS role
+
+-- name: status
+SELECT consumer, status, count(*), min(received_at) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
+
+-- name: oldest_unfinished
+SELECT consumer, (julianday('now') - julianday(min(received_at))) * 86400.0
+  FROM txbox_inbox WHERE status IN ('pending', 'processing', 'failed') GROUP BY consumer ORDER BY consumer
+
+-- name: quarantine_status
+SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
+
+-- name: list
+-- Keyset pages by arrival, newest first.
+SELECT consumer, message_id, status, topic, type, key, attempts, starts, received_at, updated_at, processed_at,
+       next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival
+  FROM txbox_inbox
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR key = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
+   AND (:older_than_s IS NULL OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+   AND (:before IS NULL OR arrival < :before)
+ ORDER BY arrival DESC
+ LIMIT :limit
+
+-- name: list_quarantine
+SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, updated_at
+  FROM txbox_quarantine
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+ ORDER BY received_at DESC
+ LIMIT :limit
+
+-- name: show
+SELECT consumer, message_id, status, topic, type, key, sequence, received_at, updated_at, processed_at, payload_hash,
+       attempts, starts, next_attempt_at, lease_until, error_type, error, fingerprint, content_type, headers, origin,
+       payload, has_payload, key_id, arrival
+  FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
+
+-- name: show_attempts
+SELECT attempt, status, error_type, error, fingerprint, recorded_at
+  FROM txbox_attempt WHERE consumer = :consumer AND message_id = :message_id ORDER BY number
+
+-- name: show_quarantine
+SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
+       received_at, updated_at
+  FROM txbox_quarantine WHERE consumer = :consumer AND message_id = :message_id ORDER BY received_at
+
+-- name: select_for_change
+-- The rows that an operator's command may touch now: BEGIN IMMEDIATE keeps every other writer out.
+SELECT consumer, message_id, status, arrival FROM txbox_inbox
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND status IN (:status_a, :status_b)
+   AND (has_payload OR NOT :needs_payload)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR key = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
+   AND (:older_than_s IS NULL OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+   AND arrival > :after
+ ORDER BY arrival
+ LIMIT :limit
+
+-- name: retry
+-- A full new budget: the history stays in txbox_attempt.
+UPDATE txbox_inbox
+   SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), lease_until = NULL, token = NULL
+ WHERE arrival IN (SELECT own.arrival FROM (VALUES {(:rows.consumer, :rows.message_id)}) AS m
+                    JOIN txbox_inbox AS own ON own.consumer = m.column1 AND own.message_id = m.column2)
+   AND status IN ('dead', 'failed')
+
+-- name: discard
+UPDATE txbox_inbox
+   SET status = 'discarded', processed_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       next_attempt_at = NULL, lease_until = NULL, token = NULL
+ WHERE arrival IN (SELECT own.arrival FROM (VALUES {(:rows.consumer, :rows.message_id)}) AS m
+                    JOIN txbox_inbox AS own ON own.consumer = m.column1 AND own.message_id = m.column2)
+   AND status IN ('dead', 'failed', 'pending')
+
+-- name: replay_read
+-- In arrival order, for a replay as another consumer or of a processed row.
+SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
+       origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox
+ WHERE consumer = :consumer AND has_payload AND arrival > :after
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR key = :key)
+ ORDER BY arrival
+ LIMIT :limit
+
+-- name: audit
+INSERT INTO txbox_audit (actor, action, filter, affected, reason)
+VALUES (:actor, :action, :filter, :affected, :reason)
