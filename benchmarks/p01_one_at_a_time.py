@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import Counter
 from typing import Any
@@ -108,17 +109,11 @@ def _once(
     done = []
     for contender in contenders:
         contender.prepare()
-        done.append(
-            measure.one_by_one(
-                contender.name,
-                contender.consume,
-                work,
-                lambda: _verified(contender.name, where, work),
-            )
-        )
+        verified = functools.partial(_verified, contender.name, where[contender.name], work)
+        done.append(measure.one_by_one(contender.name, contender.consume, work, verified))
     return done
 
 
-def _verified(name: str, where: dict[str, str], work: Work) -> Verified:
-    with psycopg.connect(where[name], autocommit=True) as connection:
+def _verified(name: str, url: str, work: Work) -> Verified:
+    with psycopg.connect(url, autocommit=True) as connection:
         return verify(connection, work, _INBOX_ROWS[name])

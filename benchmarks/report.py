@@ -20,10 +20,10 @@ This page is written by `make bench` from the results in
 is the **ratio**, measured in one run with the contenders taking turns, on PostgreSQL with default durability
 (`fsync=on`, `synchronous_commit=on`), client and server on one machine.
 
-The workload is "order paid": distinct messages plus 10 % duplicates interleaved, 200 bytes of JSON each; the handler does
-one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one connection:
-BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT, COMMIT, without guard, payload hash, retries or
-events. Every round is verified: orders, balances and inbox rows are compared with the workload, and **lost** and
+The workload is "order paid": distinct messages plus 10 % duplicates interleaved, 200 bytes of JSON each; the handler
+does one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one
+connection: BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT, COMMIT, without guard, payload hash,
+retries or events. Every round is verified: orders, balances and inbox rows are compared with the workload, and **lost** and
 **doubled** stand beside every rate.
 """
 
@@ -31,21 +31,21 @@ events. Every round is verified: orders, balances and inbox rows are compared wi
 def lines(result: dict[str, Any]) -> list[str]:
     """One phase as a Markdown table, which reads well on a terminal too."""
     out = [
-        "| | msg/s (median) | min to max | p50 ms | p99 ms | client CPU µs/msg | lost | doubled |",
+        "| | msg/s (median) | min to max | p50 ms | p99 ms | client CPU per msg | lost | doubled |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, own in result["contenders"].items():
         out.append(
             f"| {name} | {own['rate']:,.0f} | {own['rate_min']:,.0f} to {own['rate_max']:,.0f} | {own['p50_ms']:.2f} "
-            f"| {own['p99_ms']:.2f} | {own['client_cpu_us']:.0f} | {own['lost']:.0f} | {own['doubled']:.0f} |"
+            f"| {own['p99_ms']:.2f} | {own['client_cpu_us'] / 1e3:.3f} ms | {own['lost']:.0f} | {own['doubled']:.0f} |"
         )
     pairs = ", ".join(f"{ratio:.2f}" for ratio in result["ratios"])
     verdict = "met" if passed(result) else "MISSED"
-    out += [
-        "",
+    out.append("")
+    out.append(
         f"Ratio to {result['yardstick']}: **{result['ratio']:.2f}** (round by round: {pairs}); "
-        f"bar: at least {result['bar']:g}, {verdict}.",
-    ]
+        f"bar: at least {result['bar']:g}, {verdict}."
+    )
     return out
 
 
@@ -78,15 +78,11 @@ def write_page(phases: Sequence[str]) -> Path:
 def _section(result: dict[str, Any], path: Path) -> list[str]:
     machine, versions, server = result["machine"], result["versions"], result["server"]
     changes = " with uncommitted changes" if result["uncommitted_changes"] else ""
-    return [
-        f"## {result['phase']}: {result['title']}",
-        "",
-        *lines(result),
-        "",
-        f"Method: {result['method']}. Machine: {machine['cores']} × {machine['cpu']}, {machine['memory_gb']} GB, "
+    method = (
+        f"Method: {result['method']}. Machine: {machine['cores']} cores of {machine['cpu']}, {machine['memory_gb']} GB, "
         f"Linux {machine['kernel']}; PostgreSQL {server['server_version']}, Python {versions['python']}, "
         f"psycopg {versions['psycopg']} ({versions['psycopg_implementation']}). "
         f"{result['date'][:10]}, commit `{result['commit'][:12]}`{changes}. "
-        f"All rounds: [{path.name}](../benchmarks/results/{path.name}).",
-        "",
-    ]
+        f"All rounds: [{path.name}](../benchmarks/results/{path.name})."
+    )
+    return [f"## {result['phase']}: {result['title']}", "", *lines(result), "", method, ""]

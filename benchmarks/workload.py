@@ -74,8 +74,8 @@ def order_paid(messages: int, *, seed: int) -> Work:
     placed: list[tuple[float, Delivery]] = [
         (float(place), delivery) for place, delivery in enumerate(distinct)
     ]
-    for place in draw.sample(range(messages), int(messages * DUPLICATES)):
-        placed.append((place + draw.uniform(1.0, 50.0), distinct[place]))
+    again = draw.sample(range(messages), int(messages * DUPLICATES))
+    placed.extend((place + draw.uniform(1.0, 50.0), distinct[place]) for place in again)
     placed.sort(key=lambda entry: entry[0])
     return Work([delivery for _, delivery in placed], messages, total)
 
