@@ -129,6 +129,15 @@ VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dea
         :error_type, :error, :fingerprint,
         :content_type, :headers, :origin, :payload, :has_payload, :key_id)
 
+-- name: return_payload
+-- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
+UPDATE txbox_inbox
+   SET content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = TRUE, key_id = :key_id, payload_hash = :payload_hash,
+       next_attempt_at = COALESCE(next_attempt_at, UTC_TIMESTAMP(6)), updated_at = UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND status IN ('pending', 'failed') AND NOT has_payload
+
 -- name: record_attempt
 INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
 VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
@@ -260,6 +269,23 @@ SELECT count(*) FROM txbox_inbox
    AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
    AND (:consumer IS NULL OR consumer = :consumer)
 
+-- name: drop_payloads
+-- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
+UPDATE txbox_inbox
+   SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = false
+ WHERE consumer = :consumer AND status = 'processed' AND has_payload
+   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+ LIMIT :limit
+
+-- name: work_left
+-- What keeps `run --once` alive: due rows, and rows that somebody has leased.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                            AND next_attempt_at <= UTC_TIMESTAMP(6))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
 -- name: job_create
 INSERT INTO txbox_job (name) VALUES (:name) ON DUPLICATE KEY UPDATE name = txbox_job.name
 
@@ -360,7 +386,7 @@ SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash,
 
 -- name: select_for_change
 -- The rows that an operator's command may touch now; SKIP LOCKED: what a live delivery holds is left to it.
-SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, arrival FROM txbox_inbox
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, arrival, error_type FROM txbox_inbox
  WHERE (:consumer IS NULL OR consumer = :consumer)
    AND (:message_id IS NULL OR message_id = :message_id)
    AND status IN (:status_a, :status_b)

@@ -293,6 +293,26 @@ SELECT count(*) FROM txbox_inbox
    AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
    AND (:consumer::text IS NULL OR consumer = :consumer::text)
 
+-- name: drop_payloads
+-- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
+UPDATE txbox_inbox AS own
+   SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = false
+  FROM (SELECT consumer, message_id FROM txbox_inbox
+         WHERE consumer = :consumer::text AND status = 'processed' AND has_payload
+           AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+         LIMIT :limit::integer
+           FOR UPDATE SKIP LOCKED) AS old
+ WHERE own.consumer = old.consumer AND own.message_id = old.message_id
+
+-- name: work_left
+-- What keeps `run --once` alive: due rows, and rows that somebody has leased.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
+                            AND next_attempt_at <= clock_timestamp())
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer::text AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
 -- name: job_create
 INSERT INTO txbox_job (name) VALUES (:name::text) ON CONFLICT (name) DO NOTHING
 
@@ -389,7 +409,7 @@ SELECT consumer, message_id, hash, reason, topic, type, key, content_type, heade
 
 -- name: select_for_change
 -- The rows that an operator's command may touch now; SKIP LOCKED: what a live delivery holds is left to it.
-SELECT consumer, message_id, status, arrival FROM txbox_inbox
+SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
  WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
    AND (:message_id::text IS NULL OR message_id = :message_id::text)
    AND status IN (:status_a::text, :status_b::text)

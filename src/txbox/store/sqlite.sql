@@ -125,6 +125,15 @@ VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dea
         :content_type, :headers, :origin, :payload, :has_payload, :key_id)
 ON CONFLICT (consumer, message_id) DO NOTHING
 
+-- name: return_payload
+-- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
+UPDATE txbox_inbox
+   SET content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = true, key_id = :key_id, payload_hash = :payload_hash,
+       next_attempt_at = coalesce(next_attempt_at, strftime('%Y-%m-%d %H:%M:%f', 'now')), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND status IN ('pending', 'failed') AND NOT has_payload
+
 -- name: record_attempt
 INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
 VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
@@ -225,6 +234,24 @@ SELECT count(*) FROM txbox_inbox
    AND processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
    AND (:consumer IS NULL OR consumer = :consumer)
 
+-- name: drop_payloads
+-- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
+UPDATE txbox_inbox
+   SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = 0
+ WHERE arrival IN (SELECT old.arrival FROM txbox_inbox AS old
+                    WHERE old.consumer = :consumer AND old.status = 'processed' AND old.has_payload
+                      AND old.processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+                    LIMIT :limit)
+
+-- name: work_left
+-- What keeps `run --once` alive: due rows, and rows that somebody has leased.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                            AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
 -- name: job_create
 INSERT INTO txbox_job (name) VALUES (:name) ON CONFLICT (name) DO NOTHING
 
@@ -316,7 +343,7 @@ SELECT consumer, message_id, hash, reason, topic, type, key, content_type, heade
 
 -- name: select_for_change
 -- The rows that an operator's command may touch now: BEGIN IMMEDIATE keeps every other writer out.
-SELECT consumer, message_id, status, arrival FROM txbox_inbox
+SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
  WHERE (:consumer IS NULL OR consumer = :consumer)
    AND (:message_id IS NULL OR message_id = :message_id)
    AND status IN (:status_a, :status_b)

@@ -1,0 +1,108 @@
+"""Maintenance and progress as steps: the leases in txbox_job, batches of pruning, what is left to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from txbox.identity import canonical_id
+from txbox.steps import Begin, Commit, Rollback, Steps
+from txbox.store.dialect import Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class JobLease:
+    """One row of txbox_job, held by one token at a time; the clock of the database decides.
+
+    Args:
+        job: the name of the row; a name over 255 bytes is kept as its digest.
+        token: the holder's own random text.
+        lease_s: seconds after which another may take over.
+    """
+
+    dialect: Dialect
+    job: str
+    token: str
+    lease_s: float
+
+    @property
+    def _name(self) -> str:
+        return canonical_id(self.job)
+
+    def acquire(self) -> Steps[bool]:
+        """Take or renew the lease; False while another holds it."""
+        params = {"name": self._name, "token": self.token, "lease_s": self.lease_s}
+        yield Begin()
+        taken = yield self.dialect.statement("job_acquire", params)
+        if taken.count == 0:
+            yield self.dialect.statement("job_create", {"name": self._name})
+            taken = yield self.dialect.statement("job_acquire", params)
+        yield Commit()
+        return bool(taken.count)
+
+    def load(self) -> Steps[str | None]:
+        """Read the state that was saved last."""
+        yield Begin()
+        found = yield self.dialect.statement("job_state", {"name": self._name})
+        yield Commit()
+        return found.rows[0][0] if found.rows else None
+
+    def save(self, state: str) -> Steps[bool]:
+        """Write the state; False when the lease is another's by now, and nothing was written."""
+        yield Begin()
+        saved = yield self.dialect.statement(
+            "job_save", {"name": self._name, "token": self.token, "state": state}
+        )
+        yield Commit()
+        return bool(saved.count)
+
+    def release(self) -> Steps[None]:
+        """Give the lease back; does nothing when it is another's."""
+        yield Begin()
+        yield self.dialect.statement("job_release", {"name": self._name, "token": self.token})
+        yield Commit()
+
+
+def prune(own: Dialect, *, consumer: str | None, older_than_s: float, limit: int) -> Steps[int]:
+    """Delete one batch of finished rows and their attempts in one transaction; returns how many rows."""
+    yield Begin()
+    gone = yield own.statement(
+        "prune", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
+    )
+    if not gone.rows:
+        yield Rollback()
+        return 0
+    keys = {
+        "consumer": [row[0] for row in gone.rows],
+        "message_id": [row[1] for row in gone.rows],
+    }
+    if own.has("prune_take"):
+        yield own.statement("prune_take", {}, keys)
+    yield own.statement("prune_attempts", {}, keys)
+    yield Commit()
+    return len(gone.rows)
+
+
+def prunable(own: Dialect, *, consumer: str | None, older_than_s: float) -> Steps[int]:
+    """Count the rows that `prune` would delete now."""
+    yield Begin()
+    found = yield own.statement("prunable", {"consumer": consumer, "older_than_s": older_than_s})
+    yield Commit()
+    return int(found.rows[0][0])
+
+
+def drop_payloads(own: Dialect, *, consumer: str, older_than_s: float, limit: int) -> Steps[int]:
+    """Drop payload and headers of one batch of processed rows; returns how many rows."""
+    yield Begin()
+    dropped = yield own.statement(
+        "drop_payloads", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
+    )
+    yield Commit()
+    return int(dropped.count)
+
+
+def work_left(own: Dialect, *, consumer: str) -> Steps[bool]:
+    """Say whether a consumer has rows that are due now or leased by anybody."""
+    yield Begin()
+    found = yield own.statement("work_left", {"consumer": consumer})
+    yield Commit()
+    return bool(found.rows[0][0])
