@@ -133,7 +133,7 @@ class AsyncpgConnection:
 
     @property
     def lost(self) -> bool:
-        return self._fatal or bool(self.native.is_closed())
+        return self._fatal or _closed(self.native)
 
     def translate(self, error: BaseException) -> StoreError | None:
         if getattr(error, "sqlstate", None) in _FATAL:
@@ -187,10 +187,14 @@ class AsyncpgConnection:
             # nothing of a closed loop works any more; the kernel closes the socket with its object
             return
         if _running_loop() is self.loop:
-            # also gives the place in a pool free
-            self.native.terminate()
+            self._terminate()
         else:
-            self.loop.call_soon_threadsafe(self.native.terminate)
+            self.loop.call_soon_threadsafe(self._terminate)
+
+    def _terminate(self) -> None:
+        # also gives the place in a pool free, which a connection that died has done by itself
+        if not _closed(self.native):
+            self.native.terminate()
 
     def _failure(self, error: BaseException) -> StoreError:
         found = self.translate(error)
@@ -212,7 +216,7 @@ class AsyncBorrowed:
             return await _executed(self._tx, statement)
         except _ERRORS as error:
             found = translated(error, self.dialect)
-            lost = self._tx.is_closed()
+            lost = _closed(self._tx)
             raise found or store_error(error, self.dialect, code=None, lost=lost) from error
 
 
@@ -244,6 +248,9 @@ def translated(error: BaseException, own: Dialect) -> StoreError | None:
 
 
 async def _executed(raw: Any, statement: Statement) -> Result:
+    if not statement.sql:
+        # this database has nothing to do at this point
+        return Result((), 0)
     sql, names = native(statement.sql, "numeric")
     values = [statement.params[name] for name in names]
     if _returns_rows(sql):
@@ -264,6 +271,14 @@ def _returns_rows(sql: str) -> bool:
     if verb is None:
         return False
     return verb[1].upper() in ("SELECT", "VALUES", "TABLE", "SHOW") or "RETURNING" in text.upper()
+
+
+def _closed(raw: Any) -> bool:
+    try:
+        return bool(raw.is_closed())
+    except asyncpg.InterfaceError:
+        # the pool has taken it back: it does so when a connection dies
+        return True
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

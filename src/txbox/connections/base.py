@@ -160,10 +160,12 @@ def store_error(
 
 def dbapi_error(error: BaseException, own: Dialect) -> StoreError:
     """`store_error` for any DB-API driver, for the adapters that stand on drivers of the user's choice."""
-    code = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    code = code or getattr(error, "sqlite_errorname", None)
-    if code is None and error.args and isinstance(error.args[0], int) and error.args[0]:
-        code = str(error.args[0])
+    if error.args and isinstance(error.args[0], int):
+        # MySQL's number says more than its SQLSTATE; 0 is the driver's, for a connection it lost
+        code = str(error.args[0]) if error.args[0] else None
+    else:
+        code = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+        code = code or getattr(error, "sqlite_errorname", None)
     reports = (getattr(error, "diag", None), error, error.__cause__)
     constraint = next(
         (found for own in reports if (found := getattr(own, "constraint_name", None))), None

@@ -104,7 +104,11 @@ class DjangoConnection:
 
     @property
     def lost(self) -> bool:
-        return self._fatal or self.native.connection is None or self.native.closed_in_transaction
+        if self._fatal or self.native.connection is None or self.native.closed_in_transaction:
+            return True
+        driver = self.native.connection
+        # psycopg says `closed`, the MySQL drivers say `open`
+        return bool(getattr(driver, "closed", False)) or not getattr(driver, "open", True)
 
     def translate(self, error: BaseException) -> StoreError | None:
         return _translated(error, self._dialect, self.native)
@@ -260,6 +264,9 @@ def _begins_deferred(wrapper: Any) -> bool:
 
 
 def _executed(wrapper: Any, statement: Statement) -> Result:
+    if not statement.sql:
+        # this database has nothing to do at this point
+        return Result((), 0)
     sql, names = native(statement.sql, "format")
     with wrapper.cursor() as cursor:
         cursor.execute(sql, [statement.params[name] for name in names])

@@ -442,6 +442,9 @@ def _in_sqlite_transaction(raw: sa.Connection) -> bool:
 
 
 def _executed(raw: sa.Connection, statement: Statement, style: Style) -> Result:
+    if not statement.sql:
+        # this database has nothing to do at this point
+        return Result((), 0)
     sql, names = native(statement.sql, style)
     result = raw.exec_driver_sql(sql, tuple(statement.params[name] for name in names))
     rows = plain_rows(result.fetchall()) if result.returns_rows else []

@@ -1,0 +1,560 @@
+"""What every kind of connection must do alike (SEMANTICS 2.1 to 2.3, 2.6)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from tests.connections.conformance import KINDS, Given, Held, Kind, statement
+from tests.databases import Raw
+from txbox.errors import Fault, StoreError
+from txbox.steps import Raised
+from txbox.store.dialect import as_time
+
+DEADLINE_S = 15.0
+
+
+def every(*, products: tuple[str, ...] = ("postgresql", "mariadb", "sqlite"), pooler: bool = True) -> Any:
+    kinds = [kind for kind in KINDS if kind.product in products and (pooler or not kind.pooler)]
+    return pytest.mark.parametrize("given", kinds, ids=str, indirect=True)
+
+
+SERVERS = ("postgresql", "mariadb")
+
+
+def until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not met():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def balance(db: Raw, number: int) -> int | None:
+    rows = db.rows("SELECT balance FROM account WHERE id = ?", (number,))
+    return rows[0][0] if rows else None
+
+
+def status(db: Raw, number: int) -> str | None:
+    rows = db.rows("SELECT status FROM txbox_inbox WHERE message_id = ?", (message_id(number),))
+    return _text(rows[0][0]) if rows else None
+
+
+def message_id(number: int) -> str:
+    return f"m{number}"
+
+
+def consumer(number: int) -> str:
+    return f"c{number}"
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def backend(held: Held) -> int:
+    sql = "SELECT pg_backend_pid()" if held.given.kind.product == "postgresql" else "SELECT CONNECTION_ID()"
+    return int(held.execute(statement(sql)).rows[0][0])
+
+
+def kill(db: Raw, given: Given, process: int) -> None:
+    if given.kind.product == "postgresql":
+        db.rows("SELECT pg_terminate_backend(?)", (process,))
+        until(lambda: not db.rows("SELECT 1 FROM pg_stat_activity WHERE pid = ?", (process,)))
+    else:
+        db.execute(f"KILL {process}")
+        until(lambda: not db.rows("SELECT 1 FROM information_schema.processlist WHERE id = ?", (process,)))
+
+
+# -- values and counts ---------------------------------------------------------------------------
+
+VALUES = {
+    "postgresql": "SELECT :text::text, :number::bigint, :flag::boolean, :data::bytea, :nothing::text, now(), "
+    "'50% :x' || 'y'",
+    "mariadb": "SELECT CAST(:text AS CHAR), CAST(:number AS SIGNED), :flag, CAST(:data AS BINARY), :nothing, "
+    "UTC_TIMESTAMP(6), '50% :xy'",
+    "sqlite": "SELECT :text, :number, :flag, :data, :nothing, strftime('%Y-%m-%d %H:%M:%f', 'now'), '50% :xy'",
+}
+
+
+@every()
+def test_values_come_back_as_the_store_reads_them(given: Given) -> None:
+    held = given.acquire()
+    text = "é'\\\"%s"
+    query = statement(
+        VALUES[given.kind.product], text=text, number=2**40, flag=True, data=b"\x00\xff", nothing=None
+    )
+    (first,) = held.begin(query)
+    again = held.execute(query)
+    for result in (first, again):
+        ((got, number, flag, data, nothing, moment, mark),) = result.rows
+        assert got == text
+        assert number == 2**40
+        assert flag in (True, 1)
+        assert type(data) is bytes
+        assert data == b"\x00\xff"
+        assert nothing is None
+        read = as_time(moment)
+        assert isinstance(read, datetime)
+        assert read.tzinfo is not None
+        assert mark == "50% :xy"
+    held.rollback()
+    held.release()
+
+
+@every(products=("postgresql",))
+def test_columns_of_many_rows_travel_as_arrays(given: Given) -> None:
+    held = given.acquire()
+    ids, data, numbers = ["a", 'b"\\', "{c,d}", "NULL"], [b"\x00", None, b'"\\', b""], [1, None, 2**40, -1]
+    query = statement(
+        "SELECT * FROM unnest(:rows.i::text[], :rows.d::bytea[], :rows.n::bigint[])",
+        **{"rows.i": ids, "rows.d": data, "rows.n": numbers},
+    )
+    (result,) = held.begin(query)
+    assert [tuple(row) for row in result.rows] == list(zip(ids, data, numbers, strict=True))
+    held.rollback()
+    held.release()
+
+
+@every()
+def test_count_says_how_many_rows_were_touched(given: Given, number: int) -> None:
+    held = given.acquire()
+    values = "(:a, 1), (:b, 2)"
+    insert = statement(f"INSERT INTO account (id, balance) VALUES {values}", a=number, b=number + 1)
+    inserted = held.begin(insert)[0]
+    changed = held.execute(statement("UPDATE account SET balance = 9 WHERE id = :a", a=number))
+    missed = held.execute(statement("UPDATE account SET balance = 9 WHERE id = :a", a=number + 50))
+    assert (inserted.count, changed.count, missed.count) == (2, 1, 0)
+    assert list(inserted.rows) == []
+    if given.database.dialect.returning:
+        named = held.execute(
+            statement("UPDATE account SET balance = 7 WHERE id >= :a AND id <= :b RETURNING id", a=number, b=number + 1)
+        )
+        assert sorted(tuple(row) for row in named.rows) == [(number,), (number + 1,)]
+    held.rollback()
+    held.release()
+
+
+# -- begin, commit, rollback ---------------------------------------------------------------------
+
+
+@every()
+def test_commit_persists_what_txbox_and_the_handler_wrote(given: Given, db: Raw, number: int) -> None:
+    held = given.acquire()
+    held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number + 1}, 2)")
+    assert balance(db, number) is None
+    held.commit(statement("INSERT INTO account (id, balance) VALUES (:id, 3)", id=number + 2))
+    held.release()
+    assert [balance(db, number + own) for own in range(3)] == [1, 2, 3]
+
+
+@every()
+def test_rollback_persists_nothing_and_the_connection_is_used_again(given: Given, db: Raw, number: int) -> None:
+    for _ in range(2):
+        held = given.acquire()
+        held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
+        held.do(f"INSERT INTO account (id, balance) VALUES ({number + 1}, 2)")
+        held.rollback()
+        assert not held.lost
+        held.release()
+        assert balance(db, number) is None
+        assert balance(db, number + 1) is None
+    held = given.acquire()
+    held.begin()
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 5)")
+    held.commit()
+    held.release()
+    assert balance(db, number) == 5
+
+
+@every()
+def test_a_failing_statement_skips_the_commit(given: Given, db: Raw, number: int) -> None:
+    held = given.acquire()
+    held.begin()
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    with pytest.raises(StoreError) as caught:
+        held.commit(statement("INSERT INTO account (id, balance) VALUES (:id, NULL)", id=number + 1))
+    assert caught.value.definite
+    held.rollback()
+    held.release()
+    assert balance(db, number) is None
+
+
+@every(products=SERVERS)
+def test_the_transaction_is_read_committed(given: Given, db: Raw, number: int) -> None:
+    db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
+    read = statement("SELECT balance FROM account WHERE id = :id", id=number)
+    held = given.acquire()
+    (before,) = held.begin(read)
+    db.execute("UPDATE account SET balance = 2 WHERE id = ?", (number,))
+    after = held.execute(read)
+    held.rollback()
+    held.release()
+    assert (before.rows[0][0], after.rows[0][0]) == (1, 2)
+
+
+@every(products=("sqlite",))
+def test_sqlite_transactions_are_writers_from_the_start(given: Given, db: Raw) -> None:
+    held = given.acquire()
+    held.begin()
+    db.rows("PRAGMA busy_timeout = 0")
+    with pytest.raises(Exception, match="locked"):
+        db.execute("BEGIN IMMEDIATE")
+    (foreign_keys,) = held.execute(statement("PRAGMA foreign_keys")).rows[0]
+    held.rollback()
+    held.release()
+    assert foreign_keys == 1
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@every()
+def test_a_duplicate_key_is_told(given: Given, db: Raw, number: int) -> None:
+    db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
+    held = given.acquire()
+    with pytest.raises(StoreError) as caught:
+        held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
+    assert caught.value.fault is Fault.DUPLICATE
+    assert caught.value.definite
+    if given.kind.product == "postgresql":
+        assert caught.value.constraint == "account_pkey"
+    assert str(number) not in str(caught.value)
+    held.rollback()
+    held.release()
+
+
+@every()
+def test_an_error_of_the_handler_is_translated(given: Given, db: Raw, number: int) -> None:
+    db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
+    held = given.acquire()
+    held.begin()
+    with pytest.raises(Exception, match=r".") as caught:
+        held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    found = held.connection.translate(caught.value)
+    assert found is not None
+    assert found.fault is Fault.DUPLICATE
+    assert held.connection.translate(ValueError("no database")) is None
+    assert held.connection.translate(FileNotFoundError(2, "no database")) is None
+    assert not held.lost
+    held.rollback()
+    held.release()
+
+
+@every(products=SERVERS)
+def test_an_undefined_table_is_told(given: Given) -> None:
+    held = given.acquire()
+    with pytest.raises(StoreError) as caught:
+        held.begin(statement("SELECT 1 FROM no_such_table"))
+    assert caught.value.fault is Fault.SCHEMA
+    held.rollback()
+    held.release()
+
+
+def lock_briefly(held: Held) -> None:
+    if held.given.kind.product == "postgresql":
+        held.do("SET LOCAL lock_timeout = '50ms'")
+    else:
+        held.do("SET SESSION innodb_lock_wait_timeout = 1")
+
+
+@every(products=SERVERS)
+def test_a_lock_timeout_is_told(given: Given, db: Raw, number: int) -> None:
+    db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
+    with Raw(given.url) as rival:
+        rival.execute("BEGIN")
+        rival.execute("UPDATE account SET balance = 2 WHERE id = ?", (number,))
+        held = given.acquire()
+        held.begin()
+        lock_briefly(held)
+        with pytest.raises(StoreError) as caught:
+            held.execute(statement("UPDATE account SET balance = 3 WHERE id = :id", id=number))
+        assert caught.value.fault is Fault.LOCK_TIMEOUT
+        held.rollback()
+        held.discard()
+        rival.execute("ROLLBACK")
+
+
+@every(products=SERVERS)
+def test_a_deadlock_is_a_conflict(given: Given, db: Raw, number: int) -> None:
+    for own in range(20):
+        db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number + own,))
+    held = given.acquire()
+    with Raw(given.url) as rival:
+        # the rival weighs more (InnoDB) and looks later (PostgreSQL): txbox's transaction is the victim
+        rival.execute("BEGIN")
+        rival.execute("UPDATE account SET balance = 2 WHERE id BETWEEN ? AND ?", (number + 1, number + 19))
+        held.begin(statement("UPDATE account SET balance = 3 WHERE id = :id", id=number))
+        if given.kind.product == "postgresql":
+            held.do("SET LOCAL deadlock_timeout = '10ms'")
+        waiting = threading.Thread(
+            target=rival.execute, args=("UPDATE account SET balance = 2 WHERE id = ?", (number,)), daemon=True
+        )
+        waiting.start()
+        until(lambda: bool(db.rows(BLOCKED[given.kind.product])))
+        with pytest.raises(StoreError) as caught:
+            held.execute(statement("UPDATE account SET balance = 3 WHERE id = :id", id=number + 1))
+        assert caught.value.fault is Fault.CONFLICT
+        assert caught.value.definite
+        held.rollback()
+        held.release()
+        waiting.join(DEADLINE_S)
+        assert not waiting.is_alive()
+        rival.execute("ROLLBACK")
+
+
+BLOCKED = {
+    "postgresql": "SELECT 1 FROM pg_locks l JOIN pg_stat_activity a USING (pid) "
+    "WHERE NOT l.granted AND a.datname = current_database()",
+    "mariadb": "SELECT 1 FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'",
+}
+
+
+# -- lost connections ----------------------------------------------------------------------------
+
+
+@every(products=SERVERS)
+def test_a_killed_connection_is_lost_and_unavailable(given: Given, db: Raw) -> None:
+    held = given.acquire()
+    held.begin()
+    kill(db, given, backend(held))
+    with pytest.raises(StoreError) as caught:
+        held.execute(statement("SELECT 1"))
+    assert caught.value.fault is Fault.UNAVAILABLE
+    assert held.lost
+    held.discard()
+    held = given.acquire()
+    held.begin(statement("SELECT 1"))
+    held.rollback()
+    held.release()
+
+
+@every(products=SERVERS)
+def test_a_handler_that_meets_a_killed_connection_is_not_blamed(given: Given, db: Raw) -> None:
+    held = given.acquire()
+    held.begin()
+    kill(db, given, backend(held))
+    with pytest.raises(Exception, match=r".") as caught:
+        held.do("SELECT 1")
+    found = held.connection.translate(caught.value)
+    assert found is not None
+    assert found.fault is Fault.UNAVAILABLE
+    assert held.lost
+    held.discard()
+
+
+@every(products=SERVERS)
+def test_commit_on_a_killed_connection_leaves_it_open_whether_it_took_effect(given: Given, db: Raw) -> None:
+    held = given.acquire()
+    # killed after the last statement: the error is that of COMMIT itself, or of what shares its round trip
+    held.begin()
+    process = backend(held)
+    original = held.connection.execute
+    answers: list[Any] = []
+
+    if given.kind.is_async:
+
+        async def execute(own: Any) -> Any:
+            answers.append(await original(own))
+            kill(db, given, process)
+            return answers[-1]
+
+        patched: Any = execute
+    else:
+
+        def execute_sync(own: Any) -> Any:
+            answers.append(original(own))
+            kill(db, given, process)
+            return answers[-1]
+
+        patched = execute_sync
+    target = getattr(held.connection, "_inner", held.connection)
+    if target is not held.connection:
+        original = target.execute
+
+        def execute_inner(own: Any) -> Any:
+            answers.append(original(own))
+            kill(db, given, process)
+            return answers[-1]
+
+        patched = execute_inner
+    if given.kind.family in ("psycopg",):
+        kill(db, given, process)  # close and COMMIT share a round trip there
+    else:
+        target.execute = patched
+    with pytest.raises(StoreError) as caught:
+        held.commit(statement("SELECT 1"))
+    assert not caught.value.definite
+    held.discard()
+
+
+# -- the transaction that failed -----------------------------------------------------------------
+
+
+@every(products=("postgresql",))
+@pytest.mark.parametrize("with_statement", [True, False], ids=["close", "alone"])
+def test_commit_of_a_failed_transaction_is_refused(
+    given: Given, db: Raw, number: int, with_statement: bool
+) -> None:
+    held = given.acquire()
+    held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
+    with pytest.raises(Exception, match=r"."):
+        held.do("SELECT 1 / 0")
+    with pytest.raises((StoreError, Raised)) as caught:
+        held.commit(*([statement("SELECT 1")] if with_statement else []))
+    error = caught.value
+    if isinstance(error, Raised):
+        # a session tells by itself; the protocol takes it as the handler's failure
+        assert not error.lost
+    else:
+        assert error.fault is Fault.ABORTED
+        assert error.definite
+    held.rollback()
+    held.release()
+    assert balance(db, number) is None
+
+
+# -- the guard -----------------------------------------------------------------------------------
+
+
+@every()
+def test_claim_and_close_process_a_message(given: Given, db: Raw, number: int) -> None:
+    held = given.acquire()
+    token = held.claim(consumer(number), message_id(number))
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    held.close(consumer(number), message_id(number), token)
+    held.release()
+    assert status(db, number) == "processed"
+    assert balance(db, number) == 1
+
+
+@every()
+@pytest.mark.parametrize("breach", ["COMMIT", "native"])
+def test_a_handler_that_commits_never_leaves_a_processed_row(
+    given: Given, db: Raw, number: int, breach: str
+) -> None:
+    if breach == "native" and given.kind.family == "asyncpg":
+        pytest.skip("an asyncpg connection has no commit()")
+    held = given.acquire()
+    token = held.claim(consumer(number), message_id(number))
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    refused: BaseException | None = None
+    harmless = breach == "native" and "session" in given.kind.name
+    try:
+        if breach == "COMMIT":
+            held.do("COMMIT")
+        else:
+            given.wait(held.connection.native.commit())
+        held.do(f"INSERT INTO account (id, balance) VALUES ({number + 1}, 1)")
+    except Exception as error:  # noqa: BLE001  # whichever driver's: what it means is asserted below
+        refused = error
+    if harmless:
+        assert refused is None
+        held.close(consumer(number), message_id(number), token)
+        held.release()
+        assert status(db, number) == "processed"
+        return
+    if refused is None:
+        with pytest.raises((StoreError, Raised)) as caught:
+            held.close(consumer(number), message_id(number), token)
+        if isinstance(caught.value, StoreError):
+            assert caught.value.definite
+            assert caught.value.fault in (Fault.GUARD, Fault.ABORTED)
+    held.discard()
+    if given.database.dialect.refuses_commit:
+        assert status(db, number) is None
+        assert balance(db, number) is None
+    else:
+        # the proof of a broken handler, which the next delivery turns into a dead letter; Django
+        # and SQLAlchemy may refuse before the server sees a commit
+        assert status(db, number) in ("processing", None)
+        assert balance(db, number) == (1 if status(db, number) else None)
+
+
+@every()
+def test_a_handler_that_rolls_back_is_found_out_at_close(given: Given, db: Raw, number: int) -> None:
+    held = given.acquire()
+    token = held.claim(consumer(number), message_id(number))
+    left = True
+    try:
+        held.do("ROLLBACK")
+        held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    except Exception:  # noqa: BLE001  # some refuse at once
+        left = False
+    if left:
+        with pytest.raises((StoreError, Raised)) as caught:
+            held.close(consumer(number), message_id(number), token)
+        if isinstance(caught.value, StoreError):
+            assert caught.value.fault in (Fault.GUARD, Fault.ABORTED)
+            assert caught.value.definite
+    held.discard()
+    assert status(db, number) is None
+
+
+@every()
+def test_a_connection_given_back_carries_no_guard(given: Given, db: Raw, number: int) -> None:
+    for own in (number, number + 1):
+        held = given.acquire()
+        token = held.claim(consumer(own), message_id(own))
+        held.close(consumer(own), message_id(own), token)
+        held.release()
+    held = given.acquire()
+    held.begin()
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    held.commit()
+    held.release()
+    assert balance(db, number) == 1
+
+
+# -- nothing stays open --------------------------------------------------------------------------
+
+
+def open_connections(db: Raw, given: Given) -> int:
+    if given.kind.product == "postgresql":
+        return int(
+            db.value(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                "AND pid <> pg_backend_pid() AND state LIKE 'idle in transaction%'"
+            )
+        )
+    return int(db.value("SELECT count(*) FROM information_schema.innodb_trx"))
+
+
+@every(products=SERVERS)
+def test_discard_ends_the_transaction_at_once(given: Given, db: Raw, number: int) -> None:
+    before = open_connections(db, given)
+    held = given.acquire()
+    held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number + 1}, 1)")
+    held.discard()
+    until(lambda: open_connections(db, given) <= before)
+    assert balance(db, number) is None
+    for _ in range(5):
+        # a pool of three would be empty by now if a discarded connection kept its place
+        held = given.acquire()
+        held.begin()
+        held.discard()
+    held = given.acquire()
+    held.begin(statement("SELECT 1"))
+    held.rollback()
+    held.release()
+
+
+@every(products=("sqlite",))
+def test_discard_frees_the_file(given: Given, db: Raw, number: int) -> None:
+    held = given.acquire()
+    held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
+    held.discard()
+    db.execute("INSERT INTO account (id, balance) VALUES (?, 7)", (number,))
+    assert balance(db, number) == 7
+
+
+def test_kinds_have_names_of_their_own() -> None:
+    names = [kind.name for kind in KINDS]
+    assert len(names) == len(set(names))
+    assert all(isinstance(kind, Kind) for kind in KINDS)
