@@ -1,0 +1,36 @@
+"""For tests of handlers: deliver, race, drain, crash at named points; outermost or inside a transaction of the test."""
+
+from txbox.testing.crash import (
+    Crashed,
+    crash_at,
+    install_from_environment,
+    kill_at,
+    meanwhile,
+)
+from txbox.testing.deliveries import (
+    crash_points,
+    deliver,
+    deliver_async,
+    drain,
+    drain_async,
+    race,
+    race_async,
+)
+from txbox.testing.inside import another_process, inside
+
+__all__ = [
+    "Crashed",
+    "another_process",
+    "crash_at",
+    "crash_points",
+    "deliver",
+    "deliver_async",
+    "drain",
+    "drain_async",
+    "inside",
+    "install_from_environment",
+    "kill_at",
+    "meanwhile",
+    "race",
+    "race_async",
+]

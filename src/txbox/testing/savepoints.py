@@ -1,0 +1,217 @@
+"""Connections whose transactions are savepoints of a transaction that somebody else owns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from txbox.connections.base import (
+    CallersAsyncConnection,
+    CallersConnection,
+    dbapi_error,
+    handler_left,
+)
+from txbox.errors import Fault, StoreError
+from txbox.steps import AsyncConnection, Connection, Raised, Result, Statement
+from txbox.store.dialect import Dialect
+
+_DRIVERS = frozenset({"psycopg", "asyncpg", "sqlite3", "aiosqlite", "pymysql", "asyncmy"})
+
+_numbers = itertools.count(1)
+
+
+class Savepoints:
+    """Lends the one connection it has."""
+
+    def __init__(self, tx: Any, lent: CallersConnection) -> None:
+        self._tx = tx
+        self._lent = lent
+
+    def acquire(self) -> Connection:
+        return _Savepoint(self._tx, self._lent)
+
+    def release(self, connection: Any) -> None:
+        """Keep the connection: it is the test's."""
+
+
+class AsyncSavepoints:
+    """The awaitable twin of `Savepoints`."""
+
+    def __init__(self, tx: Any, lent: CallersAsyncConnection) -> None:
+        self._tx = tx
+        self._lent = lent
+        self._last: _AsyncSavepoint | None = None
+
+    async def acquire(self) -> AsyncConnection:
+        await self.settle()
+        self._last = _AsyncSavepoint(self._tx, self._lent)
+        return self._last
+
+    async def release(self, connection: Any) -> None:
+        """Keep the connection: it is the test's."""
+
+    async def settle(self) -> None:
+        """Undo what was discarded: discarding awaits nothing."""
+        last, self._last = self._last, None
+        if last is not None and last.discarded:
+            await last.undo()
+
+
+class _Named:
+    """The savepoint's name, and what errors mean."""
+
+    def __init__(self, tx: Any, own: Dialect) -> None:
+        self.native = tx
+        self.lost = False
+        self._dialect = own
+        self._name: str | None = None
+        # SQLAlchemy keeps its own account of savepoints: a session's objects expire with them
+        self._nests = hasattr(tx, "begin_nested")
+        self._nested: Any = None
+
+    def _opening(self) -> Statement:
+        # numbered: MySQL replaces a savepoint of the same name, and a handler may deliver in turn
+        self._name = f"txbox_inside_{next(_numbers)}"
+        return Statement("savepoint", f"SAVEPOINT {self._name}", {})
+
+    def _releasing(self) -> Statement:
+        return Statement("release_savepoint", f"RELEASE SAVEPOINT {self._name}", {})
+
+    def _undoing(self) -> Statement:
+        return Statement("rollback_to_savepoint", f"ROLLBACK TO SAVEPOINT {self._name}", {})
+
+    def _check_nested(self) -> None:
+        if self._nests and not self._nested.is_active:
+            raise handler_left("it ended the savepoint around it")
+
+    def _failed(self, error: Exception) -> Raised:
+        # a flush that the session put off until now is the handler's
+        return Raised(error, self.translate(error), self.lost)
+
+    def _gone(self, error: StoreError) -> StoreError:
+        self._name = None
+        if error.fault is Fault.UNAVAILABLE:
+            self.lost = True
+            return error
+        return handler_left("the savepoint around it is gone")
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        """Put a driver's error into txbox's words; None when it is none."""
+        cause = getattr(error, "orig", None) or error
+        if type(cause).__module__.partition(".")[0] not in _DRIVERS:
+            return None
+        return dbapi_error(cause, self._dialect)
+
+
+class _Savepoint(_Named):
+    def __init__(self, tx: Any, lent: CallersConnection) -> None:
+        super().__init__(tx, lent.dialect)
+        self._lent = lent
+
+    def execute(self, statement: Statement) -> Result:
+        return self._lent.execute(statement)
+
+    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        if self._nests:
+            self._nested = self.native.begin_nested()
+        else:
+            self.execute(self._opening())
+        return [self.execute(statement) for statement in statements]
+
+    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        self._check_nested()
+        if hasattr(self.native, "flush"):
+            try:
+                self.native.flush()
+            except Exception as error:
+                raise self._failed(error) from error
+        results = [self.execute(statement) for statement in statements]
+        if self._nests:
+            nested, self._nested = self._nested, None
+            nested.commit()
+            return results
+        try:
+            self.execute(self._releasing())
+        except StoreError as error:
+            raise self._gone(error) from error
+        self._name = None
+        return results
+
+    def rollback(self) -> None:
+        nested, self._nested = self._nested, None
+        if nested is not None and nested.is_active:
+            nested.rollback()
+        if self._name is None:
+            return
+        try:
+            self.execute(self._undoing())
+            self.execute(self._releasing())
+        except StoreError as error:
+            raise self._gone(error) from error
+        self._name = None
+
+    def discard(self) -> None:
+        try:
+            self.rollback()
+        except StoreError:
+            # the transaction around it is gone as well: nothing is left to undo
+            self._name = None
+
+
+class _AsyncSavepoint(_Named):
+    def __init__(self, tx: Any, lent: CallersAsyncConnection) -> None:
+        super().__init__(tx, lent.dialect)
+        self._lent = lent
+        self.discarded = False
+
+    async def execute(self, statement: Statement) -> Result:
+        return await self._lent.execute(statement)
+
+    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        if self._nests:
+            self._nested = await self.native.begin_nested()
+        else:
+            await self.execute(self._opening())
+        return [await self.execute(statement) for statement in statements]
+
+    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        self._check_nested()
+        if hasattr(self.native, "flush"):
+            try:
+                await self.native.flush()
+            except Exception as error:
+                raise self._failed(error) from error
+        results = [await self.execute(statement) for statement in statements]
+        if self._nests:
+            nested, self._nested = self._nested, None
+            await nested.commit()
+            return results
+        try:
+            await self.execute(self._releasing())
+        except StoreError as error:
+            raise self._gone(error) from error
+        self._name = None
+        return results
+
+    async def rollback(self) -> None:
+        nested, self._nested = self._nested, None
+        if nested is not None and nested.is_active:
+            await nested.rollback()
+        if self._name is None:
+            return
+        try:
+            await self.execute(self._undoing())
+            await self.execute(self._releasing())
+        except StoreError as error:
+            raise self._gone(error) from error
+        self._name = None
+
+    async def undo(self) -> None:
+        try:
+            await self.rollback()
+        except StoreError:
+            self._name = None
+
+    def discard(self) -> None:
+        self.discarded = True
