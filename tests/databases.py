@@ -40,6 +40,7 @@ class Raw:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._connection: Any
+        self.product = parts.scheme
         self._qmark = parts.scheme == "sqlite"
         match parts.scheme:
             case "sqlite":

@@ -69,9 +69,13 @@ class App:
         unmatched: Literal["acknowledge", "quarantine"] = "acknowledge",
     ) -> None:
         if (database is None) == (django is None):
-            raise ConfigurationError("App() takes either a database or django='alias': give exactly one of them.")
+            raise ConfigurationError(
+                "App() takes either a database or django='alias': give exactly one of them."
+            )
         if unmatched not in ("acknowledge", "quarantine"):
-            raise ConfigurationError(f"unmatched is {unmatched!r}: use 'acknowledge' or 'quarantine'.")
+            raise ConfigurationError(
+                f"unmatched is {unmatched!r}: use 'acknowledge' or 'quarantine'."
+            )
         self.database: Database = _open(database, django, schema)
         self.handlers = Handlers()
         self.consumptions: list[Consumption] = []
@@ -88,12 +92,12 @@ class App:
 
     # -- registration -------------------------------------------------------------------------
 
-    def handler(
+    def handler(  # noqa: PLR0913  # every option by name: this is the API people read
         self,
         topic: str,
         *,
         consumer: str,
-        type: str | None = None,
+        type: str | None = None,  # noqa: A002  # the word of the field
         types: Iterable[str] | None = None,
         retry: RetryPolicy | None = None,
         reject_on: Sequence[type[Exception]] = (),
@@ -162,7 +166,11 @@ class App:
 
         def register(function: F) -> F:
             added = self.handlers.add(
-                function, topic=topic, consumer=consumer, types=[type] if type is not None else types, options=options
+                function,
+                topic=topic,
+                consumer=consumer,
+                types=[type] if type is not None else types,
+                options=options,
             )
             self._check_colour(added)
             return function
@@ -214,7 +222,9 @@ class App:
         if handler is None:
             await drive_async(self.database.asynchronous, self._unmatched(message))
             return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
-        return (await drive_async(self.database.asynchronous, self._processed(handler, message))).outcome
+        return (
+            await drive_async(self.database.asynchronous, self._processed(handler, message))
+        ).outcome
 
     def _one_handler(self, message: Message[Any], consumer: str | None) -> Handler | None:
         found = self.handlers.matching(message.topic, message.type, consumer)
@@ -230,7 +240,9 @@ class App:
         return None
 
     def _processed(self, handler: Handler, message: Message[Any]) -> Steps[Settled]:
-        answers = yield from self.taken(handler, [message], for_s=self.limits.unavailable_for.total_seconds())
+        answers = yield from self.taken(
+            handler, [message], for_s=self.limits.unavailable_for.total_seconds()
+        )
         settled: Settled = answers[0]
         return settled
 
@@ -250,10 +262,11 @@ class App:
         try:
             if not self._checked:
                 yield from self.protocol.persistently(self.check_schema, for_s=for_s, stop=stop)
-            answers: list[Settled] = yield from self.protocol.persistently(
-                lambda: self.intake.take(handler, messages), for_s=for_s, stop=stop
+            return (
+                yield from self.protocol.persistently(
+                    lambda: self.intake.take(handler, messages), for_s=for_s, stop=stop
+                )
             )
-            return answers
         except StoreError as error:
             if error.fault in (Fault.SCHEMA, Fault.OTHER):
                 # an undefined table has a remedy, and its sentence names the command
@@ -275,7 +288,9 @@ class App:
 
     def _unmatched(self, message: Message[Any]) -> Steps[None]:
         if self.events:
-            self.events.emit(MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type))
+            self.events.emit(
+                MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
+            )
         if self.unmatched == "quarantine":
             yield from self.intake.unmatched(
                 message, f"No handler consumes topic {message.topic!r} with type {message.type!r}."
@@ -317,7 +332,9 @@ class App:
         if not self._checked:
             yield from self.check_schema()
         for handler, indexes in work.items():
-            stored = dataclasses.replace(handler, options=dataclasses.replace(handler.options, mode="stored"))
+            stored = dataclasses.replace(
+                handler, options=dataclasses.replace(handler.options, mode="stored")
+            )
             settled = yield from self.intake.take(stored, [messages[index] for index in indexes])
             for index, own in zip(indexes, settled, strict=True):
                 answers[index][handler.consumer] = own.outcome
@@ -356,7 +373,10 @@ class App:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -364,7 +384,10 @@ class App:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close_async()
 

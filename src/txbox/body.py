@@ -69,7 +69,9 @@ def _json_of(kind: Any) -> Decoder:
 def _msgspec(annotation: Any) -> Decoder | None:
     msgspec = sys.modules.get("msgspec")
     # a struct can only exist where msgspec has been imported
-    if msgspec is None or not (isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)):
+    if msgspec is None or not (
+        isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+    ):
         return None
     decode = msgspec.json.Decoder(annotation).decode
     return lambda message: decode(message.payload or b"null")
@@ -89,10 +91,14 @@ def _pydantic(annotation: Any) -> Decoder | None:
 def _dataclass(kind: Any, value: Any) -> Any:
     """Build a dataclass from JSON, nested dataclasses and lists of them included; unknown fields are ignored."""
     if not isinstance(value, dict):
-        raise ValueError(f"the payload is a JSON {type(value).__name__}, not an object for {kind.__name__}")
+        raise TypeError(
+            f"the payload is a JSON {type(value).__name__}, not an object for {kind.__name__}"
+        )
     hints = typing.get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: _fitted(hints[name], item) for name, item in value.items() if name in known})
+    return kind(
+        **{name: _fitted(hints[name], item) for name, item in value.items() if name in known}
+    )
 
 
 def _fitted(hint: Any, value: Any) -> Any:

@@ -22,7 +22,9 @@ class Fault(StrEnum):
     """What a database error means to the protocol; decided by SQLSTATE or error number, never by text."""
 
     UNAVAILABLE = "unavailable"  # the connection or the server is gone or refuses: a retry may help
-    CONFLICT = "conflict"  # serialization failure or deadlock: this transaction may be tried again at once
+    CONFLICT = (
+        "conflict"  # serialization failure or deadlock: this transaction may be tried again at once
+    )
     LOCK_TIMEOUT = "lock timeout"  # somebody else holds the row
     DUPLICATE = "duplicate"  # a unique constraint
     GUARD = "guard"  # the transaction guard refused (SEMANTICS 2.1)
@@ -88,7 +90,9 @@ class Retry(TxboxError):
         after: the wait before the next attempt; None leaves it to the retry policy.
     """
 
-    def __init__(self, reason: str = "the handler asked for a retry", *, after: timedelta | None = None) -> None:
+    def __init__(
+        self, reason: str = "the handler asked for a retry", *, after: timedelta | None = None
+    ) -> None:
         super().__init__(reason)
         self.after = after
 

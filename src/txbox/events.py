@@ -174,6 +174,8 @@ class Events:
         for observer in self.observers:
             try:
                 observer(event)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # the observer is user code; its failure must neither lose a message nor silence itself
-                _log.exception("An observer failed on %s; it stays registered.", type(event).__name__)
+                _log.exception(
+                    "An observer failed on %s; it stays registered.", type(event).__name__
+                )

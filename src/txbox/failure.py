@@ -6,18 +6,23 @@ import os
 import sys
 import sysconfig
 import traceback
+from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from txbox.errors import Reject, Retry, StoreError, VersionConflict
+from txbox.errors import Reject, Retry, StoreError
 from txbox.handlers import HandlerOptions
-from txbox.message import Message
 from txbox.policy import Limits
 from txbox.store.inbox import Failure
 
-_HERE = os.path.dirname(__file__)
+_HERE = str(Path(__file__).parent)
 _LIBRARIES = tuple(
-    path for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix + os.sep + "lib") if path
+    path
+    for path in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sys.prefix + os.sep + "lib",
+    )
+    if path
 )
 
 #: Recorded when a handler left the claiming transaction (SEMANTICS 2.2): its effects are unknowable.
@@ -31,7 +36,10 @@ BROKEN = Failure(
 
 
 def failure_of(
-    error: Exception, store: StoreError | None, options: HandlerOptions, limits: Limits, message: Message[Any]
+    error: Exception,
+    store: StoreError | None,
+    options: HandlerOptions,
+    limits: Limits,
 ) -> Failure:
     """Describe a handler's exception for the table.
 
@@ -41,8 +49,12 @@ def failure_of(
     """
     text = str(store) if store is not None else _text_of(error)
     frames = _frames(error.__traceback__)
-    final = isinstance(error, Reject) or isinstance(error, options.reject_on)
-    delay_s = error.after.total_seconds() if isinstance(error, Retry) and error.after is not None else None
+    final = isinstance(error, (Reject, *options.reject_on))
+    delay_s = (
+        error.after.total_seconds()
+        if isinstance(error, Retry) and error.after is not None
+        else None
+    )
     return Failure(
         error_type=printable(type(error).__name__, 255),
         error=printable(f"{text}\n\n{''.join(frames)}" if frames else text, limits.error_bytes),
@@ -54,11 +66,9 @@ def failure_of(
 
 def fingerprint(error: BaseException) -> str:
     """Group failures that are alike: exception type and the first frame of the application."""
-    place = "?"
-    if not isinstance(error, (Retry, Reject, VersionConflict)) or error.__traceback__ is not None:
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not _foreign(frame.filename):
-                place = f"{os.path.basename(frame.filename)}:{frame.name}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _foreign(frame.filename)] or frames
+    place = f"{Path(own[-1].filename).name}:{own[-1].name}" if own else "?"
     return printable(f"{type(error).__name__} at {place}", 255)
 
 
@@ -73,16 +83,18 @@ def printable(text: str, limit_bytes: int) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001
         # an exception whose __str__ fails is still a failure to be recorded
         return f"(the message of this {type(error).__name__} cannot be read)"
 
 
 def _frames(trace: TracebackType | None) -> list[str]:
     """The frames of the application, newest last; source lines, no values."""
-    return traceback.format_list([frame for frame in traceback.extract_tb(trace) if not _foreign(frame.filename)][-8:])
+    return traceback.format_list(
+        [frame for frame in traceback.extract_tb(trace) if not _foreign(frame.filename)][-8:]
+    )
 
 
 def _foreign(filename: str) -> bool:
     # compiled modules name their files relative to a source tree that is not here
-    return not os.path.isabs(filename) or filename.startswith((_HERE + os.sep, *_LIBRARIES))
+    return not Path(filename).is_absolute() or filename.startswith((_HERE + os.sep, *_LIBRARIES))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal
 
-from txbox.errors import UnusableMessage
+from txbox.errors import ConfigurationError, UnusableMessage
 from txbox.message import Message
 
 #: No plain id starts with this: one that does is hashed as well.
@@ -36,17 +36,20 @@ def canonical_id(value: object) -> str:
         try:
             text = value.decode()
         except UnicodeDecodeError:
-            raise UnusableMessage("The message id is not UTF-8: send text, or set message_id= on the handler.") from None
-    elif isinstance(value, str):
-        text = str(value)
-    elif type(value).__name__ == "UUID":
+            raise UnusableMessage(
+                "The message id is not UTF-8: send text, or set message_id= on the handler."
+            ) from None
+    elif isinstance(value, str) or type(value).__name__ == "UUID":
         text = str(value)
     else:
         raise UnusableMessage(
-            f"The message id is a {type(value).__name__}: it must be text or an integer; set message_id= on the handler."
+            f"The message id is a {type(value).__name__}: it must be text or an integer; "
+            "set message_id= on the handler."
         )
     if not text:
-        raise UnusableMessage("The message id is empty: send one, or set message_id= on the handler.")
+        raise UnusableMessage(
+            "The message id is empty: send one, or set message_id= on the handler."
+        )
     encoded = checked_text(text, "message id")
     if len(encoded) > ID_BYTES_MAX or text.startswith(DIGEST_PREFIX):
         return DIGEST_PREFIX + hashlib.sha256(encoded).hexdigest()
@@ -66,6 +69,22 @@ def checked_text(text: str, what: str) -> bytes:
     if b"\0" in encoded:
         raise UnusableMessage(f"The {what} contains a NUL character.")
     return encoded
+
+
+def checked_consumer(name: object) -> str:
+    """Return a consumer name that can be part of a key as it stands.
+
+    Raises:
+        ConfigurationError: empty, longer than 255 bytes, or no text.
+    """
+    try:
+        if isinstance(name, str) and canonical_id(name) == name:
+            return name
+    except UnusableMessage:
+        pass
+    raise ConfigurationError(
+        f"consumer={name!r} is no usable name: use text of 1 to 255 bytes without NUL."
+    )
 
 
 def scoped_id(scope: str, value: str) -> str:
@@ -88,7 +107,8 @@ def message_id(
     found = _found_id(message, extract)
     if found is None:
         raise UnusableMessage(
-            "The message has no id: send a message-id header or CloudEvents source and id, or set message_id= on the handler."
+            "The message has no id: send a message-id header or CloudEvents source and id, "
+            "or set message_id= on the handler."
         )
     if scope == "topic":
         if isinstance(found, bytes):
@@ -137,7 +157,9 @@ def payload_hash(message: Message[Any], method: PayloadHash = "raw") -> bytes:
         return hashlib.sha256(payload).digest()
     try:
         if method == "json":
-            content: bytes | str = json.dumps(json.loads(payload), sort_keys=True, separators=(",", ":"))
+            content: bytes | str = json.dumps(
+                json.loads(payload), sort_keys=True, separators=(",", ":")
+            )
         else:
             content = method(message)
         return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()

@@ -11,8 +11,13 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from txbox.connections import borrow, borrow_async
-from txbox.errors import ConfigurationError, Fault, MessageInProgress, PayloadMismatch, StoreError, UnusableMessage
-from txbox.identity import PayloadHash, canonical_id, message_id, payload_hash
+from txbox.errors import (
+    Fault,
+    MessageInProgress,
+    PayloadMismatch,
+    StoreError,
+)
+from txbox.identity import PayloadHash, checked_consumer, message_id, payload_hash
 from txbox.intake import presentable
 from txbox.message import Message
 from txbox.outcome import Status
@@ -70,12 +75,7 @@ class Inbox:
         schema: str | None = None,
         codec: Codec | None = None,
     ) -> None:
-        try:
-            if canonical_id(consumer) != consumer:
-                raise UnusableMessage("too long")
-        except UnusableMessage as error:
-            raise ConfigurationError(f"consumer={consumer!r} is no usable name: use 1 to 255 bytes of text.") from error
-        self.consumer = consumer
+        self.consumer = checked_consumer(consumer)
         self._id_scope: Literal["topic"] | None = id_scope
         self._payload_hash = payload_hash
         self._schema = schema
@@ -89,7 +89,7 @@ class Inbox:
         *,
         payload: Payload = None,
         topic: str | None = None,
-        type: str | None = None,
+        type: str | None = None,  # noqa: A002  # the word of the field
         key: str | None = None,
         timeout: timedelta | None = None,
     ) -> Acceptance:
@@ -121,9 +121,9 @@ class Inbox:
         *,
         payload: Payload = None,
         topic: str | None = None,
-        type: str | None = None,
+        type: str | None = None,  # noqa: A002  # the word of the field
         key: str | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | None = None,  # noqa: ASYNC109  # a lock time-out of the database
     ) -> Acceptance:
         """The twin of `accept` for async connections and sessions."""
         arrival = self._arrival(message, payload, topic, type, key)
@@ -139,7 +139,11 @@ class Inbox:
         return run(executor, self._accept(executor.dialect, arrivals, timeout))
 
     async def accept_many_async(
-        self, tx: Any, messages: Sequence[Message[Any]], *, timeout: timedelta | None = None
+        self,
+        tx: Any,
+        messages: Sequence[Message[Any]],
+        *,
+        timeout: timedelta | None = None,  # noqa: ASYNC109
     ) -> list[Acceptance]:
         """The twin of `accept_many` for async connections and sessions."""
         arrivals = [self._arrival(message, None, None, None, None) for message in messages]
@@ -170,16 +174,27 @@ class Inbox:
     ) -> None:
         """The twin of `quarantine` for async connections and sessions."""
         executor = borrow_async(tx, schema=self._schema)
-        await run_async(executor, self._set_aside(executor.dialect, message, payload, topic, reason))
+        await run_async(
+            executor, self._set_aside(executor.dialect, message, payload, topic, reason)
+        )
 
     def _arrival(
-        self, message: Message[Any] | str | int, payload: Payload, topic: str | None, type: str | None, key: str | None
+        self,
+        message: Message[Any] | str | int,
+        payload: Payload,
+        topic: str | None,
+        type: str | None,  # noqa: A002
+        key: str | None,
     ) -> Arrival:
         if isinstance(message, Message):
             own_id = message_id(message, scope=self._id_scope)
             return Arrival(message, own_id, payload_hash(message, self._payload_hash))
         given: Message[Any] = Message(
-            id=message, topic="" if topic is None else topic, payload=_bytes(payload), type=type, key=key
+            id=message,
+            topic="" if topic is None else topic,
+            payload=_bytes(payload),
+            type=type,
+            key=key,
         )
         hashed = None if payload is None else payload_hash(given, self._payload_hash)
         return Arrival(given, message_id(given, scope=self._id_scope), hashed)
@@ -197,7 +212,9 @@ class Inbox:
             if own.has("restore_lock_timeout"):
                 yield own.statement("restore_lock_timeout")
         except StoreError as error:
-            if error.fault is not Fault.LOCK_TIMEOUT and not (error.fault is Fault.CONFLICT and not own.arrays):
+            if error.fault is not Fault.LOCK_TIMEOUT and not (
+                error.fault is Fault.CONFLICT and not own.arrays
+            ):
                 raise
             yield own.statement("rollback_to_savepoint")
             yield own.statement("release_savepoint")
@@ -231,7 +248,9 @@ class Inbox:
                 raise
             fresh |= won
             left = [arrival for arrival in waiting if arrival.message_id not in won]
-            rows.update((yield from store.classify(self.consumer, [own.message_id for own in left])))
+            rows.update(
+                (yield from store.classify(self.consumer, [own.message_id for own in left]))
+            )
             # an id without a row was pruned between the two statements: accept again
             waiting = [arrival for arrival in left if arrival.message_id not in rows]
             if not waiting:
@@ -239,11 +258,19 @@ class Inbox:
         return [self._answer(arrival, first, fresh, rows) for arrival in arrivals]
 
     def _answer(
-        self, arrival: Arrival, first: dict[str, Arrival], fresh: set[str], rows: dict[str, Existing]
+        self,
+        arrival: Arrival,
+        first: dict[str, Arrival],
+        fresh: set[str],
+        rows: dict[str, Existing],
     ) -> Acceptance:
         own_id = arrival.message_id
         if own_id in fresh:
-            return Acceptance(own_id) if first[own_id] is arrival else Acceptance(own_id, Status.PROCESSED)
+            return (
+                Acceptance(own_id)
+                if first[own_id] is arrival
+                else Acceptance(own_id, Status.PROCESSED)
+            )
         row = rows[own_id]
         if row.differs(arrival.hash):
             raise self._mismatch()
@@ -260,7 +287,12 @@ class Inbox:
         )
 
     def _set_aside(
-        self, own: Dialect, message: Message[Any] | str | int, payload: Payload, topic: str | None, reason: str
+        self,
+        own: Dialect,
+        message: Message[Any] | str | int,
+        payload: Payload,
+        topic: str | None,
+        reason: str,
     ) -> Steps[None]:
         arrival = self._arrival(message, payload, topic, None, None)
         hashed = arrival.hash or hashlib.sha256(arrival.message.payload or b"").digest()

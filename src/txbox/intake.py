@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from txbox.errors import UnusableMessage
-from txbox.events import MessageDeferred, MessageDuplicate, MessageStored
+from txbox.events import MessageDuplicate, MessageStored
 from txbox.failure import printable
 from txbox.handlers import Handler
 from txbox.message import Message
@@ -17,7 +17,6 @@ from txbox.outcome import Outcome
 from txbox.protocol import InboxProtocol, Settled
 from txbox.steps import Begin, Commit, Steps
 from txbox.store.codec import Arrival
-
 
 
 class Intake:
@@ -68,7 +67,9 @@ class Intake:
                 answer = Settled(Outcome.DUPLICATE)
                 if self._protocol.events:
                     self._protocol.events.emit(
-                        MessageDuplicate(consumer=handler.consumer, message_id=own, topic=handler.topic)
+                        MessageDuplicate(
+                            consumer=handler.consumer, message_id=own, topic=handler.topic
+                        )
                     )
             seen.add(own)
             outcomes.append(answer)
@@ -100,9 +101,18 @@ class Intake:
             for arrival in ordered:
                 if arrival.message_id in fresh:
                     settled[arrival.message_id] = Settled(Outcome.DEFERRED)
-                    self._emit(MessageStored, consumer, arrival)
+                    if protocol.events:
+                        protocol.events.emit(
+                            MessageStored(
+                                consumer=consumer,
+                                message_id=arrival.message_id,
+                                topic=arrival.message.topic,
+                            )
+                        )
                 elif arrival.message_id in rows:
-                    settled[arrival.message_id] = yield from protocol.met(handler, arrival, rows[arrival.message_id])
+                    settled[arrival.message_id] = yield from protocol.met(
+                        handler, arrival, rows[arrival.message_id]
+                    )
                 else:
                     gone.append(arrival)
             if not gone:
@@ -110,7 +120,9 @@ class Intake:
             # pruned between the two statements: store again
             ordered = gone
 
-    def _run_untransacted(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[dict[str, Settled]]:
+    def _run_untransacted(
+        self, handler: Handler, arrivals: Sequence[Arrival]
+    ) -> Steps[dict[str, Settled]]:
         """Store, lease and run at once: work outside a transaction needs a lease to be done by one worker."""
         protocol = self._protocol
         settled = yield from self.store(handler, arrivals)
@@ -125,20 +137,20 @@ class Intake:
                 settled[arrival.message_id] = yield from protocol.run_leased(handler, leased, token)
         return settled
 
-    def _quarantined(self, consumer: str, message: Message[Any], message_id: str, reason: str) -> Steps[None]:
+    def _quarantined(
+        self, consumer: str, message: Message[Any], message_id: str, reason: str
+    ) -> Steps[None]:
         yield from self._protocol.quarantine(
-            consumer, presentable(message), message_id, hashlib.sha256(message.payload or b"").digest(), reason
+            consumer,
+            presentable(message),
+            message_id,
+            hashlib.sha256(message.payload or b"").digest(),
+            reason,
         )
 
     def unmatched(self, message: Message[Any], reason: str) -> Steps[None]:
         """Keep a message that no handler consumes, under no consumer's name."""
         yield from self._quarantined("", message, _shown_id(message), reason)
-
-    def _emit(self, kind: type[MessageStored] | type[MessageDeferred], consumer: str, arrival: Arrival) -> None:
-        if self._protocol.events:
-            self._protocol.events.emit(
-                kind(consumer=consumer, message_id=arrival.message_id, topic=arrival.message.topic)
-            )
 
 
 def presentable(message: Message[Any]) -> Message[Any]:
@@ -148,11 +160,11 @@ def presentable(message: Message[Any]) -> Message[Any]:
         topic=printable(str(message.topic), 1024),
         type=None if message.type is None else printable(str(message.type), 1024),
         key=None if message.key is None else printable(str(message.key), 1024),
-        content_type=None if message.content_type is None else printable(str(message.content_type), 1024),
+        content_type=None
+        if message.content_type is None
+        else printable(str(message.content_type), 1024),
     )
 
 
 def _shown_id(message: Message[Any]) -> str:
     return "" if message.id is None else printable(str(message.id), 255)
-
-

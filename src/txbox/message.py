@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from datetime import datetime
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 Body = TypeVar("Body")
 HeaderValue = str | bytes | None
@@ -18,7 +18,7 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
 
     __slots__ = ()
 
-    def __new__(cls, pairs: HeaderPairs = ()) -> Headers:
+    def __new__(cls, pairs: HeaderPairs = ()) -> Self:
         if type(pairs) is cls:
             return pairs
         items = pairs.items() if isinstance(pairs, Mapping) else pairs
@@ -103,7 +103,7 @@ class Message(Generic[Body]):
         return json.loads(self.payload or b"null")
 
 
-def _refuse(self: object, name: str, value: object) -> None:
+def _refuse(_self: object, name: str, _value: object) -> None:
     raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
 

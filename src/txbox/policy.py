@@ -12,13 +12,20 @@ from txbox.errors import ConfigurationError
 def _check(condition: bool, policy: object, field: str, allowed: str) -> None:
     if not condition:
         value = getattr(policy, field)
-        raise ConfigurationError(f"{type(policy).__name__}.{field} is {value!r}: it must be {allowed}.")
+        raise ConfigurationError(
+            f"{type(policy).__name__}.{field} is {value!r}: it must be {allowed}."
+        )
 
 
 def _check_durations(policy: object, *fields: str) -> None:
     for field in fields:
         value = getattr(policy, field)
-        _check(isinstance(value, timedelta) and value > timedelta(0), policy, field, "a timedelta above zero")
+        _check(
+            isinstance(value, timedelta) and value > timedelta(0),
+            policy,
+            field,
+            "a timedelta above zero",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class RetryPolicy:
         """Draw the wait in seconds after the given number of failures (1 or more)."""
         # the exponent is bounded so that a huge max_attempts cannot overflow a float
         bound = self.base.total_seconds() * self.factor ** min(failures - 1, 64)
-        return random.uniform(0.0, min(bound, self.cap.total_seconds()))  # noqa: S311  # jitter, not a secret
+        return random.uniform(0.0, min(bound, self.cap.total_seconds()))  # jitter, not a secret
 
 
 @dataclass(frozen=True, slots=True)

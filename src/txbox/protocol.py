@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.events import (
@@ -37,6 +37,8 @@ from txbox.policy import Lease, Limits
 from txbox.steps import Begin, Commit, Discard, Invoke, Raised, Rollback, Statement, Steps, Wait
 from txbox.store.codec import Arrival, Leased
 from txbox.store.inbox import Existing, Failure, InboxStore
+
+T = TypeVar("T")
 
 _CONFLICT_PAUSE_S = 0.05
 _UNAVAILABLE_PAUSE_S = (0.05, 5.0)
@@ -143,12 +145,16 @@ class InboxProtocol:
         if self.events:
             self.events.emit(
                 MessageInFlight(
-                    consumer=handler.consumer, message_id=arrival.message_id, topic=arrival.message.topic
+                    consumer=handler.consumer,
+                    message_id=arrival.message_id,
+                    topic=arrival.message.topic,
                 )
             )
         return Settled(Outcome.IN_PROGRESS)
 
-    def _claim_and_run(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[dict[str, Settled]]:
+    def _claim_and_run(
+        self, handler: Handler, arrivals: Sequence[Arrival]
+    ) -> Steps[dict[str, Settled]]:
         """Claim and run; retries conflicts, isolates the culprit of a batch, reads again when in doubt."""
         # sorted bytewise: two batches that share ids then wait for each other instead of deadlocking
         waiting = sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
@@ -180,7 +186,9 @@ class InboxProtocol:
                 conflicts += 1
                 if self.events:
                     self.events.emit(
-                        TransactionRetried(consumer=handler.consumer, code=ran.store.code if ran.store else None)
+                        TransactionRetried(
+                            consumer=handler.consumer, code=ran.store.code if ran.store else None
+                        )
                     )
                 yield Wait(_CONFLICT_PAUSE_S * random.random() * conflicts)
                 if conflicts < 2 or len(waiting) == 1:
@@ -194,7 +202,9 @@ class InboxProtocol:
             if ran.end is End.LOCKED:
                 settled[arrival.message_id] = self._waits(handler, arrival)
                 return settled
-            recorded = yield from self._recorded(handler, arrival, self._failure(handler, arrival, ran), token="")
+            recorded = yield from self._recorded(
+                handler, arrival, self._failure(handler, ran), token=""
+            )
             if recorded is not None:
                 settled[arrival.message_id] = recorded
                 return settled
@@ -220,7 +230,11 @@ class InboxProtocol:
     # -- the transaction ----------------------------------------------------------------------
 
     def _transaction(
-        self, handler: Handler, arrivals: Sequence[Arrival], claim: tuple[Statement, ...], token: str
+        self,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        claim: tuple[Statement, ...],
+        token: str,
     ) -> Steps[Ran]:
         """BEGIN and claim; the handler on what was claimed; close and COMMIT."""
         store, consumer = self.store, handler.consumer
@@ -229,7 +243,11 @@ class InboxProtocol:
             results = yield Begin(claim)
             fresh = store.claimed(claim, results)
             if fresh is None or len(fresh) < len(arrivals):
-                wanted = [own.message_id for own in arrivals if fresh is None or own.message_id not in fresh]
+                wanted = [
+                    own.message_id
+                    for own in arrivals
+                    if fresh is None or own.message_id not in fresh
+                ]
                 ran.existing = yield from store.classify(consumer, wanted)
                 if fresh is None:
                     fresh = {own for own, row in ran.existing.items() if row.token == token}
@@ -238,8 +256,9 @@ class InboxProtocol:
             return (yield from self._not_claimed(error))
         mine = [arrival for arrival in arrivals if arrival.message_id in ran.fresh]
         if not mine:
-            # nothing was written; COMMIT is the cheaper way out, and it ends the snapshot too
-            yield Commit()
+            # nothing to keep; where the claim armed a guard in the database, only ROLLBACK lifts it,
+            # elsewhere COMMIT is the cheaper way out
+            yield Rollback() if store.dialect.has("arm") else Commit()
             return ran
         try:
             yield from self._handled(handler, mine)
@@ -249,7 +268,9 @@ class InboxProtocol:
             ran.end = _end_of_handler(raised)
             return ran
         try:
-            yield from store.complete(consumer, [own.message_id for own in mine], token=token, keep=handler.keeps_payload)
+            yield from store.complete(
+                consumer, [own.message_id for own in mine], token=token, keep=handler.keeps_payload
+            )
             yield Commit((store.close(token),))
         except Raised as raised:
             # a flush that the session put off until now
@@ -301,7 +322,11 @@ class InboxProtocol:
 
     def met(self, handler: Handler, arrival: Arrival, row: Existing) -> Steps[Settled]:
         """Decide by the row that stands under this id (SEMANTICS 2.12)."""
-        where = {"consumer": handler.consumer, "message_id": arrival.message_id, "topic": arrival.message.topic}
+        where = {
+            "consumer": handler.consumer,
+            "message_id": arrival.message_id,
+            "topic": arrival.message.topic,
+        }
         if row.differs(arrival.hash):
             yield from self.quarantine(
                 handler.consumer, arrival.message, arrival.message_id, arrival.hash or b"",
@@ -323,7 +348,9 @@ class InboxProtocol:
             self.events.emit(MessageDeferred(**where))
         return Settled(Outcome.DEFERRED)
 
-    def quarantine(self, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str) -> Steps[None]:
+    def quarantine(
+        self, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str
+    ) -> Steps[None]:
         """Set a message aside in a transaction of its own, and raise the alarm."""
         yield Begin(
             (
@@ -336,29 +363,42 @@ class InboxProtocol:
         yield Commit()
         if self.events:
             self.events.emit(
-                MessageQuarantined(consumer=consumer, message_id=message_id, topic=message.topic, reason=reason)
+                MessageQuarantined(
+                    consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
+                )
             )
 
-    def _failure(self, handler: Handler, arrival: Arrival, ran: Ran) -> Failure:
+    def _failure(self, handler: Handler, ran: Ran) -> Failure:
         if ran.end is End.BROKEN:
             return BROKEN
         assert ran.error is not None
-        return failure_of(ran.error, ran.store, handler.options, self.limits, arrival.message)
+        return failure_of(ran.error, ran.store, handler.options, self.limits)
 
     def _recorded(
         self, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
     ) -> Steps[Settled | None]:
         """Park a failure, or None when the row is not ours to write."""
-        row = yield from self.store.record(handler.consumer, arrival, failure, handler.options.retry, token=token)
+        row = yield from self.store.record(
+            handler.consumer, arrival, failure, handler.options.retry, token=token
+        )
         if row is None:
             return None
         dead = row.status == Status.DEAD
         if self.events:
-            where = {"consumer": handler.consumer, "message_id": arrival.message_id, "topic": arrival.message.topic}
+            where = {
+                "consumer": handler.consumer,
+                "message_id": arrival.message_id,
+                "topic": arrival.message.topic,
+            }
             first_line = failure.error.partition("\n")[0]
             if dead:
                 self.events.emit(
-                    MessageDead(**where, attempt=row.attempts, error_type=failure.error_type, error=first_line)
+                    MessageDead(
+                        **where,
+                        attempt=row.attempts,
+                        error_type=failure.error_type,
+                        error=first_line,
+                    )
                 )
             else:
                 self.events.emit(
@@ -384,7 +424,9 @@ class InboxProtocol:
                 return (yield from self._run_untransacted(handler, arrival, lease_token))
             finally:
                 self.in_flight.leave(consumer, arrival.message_id)
-        yield from self.store.release(consumer, [arrival.message_id], token=lease_token, delay_s=1.0)
+        yield from self.store.release(
+            consumer, [arrival.message_id], token=lease_token, delay_s=1.0
+        )
         return Settled(Outcome.IN_PROGRESS)
 
     def _run_row(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[Settled]:
@@ -410,20 +452,26 @@ class InboxProtocol:
                 conflicts += 1
                 if self.events:
                     self.events.emit(
-                        TransactionRetried(consumer=handler.consumer, code=ran.store.code if ran.store else None)
+                        TransactionRetried(
+                            consumer=handler.consumer, code=ran.store.code if ran.store else None
+                        )
                     )
                 yield Wait(_CONFLICT_PAUSE_S * random.random() * conflicts)
                 continue
             if ran.end in (End.AMBIGUOUS, End.LOST, End.LOCKED):
                 return (yield from self._released(handler, arrival, lease_token, started))
-            failure = self._failure(handler, arrival, ran)
+            failure = self._failure(handler, ran)
             recorded = yield from self._recorded(handler, arrival, failure, token=lease_token)
             return recorded or Settled(Outcome.IN_PROGRESS)
 
-    def _released(self, handler: Handler, arrival: Arrival, lease_token: str, started: float) -> Steps[Settled]:
+    def _released(
+        self, handler: Handler, arrival: Arrival, lease_token: str, started: float
+    ) -> Steps[Settled]:
         """Decide a doubt by the fenced release: it waits for a commit in flight, then matches nothing."""
         given_back = yield from self.persistently(
-            lambda: self.store.release(handler.consumer, [arrival.message_id], token=lease_token, delay_s=1.0)
+            lambda: self.store.release(
+                handler.consumer, [arrival.message_id], token=lease_token, delay_s=1.0
+            )
         )
         if given_back:
             return Settled(Outcome.DEFERRED)
@@ -435,21 +483,27 @@ class InboxProtocol:
             return self._processed(handler, arrival, started)
         return Settled(Outcome.IN_PROGRESS)
 
-    def _run_untransacted(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[Settled]:
+    def _run_untransacted(
+        self, handler: Handler, arrival: Arrival, lease_token: str
+    ) -> Steps[Settled]:
         """Run a handler outside any transaction and complete its row, fenced, afterwards."""
         started = time.monotonic()
         timeout = handler.options.timeout
         try:
             yield Invoke(_call(handler, arrival), timeout.total_seconds() if timeout else None)
         except Raised as raised:
-            failure = failure_of(raised.error, raised.store, handler.options, self.limits, arrival.message)
+            failure = failure_of(raised.error, raised.store, handler.options, self.limits)
             recorded = yield from self._recorded(handler, arrival, failure, token=lease_token)
             return recorded or Settled(Outcome.IN_PROGRESS)
         return (
-            yield from self.persistently(lambda: self._completed(handler, arrival, lease_token, started))
+            yield from self.persistently(
+                lambda: self._completed(handler, arrival, lease_token, started)
+            )
         )
 
-    def _completed(self, handler: Handler, arrival: Arrival, lease_token: str, started: float) -> Steps[Settled]:
+    def _completed(
+        self, handler: Handler, arrival: Arrival, lease_token: str, started: float
+    ) -> Steps[Settled]:
         token = secrets.token_hex(16)
         ids = [arrival.message_id]
         claim = self.store.claim_leased(
@@ -462,7 +516,9 @@ class InboxProtocol:
             rows = yield from self.store.classify(handler.consumer, ids)
             fresh = {own for own, row in rows.items() if row.token == token}
         if fresh:
-            yield from self.store.complete(handler.consumer, ids, token=token, keep=handler.keeps_payload)
+            yield from self.store.complete(
+                handler.consumer, ids, token=token, keep=handler.keeps_payload
+            )
             yield Commit((self.store.close(token),))
             return self._processed(handler, arrival, started)
         yield Rollback()
@@ -488,16 +544,22 @@ class InboxProtocol:
                 continue
             if ran.end in (End.AMBIGUOUS, End.LOST):
                 raise _lost(ran.store)
-            failure = self._failure(handler, arrival, ran)
-            yield Begin((self.store.attempt(handler.consumer, arrival, failure, status="replay failed"),))
+            failure = self._failure(handler, ran)
+            yield Begin(
+                (self.store.attempt(handler.consumer, arrival, failure, status="replay failed"),)
+            )
             yield Commit()
             return Settled(Outcome.FAILED, arrival.message.attempt)
 
     # -- when the database is away ------------------------------------------------------------
 
     def persistently(
-        self, operation: Callable[[], Steps[Any]], *, for_s: float | None = None, stop: Callable[[], bool] | None = None
-    ) -> Steps[Any]:
+        self,
+        operation: Callable[[], Steps[T]],
+        *,
+        for_s: float | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Steps[T]:
         """Repeat an operation until the database answers; nothing is counted or acknowledged meanwhile.
 
         Args:
@@ -514,11 +576,19 @@ class InboxProtocol:
                 answer = yield from operation()
             except StoreError as error:
                 yield Discard()
-                if error.fault not in (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED, Fault.TIMEOUT):
+                if error.fault not in (
+                    Fault.UNAVAILABLE,
+                    Fault.CONFLICT,
+                    Fault.LOCK_TIMEOUT,
+                    Fault.PREPARED,
+                    Fault.TIMEOUT,
+                ):
                     raise
                 now = time.monotonic()
                 paused_at = paused_at or now
-                if (for_s is not None and now - paused_at >= for_s) or (stop is not None and stop()):
+                if (for_s is not None and now - paused_at >= for_s) or (
+                    stop is not None and stop()
+                ):
                     raise
                 wait_s = pause_s * random.uniform(0.5, 1.5)
                 if self.events:
@@ -536,7 +606,9 @@ def _call(handler: Handler, work: Arrival | list[Arrival]) -> Callable[[Any], An
     function, transactional = handler.function, handler.options.transactional
 
     def call(tx: Any) -> Any:
-        given = [handler.bound(own) for own in work] if isinstance(work, list) else handler.bound(work)
+        given = (
+            [handler.bound(own) for own in work] if isinstance(work, list) else handler.bound(work)
+        )
         return function(given, tx) if transactional else function(given)
 
     if not handler.is_async:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from txbox.errors import HandlerTimeout, StoreError
@@ -29,7 +30,8 @@ class Statement(NamedTuple):
     params: Mapping[str, Any]
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Result:
     """What a statement returned: all rows, and the count of rows it touched."""
 
     rows: Sequence[Sequence[Any]]
@@ -57,7 +59,7 @@ class Discard(NamedTuple):
 
 
 class Invoke(NamedTuple):
-    """Call user code with the transaction's own driver object."""
+    """Call user code with the transaction's own driver object, or None outside of one."""
 
     call: Callable[[Any], Any]
     timeout_s: float | None = None
@@ -226,7 +228,6 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                     outcome = connection.execute(step)
                     at(f"after:{step.name}")
                 elif type(step) is Invoke:
-                    assert connection is not None
                     at("before:handler")
                     outcome = _invoke(connection, step)
                     at("after:handler")
@@ -257,20 +258,28 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
             connection.discard()
 
 
-def _invoke(connection: Connection, step: Invoke) -> Any:
+def _invoke(connection: Connection | None, step: Invoke) -> Any:
     started = time.monotonic()
     try:
-        answer = step.call(connection.native)
+        answer = step.call(connection.native if connection is not None else None)
     except Exception as error:
-        raise Raised(error, connection.translate(error), connection.lost) from error
+        raise _raised(error, connection) from error
     if step.timeout_s is not None and time.monotonic() - started > step.timeout_s:
         # a thread cannot be interrupted; what it did too late is rolled back all the same
-        raise Raised(_timeout(step.timeout_s), None, connection.lost)
+        raise _raised(_timeout(step.timeout_s), connection)
     return answer
 
 
+def _raised(error: Exception, connection: Connection | AsyncConnection | None) -> Raised:
+    if connection is None:
+        return Raised(error, None, False)
+    return Raised(error, connection.translate(error), connection.lost)
+
+
 def _timeout(timeout_s: float) -> HandlerTimeout:
-    return HandlerTimeout(f"The handler ran longer than its timeout of {timeout_s:g} s; its work is rolled back.")
+    return HandlerTimeout(
+        f"The handler ran longer than its timeout of {timeout_s:g} s; its work is rolled back."
+    )
 
 
 def _rolled_back(connection: Connection) -> bool:
@@ -308,7 +317,6 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
                     outcome = await connection.execute(step)
                     at(f"after:{step.name}")
                 elif type(step) is Invoke:
-                    assert connection is not None
                     at("before:handler")
                     outcome = await _invoke_async(connection, step)
                     at("after:handler")
@@ -339,15 +347,16 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
             connection.discard()
 
 
-async def _invoke_async(connection: AsyncConnection, step: Invoke) -> Any:
+async def _invoke_async(connection: AsyncConnection | None, step: Invoke) -> Any:
+    limit = asyncio.timeout(step.timeout_s)
     try:
-        async with asyncio.timeout(step.timeout_s) as limit:
-            return await step.call(connection.native)
+        async with limit:
+            return await step.call(connection.native if connection is not None else None)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             assert step.timeout_s is not None
-            raise Raised(_timeout(step.timeout_s), None, connection.lost) from error
-        raise Raised(error, connection.translate(error), connection.lost) from error
+            raise _raised(_timeout(step.timeout_s), connection) from error
+        raise _raised(error, connection) from error
 
 
 async def _shielded(commit: Awaitable[T]) -> T:

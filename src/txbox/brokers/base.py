@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from txbox.message import Message
@@ -13,9 +13,12 @@ from txbox.message import Message
 class Delivery:
     """A message together with the right to acknowledge it.
 
-    Attributes:
-        message: None when the bytes are no message; `problem` says why, `raw` keeps them.
+    Args:
+        message: None when the bytes are no message; then `problem` says why, for people, and `raw`
+            keeps what came (or its beginning, when it was too long to keep).
+        topic: where it came from; consumers of this topic hear of a problem.
         tag: the source's own handle, for nobody else.
+        redelivered: the broker says that an earlier delivery was not acknowledged.
     """
 
     message: Message[Any] | None
@@ -23,22 +26,33 @@ class Delivery:
     tag: Any = None
     problem: str | None = None
     raw: bytes = b""
-    redelivered: bool = field(default=False)
+    redelivered: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """What it weighs against the bound on deliveries in flight."""
+        return len((self.message.payload or b"") if self.message is not None else self.raw)
 
 
 class Progress(Protocol):
     """Where a source without a broker keeps how far it has come: a row in the database.
 
-    Only one process at a time holds it; `load` and `save` raise StoreError.
+    Only one process at a time holds it, for a few seconds after each `acquire`. Every method raises
+    StoreError; `load` reads what was saved last, by whomever.
     """
 
+    @property
+    def lease_s(self) -> float:
+        """Seconds for which `acquire` holds."""
+        ...
+
     def acquire(self) -> bool:
-        """Take or renew the lease of this progress; False while another process holds it."""
+        """Take or renew the lease; False while another process holds it."""
         ...
 
     def load(self) -> str | None: ...
     def save(self, state: str) -> bool:
-        """Store the state; False when the lease was lost."""
+        """Store the state; False when the lease was lost, and nothing was stored."""
         ...
 
     def release(self) -> None: ...
@@ -47,12 +61,20 @@ class Progress(Protocol):
 class Source(Protocol):
     """Where deliveries come from. All methods are called from one thread, the source's own.
 
+    `receive` and `settle` may raise BrokerUnavailable, or the StoreError of their progress: they are
+    called again later. Any other exception stops the worker.
+
     Guarantee: a delivery that was not settled comes again after a crash.
     """
 
     @property
     def name(self) -> str:
-        """The source for people and metrics, stable across restarts."""
+        """The source for people and metrics, stable across restarts; its progress is kept under it."""
+        ...
+
+    @property
+    def topics(self) -> Sequence[str] | None:
+        """The only topics it can deliver; None when it delivers those it is asked for."""
         ...
 
     @property
@@ -60,7 +82,18 @@ class Source(Protocol):
         """True when nothing more will ever come; a source that follows is never exhausted."""
         ...
 
-    def open(self, topics: Sequence[str], progress: Progress) -> None: ...
+    def open(self, topics: Sequence[str], progress: Progress) -> None:
+        """Connect or look, without waiting for messages.
+
+        Args:
+            topics: what to deliver; "*" means all there is. A source with one stream of its own
+                may ignore it.
+
+        Raises:
+            ConfigurationError: it can never work like this.
+        """
+        ...
+
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         """Return what is there, up to `messages_max`; wait at most `wait_s` seconds for the first."""
         ...
@@ -69,4 +102,6 @@ class Source(Protocol):
         """Acknowledge deliveries, in any order; a source with a cursor moves it over the gapless front only."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give everything back; what was not settled stays for the next who opens it."""
+        ...

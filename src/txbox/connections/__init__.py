@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -34,6 +33,8 @@ _SCHEMES = {
     "sqlite": "sqlite",
 }
 
+_known: dict[type, ModuleType] = {}
+
 
 def open_database(target: Any, *, schema: str | None = None) -> Database:
     """Return where connections come from, without connecting.
@@ -51,10 +52,10 @@ def open_database(target: Any, *, schema: str | None = None) -> Database:
                 f"{scheme if separator else 'This'!r} is no database URL scheme that txbox knows: "
                 "use postgresql://user@host/name, mysql://user@host/name or sqlite:///file.db."
             )
-        database: Database = _load(_SCHEMES[scheme.lower()]).open_url(target, schema=schema)
-        return database
-    database = _adapter(type(target)).open_object(target, schema=schema)
-    return database
+        by_url: Database = _load(_SCHEMES[scheme.lower()]).open_url(target, schema=schema)
+        return by_url
+    by_object: Database = _adapter(target).open_object(target, schema=schema)
+    return by_object
 
 
 def borrow(tx: Any, *, schema: str | None = None) -> CallersConnection:
@@ -63,22 +64,25 @@ def borrow(tx: Any, *, schema: str | None = None) -> CallersConnection:
     Raises:
         ConfigurationError: an unknown or async object, or one that is not in a transaction.
     """
-    executor: CallersConnection = _adapter(type(tx)).borrow(tx, schema=schema)
+    executor: CallersConnection = _adapter(tx).borrow(tx, schema=schema)
     return executor
 
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> CallersAsyncConnection:
     """The async twin of `borrow`; it takes async connections and sessions only."""
-    executor: CallersAsyncConnection = _adapter(type(tx)).borrow_async(tx, schema=schema)
+    executor: CallersAsyncConnection = _adapter(tx).borrow_async(tx, schema=schema)
     return executor
 
 
-@cache
-def _adapter(kind: type) -> ModuleType:
+def _adapter(target: Any) -> ModuleType:
+    kind = type(target)
+    known = _known.get(kind)
+    if known is not None:
+        return known
     for ancestor in kind.__mro__:
         package = ancestor.__module__.partition(".")[0]
         if package in _ADAPTERS:
-            return _load(_ADAPTERS[package][0])
+            return _known.setdefault(kind, _load(_ADAPTERS[package][0]))
     raise ConfigurationError(
         f"txbox cannot use a {kind.__module__}.{kind.__qualname__} as a database: pass a URL, a psycopg or asyncpg "
         "pool, an SQLAlchemy Engine or sessionmaker, or the connection or session of your transaction."

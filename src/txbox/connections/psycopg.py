@@ -30,6 +30,7 @@ _COMMIT = Statement("commit", "COMMIT", {})
 _DEALLOCATE = Statement("deallocate", "DEALLOCATE ALL", {})
 _UNPREPARED = (_BEGIN, _COMMIT, _DEALLOCATE)
 _ENDED = (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK)
+_TEXT = 25  # the OID of text
 _DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
 
 
@@ -113,7 +114,9 @@ class _Connections:
                 return waiting
         try:
             if self._pool is None:
-                return PsycopgConnection(psycopg.connect(self._database.conninfo or ""), self._database, None)
+                return PsycopgConnection(
+                    psycopg.connect(self._database.conninfo or ""), self._database, None
+                )
             raw = self._pool.getconn()
         except psycopg.Error as error:
             raise _unreachable(error, self._database) from error
@@ -197,7 +200,9 @@ class _Libpq:
     def _open(self) -> Any:
         """The driver's connection, if statements can still be sent on it."""
         if self.native.closed and not self.native.broken:
-            raise StoreError("The handler closed the connection of its transaction.", fault=Fault.GUARD)
+            raise StoreError(
+                "The handler closed the connection of its transaction.", fault=Fault.GUARD
+            )
         if self.native.closed:
             raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
         return self.native
@@ -280,9 +285,13 @@ class _Libpq:
     def _result(self, result: Any) -> Result:
         rows: Sequence[Any] = ()
         if result.ntuples:
-            transformer = Transformer(self.native)
-            transformer.set_pgresult(result)
-            rows = transformer.load_rows(0, result.ntuples, tuple)
+            if result.nfields == 1 and result.ftype(0) == _TEXT:
+                # the ids that a claim won, on the path of every message
+                rows = [(_text(result.get_value(i, 0)),) for i in range(result.ntuples)]
+            else:
+                transformer = Transformer(self.native)
+                transformer.set_pgresult(result)
+                rows = transformer.load_rows(0, result.ntuples, tuple)
         return Result(rows, result.command_tuples or 0)
 
 
@@ -397,7 +406,9 @@ class AsyncBorrowed:
         try:
             async with self._tx.cursor(row_factory=tuple_row) as cursor:
                 await cursor.execute(sql, [statement.params[name] for name in names])
-                return Result(await cursor.fetchall() if cursor.description else (), cursor.rowcount)
+                return Result(
+                    await cursor.fetchall() if cursor.description else (), cursor.rowcount
+                )
         except psycopg.Error as error:
             raise _translated_or_lost(error, self.dialect) from error
 
@@ -434,7 +445,12 @@ def translated(error: BaseException, own: Dialect) -> StoreError | None:
     # the message of the server may hold row values; its code and constraint never do
     constraint = diag.constraint_name
     text = f"PostgreSQL: {type(error).__name__}" + (f" ({code})" if code else "")
-    return kind(text + (f" on {constraint}" if constraint else ""), fault=fault, code=code, constraint=constraint)
+    return kind(
+        text + (f" on {constraint}" if constraint else ""),
+        fault=fault,
+        code=code,
+        constraint=constraint,
+    )
 
 
 def _translated_or_lost(error: psycopg.Error, own: Dialect) -> StoreError:
@@ -442,7 +458,9 @@ def _translated_or_lost(error: psycopg.Error, own: Dialect) -> StoreError:
 
 
 def _lost(error: psycopg.Error) -> StoreUnavailable:
-    return StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE, code=error.sqlstate)
+    return StoreUnavailable(
+        "The database connection was lost.", fault=Fault.UNAVAILABLE, code=error.sqlstate
+    )
 
 
 def _unreachable(error: Exception, database: PsycopgDatabase) -> StoreUnavailable:
@@ -465,7 +483,9 @@ def _answer(pgconn: Any) -> Generator[Wait, Ready, Any]:
 
 def _synced(pgconn: Any) -> Generator[Wait, Ready, None]:
     result = yield from _next(pgconn)
-    assert result.status == pq.ExecStatus.PIPELINE_SYNC
+    if result is None or result.status != pq.ExecStatus.PIPELINE_SYNC:
+        # a pooler that lost its server says so and hangs up
+        raise psycopg.OperationalError("the connection ended within a pipeline")
 
 
 def _next(pgconn: Any) -> Generator[Wait, Ready, Any]:
@@ -473,6 +493,10 @@ def _next(pgconn: Any) -> Generator[Wait, Ready, Any]:
         yield Wait.R
         pgconn.consume_input()
     return pgconn.get_result()
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
 
 
 def _dumped(values: Sequence[Any]) -> tuple[list[bytes | None], list[pq.Format]]:

@@ -49,7 +49,9 @@ def encode_headers(headers: Headers) -> str | None:
     """Write headers as JSON in ASCII; bytes that are not UTF-8 travel as base64."""
     if not headers:
         return None
-    return json.dumps([[name, _header_out(value)] for name, value in headers], separators=(",", ":"))
+    return json.dumps(
+        [[name, _header_out(value)] for name, value in headers], separators=(",", ":")
+    )
 
 
 def _header_out(value: HeaderValue) -> object:
@@ -104,7 +106,9 @@ class Columns:
         if key_id is None:
             return bytes(payload)
         if self._codec is None:
-            raise ConfigurationError(f"The payload is encoded with key {key_id}: give App(codec=…) that knows it.")
+            raise ConfigurationError(
+                f"The payload is encoded with key {key_id}: give App(codec=…) that knows it."
+            )
         return self._codec.decode(bytes(payload), key_id)
 
     def slim(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:

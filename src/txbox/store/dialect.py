@@ -95,14 +95,19 @@ class Dialect:
 
 @lru_cache(maxsize=512)
 def _expanded(sql: str, count: int) -> str:
-    def repeat(region: re.Match[str]) -> str:
-        text = region[1]
-        return ", ".join(
-            _TOKEN.sub(lambda t: f":{t[1]}.{i}" if t[1] and t[1].startswith("rows.") else t[0], text)
-            for i in range(count)
-        )
+    return _REGION.sub(
+        lambda region: ", ".join(_numbered(region[1], index) for index in range(count)), sql
+    )
 
-    return _REGION.sub(repeat, sql)
+
+def _numbered(text: str, index: int) -> str:
+    """Give the row parameters of one repetition their row's number."""
+    return _TOKEN.sub(
+        lambda found: (
+            f":{found[1]}.{index}" if found[1] and found[1].startswith("rows.") else found[0]
+        ),
+        text,
+    )
 
 
 @lru_cache(maxsize=2048)
@@ -117,7 +122,11 @@ def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
     def rewrite(token: re.Match[str]) -> str:
         name = token[1]
         if name is None:
-            return "" if token[0].startswith("--") else token[0].replace("%", "%%" if style == "format" else "%")
+            return (
+                ""
+                if token[0].startswith("--")
+                else token[0].replace("%", "%%" if style == "format" else "%")
+            )
         if style == "numeric":
             if name not in names:
                 names.append(name)
@@ -128,7 +137,7 @@ def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
     text = _TOKEN.sub(rewrite, sql)
     if style == "format":
         # a lone % outside of strings (the modulo operator) would be read as a placeholder
-        text = re.sub(r"%(?![%s])", "%%", text)
+        text = re.sub(r"%%|%(?!s)", "%%", text)
     return re.sub(r"\n\s*\n", "\n", text).strip(), tuple(names)
 
 
@@ -163,7 +172,9 @@ def dialect(name: str, schema: str | None = None) -> Dialect:
     queries = parse_queries(files("txbox.store").joinpath(f"{name}.sql").read_text())
     if schema is not None:
         if name != "postgresql":
-            raise ConfigurationError("schema= is for PostgreSQL only: leave it out for this database.")
+            raise ConfigurationError(
+                "schema= is for PostgreSQL only: leave it out for this database."
+            )
         if not _SCHEMA.fullmatch(schema):
             raise ConfigurationError(
                 f"The schema {schema!r} is no plain lower-case identifier: use letters, digits and underscores."
@@ -181,9 +192,27 @@ def as_time(value: Any) -> datetime | None:
 
 
 _CAPABILITIES: dict[str, dict[str, bool]] = {
-    "postgresql": {"arrays": True, "returning": True, "refuses_commit": True, "claim_bounds_wait": True, "transactional_ddl": True},
-    "mysql": {"arrays": False, "returning": False, "refuses_commit": False, "claim_bounds_wait": False, "transactional_ddl": False},
-    "sqlite": {"arrays": False, "returning": True, "refuses_commit": True, "claim_bounds_wait": True, "transactional_ddl": True},
+    "postgresql": {
+        "arrays": True,
+        "returning": True,
+        "refuses_commit": True,
+        "claim_bounds_wait": True,
+        "transactional_ddl": True,
+    },
+    "mysql": {
+        "arrays": False,
+        "returning": False,
+        "refuses_commit": False,
+        "claim_bounds_wait": False,
+        "transactional_ddl": False,
+    },
+    "sqlite": {
+        "arrays": False,
+        "returning": True,
+        "refuses_commit": True,
+        "claim_bounds_wait": True,
+        "transactional_ddl": True,
+    },
 }
 
 _FAULTS: dict[str, dict[str, Fault]] = {
@@ -262,7 +291,8 @@ _FAULTS: dict[str, dict[str, Fault]] = {
         "SQLITE_CONSTRAINT_UNIQUE": Fault.DUPLICATE,
         "SQLITE_CONSTRAINT_PRIMARYKEY": Fault.DUPLICATE,
         "SQLITE_CONSTRAINT_ROWID": Fault.DUPLICATE,
-        "SQLITE_CONSTRAINT_FOREIGNKEY": Fault.OTHER,
+        # what close fails with
+        "SQLITE_MISMATCH": Fault.GUARD,
         "SQLITE_FULL": Fault.UNAVAILABLE,
         "SQLITE_CANTOPEN": Fault.UNAVAILABLE,
         "SQLITE_READONLY": Fault.UNAVAILABLE,

@@ -71,20 +71,37 @@ class InboxStore:
         self.columns = columns
 
     def claim(
-        self, consumer: str, arrivals: Sequence[Arrival], *, token: str, lock_timeout: timedelta, idle_s: float, keep: bool
+        self,
+        consumer: str,
+        arrivals: Sequence[Arrival],
+        *,
+        token: str,
+        lock_timeout: timedelta,
+        idle_s: float,
+        keep: bool,
     ) -> tuple[Statement, ...]:
         """Statements that claim ids (sorted by the caller, each once) and arm the guard with `token`."""
         params = {**self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
         if keep:
             claim = self.dialect.statement(
-                "claim_kept", {**params, "key_id": self.columns.key_id}, self.columns.whole(arrivals)
+                "claim_kept",
+                {**params, "key_id": self.columns.key_id},
+                self.columns.whole(arrivals),
             )
         else:
             claim = self.dialect.statement("claim", params, self.columns.slim(arrivals))
         return self._bounded(claim, token, lock_timeout)
 
     def claim_leased(
-        self, consumer: str, ids: Sequence[str], *, token: str, lease: str, lock_timeout: timedelta, idle_s: float, keep: bool
+        self,
+        consumer: str,
+        ids: Sequence[str],
+        *,
+        token: str,
+        lease: str,
+        lock_timeout: timedelta,
+        idle_s: float,
+        keep: bool,
     ) -> tuple[Statement, ...]:
         """As `claim`, for rows leased under `lease`: the fence."""
         params = {
@@ -94,7 +111,13 @@ class InboxStore:
         return self._bounded(claim, token, lock_timeout)
 
     def claim_replay(
-        self, consumer: str, ids: Sequence[str], *, token: str, lock_timeout: timedelta, idle_s: float
+        self,
+        consumer: str,
+        ids: Sequence[str],
+        *,
+        token: str,
+        lock_timeout: timedelta,
+        idle_s: float,
     ) -> tuple[Statement, ...]:
         """As `claim`, for processed rows that an operator replays."""
         params = {**self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
@@ -107,7 +130,9 @@ class InboxStore:
             "idle_ms": str(max(1, int(idle_s * 1000))),
         }
 
-    def _bounded(self, claim: Statement, token: str, lock_timeout: timedelta) -> tuple[Statement, ...]:
+    def _bounded(
+        self, claim: Statement, token: str, lock_timeout: timedelta
+    ) -> tuple[Statement, ...]:
         own = self.dialect
         statements = [claim]
         if not own.claim_bounds_wait:
@@ -120,7 +145,8 @@ class InboxStore:
 
     def bound_lock_timeout(self, lock_timeout: timedelta) -> Statement:
         return self.dialect.statement(
-            "bound_lock_timeout", {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))}
+            "bound_lock_timeout",
+            {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))},
         )
 
     def claimed(self, statements: Sequence[Statement], results: Sequence[Any]) -> set[str] | None:
@@ -136,7 +162,9 @@ class InboxStore:
         """Read the rows under these ids; an id that is missing has no row."""
         if not ids:
             return {}
-        result = yield self.dialect.statement("classify", {"consumer": consumer}, {"message_id": ids})
+        result = yield self.dialect.statement(
+            "classify", {"consumer": consumer}, {"message_id": ids}
+        )
         return {
             row[0]: Existing(
                 status=row[1],
@@ -195,7 +223,9 @@ class InboxStore:
             "error": self.columns.error(failure.error),
             "fingerprint": failure.fingerprint,
             "final": failure.final,
-            "delay_s": retry.delay_s(message.attempt) if failure.delay_s is None else failure.delay_s,
+            "delay_s": retry.delay_s(message.attempt)
+            if failure.delay_s is None
+            else failure.delay_s,
             "max_attempts": retry.max_attempts,
             "max_age_s": retry.max_age.total_seconds() if retry.max_age else _NO_AGE_S,
             "token": token,
@@ -219,7 +249,13 @@ class InboxStore:
         return row
 
     def attempt(
-        self, consumer: str, arrival: Arrival, failure: Failure, *, status: str, attempt: int | None = None
+        self,
+        consumer: str,
+        arrival: Arrival,
+        failure: Failure,
+        *,
+        status: str,
+        attempt: int | None = None,
     ) -> Statement:
         """The statement that adds an attempt to a message's history."""
         return self.dialect.statement(
@@ -249,7 +285,14 @@ class InboxStore:
         )
 
     def quarantine(
-        self, consumer: str, message: Message[Any], *, message_id: str, hashed: bytes, reason: str, payload_limit: int
+        self,
+        consumer: str,
+        message: Message[Any],
+        *,
+        message_id: str,
+        hashed: bytes,
+        reason: str,
+        payload_limit: int,
     ) -> Statement:
         """The statement that sets a message aside; the same one again only counts up."""
         content = self.columns.content(message)
@@ -317,21 +360,32 @@ class InboxStore:
         yield Begin()
         result = yield self.dialect.statement(
             "lease",
-            {"consumer": consumer, "token": token, "limit": limit, "lease_s": lease_s, "suspect": suspect},
+            {
+                "consumer": consumer,
+                "token": token,
+                "limit": limit,
+                "lease_s": lease_s,
+                "suspect": suspect,
+            },
         )
         return (yield from self._taken(consumer, result.rows, token, lease_s))
 
-    def lease_one(self, consumer: str, message_id: str, *, token: str, lease: Lease) -> Steps[Leased | None]:
+    def lease_one(
+        self, consumer: str, message_id: str, *, token: str, lease: Lease
+    ) -> Steps[Leased | None]:
         """Lease one row that is due, in a transaction of its own."""
         lease_s = lease.duration.total_seconds()
         yield Begin()
         result = yield self.dialect.statement(
-            "lease_one", {"consumer": consumer, "message_id": message_id, "token": token, "lease_s": lease_s}
+            "lease_one",
+            {"consumer": consumer, "message_id": message_id, "token": token, "lease_s": lease_s},
         )
         taken = yield from self._taken(consumer, result.rows, token, lease_s)
         return taken[0] if taken else None
 
-    def _taken(self, consumer: str, rows: Sequence[Any], token: str, lease_s: float) -> Steps[list[Leased]]:
+    def _taken(
+        self, consumer: str, rows: Sequence[Any], token: str, lease_s: float
+    ) -> Steps[list[Leased]]:
         if not rows:
             yield Rollback()
             return []
@@ -341,11 +395,15 @@ class InboxStore:
                 {"consumer": consumer, "token": token, "lease_s": lease_s},
                 {"message_id": [row[0] for row in rows]},
             )
-        leased = sorted((self.columns.arrival(consumer, row) for row in rows), key=lambda own: own.number)
+        leased = sorted(
+            (self.columns.arrival(consumer, row) for row in rows), key=lambda own: own.number
+        )
         yield Commit()
         return leased
 
-    def heartbeat(self, consumer: str, ids: Sequence[str], *, token: str, lease: Lease) -> Steps[int]:
+    def heartbeat(
+        self, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
+    ) -> Steps[int]:
         """Extend a lease; returns how many rows were extended (those in a handler's transaction are skipped)."""
         yield Begin()
         result = yield self.dialect.statement(
@@ -356,11 +414,15 @@ class InboxStore:
         yield Commit()
         return int(result.count)
 
-    def release(self, consumer: str, ids: Sequence[str], *, token: str, delay_s: float) -> Steps[int]:
+    def release(
+        self, consumer: str, ids: Sequence[str], *, token: str, delay_s: float
+    ) -> Steps[int]:
         """Give leased rows back without an attempt, fenced; waits for a commit in flight, then matches nothing."""
         yield Begin()
         result = yield self.dialect.statement(
-            "release", {"consumer": consumer, "token": token, "delay_s": delay_s}, {"message_id": ids}
+            "release",
+            {"consumer": consumer, "token": token, "delay_s": delay_s},
+            {"message_id": ids},
         )
         yield Commit()
         return int(result.count)
@@ -370,7 +432,9 @@ class InboxStore:
         own = self.dialect
         yield Begin()
         rescued: list[Rescued] = []
-        rows = list((yield own.statement("rescue", self._rescue_params(consumer, max_starts, limit))).rows)
+        rows = list(
+            (yield own.statement("rescue", self._rescue_params(consumer, max_starts, limit))).rows
+        )
         if rows and own.has("rescue_take"):
             yield own.statement(
                 "rescue_take",
@@ -378,7 +442,9 @@ class InboxStore:
                 {"consumer": [row[0] for row in rows], "message_id": [row[1] for row in rows]},
             )
         for row in rows:
-            rescued.append(Rescued(row[0], row[1], row[2], row[3], row[4] == "dead", row[6], row[7]))
+            rescued.append(
+                Rescued(row[0], row[1], row[2], row[3], row[4] == "dead", row[6], row[7])
+            )
             yield own.statement(
                 "record_attempt",
                 {

@@ -74,7 +74,9 @@ def check(own: Dialect) -> Steps[SchemaState]:
     state = yield from read_state(own)
     if state.version is None:
         yield Rollback()
-        raise SchemaError("The txbox tables are missing: run `txbox init`, or apply the output of `txbox schema print`.")
+        raise SchemaError(
+            "The txbox tables are missing: run `txbox init`, or apply the output of `txbox schema print`."
+        )
     if state.version < OLDEST_USABLE:
         yield Rollback()
         raise SchemaError(
@@ -120,8 +122,6 @@ def apply(own: Dialect, schema: str | None) -> Steps[tuple[int, int]]:
     return before, max(before, VERSION)
 
 
-
-
 def grants(own: Dialect) -> dict[str, str]:
     """Return the rights that each role needs, as SQL with `<role>` to fill in."""
     if own.name == "sqlite":
@@ -152,7 +152,13 @@ def grants(own: Dialect) -> dict[str, str]:
         ],
         "readonly": [
             ("SELECT", table)
-            for table in ("txbox_status", "txbox_dead_letters", "txbox_inbox", "txbox_attempt", "txbox_schema")
+            for table in (
+                "txbox_status",
+                "txbox_dead_letters",
+                "txbox_inbox",
+                "txbox_attempt",
+                "txbox_schema",
+            )
         ],
     }
     return {
