@@ -1,0 +1,330 @@
+"""The operator's verbs: look at the inbox, and retry, discard or replay messages, each change audited."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from txbox.connections import open_database
+from txbox.connections.base import Database
+from txbox.errors import ConfigurationError
+from txbox.events import Events, RowsChanged
+from txbox.failure import BROKEN
+from txbox.handlers import Handler, Handlers
+from txbox.outcome import Status
+from txbox.policy import Lease, Limits
+from txbox.protocol import InboxProtocol
+from txbox.replay import Application, Progress, Replay, Replayed, ReplayFailure, again
+from txbox.steps import Steps, drive, drive_async
+from txbox.store import schema as tables
+from txbox.store.codec import Columns
+from txbox.store.dialect import dialect
+from txbox.store.inbox import InboxStore
+from txbox.store.rows import (
+    Audit,
+    Change,
+    ChangedBatch,
+    ConsumerStatus,
+    InboxRows,
+    ListedMessage,
+    QuarantinedMessage,
+    RecordedAttempt,
+    RowFilter,
+    ShownMessage,
+)
+
+T = TypeVar("T")
+
+_BATCH = 500
+
+_CHANGEABLE: dict[Change, tuple[str, ...]] = {
+    "retry": (Status.DEAD, Status.FAILED),
+    "discard": (Status.DEAD, Status.FAILED, Status.PENDING),
+}
+
+__all__ = [
+    "Admin",
+    "Changed",
+    "ConsumerStatus",
+    "ListedMessage",
+    "QuarantinedMessage",
+    "RecordedAttempt",
+    "ReplayFailure",
+    "Replayed",
+    "RowFilter",
+    "ShownMessage",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """What a retry or discard did, or in a dry run would do.
+
+    Attributes:
+        count: rows changed.
+        spared: rows left alone because their transaction was broken; see `Admin.retry`.
+        sample: the first of the changed rows, as (consumer, message id).
+    """
+
+    action: Change
+    dry_run: bool
+    count: int
+    spared: int
+    sample: tuple[tuple[str, str], ...]
+
+
+class Admin:
+    """The operator's view of one inbox.
+
+    Args:
+        target: an App; or a database URL, pool or engine, which is enough for everything but `replay`.
+        schema: with a database: the PostgreSQL schema of the tables.
+
+    Nothing connects before the first verb. A verb may be called from any thread, but not inside a
+    running event loop: use `asyncio.to_thread` there.
+    """
+
+    def __init__(self, target: Any, *, schema: str | None = None) -> None:
+        if hasattr(target, "protocol") and hasattr(target, "handlers"):
+            self._app = cast("Application", target)
+            self._owned = False
+        else:
+            self._app = _Bare(open_database(target, schema=schema))
+            self._owned = True
+        self._rows = InboxRows(self._app.store)
+        self._runner: asyncio.Runner | None = None
+        self._checked = False
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def status(self) -> Sequence[ConsumerStatus]:
+        """Count every consumer's rows; its cost grows with the table."""
+        return self._drive(self._rows.status())
+
+    def list(
+        self, where: RowFilter | None = None, *, limit: int = 50, before: int | None = None
+    ) -> Sequence[ListedMessage]:
+        """Read messages, newest first.
+
+        Args:
+            before: the `arrival` of the last message of the page before.
+        """
+        return self._drive(self._rows.page(where or RowFilter(), limit=limit, before=before))
+
+    def show(
+        self, consumer: str, message_id: str, *, reveal: bool = False
+    ) -> tuple[ShownMessage | None, Sequence[QuarantinedMessage]]:
+        """Read one message with its attempts, and what is quarantined under its id.
+
+        Args:
+            reveal: include payload and header values, which may be personal or secret.
+        """
+        return self._drive(self._rows.shown(consumer, message_id, reveal=reveal))
+
+    def quarantined(
+        self, consumer: str | None = None, *, limit: int = 50
+    ) -> Sequence[QuarantinedMessage]:
+        """Read the latest messages that were set aside."""
+        return self._drive(self._rows.quarantined(consumer, limit=limit))
+
+    # -- changing -----------------------------------------------------------------------------
+
+    def retry(
+        self,
+        where: RowFilter,
+        *,
+        actor: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> Changed:
+        """Give messages a full new budget of attempts, due at once.
+
+        A filter means dead messages unless it names the status `failed`; with a message id it means
+        both. Rows of a broken transaction (their effects are unknown) are left alone unless the filter
+        names the message id or that error type.
+
+        Guarantee: batches are small transactions with their audit row, and never wait for live traffic.
+        """
+        audit = None if dry_run else _audit(actor, reason)
+        return self._change("retry", where, audit, progress)
+
+    def discard(
+        self,
+        where: RowFilter,
+        *,
+        actor: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> Changed:
+        """Give messages up for good: they never run, and a copy that arrives later is a duplicate.
+
+        A filter means dead messages unless it names the status `failed` or `pending`; with a message
+        id it means all three. The guarantee is that of `retry`.
+        """
+        audit = None if dry_run else _audit(actor, reason)
+        return self._change("discard", where, audit, progress)
+
+    def _change(
+        self, action: Change, where: RowFilter, audit: Audit | None, progress: Progress | None
+    ) -> Changed:
+        sample: tuple[tuple[str, str], ...] = ()
+        count = spared = 0
+        named = where.message_id is not None or where.error_type == BROKEN.error_type
+        left_alone = BROKEN.error_type if action == "retry" and not named else None
+        for pair in _status_pairs(action, where):
+            after: int | None = -1
+            while after is not None:
+                batch: ChangedBatch = self._drive(
+                    again(
+                        self._rows.change, action, where, pair, audit,
+                        spared=left_alone, after=after, limit=_BATCH,
+                    )
+                )  # fmt: skip
+                count += len(batch.rows)
+                spared += batch.skipped
+                sample = (*sample, *batch.rows[: 10 - len(sample)])
+                after = batch.next_after
+                if progress is not None:
+                    progress(count)
+        if audit is not None:
+            self._changed(action, count, audit)
+        return Changed(
+            action=action, dry_run=audit is None, count=count, spared=spared, sample=sample
+        )
+
+    def replay(
+        self,
+        where: RowFilter,
+        *,
+        as_consumer: str | None = None,
+        actor: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> Replayed:
+        """Run processed messages through their handler once more, or feed them to another consumer.
+
+        Only messages whose payload was kept are met, in arrival order, and none that arrived after
+        the start. The filter takes consumer (required), message_id, topic, type and key; with
+        `as_consumer` also status.
+
+        Args:
+            as_consumer: store the messages as pending rows of this consumer instead of running them.
+
+        Raises:
+            ConfigurationError: no consumer, a filter that a replay does not know, or no handler.
+
+        Guarantee: a replay that fails leaves its row `processed` and its effects undone. Each batch is
+            announced in `txbox_audit` before it runs; with `as_consumer` it is one commit with its rows.
+        """
+        audit = None if dry_run else _audit(actor, reason)
+        replay = Replay(self._app, self._rows, self._drive, self._run)
+        done = replay.run(where, as_consumer, audit, progress)
+        if audit is not None:
+            self._changed("replay", done.processed + done.stored, audit)
+        return done
+
+    # -- how it runs --------------------------------------------------------------------------
+
+    def _changed(self, action: str, rows: int, audit: Audit) -> None:
+        if self._app.events:
+            self._app.events.emit(RowsChanged(action=action, rows=rows, actor=audit.actor))
+
+    def _drive(self, steps: Steps[T]) -> T:
+        database = self._app.database
+        if not self._checked:
+            self._checked = True
+            try:
+                self._drive(self._app.check_schema())
+            except BaseException:
+                self._checked = False
+                raise
+        if database.sync is not None:
+            return drive(database.sync, steps)
+        assert database.asynchronous is not None
+        return self._loop().run(drive_async(database.asynchronous, steps))
+
+    def _run(self, handler: Handler, steps: Steps[T]) -> T:
+        if not handler.is_async:
+            return self._drive(steps)
+        assert self._app.database.asynchronous is not None  # the handler was registered with it
+        return self._loop().run(drive_async(self._app.database.asynchronous, steps))
+
+    def _loop(self) -> asyncio.Runner:
+        # one loop for all verbs: an async connection belongs to the loop that opened it
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner
+
+    def close(self) -> None:
+        """Close what this Admin opened itself; an App that was passed stays open."""
+        if self._owned:
+            self._app.database.close()
+        if self._runner is not None:
+            if self._owned:
+                self._runner.run(self._app.database.close_async())
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Bare:
+    """A database without an App around it."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.handlers = Handlers()
+        self.events = Events()
+        self.limits = Limits()
+        self.store = InboxStore(database.dialect, Columns())
+        self.protocol = InboxProtocol(self.store, self.events, self.limits, Lease())
+
+    def check_schema(self) -> Steps[None]:
+        state = yield from tables.check(self.store.dialect)
+        if state.schema is not None:
+            self.store.dialect = dialect(self.store.dialect.name, state.schema)
+
+
+def _audit(actor: str | None, reason: str | None) -> Audit:
+    return Audit(actor=actor or default_actor(), reason=reason)
+
+
+def default_actor() -> str:
+    """The login name and the host, as `txbox_audit` records them."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # a container's user id may have no name
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _status_pairs(action: Change, where: RowFilter) -> list[tuple[str, str]]:
+    """The statuses to change, two a pass."""
+    allowed = _CHANGEABLE[action]
+    if where.status is not None:
+        if where.status not in allowed:
+            raise ConfigurationError(
+                f"The status {where.status!r} cannot be changed by {action}: use {' or '.join(allowed)}."
+            )
+        return [(where.status, where.status)]
+    if where.message_id is None:
+        return [(Status.DEAD, Status.DEAD)]
+    return [(allowed[0], allowed[1]), *((own, own) for own in allowed[2:])]
