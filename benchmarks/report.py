@@ -23,8 +23,8 @@ is the **ratio**, measured in one run with the contenders taking turns, on Postg
 The workload is "order paid": distinct messages plus 10 % duplicates interleaved, 200 bytes of JSON each; the handler
 does one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one
 connection: BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT, COMMIT, without guard, payload hash,
-retries or events. Every round is verified: orders, balances and inbox rows are compared with the workload, and **lost** and
-**doubled** stand beside every rate.
+retries or events. Every round is verified: orders, balances and inbox rows are compared with the workload, and **lost**
+and **doubled** stand beside every rate.
 """
 
 
@@ -79,9 +79,9 @@ def _section(result: dict[str, Any], path: Path) -> list[str]:
     machine, versions, server = result["machine"], result["versions"], result["server"]
     changes = " with uncommitted changes" if result["uncommitted_changes"] else ""
     method = (
-        f"Method: {result['method']}. Machine: {machine['cores']} cores of {machine['cpu']}, {machine['memory_gb']} GB, "
-        f"Linux {machine['kernel']}; PostgreSQL {server['server_version']}, Python {versions['python']}, "
-        f"psycopg {versions['psycopg']} ({versions['psycopg_implementation']}). "
+        f"Method: {result['method']}. Machine: {machine['cores']} cores of {machine['cpu']}, "
+        f"{machine['memory_gb']} GB, Linux {machine['kernel']}; PostgreSQL {server['server_version']}, "
+        f"Python {versions['python']}, psycopg {versions['psycopg']} ({versions['psycopg_implementation']}). "
         f"{result['date'][:10]}, commit `{result['commit'][:12]}`{changes}. "
         f"All rounds: [{path.name}](../benchmarks/results/{path.name})."
     )

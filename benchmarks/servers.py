@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ SERVER = "postgresql-durable"
 
 
 @contextmanager
-def fresh_database(purpose: str) -> Iterator[str]:
+def fresh_database(purpose: str) -> Generator[str]:
     """The URL of a new database, dropped at the end.
 
     Raises:

@@ -1,0 +1,91 @@
+"""The demo shows what it claims to show, with small numbers: it is never told the result."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from txbox.demo.business import build_stream, create_tables
+from txbox.demo.verdict import judge
+
+
+def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "txbox.cli", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_demo_kills_both_and_only_the_naive_books_are_wrong(tmp_path: Path) -> None:
+    small = ("--payments", "80", "--kills", "3", "--seconds", "5", "--seed", "7")
+    done = _demo(*small, "--json", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    naive, txbox = result["naive"], result["txbox"]
+    assert naive["kills"] >= 3
+    assert txbox["kills"] >= 3
+    assert txbox["right"]
+    assert txbox["dead"] == ["pay-0026"]
+    assert txbox["duplicates"] == result["deliveries"] - result["payments"]
+    assert not naive["right"]
+    assert naive["payments_doubled"] >= result["deliveries"] - result["payments"] - 1
+    assert naive["payments_doubled_by_crashes"] >= 1
+    assert (tmp_path / "txbox.db").exists()
+
+
+@pytest.mark.slow
+def test_the_demo_prints_plain_lines_and_how_to_look_further_when_there_is_no_terminal() -> None:
+    done = _demo("--payments", "20", "--kills", "1", "--seconds", "1", "--no-keep")
+    assert done.returncode == 0, done.stderr
+    assert "txbox: every customer was charged once." in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_directory_with_files_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    done = _demo("--dir", str(tmp_path))
+    assert done.returncode == 2
+    assert "is not empty" in done.stderr
+
+
+def test_the_verdict_finds_doubled_and_lost_payments(tmp_path: Path) -> None:
+    stream = build_stream(30, duplicates=0.2, seed=1)
+    database = tmp_path / "books.db"
+    twice, lost, *rest = stream.payments.items()
+    with sqlite3.connect(database) as books:
+        create_tables(books)
+        for own_id, (customer, amount) in (twice, twice, *rest):
+            books.execute(
+                "UPDATE account SET charged = charged + ? WHERE customer = ?", (amount, customer)
+            )
+            books.execute(
+                "INSERT INTO payment (id, customer, amount) VALUES (?, ?, ?)",
+                (own_id, customer, amount),
+            )
+    books.close()
+    verdict = judge(database, stream)
+    assert not verdict.right
+    assert verdict.payments_doubled == 1
+    assert verdict.payments_lost == 1
+    assert verdict.amount_too_much - verdict.amount_too_little == twice[1][1] - lost[1][1]
+
+
+def test_a_stream_has_duplicates_failures_and_one_poison_message() -> None:
+    stream = build_stream(400, duplicates=0.1, seed=3)
+    assert len(stream.deliveries) == 440
+    assert len(stream.poison) == 1
+    assert len(stream.payments) == 399
+    assert (
+        sum(b"flaky" in own.payload for own in {own.id: own for own in stream.deliveries}.values())
+        == 10
+    )
