@@ -1,0 +1,126 @@
+"""The tables of a run: every point and what came of it, and which wrong consumer was caught by what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tests.crash.mutants import CONSUMERS, MUTANTS
+from tests.crash.runs import Ended
+
+
+@dataclass(frozen=True)
+class Swept:
+    """All cases of one consumer on one database."""
+
+    database: str
+    mode: str
+    consumer: str
+    ended: Sequence[Ended]
+    took_s: float
+
+    @property
+    def kills(self) -> int:
+        return sum(own.killed for own in self.ended)
+
+    @property
+    def wrong(self) -> Counter[str]:
+        return Counter(name for own in self.ended for name in own.checked.wrong)
+
+
+class Report:
+    """Collects sweeps until the end of the run."""
+
+    def __init__(self) -> None:
+        self._swept: list[Swept] = []
+
+    def add(
+        self, database: str, mode: str, consumer: str, ended: Sequence[Ended], took_s: float
+    ) -> None:
+        self._swept.append(Swept(database, mode, consumer, ended, took_s))
+
+    def lines(self, *, full: bool) -> Iterator[str]:
+        """The tables as text; `full` adds a line for every point."""
+        real = [own for own in self._swept if own.consumer == "txbox"]
+        if real:
+            yield ""
+            yield "crash sweep: kill -9 at every point, redelivery, then the invariants"
+            if full:
+                yield from _points(real)
+            yield from _summary(real)
+        wrong = [own for own in self._swept if own.consumer in MUTANTS]
+        if wrong:
+            yield ""
+            yield "wrong consumers, and the real one put through the same"
+            yield from self._mutants(wrong)
+
+    def _mutants(self, wrong: Sequence[Swept]) -> Iterator[str]:
+        yield f"  {'consumer':<38} {'database':<11} {'cases':>5} {'caught':>6}  by"
+        for own in wrong:
+            caught = sum(bool(case.checked.wrong) for case in own.ended)
+            by = ", ".join(f"{name} x{count}" for name, count in own.wrong.most_common())
+            title = CONSUMERS[own.consumer].title
+            yield f"  {title:<38} {own.database:<11} {len(own.ended):>5} {caught:>6}  {by or 'NOT CAUGHT'}"
+            if caught and own.kills:
+                where = [f"{e.case.point}#{e.case.nth}" for e in own.ended if e.checked.wrong]
+                yield f"  {'':<63} at {', '.join(where)}"
+            mode, sound = MUTANTS[own.consumer]
+            for control in self._swept:
+                if (control.consumer, control.database, control.mode) == (
+                    sound,
+                    own.database,
+                    mode,
+                ):
+                    bad = sum(bool(case.checked.wrong) for case in control.ended)
+                    ends = ", ".join(
+                        sorted(
+                            {
+                                f"{e.checked.status}, {e.checked.effects} effects"
+                                for e in control.ended
+                            }
+                        )
+                    )
+                    yield (
+                        f"    {CONSUMERS[sound].title:<36} {own.database:<11} {len(control.ended):>5} {bad:>6}  {ends}"
+                    )
+
+
+def _points(real: Sequence[Swept]) -> Iterator[str]:
+    for mode in dict.fromkeys(own.mode for own in real):
+        columns = [own for own in real if own.mode == mode]
+        yield ""
+        yield f"  {mode + ': point':<32}" + "".join(f"{own.database:>14}" for own in columns)
+        points = list(dict.fromkeys(e.case.point for own in columns for e in own.ended))
+        for point in points:
+            yield f"  {point:<32}" + "".join(f"{_cell(own, point):>14}" for own in columns)
+
+
+def _cell(own: Swept, point: str | None) -> str:
+    here = [ended for ended in own.ended if ended.case.point == point]
+    if not here:
+        return "-"
+    bad = sorted({name for ended in here for name in ended.checked.wrong})
+    missed = sum(not ended.killed for ended in here)
+    return (
+        ", ".join(bad) if bad else f"{len(here)} ok" + (f" ({missed} unpassed)" if missed else "")
+    )
+
+
+def _summary(real: Sequence[Swept]) -> Iterator[str]:
+    yield ""
+    yield (
+        f"  {'mode':<9} {'database':<11} {'points':>6} {'cases':>6} {'kills':>6} {'effects':>8}"
+        f" {'lost':>5} {'doubled':>8} {'wrong':>6} {'seconds':>8}"
+    )
+    for own in real:
+        effects = sum(ended.checked.effects for ended in own.ended)
+        yield (
+            f"  {own.mode:<9} {own.database:<11} {len({e.case.point for e in own.ended}):>6} {len(own.ended):>6}"
+            f" {own.kills:>6} {effects:>8} {own.wrong['I2 lost']:>5} {own.wrong['I1 doubled']:>8}"
+            f" {sum(bool(e.checked.wrong) for e in own.ended):>6} {own.took_s:>8.1f}"
+        )
+
+
+#: of this test session
+REPORT = Report()

@@ -1,0 +1,142 @@
+"""The service whose worker is killed: a bank that books one payment per message, and a broker made of one file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.databases import Raw
+from txbox import App, Lease, Message, RetryPolicy
+from txbox.steps import at
+from txbox.testing import drain
+
+Mode = Literal["inline", "retried", "stored"]
+MODES: tuple[Mode, ...] = ("inline", "retried", "stored")
+
+TABLES = (
+    "CREATE TABLE ledger (consumer varchar(99) NOT NULL, message_id varchar(99) NOT NULL, amount integer NOT NULL)",
+    "CREATE TABLE account (name varchar(99) NOT NULL PRIMARY KEY, balance integer NOT NULL)",
+    "CREATE TABLE seen (consumer varchar(99), message_id varchar(99), PRIMARY KEY (consumer, message_id))",
+)
+AMOUNT = 7
+LEASE_S = 0.4
+MAX_ATTEMPTS = 5
+_QUIET_WITHIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One message for one worker.
+
+    Args:
+        consumer: a name that no other job has: jobs share tables and meet in no row.
+        journal: the file in which the broker and the worker keep what happened, synced line by line.
+    """
+
+    url: str
+    mode: Mode
+    consumer: str
+    journal: str
+
+    @property
+    def message(self) -> Message[Any]:
+        return Message(id=f"payment-{self.consumer}", topic="payments", payload=b'{"amount": 7}')
+
+    def note(self, line: str) -> None:
+        """Write a line that survives this process."""
+        descriptor = os.open(self.journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, f"{line}\n".encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def notes(self) -> list[str]:
+        path = Path(self.journal)
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def acked(self) -> bool:
+        return "acked" in self.notes()
+
+
+def execute(tx: Any, sql: str, *params: object) -> None:
+    """Run a statement on the transaction object of any driver."""
+    cursor = tx.cursor()
+    try:
+        cursor.execute(
+            sql if type(tx).__module__.startswith("sqlite3") else sql.replace("?", "%s"), params
+        )
+    finally:
+        cursor.close()
+
+
+def book(job: Job, tx: Any) -> None:
+    """The business: two writes that belong together."""
+    execute(
+        tx, "INSERT INTO ledger (consumer, message_id, amount) VALUES (?, ?, ?)",
+        job.consumer, job.message.id, AMOUNT,
+    )  # fmt: skip
+    at("between:writes")
+    execute(tx, "UPDATE account SET balance = balance + ? WHERE name = ?", AMOUNT, job.consumer)
+
+
+def service(job: Job, handle: Callable[[Message[Any], Any], None] | None = None) -> App:
+    """The app of a job; `retried` fails the first recorded attempt, after its writes."""
+    app = App(job.url, lease=Lease(duration=timedelta(seconds=LEASE_S)))
+    retry = RetryPolicy(max_attempts=MAX_ATTEMPTS, base=timedelta(0))
+    mode: Literal["inline", "stored"] = "stored" if job.mode == "stored" else "inline"
+
+    def take_payment(message: Message[Any], tx: Any) -> None:
+        book(job, tx)
+        if job.mode == "retried" and message.attempt == 1:
+            raise ValueError("the first attempt fails")
+
+    app.handler("payments", consumer=job.consumer, retry=retry, mode=mode)(handle or take_payment)
+    return app
+
+
+def receive(app: App, job: Job) -> None:
+    """Take the delivery from the broker unless it was acknowledged, and acknowledge it."""
+    if job.acked:
+        return
+    at("received")
+    outcome = app.process(job.message)
+    job.note(f"outcome {outcome}")
+    if outcome.settles:
+        acknowledge(job)
+
+
+def acknowledge(job: Job) -> None:
+    at("before:ack")
+    job.note("acked")
+    at("after:ack")
+
+
+def work_until_quiet(app: App, job: Job) -> None:
+    """Run the table's work, rescue included, until no row of the job is unfinished.
+
+    Raises:
+        TimeoutError: something is stuck.
+    """
+    deadline = time.monotonic() + _QUIET_WITHIN_S
+    while True:
+        for outcome in drain(app):
+            job.note(f"outcome {outcome}")
+        # the tests' own view: it passes no crash point
+        with Raw(job.url) as raw:
+            unfinished = raw.value(
+                "SELECT count(*) FROM txbox_inbox WHERE consumer = ?"
+                " AND status IN ('pending', 'processing', 'failed')",
+                (job.consumer,),
+            )
+        if not unfinished:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{job.consumer} is not quiet after {_QUIET_WITHIN_S:g} s")
+        time.sleep(0.02)

@@ -1,0 +1,55 @@
+"""The crash sweep: whatever statement boundary the worker dies at, the effect is there exactly once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.crash.conftest import Sweep
+from tests.crash.mutants import MUTANTS
+from tests.crash.service import MODES, Mode
+from tests.databases import Database
+
+# what every sweep must at least have met, whatever a database passes besides
+_ALWAYS = {
+    "received", "before:begin", "after:begin", "after:claim", "before:handler", "between:writes", "after:handler",
+    "before:commit", "before:close", "after:commit", "before:ack", "after:ack",
+}  # fmt: skip
+_ALSO: dict[Mode, set[str]] = {
+    "inline": set(),
+    "retried": {
+        "before:record_insert",
+        "after:record_attempt",
+        "after:lease",
+        "after:claim_leased",
+    },
+    "stored": {"before:store", "after:store", "before:lease", "after:lease", "after:claim_leased"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_crash_sweep(database_kind: Database, mode: Mode, sweep: Sweep) -> None:
+    ended = sweep(database_kind.name, mode, "txbox")
+
+    wrong = [
+        f"{own.case.point}#{own.case.nth}: {own.checked}" for own in ended if own.checked.wrong
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert all(own.checked.effects == 1 for own in ended)
+    missed = [f"{own.case.point}#{own.case.nth}" for own in ended if not own.killed]
+    assert not missed, f"never killed at {missed}"
+    expected = _ALWAYS | _ALSO[mode]
+    if mode == "stored":
+        expected = expected - {"after:claim"}
+    assert expected <= {own.case.point for own in ended}
+
+
+@pytest.mark.parametrize("mutant", list(MUTANTS))
+def test_wrong_consumer_is_caught(database_kind: Database, mutant: str, sweep: Sweep) -> None:
+    mode, sound = MUTANTS[mutant]
+
+    caught = [own for own in sweep(database_kind.name, mode, mutant) if own.checked.wrong]
+
+    assert caught
+    assert all({"I1 doubled", "I2 lost"} & set(own.checked.wrong) for own in caught), caught
+    if sound != "txbox":  # which is swept above
+        assert not any(own.checked.wrong for own in sweep(database_kind.name, mode, sound))
