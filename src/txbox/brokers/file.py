@@ -1,0 +1,399 @@
+"""CloudEvents JSON Lines from a file, a directory or standard input; how far it came lives in the database."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from txbox.brokers.base import Delivery, Progress
+from txbox.cloudevents import message_of
+from txbox.errors import ConfigurationError, UnusableMessage
+
+_CHUNK_BYTES = 256 * 1024
+_RECEIVED_BYTES = 8 * 1024 * 1024
+_RAW_KEPT_BYTES = 64 * 1024
+_HEAD_BYTES = 256
+_SAVE_S = 0.5
+_POLL_S = 0.1
+_WAIT_FOR_LEASE_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    """One delivered line: where it ends, and whether it is settled."""
+
+    end: int
+    settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    start: int
+    content: bytes
+    span: _Span
+    too_long: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Cursor:
+    """Reads one stream line by line and knows the end of its gapless settled front."""
+
+    path: Path | None  # None: standard input
+    topic: str
+    limit: int
+    fd: int
+    inode: int = 0
+    start: int = 0  # the offset of buffer[0]
+    front: int = 0  # all lines before this offset are settled
+    buffer: bytearray = field(default_factory=bytearray)
+    scanned: int = 0
+    cut: tuple[int, bytes] | None = None  # an endless line: its offset and its beginning
+    waiting: deque[_Span] = field(default_factory=deque)
+    head: str = ""
+    ended: bool = False  # the last read met the end
+    last: bool = False  # the file was replaced: its end also ends a line
+
+    def next_line(self, *, final: bool) -> _Line | None:
+        """Return the next line that is not blank, or None at the end; `final`: the end also ends a line."""
+        while True:
+            newline = self.buffer.find(b"\n", self.scanned)
+            if newline >= 0:
+                line = self._take(newline + 1)
+            elif self._read():
+                continue
+            elif (final or self.last) and self.ended and (self.buffer or self.cut):
+                line = self._take(len(self.buffer))
+            else:
+                return None
+            if line is not None:
+                return line
+
+    def _read(self) -> bool:
+        self.scanned = len(self.buffer)
+        if self.scanned > self.limit:
+            if self.cut is None:
+                self.cut = self.start, bytes(self.buffer[:_RAW_KEPT_BYTES])
+            self.start += self.scanned
+            self.buffer.clear()
+            self.scanned = 0
+        if self.path is None and not select.select([self.fd], [], [], 0)[0]:
+            # a pipe with nothing in it yet: reading would wait
+            return False
+        chunk = os.read(self.fd, _CHUNK_BYTES)
+        self.buffer += chunk
+        self.ended = not chunk
+        return bool(chunk)
+
+    def _take(self, length: int) -> _Line | None:
+        start, content = self.start, bytes(self.buffer[:length])
+        del self.buffer[:length]
+        self.scanned = 0
+        self.start += length
+        too_long = self.cut is not None or length > self.limit
+        if self.cut is not None:
+            start, content = self.cut
+            self.cut = None
+        if not too_long and not content.strip():
+            # a blank line is settled together with the line before it
+            if self.waiting:
+                self.waiting[-1].end = self.start
+            else:
+                self.front = self.start
+            return None
+        span = _Span(self.start)
+        self.waiting.append(span)
+        return _Line(start, content, span, too_long)
+
+    def settled(self, span: _Span) -> None:
+        span.settled = True
+        while self.waiting and self.waiting[0].settled:
+            self.front = self.waiting.popleft().end
+
+    def state(self) -> list[object]:
+        """What identifies the file's settled part: its inode, its length and its beginning."""
+        if self.fd >= 0:
+            self.head = _head(self.fd, self.front)
+        return [self.inode, self.front, self.head]
+
+    def close(self) -> None:
+        if self.fd >= 0 and self.path is not None:
+            self.state()
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _head(fd: int, front: int) -> str:
+    return hashlib.sha256(os.pread(fd, min(front, _HEAD_BYTES), 0)).hexdigest()
+
+
+class File:
+    """Reads CloudEvents JSON Lines: `id`, `source`, `type`, `subject` (the key), `time`, `data`.
+
+    Args:
+        path: a file; a directory, whose files are read in the order of their names; or "-" for
+            standard input.
+        topic: the topic of its messages; without one, the file's name without its last suffix.
+        follow: keep reading as the file grows or is replaced, or files are added to the directory.
+        name: under which the progress is kept, instead of the path. Two services that read one
+            file and share one database need two names.
+        pattern: the files of a directory that are read.
+        line_bytes: a longer line is quarantined with its beginning.
+
+    The payload is the value of `data` as raw JSON bytes. A line that is no CloudEvent is quarantined.
+    With `follow`, a last line without its newline is still being written and waits for it.
+
+    Guarantee: a line is passed over for good only after it and all lines before it are settled; a
+    crash reads again what was settled in the last half second, and the inbox takes it as duplicates.
+    One process at a time reads; another takes over seconds after it is gone. A file that was
+    truncated or replaced is read from its beginning. Standard input keeps no progress.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        topic: str | None = None,
+        follow: bool = False,
+        name: str | None = None,
+        pattern: str = "*.jsonl",
+        line_bytes: int = 16 * 1024 * 1024,
+    ) -> None:
+        self._stdin = os.fspath(path) == "-"
+        if self._stdin and topic is None:
+            raise ConfigurationError('File("-") has no name to take a topic from: pass topic=.')
+        if line_bytes < 1:
+            raise ConfigurationError(f"line_bytes is {line_bytes}: it must be 1 or more.")
+        self.path = Path(path).absolute()
+        self._topic = topic
+        self._follow = follow
+        self._pattern = pattern
+        self._line_bytes = line_bytes
+        self._kept_under = name or ("-" if self._stdin else str(self.path))
+        self._progress: Progress | None = None
+        self._cursors: dict[str, _Cursor] = {}
+        self._saved: dict[str, list[object]] = {}
+        self._holding = False
+        self._ended = False
+        self._dirty = False
+        self._lease_at = self._save_at = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"file:{self._topic or self._own_topic or '*'}:{self._kept_under}"
+
+    @property
+    def topics(self) -> Sequence[str] | None:
+        topic = self._topic or self._own_topic
+        return None if topic is None else (topic,)
+
+    @property
+    def _own_topic(self) -> str | None:
+        return None if self.path.is_dir() else self.path.stem
+
+    @property
+    def exhausted(self) -> bool:
+        return self._ended and self._holding
+
+    def open(self, topics: Sequence[str], progress: Progress) -> None:  # noqa: ARG002  # one stream, one topic
+        self._holding = self._ended = self._dirty = False
+        self._lease_at = 0.0
+        if self._stdin:
+            self._cursors = {"-": _Cursor(None, self._topic or "-", self._line_bytes, 0)}
+            self._holding = True
+            return
+        if not self.path.exists():
+            raise ConfigurationError(
+                f"The file {self.path} does not exist: check the path of File(…)."
+            )
+        if not os.access(self.path, os.R_OK):
+            raise ConfigurationError(f"The file {self.path} cannot be read: check its permissions.")
+        self._progress = progress
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        deadline = time.monotonic() + wait_s
+        while True:
+            found = self._read(messages_max, wait_s) if self._leased() else []
+            self._save()
+            left_s = deadline - time.monotonic()
+            if found or self.exhausted or left_s <= 0 or self._stdin:
+                return found
+            time.sleep(min(left_s, _POLL_S if self._holding else _WAIT_FOR_LEASE_S))
+
+    def settle(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            cursor, span = delivery.tag
+            cursor.settled(span)
+        self._dirty = True
+        if self._leased():
+            self._save()
+
+    def close(self) -> None:
+        try:
+            if self._progress is not None and self._holding:
+                self._save(now=True)
+                self._progress.release()
+        finally:
+            self._drop()
+            self._progress = None
+
+    # -- the lease and what it protects -------------------------------------------------------
+
+    def _leased(self) -> bool:
+        """Take or renew the lease in time; whoever gets it anew continues where the last one came to."""
+        progress, now = self._progress, time.monotonic()
+        if progress is None or now < self._lease_at:
+            return self._holding
+        if not progress.acquire():
+            self._drop()
+            self._lease_at = now + _WAIT_FOR_LEASE_S
+            return False
+        if not self._holding:
+            state = progress.load()
+            self._saved = json.loads(state) if state else {}
+            self._holding = True
+        self._lease_at = now + progress.lease_s / 3
+        return True
+
+    def _drop(self) -> None:
+        for cursor in self._cursors.values():
+            cursor.close()
+        self._cursors = {}
+        self._saved = {}
+        self._holding = self._ended = self._dirty = False
+
+    def _save(self, *, now: bool = False) -> None:
+        progress = self._progress
+        if progress is None or not self._dirty or not self._holding:
+            return
+        if not now and time.monotonic() < self._save_at:
+            return
+        for name, cursor in self._cursors.items():
+            self._saved[name] = cursor.state()
+        if progress.save(json.dumps(self._saved)):
+            self._dirty = False
+            self._save_at = time.monotonic() + _SAVE_S
+        else:
+            self._drop()
+            self._lease_at = 0.0
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def _read(self, messages_max: int, wait_s: float) -> list[Delivery]:
+        if self._stdin and not select.select([0], [], [], wait_s)[0]:
+            return []
+        found: list[Delivery] = []
+        size = 0
+        for cursor in self._current():
+            while len(found) < messages_max and size < _RECEIVED_BYTES:
+                line = cursor.next_line(final=not self._follow or self._stdin)
+                if line is None:
+                    break
+                size += len(line.content)
+                found.append(self._delivery(cursor, line))
+            else:
+                return found
+            self._at_end(cursor)
+        if self._stdin:
+            self._ended = self._cursors["-"].ended
+        else:
+            # a partly full batch says no more than that some file has ended
+            self._ended = not found and not self._follow
+        return found
+
+    def _current(self) -> list[_Cursor]:
+        """The streams in reading order, those of new files included."""
+        if self._stdin:
+            return list(self._cursors.values())
+        paths = sorted(self.path.glob(self._pattern)) if self.path.is_dir() else [self.path]
+        for path in paths:
+            cursor = self._cursors.get(path.name)
+            if cursor is None:
+                opened = self._opened(path)
+                if opened is not None:
+                    self._cursors[path.name] = opened
+            elif cursor.fd < 0:
+                self._reopen(path, cursor)
+        return [
+            own
+            for path in paths
+            if (own := self._cursors.get(path.name)) is not None and own.fd >= 0
+        ]
+
+    def _opened(self, path: Path) -> _Cursor | None:
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            # moved away a moment ago; when it comes back it is a new file
+            return None
+        found = os.fstat(fd)
+        cursor = _Cursor(path, self._topic or path.stem, self._line_bytes, fd, inode=found.st_ino)
+        inode, front, head = self._saved.get(path.name) or (None, 0, "")
+        if (
+            isinstance(front, int)
+            and inode == found.st_ino
+            and front <= found.st_size
+            and head == _head(fd, front)
+        ):
+            cursor.start = cursor.front = front
+            os.lseek(fd, front, os.SEEK_SET)
+        return cursor
+
+    def _reopen(self, path: Path, cursor: _Cursor) -> None:
+        """Look again at a file that was read to its end and closed."""
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return
+        if (found.st_ino, found.st_size) == (cursor.inode, cursor.front):
+            return
+        self._saved[path.name] = cursor.state()
+        opened = self._opened(path)
+        if opened is not None:
+            self._cursors[path.name] = opened
+
+    def _at_end(self, cursor: _Cursor) -> None:
+        """A stream has nothing more for now: follow its path to a new file, or close it."""
+        if cursor.path is None or cursor.waiting:
+            return
+        if self.path.is_dir() and not cursor.buffer and cursor.cut is None:
+            # a directory may hold more files than a process may open
+            cursor.close()
+            return
+        if not self._follow:
+            return
+        try:
+            found = cursor.path.stat()
+        except FileNotFoundError:
+            return
+        if found.st_ino != cursor.inode and cursor.buffer:
+            # nobody will write the rest of its last line
+            cursor.last = True
+        elif found.st_ino != cursor.inode or found.st_size < cursor.start + len(cursor.buffer):
+            cursor.close()
+            self._saved.pop(cursor.path.name, None)
+            del self._cursors[cursor.path.name]
+            self._dirty = True
+
+    def _delivery(self, cursor: _Cursor, line: _Line) -> Delivery:
+        tag = (cursor, line.span)
+        where = "-" if cursor.path is None else cursor.path.name
+        if line.too_long:
+            return Delivery(
+                None, cursor.topic, tag, raw=line.content[:_RAW_KEPT_BYTES],
+                problem=f"The line at byte {line.start} of {where} is longer than {self._line_bytes} bytes "
+                "(line_bytes of File): only its beginning is kept.",
+            )  # fmt: skip
+        try:
+            message = message_of(line.content, cursor.topic, {"file": where, "offset": line.start})
+        except UnusableMessage as error:
+            return Delivery(
+                None, cursor.topic, tag, problem=f"Byte {line.start} of {where}: {error}", raw=line.content,
+            )  # fmt: skip
+        return Delivery(message, cursor.topic, tag)

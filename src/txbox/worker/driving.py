@@ -1,0 +1,89 @@
+"""Which thread or loop carries steps out: sync connections where there are any, else the asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from txbox.app import App
+from txbox.steps import Steps, drive, drive_async
+
+T = TypeVar("T")
+
+
+class Driver:
+    """Carries steps out for a worker's threads; the asyncio loop has a thread of its own."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def perform(self, steps: Steps[T]) -> T:
+        """Carry out steps that call no user code, from any thread but the loop's; waits for the end."""
+        if self._app.database.sync is not None:
+            return drive(self._app.database.sync, steps)
+        return self.start(steps).result()
+
+    def start(self, steps: Steps[T]) -> Future[T]:
+        """Carry out steps as a task of the loop."""
+        connections = self._app.database.asynchronous
+        assert connections is not None, "checked at start"
+        return asyncio.run_coroutine_threadsafe(drive_async(connections, steps), self._running())
+
+    def start_thread(
+        self, name: str, steps: Steps[None], ended: Callable[[BaseException | None], None]
+    ) -> threading.Thread:
+        """Carry out steps in a thread of their own."""
+        connections = self._app.database.sync
+        assert connections is not None, "checked at start"
+        return thread(name, lambda: drive(connections, steps), ended)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._loop.run_forever, name="txbox-loop", daemon=True
+            )
+            self._thread.start()
+        return self._loop
+
+    def close(self, timeout_s: float) -> None:
+        """Close the app's connections and end the loop."""
+        loop, own = self._loop, self._thread
+        if loop is None or own is None:
+            self._app.close()
+            return
+        asyncio.run_coroutine_threadsafe(self._closed(), loop).result(timeout_s)
+        loop.call_soon_threadsafe(loop.stop)
+        own.join(timeout_s)
+        if not own.is_alive():
+            loop.close()
+        self._loop = self._thread = None
+
+    async def _closed(self) -> None:
+        await self._app.close_async()
+        loop = asyncio.get_running_loop()
+        await loop.shutdown_asyncgens()
+        await loop.shutdown_default_executor()
+
+
+def thread(
+    name: str, work: Callable[[], object], ended: Callable[[BaseException | None], None]
+) -> threading.Thread:
+    """Start a daemon thread that always reports how it ended."""
+
+    def report() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # the worker decides: no thread dies in silence
+            ended(error)
+        else:
+            ended(None)
+
+    own = threading.Thread(target=report, name=name, daemon=True)
+    own.start()
+    return own

@@ -1,0 +1,262 @@
+"""A pump: the one thread of a source, which receives, hands out and settles."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+from txbox import steps
+from txbox.app import App
+from txbox.brokers.base import Delivery, Progress, Source
+from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError
+from txbox.events import ConsumptionPaused, ConsumptionResumed, MessageUnmatched, SettleFailed
+from txbox.handlers import Handler
+from txbox.intake import presentable
+from txbox.message import Message
+from txbox.worker.driving import Driver
+from txbox.worker.lane import WAITABLE, Lane, Ticket, Work
+
+_log = logging.getLogger("txbox")
+
+_WAIT_S = 0.5
+_PAUSE_S = (0.1, 5.0)
+
+
+class Dispatch:
+    """Hands the parts of a delivery to lanes: one key, one lane; without a key, in turns."""
+
+    def __init__(self, app: App, lanes: dict[tuple[str, bool], list[Lane]]) -> None:
+        self._app = app
+        self._lanes = lanes
+        self._turn = 0
+
+    def hand_out(self, ticket: Ticket, message: Message[Any], handlers: Sequence[Handler]) -> None:
+        self._turn += 1
+        slot = (
+            self._turn
+            if message.key is None
+            else crc32(str(message.key).encode("utf-8", "surrogatepass"))
+        )
+        for handler in handlers:
+            lanes = self._lanes[handler.consumer, handler.is_async]
+            lanes[slot % handler.options.concurrency].put(Work(ticket, handler))
+
+
+class Pump:
+    """Receives from one source, with a bound on what is in flight, and settles what has ended.
+
+    Args:
+        in_flight_max: deliveries; the bound on bytes is twice `Batching.payload_bytes`.
+        stop: True when nothing more is to be received.
+
+    Guarantee: a delivery is settled only after every consumer has settled its part. Nothing is
+    received while that much is unsettled, so a database that is away stops the source by itself.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        driver: Driver,
+        source: Source,
+        dispatch: Dispatch,
+        *,
+        topics: Sequence[str],
+        progress: Progress,
+        in_flight_max: int,
+        stop: Callable[[], bool],
+    ) -> None:
+        self.source = source
+        self._app = app
+        self._driver = driver
+        self._dispatch = dispatch
+        self._topics = topics
+        self._progress = progress
+        self._in_flight_max = in_flight_max
+        self._bytes_max = 2 * app.batching.payload_bytes
+        self._stop = stop
+        self._in_flight = 0
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._settled: deque[Ticket] = deque()
+        self._finish = False
+        self._go = threading.Event()
+        self._opened = threading.Event()
+        self._paused_at: float | None = None
+
+    def run(self) -> None:
+        """Open the source, then pump until it is exhausted or told to finish; always close it."""
+        try:
+            self.source.open(self._topics, self._progress)
+            self._opened.set()
+            self._go.wait()
+            self._pump()
+        finally:
+            try:
+                self.source.close()
+            except (StoreError, BrokerError) as error:
+                # what was not saved is received again and found to be a duplicate
+                _log.warning("The source %s did not close cleanly: %s", self.source.name, error)
+
+    def opened(self, timeout_s: float) -> bool:
+        return self._opened.wait(timeout_s)
+
+    def go(self) -> None:
+        """Start receiving: every source is open and every lane is there."""
+        self._go.set()
+
+    def finish(self) -> None:
+        """The lanes have ended: settle what they have settled, close the source, end."""
+        with self._changed:
+            self._finish = True
+            self._changed.notify()
+        self._go.set()
+
+    def ticket_settled(self, ticket: Ticket) -> None:
+        """Called by the lane that settles the last part; the pump's own thread acknowledges."""
+        with self._changed:
+            self._settled.append(ticket)
+            self._changed.notify()
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        found = True
+        while True:
+            self._settle()
+            if self._finish or (self.source.exhausted and not self._in_flight):
+                self._settle()
+                return
+            if self._stop() or self._full() or (self._in_flight and not found):
+                self._wait_for_settled()
+                if self._stop() or self._full():
+                    continue
+            found = self._receive()
+
+    def _full(self) -> bool:
+        return self._in_flight >= self._in_flight_max or self._bytes >= self._bytes_max
+
+    def _wait_for_settled(self) -> None:
+        with self._changed:
+            if not self._settled and not self._finish:
+                self._changed.wait(_WAIT_S if self._stop() or self._full() else _WAIT_S / 10)
+
+    def _receive(self) -> bool:
+        # with deliveries in flight, waiting belongs to their settlement
+        wait_s = 0.0 if self._in_flight else _WAIT_S
+        try:
+            received = self.source.receive(self._in_flight_max - self._in_flight, wait_s)
+        except (BrokerUnavailable, StoreError) as error:
+            self._pause(error)
+            return False
+        self._resumed()
+        for delivery in received:
+            steps.at("received")
+            self._in_flight += 1
+            self._bytes += delivery.size_bytes
+            self._hand_out(delivery)
+        return bool(received)
+
+    def _hand_out(self, delivery: Delivery) -> None:
+        message = delivery.message
+        if message is None:
+            self._set_aside(delivery)
+            return
+        handlers = self._app.handlers.matching(message.topic, message.type)
+        if not handlers:
+            self._unmatched(delivery, message)
+            return
+        ticket = Ticket(delivery, len(handlers), self.ticket_settled)
+        self._dispatch.hand_out(ticket, message, handlers)
+
+    # -- what reaches no lane -----------------------------------------------------------------
+
+    def _set_aside(self, delivery: Delivery) -> None:
+        """Quarantine bytes that are no message, under every consumer of their topic."""
+        message: Message[Any] = presentable(
+            Message(topic=delivery.topic, payload=delivery.raw, origin={"source": self.source.name})
+        )
+        reason = delivery.problem or "The source could not read this as a message."
+        consumers = dict.fromkeys(
+            own.consumer for own in self._app.handlers if own.topic in (delivery.topic, "*")
+        )
+        hashed = hashlib.sha256(delivery.raw).digest()
+        protocol = self._app.protocol
+        self._persist(
+            delivery,
+            [
+                partial(protocol.quarantine, consumer, message, "", hashed, reason)
+                for consumer in consumers or [""]
+            ],
+        )
+
+    def _unmatched(self, delivery: Delivery, message: Message[Any]) -> None:
+        if self._app.events:
+            self._app.events.emit(
+                MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
+            )
+        reason = f"No handler consumes topic {message.topic!r} with type {message.type!r}."
+        keep = self._app.unmatched == "quarantine"
+        self._persist(
+            delivery, [lambda: self._app.intake.unmatched(message, reason)] if keep else []
+        )
+
+    def _persist(
+        self, delivery: Delivery, operations: Sequence[Callable[[], steps.Steps[None]]]
+    ) -> None:
+        for operation in operations:
+            try:
+                self._driver.perform(self._app.protocol.persistently(operation, stop=self._stop))
+            except StoreError as error:
+                if self._stop() and error.fault in WAITABLE:
+                    # draining while the database is away: it stays unsettled and comes again
+                    return
+                raise
+        Ticket(delivery, 1, self.ticket_settled).part_settled()
+
+    # -- settling -----------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        with self._changed:
+            tickets = list(self._settled)
+            self._settled.clear()
+        if not tickets:
+            return
+        steps.at("before:ack")
+        try:
+            self.source.settle([ticket.delivery for ticket in tickets])
+        except (BrokerError, StoreError) as error:
+            if isinstance(error, StoreError) and error.fault not in WAITABLE:
+                raise
+            self._app.events.emit(
+                SettleFailed(source=self.source.name, count=len(tickets), error=str(error))
+            )
+        steps.at("after:ack")
+        self._in_flight -= len(tickets)
+        self._bytes -= sum(ticket.delivery.size_bytes for ticket in tickets)
+
+    def _pause(self, error: BrokerUnavailable | StoreError) -> None:
+        if isinstance(error, StoreError) and error.fault not in WAITABLE:
+            raise error
+        first_s, longest_s = _PAUSE_S
+        now = time.monotonic()
+        self._paused_at = self._paused_at or now
+        wait_s = min(max(first_s, (now - self._paused_at) / 2), longest_s)
+        wait_s *= random.uniform(0.5, 1.5)
+        if not isinstance(error, StoreError) or error.fault is Fault.UNAVAILABLE:
+            self._app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
+        with self._changed:
+            if not self._finish:
+                self._changed.wait(wait_s)
+
+    def _resumed(self) -> None:
+        if self._paused_at is not None:
+            self._app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - self._paused_at))
+            self._paused_at = None

@@ -1,0 +1,116 @@
+"""Several worker processes on one machine, and one parent that forwards signals and restarts the dead."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+_log = logging.getLogger("txbox")
+
+_POLL_S = 0.1
+_RESTART_S = (0.5, 30.0)
+_HEALTHY_S = 60.0
+#: A child that finds this set drains when the file descriptor it names is closed: its parent is gone.
+PARENT_FD = "TXBOX_PARENT_FD"
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    start_at: float = 0.0
+    deaths: int = 0
+    code: int | None = None
+
+
+def supervise(argv: Sequence[str], processes: int) -> int:
+    """Run a command several times at once; returns the worst exit status.
+
+    SIGTERM and SIGINT go to every child: the first drains, the second ends at once. A child that
+    exits with 2 (configuration) stops all; one that dies is started again, later each time. A child
+    that exits with 0 has finished and stays so. Must be called from the main thread.
+    """
+    return _Supervisor(argv, processes).run()
+
+
+class _Supervisor:
+    def __init__(self, argv: Sequence[str], processes: int) -> None:
+        self._argv = list(argv)
+        self._children = [_Child(number) for number in range(1, processes + 1)]
+        self._stopping = False
+        self._signals = 0
+
+    def run(self) -> int:
+        # nothing is ever written: children see the end of this pipe when the parent dies
+        self._read_fd, write_fd = os.pipe()
+        before = {
+            own: signal.signal(own, self._on_signal) for own in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            while any(child.code is None for child in self._children):
+                for child in self._children:
+                    if child.code is None:
+                        self._look_after(child)
+                time.sleep(_POLL_S)
+        finally:
+            for own, handler in before.items():
+                signal.signal(own, handler)
+            os.close(self._read_fd)
+            os.close(write_fd)
+        codes = [child.code or 0 for child in self._children]
+        return 2 if 2 in codes else max(codes)
+
+    def _look_after(self, child: _Child) -> None:
+        if child.process is None:
+            if self._stopping:
+                child.code = 0 if child.deaths == 0 else 1
+            elif time.monotonic() >= child.start_at:
+                self._start(child)
+            return
+        code = child.process.poll()
+        if code is None:
+            return
+        child.process = None
+        if code in (0, 2) or self._stopping:
+            child.code = code if code >= 0 else 1
+            if code == 2 and not self._stopping:
+                self._stop(signal.SIGTERM)
+            return
+        now = time.monotonic()
+        child.deaths = 1 if now - child.started_at > _HEALTHY_S else child.deaths + 1
+        first_s, longest_s = _RESTART_S
+        pause_s = min(first_s * 2 ** min(child.deaths - 1, 10), longest_s)
+        child.start_at = now + pause_s * random.uniform(0.75, 1.25)
+        _log.error(
+            "Worker process %d died with status %d; it is started again in %.1f s.",
+            child.number,
+            code,
+            child.start_at - now,
+        )
+
+    def _start(self, child: _Child) -> None:
+        child.started_at = time.monotonic()
+        # a session of its own: Ctrl-C reaches the parent, which forwards it once, not twice
+        child.process = subprocess.Popen(
+            self._argv,
+            start_new_session=True,
+            pass_fds=(self._read_fd,),
+            env={**os.environ, PARENT_FD: str(self._read_fd)},
+        )
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._stop(signal.Signals(number))
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stopping = True
+        for child in self._children:
+            if child.process is not None and child.process.poll() is None:
+                child.process.send_signal(number)

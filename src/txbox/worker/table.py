@@ -1,0 +1,205 @@
+"""Work from the table: rows that this process has leased, and when to look for more."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from txbox.app import App
+from txbox.events import MessageUnmatched
+from txbox.handlers import Handler
+from txbox.steps import Steps
+from txbox.store.codec import Leased
+
+_BUSY_S = 0.05
+_IDLE_S = 1.0
+_UNMATCHED_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A leased row and the handler it goes to; `suspect`: its last run never ended, so it runs alone."""
+
+    handler: Handler
+    leased: Leased
+    token: str
+    suspect: bool
+
+    @property
+    def message_id(self) -> str:
+        return self.leased.arrival.message_id
+
+
+class Table:
+    """The due rows of one consumer, leased in batches and handed to its lanes.
+
+    Args:
+        suspects: one for the whole process: of the rows that may kill it, it runs one at a time.
+        stop: True when nothing more is to be started.
+        wake: called when rows have come.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        consumer: str,
+        *,
+        suspects: threading.Lock,
+        stop: Callable[[], bool],
+        wake: Callable[[], None],
+    ) -> None:
+        self.consumer = consumer
+        self._app = app
+        self._suspects = suspects
+        self._stop = stop
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._rows: deque[Row] = deque()
+        self._held: dict[str, set[str]] = {}
+        self._leasing = False
+        self._pause_s = _BUSY_S
+        self._poll_at = 0.0
+
+    def next(self, is_async: bool, lane: int) -> Steps[Row | None]:
+        """Return a row for this lane, leasing more when none is here and it is time to look."""
+        row = self._pop(is_async, lane)
+        if row is None and self._may_lease():
+            try:
+                yield from self._lease()
+            finally:
+                self._leasing = False
+            row = self._pop(is_async, lane)
+        return row
+
+    def poll_in_s(self) -> float:
+        """Seconds until it is time to look again."""
+        return max(0.0, self._poll_at - time.monotonic())
+
+    def look_now(self) -> None:
+        """Something was put into the table: do not wait for the next poll."""
+        self._poll_at = 0.0
+
+    @contextmanager
+    def running(self, row: Row) -> Generator[None]:
+        """Hold a row's lease while it runs; the lease ends with it."""
+        try:
+            yield
+        finally:
+            self._forget(row.token, row.message_id)
+            if row.suspect:
+                self._suspects.release()
+
+    def heartbeat(self) -> Steps[None]:
+        """Extend every lease held here."""
+        with self._lock:
+            held = [(token, sorted(ids)) for token, ids in self._held.items()]
+        for token, ids in held:
+            yield from self._app.store.heartbeat(
+                self.consumer, ids, token=token, lease=self._app.lease
+            )
+
+    def give_back(self) -> Steps[int]:
+        """Release the rows that no lane has started."""
+        with self._lock:
+            rows, self._rows = list(self._rows), deque()
+        released = 0
+        for row in rows:
+            with self.running(row):
+                released += yield from self._app.store.release(
+                    self.consumer, [row.message_id], token=row.token, delay_s=0.0
+                )
+        return released
+
+    def _pop(self, is_async: bool, lane: int) -> Row | None:
+        with self._lock:
+            for index, row in enumerate(self._rows):
+                if row.handler.is_async == is_async and lane < row.handler.options.concurrency:
+                    del self._rows[index]
+                    return row
+        return None
+
+    def _may_lease(self) -> bool:
+        with self._lock:
+            if self._leasing or self._rows or self._stop() or self.poll_in_s() > 0:
+                return False
+            self._leasing = True
+            return True
+
+    def _lease(self) -> Steps[None]:
+        found = yield from self._leased(self._app.lease.batch, suspect=False)
+        if self._suspects.acquire(blocking=False):
+            # released when its run has ended; at once when there is none
+            taken = 0
+            try:
+                taken = yield from self._leased(1, suspect=True)
+            finally:
+                if not taken:
+                    self._suspects.release()
+            found += taken
+        if found:
+            self._pause_s = _BUSY_S
+            pause_s = 0.0 if found >= self._app.lease.batch else _BUSY_S
+        else:
+            pause_s = self._pause_s
+            self._pause_s = min(self._pause_s * 2, _IDLE_S)
+        self._poll_at = time.monotonic() + pause_s * random.uniform(0.75, 1.25)
+        if found:
+            self._wake()
+
+    def _leased(self, limit: int, *, suspect: bool) -> Steps[int]:
+        token = secrets.token_hex(16)
+        app = self._app
+        found: list[Leased] = yield from app.protocol.persistently(
+            lambda: app.store.lease(
+                self.consumer, token=token, limit=limit, lease=app.lease, suspect=suspect
+            ),
+            stop=self._stop,
+        )
+        rows: list[Row] = []
+        unmatched: list[Leased] = []
+        for leased in found:
+            message = leased.arrival.message
+            handlers = app.handlers.matching(message.topic, message.type, self.consumer)
+            if handlers:
+                rows.append(Row(handlers[0], leased, token, suspect))
+            else:
+                unmatched.append(leased)
+        with self._lock:
+            self._rows.extend(rows)
+            if rows:
+                self._held[token] = {row.message_id for row in rows}
+        if unmatched:
+            yield from self._refuse(unmatched, token)
+        return len(rows)
+
+    def _refuse(self, unmatched: list[Leased], token: str) -> Steps[None]:
+        """Give rows back that another release of this service may know how to handle."""
+        ids = [leased.arrival.message_id for leased in unmatched]
+        yield from self._app.protocol.persistently(
+            lambda: self._app.store.release(self.consumer, ids, token=token, delay_s=_UNMATCHED_S),
+            stop=self._stop,
+        )
+        for leased in unmatched:
+            message = leased.arrival.message
+            self._app.events.emit(
+                MessageUnmatched(
+                    consumer=self.consumer,
+                    message_id=leased.arrival.message_id,
+                    topic=message.topic,
+                    type=message.type,
+                )
+            )
+
+    def _forget(self, token: str, message_id: str) -> None:
+        with self._lock:
+            ids = self._held.get(token)
+            if ids is not None:
+                ids.discard(message_id)
+                if not ids:
+                    del self._held[token]

@@ -1,0 +1,382 @@
+"""The worker: one process of `txbox run`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import FrameType
+
+from txbox.app import App, Consumption
+from txbox.errors import ConfigurationError, SchemaError, StoreError
+from txbox.events import WorkerStarted, WorkerStopped
+from txbox.maintenance import JOBS, Task
+from txbox.steps import Steps
+from txbox.store import jobs
+from txbox.worker import checks
+from txbox.worker.driving import Driver, thread
+from txbox.worker.lane import WAITABLE, Lane
+from txbox.worker.progress import StoredProgress
+from txbox.worker.pump import Dispatch, Pump
+from txbox.worker.supervisor import PARENT_FD
+from txbox.worker.table import Table
+
+_log = logging.getLogger("txbox")
+
+_TICK_S = 0.1
+_CLOSE_S = 5.0
+_AFTER_CRASH_S = 10.0
+
+
+class Worker:
+    """Consumes the sources of an app and the rows of its table until it is stopped.
+
+    Args:
+        once: end when all sources are exhausted and nothing is due or leased for its consumers.
+        install_signals: SIGTERM and SIGINT drain; a second one ends the process at once.
+        maintenance: run rescue, prune and the other jobs in the background.
+        grace: a drain that takes longer ends with status 1; None waits as long as a handler runs.
+        consumptions: instead of those of the app.
+
+    Guarantee: whatever ends it, what was not settled is delivered again, and what was leased and
+    not started goes back to the table (after SIGKILL: when its lease has run out).
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        once: bool = False,
+        install_signals: bool = True,
+        maintenance: bool = True,
+        grace: timedelta | None = None,
+        consumptions: Sequence[Consumption] | None = None,
+    ) -> None:
+        self._app = app
+        self._once = once
+        self._install_signals = install_signals
+        self._maintenance = maintenance
+        self._grace_s = None if grace is None else grace.total_seconds()
+        self._consumptions = app.consumptions if consumptions is None else consumptions
+        self._driver = Driver(app)
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
+        self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._tables: dict[str, Table] = {}
+        self._lanes: dict[tuple[str, bool], list[Lane]] = {}
+        self._pumps: dict[Pump, bool] = {}
+        self._lanes_alive = 0
+        self._signals = 0
+        self._crash: BaseException | None = None
+        #: What made `run` return 1 or 2.
+        self.failure: BaseException | None = None
+
+    # -- from outside -------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Work until stopped or, with `once`, until idle; returns the exit status.
+
+        Returns: 0 drained or finished, 2 wrong configuration, schema or an unreachable database at
+        the start, 1 anything that should not have happened.
+        """
+        restore = self._signal_handlers() if self._install_signals else None
+        try:
+            self._start()
+            self._supervise()
+        except (ConfigurationError, SchemaError, StoreError) as error:
+            self._crash = self._crash or error
+        finally:
+            clean = self._shut_down()
+            if restore is not None:
+                restore()
+        if self._pumps_went:
+            self._app.events.emit(WorkerStopped(clean=clean and self._crash is None))
+        return self._status(clean)
+
+    def stop(self, hard: bool = False) -> None:
+        """Drain: receive nothing more, finish what runs, give the rest back. From any thread.
+
+        Args:
+            hard: end the whole process at once with status 1.
+        """
+        if hard:
+            os._exit(1)
+        self._reports.put(self._drain)
+
+    # -- start --------------------------------------------------------------------------------
+
+    _pumps_went = False
+
+    def _start(self) -> None:
+        """Check everything that can be checked, then open the sources, then start the lanes."""
+        app = self._app
+        checks.check_handlers(app)
+        topics = [checks.topics_of(app, consumption) for consumption in self._consumptions]
+        checks.check_database(app, self._driver)
+        self._make_lanes()
+        dispatch = Dispatch(app, self._lanes)
+        lanes = sum(len(own) for own in self._lanes.values())
+        for consumption, wanted in zip(self._consumptions, topics, strict=True):
+            source = consumption.source
+            pump = Pump(
+                app, self._driver, source, dispatch,
+                topics=wanted,
+                progress=StoredProgress(app, self._driver, source.name),
+                in_flight_max=2 * max(app.batching.messages, lanes),
+                stop=self._stopping.is_set,
+            )  # fmt: skip
+            self._pumps[pump] = True
+            thread(f"txbox-{source.name}", pump.run, self._pump_ended(pump))
+        for pump in self._pumps:
+            while self._pumps[pump] and not pump.opened(_TICK_S):
+                self._handle_reports(0.0)
+        self._handle_reports(0.0)
+        if self._crash is not None:
+            return
+        app.events.emit(
+            WorkerStarted(
+                consumers=tuple(self._tables),
+                sources=tuple(own.source.name for own in self._consumptions),
+            )
+        )
+        self._pumps_went = True
+        self._start_threads()
+        for pump in self._pumps:
+            pump.go()
+
+    def _make_lanes(self) -> None:
+        suspects = threading.Lock()
+        stop = self._stopping.is_set
+        for consumer, handlers in self._app.handlers.consumers().items():
+            self._tables[consumer] = table = Table(
+                self._app,
+                consumer,
+                suspects=suspects,
+                stop=stop,
+                wake=partial(self._wake, consumer),
+            )
+            for is_async in sorted({handler.is_async for handler in handlers}):
+                count = max(own.options.concurrency for own in handlers if own.is_async == is_async)
+                self._lanes[consumer, is_async] = [
+                    Lane(self._app, table, index=index, is_async=is_async, stop=stop)
+                    for index in range(count)
+                ]
+
+    def _start_threads(self) -> None:
+        for (_, is_async), lanes in self._lanes.items():
+            for lane in lanes:
+                self._lanes_alive += 1
+                if is_async:
+                    self._driver.start(lane.steps()).add_done_callback(self._task_ended)
+                else:
+                    self._driver.start_thread(lane.name, lane.steps(), self._lane_ended)
+        thread("txbox-heartbeat", self._beat, self._thread_ended)
+        if self._maintenance:
+            thread("txbox-maintenance", self._maintain, self._thread_ended)
+        if parent := os.environ.get(PARENT_FD):
+            thread("txbox-parent", lambda: self._watch_parent(int(parent)), self._thread_ended)
+
+    # -- the main thread ----------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        while not self._stopping.is_set():
+            self._handle_reports(_TICK_S)
+            if self._crash is not None:
+                return
+            if self._once and not any(self._pumps.values()) and not self._work_left():
+                return
+
+    def _handle_reports(self, wait_s: float) -> None:
+        try:
+            report = self._reports.get(timeout=wait_s) if wait_s else self._reports.get_nowait()
+            while True:
+                report()
+                report = self._reports.get_nowait()
+        except Empty:
+            pass
+
+    def _work_left(self) -> bool:
+        try:
+            return any(
+                self._driver.perform(jobs.work_left(self._app.store.dialect, consumer=consumer))
+                for consumer in self._tables
+            )
+        except StoreError as error:
+            if error.fault not in WAITABLE:
+                raise
+            # away: whatever is left there, this is no time to say that nothing is
+            return True
+
+    def _drain(self) -> None:
+        self._stopping.set()
+        for lanes in self._lanes.values():
+            for lane in lanes:
+                lane.wake()
+
+    def _wake(self, consumer: str) -> None:
+        for is_async in (False, True):
+            for lane in self._lanes.get((consumer, is_async), ()):
+                lane.wake()
+
+    def _shut_down(self) -> bool:
+        """Let lanes finish, settle, give rows back, close; returns whether all of it ended in time."""
+        self._drain()
+        grace_s = self._grace_s
+        if self._crash is not None:
+            grace_s = min(_AFTER_CRASH_S, _AFTER_CRASH_S if grace_s is None else grace_s)
+        deadline = None if grace_s is None else time.monotonic() + grace_s
+        clean = self._wait_until(lambda: self._lanes_alive == 0, deadline)
+        for pump in self._pumps:
+            pump.finish()
+        clean = (
+            self._wait_until(lambda: not any(self._pumps.values()), time.monotonic() + _CLOSE_S)
+            and clean
+        )
+        self._ended.set()
+        try:
+            for table in self._tables.values():
+                self._driver.perform(table.give_back())
+        except StoreError as error:
+            _log.warning(
+                "Leased rows could not be given back (%s): they are rescued when their lease runs out.",
+                error,
+            )
+        try:
+            self._driver.close(_CLOSE_S)
+        except (StoreError, TimeoutError) as error:
+            _log.warning("Connections did not close cleanly: %s", error)
+        return clean
+
+    def _wait_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
+        self._handle_reports(0.0)
+        while not done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._handle_reports(_TICK_S)
+        return True
+
+    def _status(self, clean: bool) -> int:
+        self.failure = self._crash
+        if self._crash is None:
+            if not clean:
+                _log.error(
+                    "The drain did not end within its grace; what was running is redelivered."
+                )
+            return 0 if clean else 1
+        if isinstance(self._crash, (ConfigurationError, SchemaError)) or (
+            isinstance(self._crash, StoreError) and not self._pumps_went
+        ):
+            _log.error("%s", self._crash)
+            return 2
+        _log.critical(
+            "The worker stops: %s",
+            self._crash,
+            exc_info=(type(self._crash), self._crash, self._crash.__traceback__),
+        )
+        return 1
+
+    # -- reports from threads -----------------------------------------------------------------
+
+    def _failed(self, error: BaseException | None) -> None:
+        if error is not None and self._crash is None:
+            self._crash = error
+            self._drain()
+
+    def _lane_ended(self, error: BaseException | None) -> None:
+        def report() -> None:
+            self._lanes_alive -= 1
+            self._failed(error)
+
+        self._reports.put(report)
+
+    def _task_ended(self, task: Future[None]) -> None:
+        self._lane_ended(task.exception() if not task.cancelled() else RuntimeError("cancelled"))
+
+    def _pump_ended(self, pump: Pump) -> Callable[[BaseException | None], None]:
+        def report(error: BaseException | None) -> None:
+            def ended() -> None:
+                self._pumps[pump] = False
+                self._failed(error)
+
+            self._reports.put(ended)
+
+        return report
+
+    def _thread_ended(self, error: BaseException | None) -> None:
+        self._reports.put(lambda: self._failed(error))
+
+    # -- threads beside the lanes -------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Extend the leases held here, until everything has ended."""
+        while not self._ended.wait(self._app.lease.heartbeat_s):
+            for table in self._tables.values():
+                self._patiently(table.heartbeat())
+
+    def _maintain(self) -> None:
+        due = {job.name: time.monotonic() for job in JOBS}
+        while not self._stopping.wait(max(0.0, min(due.values()) - time.monotonic())):
+            for job in JOBS:
+                if due[job.name] <= time.monotonic() and not self._stopping.is_set():
+                    self._patiently(job.run(self._app, Task(stop=self._stopping.is_set)))
+                    due[job.name] = time.monotonic() + job.every(self._app).total_seconds()
+
+    def _patiently(self, steps: Steps[object]) -> None:
+        """Carry steps out; what a later round cures is left to it."""
+        try:
+            self._driver.perform(steps)
+        except StoreError as error:
+            if error.fault not in WAITABLE:
+                raise
+            _log.info("Put off while the database is busy or away: %s", error)
+
+    def _watch_parent(self, fd: int) -> None:
+        while not self._ended.is_set():
+            if select.select([fd], [], [], 1.0)[0]:
+                # the supervising process is gone
+                self.stop()
+                return
+
+    def _signal_handlers(self) -> Callable[[], None]:
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(1)
+        self._reports.put(self._drain)
+
+
+def run(
+    app: App,
+    *,
+    once: bool = False,
+    maintenance: bool = True,
+    grace: timedelta | None = None,
+    consumptions: Sequence[Consumption] | None = None,
+) -> int:
+    """Run a worker in this process, with its signal handlers; returns the exit status of `Worker.run`.
+
+    Several processes: `supervise`.
+    """
+    return Worker(
+        app, once=once, maintenance=maintenance, grace=grace, consumptions=consumptions
+    ).run()
