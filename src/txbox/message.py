@@ -76,7 +76,7 @@ class Message(Generic[Body]):
     id: str | int | None = None
     type: str | None = None
     key: str | None = None
-    headers: Headers = field(default_factory=Headers)
+    headers: Headers = Headers()  # noqa: RUF009  # immutable
     content_type: str | None = None
     time: datetime | None = None
     sequence: int | None = None

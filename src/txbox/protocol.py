@@ -80,20 +80,26 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._held: dict[tuple[str, str], Future[None]] = {}
+        # the future is made when somebody waits: hardly ever
+        self._held: dict[tuple[str, str], Future[None] | None] = {}
 
     def enter(self, consumer: str, message_id: str) -> Future[None] | None:
         """Take an id; returns None when it is ours now, else the future that ends with its holder."""
+        own = (consumer, message_id)
         with self._lock:
-            holder = self._held.get((consumer, message_id))
+            if own not in self._held:
+                self._held[own] = None
+                return None
+            holder = self._held[own]
             if holder is None:
-                self._held[consumer, message_id] = Future()
+                holder = self._held[own] = Future()
             return holder
 
     def leave(self, consumer: str, message_id: str) -> None:
         with self._lock:
             holder = self._held.pop((consumer, message_id))
-        holder.set_result(None)
+        if holder is not None:
+            holder.set_result(None)
 
 
 class InboxProtocol:
@@ -120,11 +126,13 @@ class InboxProtocol:
         settled: dict[str, Settled] = {}
         try:
             for arrival in arrivals:
-                if (yield from self._entered(handler.consumer, arrival.message_id)):
+                if self.in_flight.enter(handler.consumer, arrival.message_id) is None or (
+                    yield from self._entered(handler.consumer, arrival.message_id)
+                ):
                     held.append(arrival.message_id)
                 else:
                     settled[arrival.message_id] = self._waits(handler, arrival)
-            mine = [arrival for arrival in arrivals if arrival.message_id in held]
+            mine = [arrival for arrival in arrivals if arrival.message_id not in settled]
             if mine:
                 settled.update((yield from self._claim_and_run(handler, mine)))
             return settled
@@ -199,6 +207,9 @@ class InboxProtocol:
                     settled.update((yield from self._claim_and_run(handler, [arrival])))
                 return settled
             (arrival,) = waiting
+            if ran.end is End.CONFLICT and not ran.fresh and ran.store is not None:
+                # the claim itself: nothing of the handler's has run, so there is no attempt to record
+                raise ran.store
             if ran.end is End.LOCKED:
                 settled[arrival.message_id] = self._waits(handler, arrival)
                 return settled
@@ -263,9 +274,7 @@ class InboxProtocol:
         try:
             yield from self._handled(handler, mine)
         except Raised as raised:
-            yield Rollback()
-            ran.error, ran.store = raised.error, raised.store
-            ran.end = _end_of_handler(raised)
+            yield from self._raised(ran, raised, token)
             return ran
         try:
             yield from store.complete(
@@ -274,14 +283,25 @@ class InboxProtocol:
             yield Commit((store.close(token),))
         except Raised as raised:
             # a flush that the session put off until now
-            yield Rollback()
-            ran.error, ran.store = raised.error, raised.store
-            ran.end = _end_of_handler(raised)
+            yield from self._raised(ran, raised, token)
         except StoreError as error:
             ran.error = ran.store = error
             ran.end = _end_of_commit(error)
             yield Discard() if ran.end in (End.AMBIGUOUS, End.BROKEN, End.LOST) else Rollback()
         return ran
+
+    def _raised(self, ran: Ran, raised: Raised, token: str) -> Steps[None]:
+        """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
+        ran.error, ran.store = raised.error, raised.store
+        ran.end = _end_of_handler(raised)
+        if ran.end is End.RAISED:
+            try:
+                yield self.store.close(token)
+            except StoreError as error:
+                if error.fault is Fault.GUARD:
+                    # it wrote outside of the transaction that is rolled back: a retry could write again
+                    ran.error, ran.store, ran.end = error, error, End.BROKEN
+        yield Discard() if ran.end in (End.BROKEN, End.LOST) else Rollback()
 
     def _not_claimed(self, error: StoreError) -> Steps[Ran]:
         """The claim failed: nothing has run."""
@@ -458,7 +478,8 @@ class InboxProtocol:
                     )
                 yield Wait(_CONFLICT_PAUSE_S * random.random() * conflicts)
                 continue
-            if ran.end in (End.AMBIGUOUS, End.LOST, End.LOCKED):
+            unclaimed = ran.end is End.CONFLICT and not ran.fresh
+            if unclaimed or ran.end in (End.AMBIGUOUS, End.LOST, End.LOCKED):
                 return (yield from self._released(handler, arrival, lease_token, started))
             failure = self._failure(handler, ran)
             recorded = yield from self._recorded(handler, arrival, failure, token=lease_token)

@@ -210,42 +210,35 @@ class _Libpq:
     def _pipeline(self, statements: Sequence[Statement]) -> Generator[Wait, Ready, list[Result]]:
         """Send all statements, then read all results; raises the error of the first that fails."""
         pgconn = self.native.pgconn
-        new: dict[str, bytes] = {}
         try:
             pgconn.enter_pipeline_mode()
-            for statement in statements:
-                self._send(pgconn, statement, new)
+            parsed = [self._send(pgconn, statement) for statement in statements]
             pgconn.pipeline_sync()
             while pgconn.flush():
                 ready = yield Wait.RW
                 if ready & Ready.R:
                     pgconn.consume_input()
-            results: list[Any] = []
-            failed: StoreError | None = None
-            for statement in statements:
-                if statement.sql in new:
-                    # the answer to its Parse
-                    answer = yield from _answer(pgconn)
-                    failed = failed or self._failure(answer, statement)
-                    if answer.status != pq.ExecStatus.COMMAND_OK:
-                        # also when an earlier failure skipped it: it was never prepared
-                        del new[statement.sql]
-                answer = yield from _answer(pgconn)
-                failed = failed or self._failure(answer, statement)
-                results.append(answer)
-            yield from _synced(pgconn)
-            pgconn.exit_pipeline_mode()
+            answers: list[Any] = []
+            ended = False
+            # each statement answers with one result and a null, each Parse too; the sync ends it all
+            while not answers or answers[-1].status != pq.ExecStatus.PIPELINE_SYNC:
+                while pgconn.is_busy():
+                    yield Wait.R
+                    pgconn.consume_input()
+                answer = pgconn.get_result()
+                if answer is None and ended:
+                    break
+                ended = answer is None
+                if answer is not None:
+                    answers.append(answer)
+            if answers and answers[-1].status == pq.ExecStatus.PIPELINE_SYNC:
+                pgconn.exit_pipeline_mode()
+            else:
+                pgconn.finish()
         except psycopg.Error as error:
             pgconn.finish()
-            raise StoreUnavailable(
-                "The database connection was lost.",
-                fault=Fault.UNAVAILABLE,
-                code=error.sqlstate,
-                definite=statements[-1] is not _COMMIT,
-            ) from error
-        self._names.update(new)
-        if failed is not None:
-            raise failed
+            raise self._cut(statements, error.sqlstate) from error
+        results = self._picked(statements, parsed, answers)
         if statements[-1] is _COMMIT and results[-1].command_status != b"COMMIT":
             # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
             raise StoreError(
@@ -255,19 +248,51 @@ class _Libpq:
             )
         return [self._result(result) for result in results]
 
-    def _send(self, pgconn: Any, statement: Statement, new: dict[str, bytes]) -> None:
+    def _cut(self, statements: Sequence[Statement], code: str | None) -> StoreUnavailable:
+        return StoreUnavailable(
+            "The database connection was lost.",
+            fault=Fault.UNAVAILABLE,
+            code=code,
+            definite=statements[-1] is not _COMMIT,
+        )
+
+    def _picked(
+        self, statements: Sequence[Statement], parsed: Sequence[bytes | None], answers: list[Any]
+    ) -> list[Any]:
+        """Pick the result of each statement; raises the error of the first that failed."""
+        results: list[Any] = []
+        failed: StoreError | None = None
+        left = iter(answers)
+        for statement, name in zip(statements, parsed, strict=True):
+            for own in (name, None) if name is not None else (None,):
+                answer = next(left, None)
+                if answer is None:
+                    # the server went away in the middle of its answers
+                    raise failed or self._cut(statements, None)
+                failed = failed or self._failure(answer, statement)
+                if own is not None and answer.status == pq.ExecStatus.COMMAND_OK:
+                    self._names[statement.sql] = own
+            results.append(answer)
+        if failed is not None:
+            raise failed
+        return results
+
+    def _send(self, pgconn: Any, statement: Statement) -> bytes | None:
+        """Queue a statement; returns the name of the prepared statement that it had to parse first."""
         sql, names = native(statement.sql, "numeric")
         values, formats = _dumped([statement.params[name] for name in names])
         if not self._database.prepare or statement in _UNPREPARED:
             pgconn.send_query_params(sql.encode(), values, None, formats)
-            return
-        name = self._names.get(statement.sql) or new.get(statement.sql)
-        if name is None:
-            self._named += 1
-            name = b"txbox_%d" % self._named
-            new[statement.sql] = name
-            pgconn.send_prepare(name, sql.encode())
+            return None
+        name = self._names.get(statement.sql)
+        if name is not None:
+            pgconn.send_query_prepared(name, values, formats)
+            return None
+        self._named += 1
+        name = b"txbox_%d" % self._named
+        pgconn.send_prepare(name, sql.encode())
         pgconn.send_query_prepared(name, values, formats)
+        return name
 
     def _failure(self, result: Any, statement: Statement) -> StoreError | None:
         if result.status in _ENDED or result.status == pq.ExecStatus.PIPELINE_ABORTED:
@@ -285,9 +310,13 @@ class _Libpq:
     def _result(self, result: Any) -> Result:
         rows: Sequence[Any] = ()
         if result.ntuples:
-            if result.nfields == 1 and result.ftype(0) == _TEXT:
+            fields = range(result.nfields)
+            if all(result.ftype(field) == _TEXT for field in fields):
                 # the ids that a claim won, on the path of every message
-                rows = [(_text(result.get_value(i, 0)),) for i in range(result.ntuples)]
+                rows = [
+                    tuple(_text(result.get_value(row, field)) for field in fields)
+                    for row in range(result.ntuples)
+                ]
             else:
                 transformer = Transformer(self.native)
                 transformer.set_pgresult(result)
@@ -471,28 +500,6 @@ def _unreachable(error: Exception, database: PsycopgDatabase) -> StoreUnavailabl
         fault=Fault.UNAVAILABLE,
         code=code,
     )
-
-
-def _answer(pgconn: Any) -> Generator[Wait, Ready, Any]:
-    """Read the one result of the next statement, and the null that ends it."""
-    answer = yield from _next(pgconn)
-    while (yield from _next(pgconn)) is not None:
-        pass
-    return answer
-
-
-def _synced(pgconn: Any) -> Generator[Wait, Ready, None]:
-    result = yield from _next(pgconn)
-    if result is None or result.status != pq.ExecStatus.PIPELINE_SYNC:
-        # a pooler that lost its server says so and hangs up
-        raise psycopg.OperationalError("the connection ended within a pipeline")
-
-
-def _next(pgconn: Any) -> Generator[Wait, Ready, Any]:
-    while pgconn.is_busy():
-        yield Wait.R
-        pgconn.consume_input()
-    return pgconn.get_result()
 
 
 def _text(value: bytes | None) -> str | None:

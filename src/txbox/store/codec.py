@@ -111,6 +111,18 @@ class Columns:
             )
         return self._codec.decode(bytes(payload), key_id)
 
+    def single(self, arrival: Arrival) -> dict[str, Any]:
+        """The values of `slim` for one message."""
+        message = arrival.message
+        return {
+            "message_id": arrival.message_id,
+            "topic": message.topic,
+            "type": message.type,
+            "key": message.key,
+            "sequence": message.sequence,
+            "payload_hash": arrival.hash,
+        }
+
     def slim(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
         """The columns that a processed row keeps."""
         messages = [arrival.message for arrival in arrivals]

@@ -88,6 +88,9 @@ class InboxStore:
                 {**params, "key_id": self.columns.key_id},
                 self.columns.whole(arrivals),
             )
+        elif len(arrivals) == 1 and self.dialect.has("claim_single"):
+            params.update(self.columns.single(arrivals[0]))
+            return (self.dialect.statement("claim_single", params),)
         else:
             claim = self.dialect.statement("claim", params, self.columns.slim(arrivals))
         return self._bounded(claim, token, lock_timeout)

@@ -15,6 +15,9 @@ VALUES {(:consumer, :rows.message_id, 'processing', :token, :rows.topic, :rows.t
          :rows.payload_hash)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
+-- name: claim_single
+-- One message is claimed as many are.
+
 -- name: claim_kept
 -- As claim, for consumers that keep the payload of processed messages.
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash,
@@ -271,11 +274,13 @@ SELECT count(*) FROM txbox_inbox
 
 -- name: drop_payloads
 -- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
-UPDATE txbox_inbox
-   SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = false
- WHERE consumer = :consumer AND status = 'processed' AND has_payload
-   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
- LIMIT :limit
+UPDATE (SELECT consumer, message_id FROM txbox_inbox
+         WHERE consumer = :consumer AND status = 'processed' AND has_payload
+           AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+         LIMIT :limit
+           FOR UPDATE SKIP LOCKED) AS old
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = old.consumer AND own.message_id = old.message_id
+   SET own.payload = NULL, own.headers = NULL, own.origin = NULL, own.content_type = NULL, own.has_payload = FALSE
 
 -- name: work_left
 -- What keeps `run --once` alive: due rows, and rows that somebody has leased.

@@ -21,6 +21,22 @@ SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.seq
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id
 
+-- name: claim_single
+-- As claim for one message, 10 us cheaper: no CTE, no arrays, and RETURNING puts the wait back at once.
+-- The settings are made while the row is computed, so before the insert can wait; a duplicate returns
+-- nothing and runs no handler, so it needs nothing put back.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+VALUES (:consumer::text, :message_id::text,
+        CASE WHEN set_config('txbox.token', :token::text, true)
+                  || set_config('txbox.closed', '', true)
+                  || set_config('txbox.lock_timeout', current_setting('lock_timeout'), true)
+                  || set_config('lock_timeout', :lock_timeout_ms::text, true)
+                  || set_config('idle_in_transaction_session_timeout', :idle_ms::text, true) IS NOT NULL
+             THEN 'processed' END,
+        :topic::text, :type::text, :key::text, :sequence::bigint, now(), :payload_hash::bytea)
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+RETURNING message_id, set_config('lock_timeout', current_setting('txbox.lock_timeout'), true)
+
 -- name: claim_kept
 -- As claim, for consumers that keep the payload of processed messages.
 WITH armed AS MATERIALIZED (
@@ -79,24 +95,38 @@ UPDATE txbox_inbox AS own SET status = 'processed', updated_at = now()
 RETURNING own.message_id
 
 -- name: restore_lock_timeout
--- The wait was bounded for the claim only; the handler gets back what it had.
-SELECT set_config('lock_timeout', current_setting('txbox.lock_timeout'), true)
+-- The wait was bounded for the claim only; the handler gets back what it had. A fence that matched
+-- no row may have set nothing: then everything stays as it is.
+SELECT set_config('lock_timeout', coalesce(nullif(current_setting('txbox.lock_timeout', true), ''),
+                                           current_setting('lock_timeout')), true)
 
 -- name: arm
 -- The claim has armed the guard.
 
 -- name: close
-SELECT txbox_close(:token::text)
+-- Refuses unless the armed token is still this one, then marks it closed; and whatever a handler has
+-- set, no commit of a claim is less durable than `on`.
+SELECT CASE WHEN :token::text <> '' AND current_setting('txbox.token', true) = :token::text
+            THEN set_config('txbox.closed', :token::text, true)
+            ELSE txbox_refuse() END,
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+            THEN set_config('synchronous_commit', 'on', true) END
 
 -- name: complete
 -- The claim has written the row as processed.
 
 -- name: classify
 -- What a claim did not name, read by a second statement: its snapshot sees who won.
-SELECT message_id, status, payload_hash, has_payload, attempts, starts,
-       coalesce(next_attempt_at <= clock_timestamp(), true) AS due, token, lease_until IS NOT NULL AS leased
-  FROM txbox_inbox
- WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
+-- LATERAL with LIMIT, so that each id is one look-up by the key whatever the planner believes of a
+-- table without statistics; with `= ANY` it read every row of the consumer.
+SELECT found.*
+  FROM unnest(:rows.message_id::text[]) AS wanted(message_id)
+ CROSS JOIN LATERAL (
+       SELECT message_id, status, payload_hash, has_payload, attempts, starts,
+              coalesce(next_attempt_at <= clock_timestamp(), true) AS due, token, lease_until IS NOT NULL AS leased
+         FROM txbox_inbox
+        WHERE consumer = :consumer::text AND message_id = wanted.message_id
+        LIMIT 1) AS found
 
 -- name: accept
 -- Claims and closes at once, in the caller's transaction. A guard that is open (a handler of

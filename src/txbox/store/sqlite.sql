@@ -11,6 +11,9 @@ VALUES {(:consumer, :rows.message_id, 'processed', :rows.topic, :rows.type, :row
 ON CONFLICT (consumer, message_id) DO NOTHING
 RETURNING message_id
 
+-- name: claim_single
+-- One message is claimed as many are.
+
 -- name: claim_kept
 -- As claim, for consumers that keep the payload of processed messages.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash,

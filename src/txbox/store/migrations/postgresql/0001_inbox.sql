@@ -129,26 +129,17 @@ CREATE VIEW txbox_status AS
     SELECT consumer, status, count(*) AS messages, min(received_at) AS oldest_received_at
       FROM txbox_inbox GROUP BY consumer, status;
 
--- Both functions name what they call in full instead of setting a search_path, which would cost more
--- than their work; a handler's own search_path cannot change what they do.
-
--- The guard, first half: called last before COMMIT. It refuses unless the transaction that ends
--- is the one that claimed, and it never lets a handler make that commit less durable than 'on'.
-CREATE FUNCTION txbox_close(expected text) RETURNS void LANGUAGE plpgsql AS $function$
+-- The guard, first half, is the statement `close`: sent last before COMMIT, it refuses unless the
+-- transaction that ends is the one that claimed. It is plain SQL, since a PL/pgSQL function costs its
+-- set-up in every transaction; only the refusal needs one.
+CREATE FUNCTION txbox_refuse() RETURNS text LANGUAGE plpgsql AS $function$
 BEGIN
-    IF expected OPERATOR(pg_catalog.=) ''
-       OR NOT coalesce(pg_catalog.current_setting('txbox.token', true) OPERATOR(pg_catalog.=) expected, false) THEN
-        RAISE EXCEPTION 'the handler left the transaction that claimed its message' USING ERRCODE = 'TXB01';
-    END IF;
-    PERFORM pg_catalog.set_config('txbox.closed', expected, true);
-    IF pg_catalog.current_setting('synchronous_commit')
-       OPERATOR(pg_catalog.=) ANY (ARRAY['off', 'local', 'remote_write']) THEN
-        PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
-    END IF;
+    RAISE EXCEPTION 'the handler left the transaction that claimed its message' USING ERRCODE = 'TXB01';
 END
 $function$;
 
--- The guard, second half: at COMMIT, by whatever call, a processed row needs a closed guard.
+-- The guard, second half: at COMMIT, by whatever call, a processed row needs a closed guard. It names
+-- what it calls in full instead of setting a search_path, which would cost more than its work.
 CREATE FUNCTION txbox_guard() RETURNS trigger LANGUAGE plpgsql AS $function$
 BEGIN
     IF coalesce(pg_catalog.current_setting('txbox.token', true), '') OPERATOR(pg_catalog.=) ''
