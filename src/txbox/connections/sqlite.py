@@ -9,6 +9,7 @@ Source: docs/decisions/0002-steps.md
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
 from collections.abc import Sequence
@@ -112,20 +113,15 @@ class _AsyncConnections:
         if waiting is not None:
             return waiting
         aiosqlite = _aiosqlite()
-        opened: list[sqlite3.Connection] = []
-
-        def connector() -> sqlite3.Connection:
-            opened.append(_opened(self._database.path))
-            return opened[0]
-
-        driver = aiosqlite.Connection(connector, 64)
-        # an app that was not closed must not keep the interpreter from exiting
-        driver._thread.daemon = True  # noqa: SLF001 - has no public name
         try:
-            await driver
+            # not by the driver: after a failure its thread answers to a loop that may be closed by then
+            raw = await asyncio.to_thread(_opened, self._database.path)
         except sqlite3.Error as error:
             raise _unreachable(error, self._database) from error
-        return AsyncSqliteConnection(driver, opened[0], self._database)
+        driver = aiosqlite.Connection(lambda: raw, 64)
+        # an app that was not closed must not keep the interpreter from exiting
+        driver._thread.daemon = True  # noqa: SLF001 - has no public name
+        return AsyncSqliteConnection(await driver, raw, self._database)
 
     async def release(self, connection: AsyncSqliteConnection) -> None:
         self.idle.give(connection)
@@ -265,14 +261,24 @@ class AsyncSqliteConnection(_Sqlite):
         if self._discarded:
             return
         self._discarded = True
-        if not _closed(self._raw):
-            # a statement that nobody waits for must not keep its locks
-            self._raw.interrupt()
-        # Closes and ends the driver's thread, after what it still has to do. Asked from a thread
-        # without an event loop: else the driver answers to a loop that may be closed by then.
-        asking = threading.Thread(target=self.native.stop, daemon=True)
-        asking.start()
-        asking.join()
+        # Asked from a thread without an event loop: else the driver answers to a loop that may be
+        # closed by then.
+        threading.Thread(target=self._end, name="txbox discard", daemon=True).start()
+
+    def _end(self) -> None:
+        """Have the driver roll back, close and end its thread, after what it still has to do."""
+        self.native.stop()
+        driver = self.native._thread  # noqa: SLF001 - has no public name
+        try:
+            while driver.is_alive():
+                # what nobody waits for must not keep its locks; a statement that is queued begins later
+                self._raw.interrupt()
+                driver.join(0.01)
+        except sqlite3.ProgrammingError:
+            # closed: the driver is about to end
+            return
+        # an answer to a closed loop may have ended the driver before its time
+        self._raw.close()
 
 
 class Borrowed:
