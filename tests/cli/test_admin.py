@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import FreshDatabase
 from tests.databases import Raw
-from txbox import App, ConfigurationError, Message, Outcome, Reject
+from txbox import App, ConfigurationError, Headers, Message, Outcome, Reject
 from txbox.admin import Admin, RowFilter
 from txbox.events import Event, RowsChanged
 
@@ -163,7 +163,9 @@ def test_a_status_that_cannot_be_changed_is_refused(shop: Shop) -> None:
 
 
 def test_many_rows_are_changed_in_batches(shop: Shop, database: FreshDatabase, raw: RawOf) -> None:
-    messages = [Message(id=str(own), topic="orders", payload=b"{}") for own in range(1201)]
+    messages: list[Message[Any]] = [
+        Message(id=str(own), topic="orders", payload=b"{}") for own in range(1201)
+    ]
     shop.app.send_many(messages)
     seen: list[int] = []
     done = Admin(shop.app).discard(
@@ -236,9 +238,11 @@ def test_replay_does_not_chase_what_arrives_meanwhile(
     shop.failing = False
     shop.deliver(*(str(own) for own in range(60)))
     late = iter(["late-1", "late-2"])
-    done = Admin(shop.app).replay(
-        RowFilter(consumer="billing"), progress=lambda _: shop.deliver(next(late)) and None
-    )
+
+    def arrives(_done: int) -> None:
+        shop.deliver(next(late))
+
+    done = Admin(shop.app).replay(RowFilter(consumer="billing"), progress=arrives)
     assert done.processed == 60
     assert effects(raw(database.url)).count("late-1") == 1
 
@@ -337,7 +341,9 @@ def test_a_replay_beside_a_live_copy_makes_its_effect_once(
 def test_looking(shop: Shop, database: FreshDatabase) -> None:
     shop.deliver("a", "b", "c")
     shop.app.process(Message(id="a", topic="orders", payload=b"other"), consumer="billing")
-    shop.app.send(Message(id="z", topic="orders", payload=b"{}", headers={"auth": "secret"}))
+    shop.app.send(
+        Message(id="z", topic="orders", payload=b"{}", headers=Headers({"auth": "secret"}))
+    )
     with Admin(database.url) as admin:
         billing, ledger = admin.status()
         assert (billing.consumer, billing.counts, billing.quarantined) == (

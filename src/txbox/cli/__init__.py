@@ -1,0 +1,78 @@
+"""The `txbox` command. Exit status: 0 done, 1 failed, 2 wrong configuration (nothing was consumed)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import txbox
+from txbox.cli import commands_change, commands_look, commands_run, commands_schema, commands_work
+from txbox.cli.options import HelpFormatter, Parser, common
+from txbox.cli.output import print_error
+from txbox.errors import ConfigurationError, SchemaError, StoreUnavailable, TxboxError
+
+_EPILOG = """\
+Every command takes --app MODULE:APP (or TXBOX_APP) or --database URL (or
+TXBOX_DATABASE_URL), and --json. The working directory is importable.
+Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
+`txbox COMMAND --help` says more."""
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["demo"]:
+        from txbox.demo import main as demo
+
+        return demo(words[1:])
+    parser = make_parser()
+    try:
+        args = parser.parse_args(words)
+        if args.command is None:
+            parser.print_help(sys.stderr)
+            return 2
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except (ConfigurationError, SchemaError, StoreUnavailable) as error:
+        print_error(str(error))
+        return 2
+    except TxboxError as error:
+        print_error(str(error))
+        return 1
+    except SystemExit as error:
+        # argparse has said what was wrong
+        return error.code if isinstance(error.code, int) else 2
+    except KeyboardInterrupt:
+        print_error("interrupted; batches that were done stay done.")
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # the reader (head, less) has seen enough; Python's own flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def make_parser() -> Parser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog="txbox",
+        formatter_class=HelpFormatter,
+        description="txbox: the transactional inbox and outbox. Effectively once for effects in your transaction.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"txbox {txbox.__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", parser_class=_Command
+    )
+    shared = common()
+    for module in (commands_schema, commands_run, commands_look, commands_change, commands_work):
+        module.add(commands, shared)
+    return parser
+
+
+class _Command(Parser):
+    def __init__(self, **options: object) -> None:
+        super().__init__(formatter_class=HelpFormatter, **options)  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""Which App a command works on: one that is imported, or one around a database URL."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+from txbox.admin import Admin
+from txbox.app import App
+from txbox.errors import ConfigurationError, TxboxError
+
+
+def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
+    """The App that the options or the environment name.
+
+    Args:
+        handlers: what the command does that takes the App with its handlers; a URL is then not enough.
+
+    Raises:
+        ConfigurationError: neither is given, or what is given does not work.
+    """
+    path: str | None = args.app
+    url: str | None = args.database
+    if path is not None and url is not None:
+        raise ConfigurationError("Give --app or --database, not both: an App has a database.")
+    if path is None and url is None:
+        path = os.environ.get("TXBOX_APP") or None
+        url = os.environ.get("TXBOX_DATABASE_URL") or None
+    if path is not None:
+        if args.schema is not None:
+            raise ConfigurationError(
+                "--schema goes with --database: an App has its own App(schema=…)."
+            )
+        return load(path)
+    if handlers is not None:
+        raise ConfigurationError(
+            f"`txbox {args.command}` {handlers}, which takes the App: give --app module:app or set TXBOX_APP."
+        )
+    if url is None:
+        raise ConfigurationError(
+            "Which database? Give --app module:app or --database URL, or set TXBOX_APP or TXBOX_DATABASE_URL."
+        )
+    _check_url(url)
+    return App(url, schema=args.schema)
+
+
+def admin_of(args: argparse.Namespace, *, handlers: str | None = None) -> Admin:
+    """The operator's view of what `opened` returns."""
+    return Admin(opened(args, handlers=handlers))
+
+
+def load(path: str) -> App:
+    """Import `module:app`; the working directory is importable.
+
+    Raises:
+        ConfigurationError: no such module or attribute, or it is no App; or what the module raised.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not module_name or "/" in module_name or module_name.endswith(".py"):
+        raise ConfigurationError(
+            f"{path!r} is no path to an App: write module:app, like shop:app or shop.events:app."
+        )
+    found: Any = _imported(module_name)
+    for name in (attribute or "app").split("."):
+        if not hasattr(found, name):
+            raise ConfigurationError(_missing(module_name, name, found))
+        found = getattr(found, name)
+    if not isinstance(found, App):
+        raise ConfigurationError(
+            f"{module_name}:{attribute or 'app'} is a {type(found).__qualname__}, not a txbox.App: "
+            "name the variable that App(…) was assigned to."
+        )
+    return found
+
+
+def _imported(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except TxboxError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and (error.name == name or name.startswith(f"{error.name}.")):
+            raise ConfigurationError(
+                f"There is no module {error.name!r} in {here} or on the Python path: run txbox where it is "
+                "importable, or give another --app module:app."
+            ) from error
+        raise ConfigurationError(
+            f"{name} imports {error.name!r}, which is not installed here: install it in this environment."
+        ) from error
+    except Exception as error:
+        # whatever the user's module raises is a wrong program: nothing has been consumed
+        raise ConfigurationError(_failed_import(name, error)) from error
+
+
+def _failed_import(name: str, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    if isinstance(error, SyntaxError):
+        where = f" in {error.filename}, line {error.lineno}"
+    said = str(error).partition("\n")[0]
+    return (
+        f"{name} cannot be imported: {type(error).__name__}: {said}{where}; "
+        f'`python -c "import {name}"` shows the whole traceback.'
+    )
+
+
+def _missing(module: str, name: str, found: object) -> str:
+    apps = [own for own, value in vars(found).items() if isinstance(value, App)]
+    if apps:
+        return f"{module} has no {name!r}, but it has {' and '.join(apps)}: give --app {module}:{apps[0]}."
+    return (
+        f"{module} has no {name!r}: name the variable that App(…) was assigned to, as module:app."
+    )
+
+
+def _check_url(url: str) -> None:
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        # the error of the standard library quotes the part that may be a password
+        raise ConfigurationError(
+            "The host and port of the database URL cannot be read: percent-encode special characters of the password "
+            "(/ is %2F, @ is %40, # is %23)."
+        ) from None

@@ -1,0 +1,285 @@
+"""status, list and show: they change nothing."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from txbox.admin import ConsumerStatus, ListedMessage, QuarantinedMessage, ShownMessage
+from txbox.cli.application import admin_of
+from txbox.cli.options import add_filter, count, filter_of
+from txbox.cli.output import (
+    age,
+    print_error,
+    print_json,
+    print_line,
+    print_record,
+    print_table,
+    printable_lines,
+    shown,
+)
+from txbox.errors import ConfigurationError
+from txbox.outcome import Status
+
+_UNMATCHED = "(no consumer)"
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    status = commands.add_parser(
+        "status", parents=[common], help="count messages by consumer and status; oldest unfinished age",
+        description="Counts the messages of every consumer by status, what is quarantined, and says how long ago the "
+        "oldest unfinished one (pending, processing, failed) was received.",
+    )  # fmt: skip
+    status.set_defaults(run=_status)
+    listed = commands.add_parser(
+        "list", parents=[common], help="list messages, newest first, with filters",
+        description="Lists messages, newest arrival first. Without payloads.",
+    )  # fmt: skip
+    add_filter(
+        listed,
+        "consumer",
+        "status",
+        "topic",
+        "type",
+        "key",
+        "error_type",
+        "fingerprint",
+        "older_than",
+    )
+    listed.add_argument(
+        "--limit", type=count, default=50, metavar="N", help="how many (default 50)"
+    )
+    listed.add_argument(
+        "--before",
+        type=count,
+        metavar="ARRIVAL",
+        help="the next page: what the last one printed at its end",
+    )
+    listed.add_argument(
+        "--quarantined", action="store_true", help="what was set aside instead; filters: --consumer"
+    )
+    listed.set_defaults(run=_list)
+    show = commands.add_parser(
+        "show", parents=[common], help="show one message with its attempts",
+        description="Shows one message with every recorded attempt, and what is quarantined under its id. The payload "
+        "and the values of headers stay hidden (size and hash are shown) unless --reveal.",
+    )  # fmt: skip
+    show.add_argument("consumer", metavar="CONSUMER")
+    show.add_argument("message_id", metavar="ID")
+    show.add_argument(
+        "--reveal", action="store_true", help="print the payload and header values too"
+    )
+    show.set_defaults(run=_show)
+
+
+def _status(args: argparse.Namespace) -> int:
+    with admin_of(args) as admin:
+        consumers = admin.status()
+    if args.json:
+        print_json({"consumers": consumers})
+    elif not consumers:
+        print_line("The inbox is empty.")
+    else:
+        names = ["pending", "processing", "failed", "dead", "processed", "discarded"]
+        print_table(
+            ["consumer", *names, "quarantined", "oldest unfinished"],
+            [_status_row(own, names) for own in consumers],
+        )
+    return 0
+
+
+def _status_row(own: ConsumerStatus, names: list[str]) -> list[str | int | None]:
+    counts = [own.counts.get(Status(name), 0) for name in names]
+    return [
+        own.consumer or _UNMATCHED, *counts, own.quarantined, age(own.oldest_unfinished_s) or "-"
+    ]  # fmt: skip
+
+
+def _list(args: argparse.Namespace) -> int:
+    where = filter_of(args)
+    if args.quarantined:
+        if set(where.criteria()) - {"consumer"} or args.before:
+            raise ConfigurationError("--quarantined takes only the filter --consumer, and --limit.")
+        with admin_of(args) as admin:
+            aside = admin.quarantined(where.consumer, limit=args.limit)
+        if args.json:
+            print_json({"quarantined": [_quarantined(own) for own in aside]})
+        elif not aside:
+            print_line("Nothing is quarantined.")
+        else:
+            _print_quarantined(aside)
+        return 0
+    with admin_of(args) as admin:
+        messages = admin.list(where, limit=args.limit, before=args.before)
+    more = messages[-1].arrival if len(messages) == args.limit else None
+    if args.json:
+        print_json({"messages": messages, "before": more})
+    elif not messages:
+        print_line("No message matches." if where.criteria() else "The inbox is empty.")
+    else:
+        print_table(
+            ["consumer", "id", "status", "topic", "type", "key", "attempts", "received", "error"],
+            [
+                [
+                    own.consumer, own.message_id, own.status, own.topic, own.type, own.key,
+                    own.attempts, own.received_at, _error(own),
+                ]
+                for own in messages
+            ],
+        )  # fmt: skip
+        if more is not None:
+            print_line(f"There may be more: add --before {more}.")
+    return 0
+
+
+def _error(own: ListedMessage) -> str | None:
+    if own.error_type is None:
+        return None
+    first = (own.error or "").partition("\n")[0]
+    return f"{own.error_type}: {first}"[:120]
+
+
+def _print_quarantined(aside: Any) -> None:
+    print_table(
+        ["consumer", "id", "hash", "topic", "type", "seen", "received", "reason"],
+        [
+            [
+                own.consumer or _UNMATCHED, own.message_id or "(none)", own.hash[:12], own.topic, own.type,
+                own.seen, own.received_at, own.reason,
+            ]
+            for own in aside
+        ],
+    )  # fmt: skip
+
+
+def _quarantined(own: QuarantinedMessage) -> dict[str, Any]:
+    names = (
+        "consumer", "message_id", "hash", "reason", "topic", "type", "key", "seen", "received_at", "updated_at",
+    )  # fmt: skip
+    return {name: getattr(own, name) for name in names}
+
+
+def _show(args: argparse.Namespace) -> int:
+    with admin_of(args) as admin:
+        found, aside = admin.show(args.consumer, args.message_id, reveal=args.reveal)
+    if found is None and not aside:
+        print_error(
+            f"Consumer {args.consumer!r} has no message {shown(args.message_id)!r}: "
+            "`txbox list` shows which there are."
+        )
+        return 1
+    if args.json:
+        print_json(
+            {
+                "message": None if found is None else _as_json(found),
+                "attempts": [] if found is None else found.history,
+                "quarantined": [_aside_as_json(own) for own in aside],
+            }
+        )
+        return 0
+    if found is not None:
+        _print_message(found)
+    if aside:
+        print_line("\nQuarantined under this id:")
+        _print_quarantined(aside)
+        for own in aside:
+            if own.payload is not None:
+                print_line(f"\nPayload {own.hash[:12]}:\n{_readable(own.payload)}")
+    return 0
+
+
+def _print_message(found: ShownMessage) -> None:
+    own = found.message
+    headers = ", ".join(
+        name if value is None else f"{name}={value}" for name, value in found.headers
+    )
+    print_record(
+        [
+            ("consumer", own.consumer),
+            ("id", own.message_id),
+            ("status", own.status),
+            ("topic", own.topic),
+            ("type", own.type),
+            ("key", own.key),
+            ("sequence", found.sequence),
+            ("received", own.received_at),
+            ("updated", own.updated_at),
+            ("processed", own.processed_at),
+            ("next attempt", own.next_attempt_at if own.status in ("failed", "pending") else None),
+            ("leased until", own.lease_until),
+            ("attempts", own.attempts),
+            ("unfinished starts", own.starts or None),
+            ("content type", found.content_type),
+            ("headers", headers),
+            ("origin", ", ".join(f"{name}={value}" for name, value in found.origin.items())),
+            ("payload", _described(found)),
+            ("payload sha-256", found.payload_hash),
+            ("error type", own.error_type),
+            ("fingerprint", own.fingerprint),
+        ]
+    )
+    if own.error:
+        print_line(f"\n{printable_lines(own.error)}")
+    if found.history:
+        print_line("\nAttempts:")
+        print_table(
+            ["attempt", "at", "became", "error"],
+            [
+                [
+                    past.attempt, past.recorded_at, past.status,
+                    f"{past.error_type}: {(past.error or '').partition(chr(10))[0]}"[:160],
+                ]
+                for past in found.history
+            ],
+        )  # fmt: skip
+    if found.payload is not None:
+        print_line(f"\nPayload:\n{_readable(found.payload)}")
+
+
+def _described(found: ShownMessage) -> str:
+    if not found.message.has_payload:
+        return "not kept"
+    if found.payload_bytes is None:
+        return "empty (a tombstone)"
+    return f"{found.payload_bytes} bytes" + (
+        "" if found.payload is not None else " (--reveal prints it)"
+    )
+
+
+def _readable(payload: bytes) -> str:
+    try:
+        return printable_lines(payload.decode())
+    except UnicodeDecodeError:
+        return f"{payload.hex(' ')}"
+
+
+def _as_json(found: ShownMessage) -> dict[str, Any]:
+    own = found.message
+    return {
+        **{name: getattr(own, name) for name in ListedMessage.__dataclass_fields__},
+        "sequence": found.sequence,
+        "content_type": found.content_type,
+        "headers": found.headers,
+        "origin": found.origin,
+        "payload_hash": found.payload_hash,
+        "payload_bytes": found.payload_bytes,
+        **_payload_as_json(found.payload),
+    }
+
+
+def _aside_as_json(own: QuarantinedMessage) -> dict[str, Any]:
+    return {
+        **_quarantined(own),
+        "payload_bytes": own.payload_bytes,
+        **_payload_as_json(own.payload),
+    }
+
+
+def _payload_as_json(payload: bytes | None) -> dict[str, Any]:
+    """Text as `payload`, other bytes as `payload_base64`."""
+    if payload is None:
+        return {"payload": None}
+    try:
+        return {"payload": payload.decode()}
+    except UnicodeDecodeError:
+        return {"payload": None, "payload_base64": payload}

@@ -1,0 +1,213 @@
+"""run and maintain: the processes that stay; demo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from types import FrameType
+from typing import Any
+
+from txbox.app import App
+from txbox.cli.application import opened
+from txbox.cli.options import count, duration
+from txbox.cli.output import print_json, print_line, print_table
+from txbox.errors import ConfigurationError, StoreUnavailable
+from txbox.events import Event, MessageEvent
+from txbox.maintenance import JOBS, Report, Task, run_once
+
+_log = logging.getLogger("txbox")
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    run = commands.add_parser(
+        "run", parents=[common], help="consume: sources, retries from the table, maintenance",
+        description="Runs the service: takes messages from the sources of the App and retries from its table, and does "
+        "maintenance in the background. SIGTERM or Ctrl-C drains: what runs is finished, the rest is left for "
+        "redelivery; a second one ends at once. Exit status 0 drained or idle, 1 something unexpected, 2 wrong "
+        "configuration, schema or an unreachable database at the start.",
+    )  # fmt: skip
+    run.add_argument("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
+    run.add_argument(
+        "--once", action="store_true", help="end when the sources and the table are exhausted"
+    )
+    run.add_argument(
+        "--processes", type=count, default=1, metavar="N", help="worker processes (default 1)"
+    )
+    run.add_argument(
+        "--grace",
+        type=duration,
+        metavar="TIME",
+        help="the longest drain (default: as long as it takes)",
+    )
+    run.add_argument(
+        "--no-maintenance", action="store_true", help="leave rescue and prune to `txbox maintain`"
+    )
+    run.set_defaults(run=_run)
+    maintain = commands.add_parser(
+        "maintain", parents=[common], help="rescue and prune, again and again or --once",
+        description="Does maintenance without consuming: "
+        + "; ".join(f"{job.name} ({job.summary})" for job in JOBS)
+        + ". Runs until SIGTERM or Ctrl-C; several may run, a job is done by one at a time.",
+    )  # fmt: skip
+    maintain.add_argument("--once", action="store_true", help="each job once, then end")
+    maintain.set_defaults(run=_maintain)
+    for command in (run, maintain):
+        command.add_argument("--log-json", action="store_true", help="log lines as JSON")
+        command.add_argument(
+            "--verbose", action="store_true", help="log every message, not only trouble"
+        )
+    demo = commands.add_parser(
+        "demo", add_help=False, help="a payment service under kill -9, beside a naive consumer"
+    )
+    demo.set_defaults(run=None)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from txbox.worker import run, supervise
+
+    if args.path is not None:
+        if args.app is not None or args.database is not None:
+            raise ConfigurationError("Give the App once: as MODULE:APP or with --app.")
+        args.app = args.path
+    _start_logging(args)
+    app = opened(args, handlers="runs handlers")
+    if args.processes > 1:
+        # checked here once, so that a wrong path is one sentence and not one of each process
+        code = supervise(_child(args), args.processes)
+        if args.json:
+            print_json({"exit": code})
+        return code
+    tally = _Tally()
+    _observe(app)
+    app.events.observers.append(tally)
+    with app:
+        code = run(app, once=args.once, maintenance=not args.no_maintenance, grace=args.grace)
+    if args.json:
+        print_json({"exit": code, "events": tally.counts})
+    elif args.once and code == 0:
+        print_line(tally.sentence())
+    return code
+
+
+def _child(args: argparse.Namespace) -> list[str]:
+    child = [sys.executable, "-m", "txbox", "run"]
+    if args.app is not None:
+        child += ["--app", args.app]
+    for name in ("once", "no_maintenance", "log_json", "verbose"):
+        if getattr(args, name):
+            child.append(f"--{name.replace('_', '-')}")
+    if args.grace is not None:
+        child += ["--grace", f"{args.grace.total_seconds()}s"]
+    return child
+
+
+class _Tally:
+    """Counts events by kind, for the line at the end."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, MessageEvent):
+            with self._lock:
+                self.counts[type(event).__name__.removeprefix("Message").lower()] += 1
+
+    def sentence(self) -> str:
+        if not self.counts:
+            return "Nothing to do."
+        return ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common()) + "."
+
+
+def _maintain(args: argparse.Namespace) -> int:
+    _start_logging(args)
+    with opened(args) as app:
+        _observe(app)
+        if args.once:
+            reports = [run_once(app, job.name, Task()) for job in JOBS]
+            _print_reports(args, reports)
+            return 0
+        return _maintain_on(app)
+
+
+def _print_reports(args: argparse.Namespace, reports: list[Report]) -> None:
+    if args.json:
+        print_json({"jobs": reports})
+        return
+    print_table(
+        ["job", "rows", "dead", "note"],
+        [
+            [own.job, own.rows, own.dead, "another process is at it" if own.skipped else ""]
+            for own in reports
+        ],
+    )
+
+
+def _maintain_on(app: App) -> int:
+    stopped = threading.Event()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        stopped.set()
+
+    before = {own: signal.signal(own, stop) for own in (signal.SIGTERM, signal.SIGINT)}
+    # the first round is not forgiven: a wrong URL or a missing schema ends here with its sentence
+    due: dict[str, float] = {}
+    try:
+        for job in JOBS:
+            run_once(app, job.name, Task(stop=stopped.is_set))
+            due[job.name] = time.monotonic() + job.every(app).total_seconds()
+        while not stopped.is_set():
+            job = min(JOBS, key=lambda own: due[own.name])
+            if stopped.wait(max(0.0, due[job.name] - time.monotonic())):
+                break
+            try:
+                run_once(app, job.name, Task(stop=stopped.is_set))
+            except StoreUnavailable as error:
+                _log.warning("%s is put off: %s", job.name, error)
+            due[job.name] = time.monotonic() + job.every(app).total_seconds()
+    finally:
+        for own, handler in before.items():
+            signal.signal(own, handler)
+    return 0
+
+
+def _observe(app: App) -> None:
+    """Log events, unless the app has observers of its own."""
+    if not app.events.observers:
+        from txbox.observers.logging import LoggingObserver
+
+        app.events.observers.append(LoggingObserver())
+
+
+def _start_logging(args: argparse.Namespace) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _JsonLines()
+        if args.log_json
+        else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    _log.addHandler(handler)
+    _log.setLevel(logging.DEBUG if args.verbose else logging.INFO)
+    _log.propagate = False
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line: the fields of an event, or a message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, Any] = getattr(record, "txbox", None) or {"message": record.getMessage()}
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            **said,
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

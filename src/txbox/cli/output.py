@@ -1,0 +1,208 @@
+"""What the commands print: tables or JSON on standard output, progress and errors on standard error."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any
+
+# user:password@ in a URL, and password=… in a query or a connection string
+_PASSWORD = re.compile(r"(://[^:@/\s]*:)[^\s]*(?=@)|(\bpassword\s*=\s*)('[^']*'|[^\s&'\"]+)", re.I)
+# ids and error texts come from strangers: nothing of theirs may steer the terminal
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+Cell = str | int | float | datetime | None
+
+
+def redacted(text: str) -> str:
+    """The text without any password that stands in it as in a URL or connection string."""
+    return _PASSWORD.sub(
+        lambda found: f"{found[1]}***" if found[1] is not None else f"{found[2]}***", text
+    )
+
+
+def shown(value: Cell) -> str:
+    """A value as a cell, on one line."""
+    if value is None:
+        return ""
+    if isinstance(value, datetime):
+        return value.strftime("%Y-%m-%d %H:%M:%S")
+    text = str(value).replace("\n", " ").replace("\t", " ")
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def age(seconds: float | None) -> str:
+    """A length of time for people: 42s, 5m 10s, 3h 12m, 2d 4h."""
+    if seconds is None:
+        return ""
+    left = int(seconds)
+    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+    for index, (unit, size) in enumerate(units):
+        if left >= size:
+            text = f"{left // size}{unit}"
+            if index + 1 < len(units):
+                smaller, smaller_size = units[index + 1]
+                rest = left % size // smaller_size
+                return f"{text} {rest}{smaller}" if rest else text
+            return text
+    return "0s"
+
+
+def counted(number: int, noun: str = "message") -> str:
+    """1 message, 2 messages."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output; times are ISO 8601 in UTC."""
+    print(json.dumps(value, default=_json, indent=2))
+
+
+def _json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {own.name: getattr(value, own.name) for own in dataclasses.fields(value)}
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    raise TypeError(f"{type(value).__name__} is not printed as JSON")
+
+
+def print_line(text: str) -> None:
+    print(text)
+
+
+def print_error(text: str) -> None:
+    print(f"txbox: {redacted(text)}", file=sys.stderr)
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, title: str | None = None
+) -> None:
+    """A table: with rich on a terminal where it is installed, plain and aligned otherwise.
+
+    Columns of numbers stand to the right; a column without any value is left out.
+    """
+    kept = [
+        index
+        for index in range(len(columns))
+        if index == 0 or any(row[index] not in (None, "") for row in rows)
+    ]
+    heads = [columns[index] for index in kept]
+    cells = [[shown(row[index]) for index in kept] for row in rows]
+    right = [
+        bool(rows) and all(isinstance(row[index], (int, float, type(None))) for row in rows)
+        for index in kept
+    ]
+    if not (sys.stdout.isatty() and _print_rich(heads, cells, right, title)):
+        _print_plain(heads, cells, right, title)
+
+
+def _print_plain(
+    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool], title: str | None
+) -> None:
+    if title:
+        print(title)
+    lines = [[head.upper() for head in heads], *cells]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(heads))]
+    for line in lines:
+        aligned = (
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        )
+        print("  ".join(aligned).rstrip())
+
+
+def _print_rich(
+    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool], title: str | None
+) -> bool:
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return False
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for head, to_right in zip(heads, right, strict=True):
+        table.add_column(
+            head,
+            justify="right" if to_right else "left",
+            overflow="fold",
+            no_wrap=head in ("status", "received", "at"),
+        )
+    for row in cells:
+        # Text, never markup: the cells are not ours
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    Console().print(table)
+    return True
+
+
+_STYLES = {
+    "dead": "red",
+    "failed": "yellow",
+    "processed": "green",
+    "processing": "cyan",
+    "discarded": "dim",
+}
+
+
+def print_record(pairs: Sequence[tuple[str, Cell]]) -> None:
+    """Names and values, one a line; what has no value is left out."""
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        if value not in (None, ""):
+            print(f"{name.ljust(width)}  {shown(value)}")
+
+
+def printable_lines(text: str) -> str:
+    """Text of several lines for the terminal, without control characters."""
+    return "\n".join(shown(line) for line in text.splitlines())
+
+
+def interactive() -> bool:
+    """Say whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def confirmed(question: str) -> bool:
+    """Ask on the terminal; anything but yes is no."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+@contextmanager
+def progress(text: str, total: int | None = None) -> Generator[Callable[[int], None]]:
+    """A progress bar on standard error while work lasts; nothing where no terminal or no rich is."""
+    if not sys.stderr.isatty():
+        yield lambda _done: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+    except ImportError:
+        yield lambda _done: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda done: bar.update(task, completed=done)
