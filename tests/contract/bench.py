@@ -1,0 +1,149 @@
+"""One app a kind of connection, and one message after the other through a handler that breaks its contract."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import secrets
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+from tests.connections.conformance import Kind
+from tests.contract.breaking import Hand, Misbehaviour
+from tests.databases import Raw
+from tests.shop import AT_ONCE, Row, effects, the_row
+from txbox import App, Message, Outcome
+from txbox.handlers import Handler
+from txbox.steps import Steps, drive, drive_async
+
+_numbers = itertools.count(1)
+
+
+class Bench:
+    """An app that was given its database in one way, in blocking calls."""
+
+    def __init__(self, kind: Kind, url: str) -> None:
+        self.kind = kind
+        self.raw = Raw(url)
+        self._source: Any = kind.source(url)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        target = self._wait(
+            self._source.__aenter__() if self.kind.is_async else self._source.__enter__()
+        )
+        self.app = App(django=target) if self.kind.family == "django" else App(target)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.kind.is_async:
+            self._wait(self.app.close_async())
+            self._wait(self._source.__aexit__(None, None, None))
+        else:
+            self.app.close()
+            self._source.__exit__(None, None, None)
+        self.raw.close()
+        self._runner.close()
+
+    def _wait(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+
+        async def waited() -> Any:
+            return await value
+
+        return self._runner.run(waited())
+
+    def drive(self, steps: Steps[Any]) -> Any:
+        if self.kind.is_async:
+            assert self.app.database.asynchronous is not None
+            return self._wait(drive_async(self.app.database.asynchronous, steps))
+        assert self.app.database.sync is not None
+        return drive(self.app.database.sync, steps)
+
+    def process(self, message: Message[Any]) -> Outcome:
+        verb = self.app.process_async if self.kind.is_async else self.app.process
+        outcome: Outcome = self._wait(verb(message))
+        return outcome
+
+    def handler(
+        self, function: Callable[[Message[Any], Any], Coroutine[Any, Any, None]], **options: Any
+    ) -> Handler:
+        """Register an async function, for sync kinds as the sync function that runs it."""
+        consumer = f"consumer-{next(_numbers)}"
+
+        def sync(message: Message[Any], tx: Any) -> None:
+            try:
+                function(message, tx).send(None)
+            except StopIteration:
+                return
+            raise AssertionError("a sync driver waits for nothing")
+
+        own = function if self.kind.is_async else sync
+        self.app.handler(consumer, consumer=consumer, retry=AT_ONCE, **options)(own)
+        return self.app.handlers.matching(consumer, None)[0]
+
+
+class Trial:
+    """One message, whose handler misbehaves once and behaves ever after."""
+
+    def __init__(self, bench: Bench, misbehaviour: Misbehaviour, mode: str) -> None:
+        self.bench = bench
+        self.message_id = f"m{next(_numbers)}"
+        self._script = ["fail", "break"] if mode == "retried" else ["break"]
+        self.runs = 0
+
+        async def handle(message: Message[Any], tx: Any) -> None:
+            self.runs += 1
+            hand = Hand(bench.kind, tx, self.message_id)
+            act = self._script.pop(0) if self._script else "behave"
+            if act == "fail":
+                raise ValueError("an ordinary failure first")
+            await (misbehaviour.run(hand) if act == "break" else hand.write())
+
+        options = {"mode": "stored"} if mode == "stored" else {}
+        self.handler = bench.handler(handle, **options)
+        self.message = Message[Any](id=self.message_id, topic=self.handler.topic, payload=b"{}")
+
+    def deliver(self) -> Outcome:
+        return self.bench.process(self.message)
+
+    def work(self) -> list[Outcome]:
+        """Lease what is due of this consumer, and run it."""
+        bench, token = self.bench, secrets.token_hex(16)
+        outcomes = []
+        for suspect in (False, True):
+            leased = bench.drive(
+                bench.app.store.lease(
+                    self.handler.consumer,
+                    token=token,
+                    limit=10,
+                    lease=bench.app.lease,
+                    suspect=suspect,
+                )
+            )
+            outcomes += [
+                bench.drive(bench.app.protocol.run_leased(self.handler, own, token)).outcome
+                for own in leased
+            ]
+        return outcomes
+
+    def rescue(self) -> None:
+        self.bench.drive(
+            self.bench.app.store.rescue(consumer=self.handler.consumer, max_starts=3, limit=10)
+        )
+
+    @property
+    def effects(self) -> int:
+        return effects(self.bench.raw, self.message_id)
+
+    @property
+    def row(self) -> Row:
+        return the_row(self.bench.raw, self.message_id, self.handler.consumer)
