@@ -31,26 +31,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# name → module: `import txbox` stays cheap, a name is loaded when it is first used
-_PUBLIC = {
-    "App": "app",
-    "Inbox": "inbox",
-    "Acceptance": "inbox",
-    "Message": "message",
-    "Headers": "message",
-    "Outcome": "outcome",
-    "Status": "outcome",
-    **dict.fromkeys(("RetryPolicy", "Lease", "Retention", "Batching", "Limits"), "policy"),
-    **dict.fromkeys(
-        (
-            "TxboxError", "ConfigurationError", "SchemaError", "StoreError", "StoreUnavailable", "UnusableMessage",
-            "PayloadMismatch", "MessageInProgress", "Retry", "Reject", "VersionConflict",
-        ),
-        "errors",
+# `import txbox` stays cheap: a name is loaded when it is first used
+_MODULES = {
+    "app": ("App",),
+    "inbox": ("Acceptance", "Inbox"),
+    "message": ("Headers", "Message"),
+    "outcome": ("Outcome", "Status"),
+    "policy": ("Batching", "Lease", "Limits", "Retention", "RetryPolicy"),
+    "errors": (
+        "ConfigurationError",
+        "MessageInProgress",
+        "PayloadMismatch",
+        "Reject",
+        "Retry",
+        "SchemaError",
+        "StoreError",
+        "StoreUnavailable",
+        "TxboxError",
+        "UnusableMessage",
+        "VersionConflict",
     ),
-}  # fmt: skip
-
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  # the names above, each a string
+}
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from txbox.errors import ConfigurationError
 from txbox.message import Message
@@ -88,20 +88,21 @@ def _pydantic(annotation: Any) -> Decoder | None:
     return lambda message: adapter.validate_json(message.payload or b"null")
 
 
-def _dataclass(kind: Any, value: Any) -> Any:
+def _dataclass(kind: Any, value: object) -> Any:
     """Build a dataclass from JSON, nested dataclasses and lists of them included; unknown fields are ignored."""
     if not isinstance(value, dict):
         raise TypeError(
             f"the payload is a JSON {type(value).__name__}, not an object for {kind.__name__}"
         )
+    fields = cast("dict[str, Any]", value)
     hints = typing.get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(
-        **{name: _fitted(hints[name], item) for name, item in value.items() if name in known}
+        **{name: _fitted(hints[name], item) for name, item in fields.items() if name in known}
     )
 
 
-def _fitted(hint: Any, value: Any) -> Any:
+def _fitted(hint: Any, value: object) -> Any:
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
@@ -109,10 +110,11 @@ def _fitted(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, value)
     if origin is list and isinstance(value, list):
+        items: list[Any] = value
         (item,) = typing.get_args(hint) or (Any,)
-        return [_fitted(item, own) for own in value]
+        return [_fitted(item, own) for own in items]
     if isinstance(hint, type) and hint in (int, str, float, bool, dict, list):
-        allowed = (int, float) if hint is float else hint
+        allowed: Any = (int, float) if hint is float else hint
         if not isinstance(value, allowed) or (hint is int and isinstance(value, bool)):
             raise ValueError(f"expected {hint.__name__}, got a JSON {type(value).__name__}")
     return value

@@ -54,9 +54,7 @@ class HandlerOptions:
             raise ConfigurationError(
                 f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable."
             )
-        if self.keep_payload not in ("unfinished", "always") and not isinstance(
-            self.keep_payload, timedelta
-        ):
+        if type(self.keep_payload) is str and self.keep_payload not in ("unfinished", "always"):
             raise ConfigurationError(
                 f"keep_payload is {self.keep_payload!r}: use 'unfinished', 'always' or a timedelta."
             )
@@ -164,7 +162,7 @@ def _at_path(path: str, message: Message[Any]) -> object:
         return message.headers.text(rest)
     value: Any = message.json() if head == "body" else getattr(message, head)
     for part in filter(None, rest.split(".")):
-        value = value[int(part)] if isinstance(value, list) else value[part]
+        value = value[int(part) if isinstance(value, list) else part]
     return value
 
 
@@ -272,7 +270,8 @@ def _body_annotation(function: Callable[..., Any], options: HandlerOptions) -> A
     target: Any = inspect.unwrap(function)
     if not (inspect.isfunction(target) or inspect.ismethod(target)):
         # an object with __call__ carries its annotations there
-        target = getattr(type(target), "__call__", target)  # noqa: B004
+        kind: type[Any] = type(target)
+        target = getattr(kind, "__call__", target)  # noqa: B004
     if isinstance(target, functools.partial):
         target = target.func
     parameters = list(inspect.signature(function).parameters)

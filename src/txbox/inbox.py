@@ -77,7 +77,7 @@ class Inbox:
     ) -> None:
         self.consumer = checked_consumer(consumer)
         self._id_scope: Literal["topic"] | None = id_scope
-        self._payload_hash = payload_hash
+        self._payload_hash: PayloadHash = payload_hash
         self._schema = schema
         self._columns = Columns(codec)
         self._limits = Limits()

@@ -33,6 +33,8 @@ class Intake:
         Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
         quarantine row.
         """
+        if len(messages) == 1:
+            return [(yield from self._take_one(handler, messages[0]))]
         known: dict[str, Arrival] = {}
         ids: list[str | None] = []
         settled: list[Settled | None] = []
@@ -74,6 +76,14 @@ class Intake:
             seen.add(own)
             outcomes.append(answer)
         return outcomes
+
+    def _take_one(self, handler: Handler, message: Message[Any]) -> Steps[Settled]:
+        try:
+            arrival = handler.arrival(message, self._protocol.limits)
+        except UnusableMessage as error:
+            yield from self._quarantined(handler.consumer, message, "", str(error))
+            return Settled(Outcome.QUARANTINED)
+        return (yield from self._run(handler, [arrival]))[arrival.message_id]
 
     def _run(self, handler: Handler, arrivals: list[Arrival]) -> Steps[dict[str, Settled]]:
         if not arrivals:

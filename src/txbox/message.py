@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from datetime import datetime
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
 Body = TypeVar("Body")
 HeaderValue = str | bytes | None
@@ -21,7 +21,11 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
     def __new__(cls, pairs: HeaderPairs = ()) -> Self:
         if type(pairs) is cls:
             return pairs
-        items = pairs.items() if isinstance(pairs, Mapping) else pairs
+        items = (
+            cast("Mapping[str, HeaderValue]", pairs).items()
+            if isinstance(pairs, Mapping)
+            else pairs
+        )
         return super().__new__(cls, tuple((str(name), value) for name, value in items))
 
     @overload
@@ -80,7 +84,7 @@ class Message(Generic[Body]):
     content_type: str | None = None
     time: datetime | None = None
     sequence: int | None = None
-    origin: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
     consumer: str | None = None
     attempt: int = 1
     received_at: datetime | None = None
@@ -114,8 +118,8 @@ setattr(Message, "__setattr__", _refuse)  # noqa: B010  # a type checker would r
 def _bytes(payload: object) -> bytes:
     if isinstance(payload, str):
         return payload.encode()
-    if isinstance(payload, (bytearray, memoryview)):
-        return bytes(payload)
+    if isinstance(payload, bytearray | memoryview):
+        return bytes(cast("bytearray", payload))
     raise TypeError(
         f"Message.payload takes bytes, got {type(payload).__name__}: encode it, e.g. with json.dumps(...).encode()."
     )

@@ -61,8 +61,8 @@ class Ran:
     """A transaction that has ended, and what it met."""
 
     end: End
-    fresh: set[str] = field(default_factory=set)
-    existing: dict[str, Existing] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set[str])
+    existing: dict[str, Existing] = field(default_factory=dict[str, Existing])
     error: Exception | None = None
     store: StoreError | None = None
 
@@ -294,7 +294,12 @@ class InboxProtocol:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
         ran.error, ran.store = raised.error, raised.store
         ran.end = _end_of_handler(raised)
-        if ran.end is End.RAISED:
+        refused = (
+            ran.store is not None
+            and ran.store.fault is Fault.GUARD
+            and self.store.dialect.refuses_commit
+        )
+        if ran.end is End.RAISED and not refused:
             try:
                 yield self.store.close(token)
             except StoreError as error:

@@ -33,7 +33,7 @@ _SCHEMES = {
     "sqlite": "sqlite",
 }
 
-_known: dict[type, ModuleType] = {}
+_known: dict[type[Any], ModuleType] = {}
 
 
 def open_database(target: Any, *, schema: str | None = None) -> Database:
@@ -75,7 +75,7 @@ def borrow_async(tx: Any, *, schema: str | None = None) -> CallersAsyncConnectio
 
 
 def _adapter(target: Any) -> ModuleType:
-    kind = type(target)
+    kind: type[Any] = type(target)
     known = _known.get(kind)
     if known is not None:
         return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections import deque
@@ -10,7 +11,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.steps import AsyncConnections, AsyncExecutor, Connections, Executor
+from txbox.steps import (
+    AsyncConnections,
+    AsyncExecutor,
+    Connections,
+    Executor,
+    Result,
+    Statement,
+)
 from txbox.store.dialect import Dialect
 
 C = TypeVar("C", bound="Owned")
@@ -76,7 +84,7 @@ class Idle(Generic[C]):
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
-    def take(self, usable: Callable[[C], bool] = lambda connection: True) -> C | None:
+    def take(self, usable: Callable[[C], bool] = lambda _: True) -> C | None:
         with self._lock:
             if self._pid != os.getpid():
                 # the parent still uses these sockets: forget them without a goodbye
@@ -206,3 +214,11 @@ def handler_left(how: str) -> StoreError:
     return StoreError(
         f"The handler left the transaction that claimed its message: {how}.", fault=Fault.GUARD
     )
+
+
+async def finished(closing: set[asyncio.Task[None]]) -> None:
+    """Wait for connections that are being closed on this event loop."""
+    loop = asyncio.get_running_loop()
+    own = [task for task in closing if task.get_loop() is loop]
+    if own:
+        await asyncio.wait(own)

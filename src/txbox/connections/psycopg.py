@@ -9,7 +9,7 @@ Source: docs/decisions/0009-round-trips.md
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakKeyDictionary
@@ -264,18 +264,26 @@ class _Libpq:
         failed: StoreError | None = None
         left = iter(answers)
         for statement, name in zip(statements, parsed, strict=True):
-            for own in (name, None) if name is not None else (None,):
-                answer = next(left, None)
-                if answer is None:
-                    # the server went away in the middle of its answers
-                    raise failed or self._cut(statements, None)
+            if name is not None:
+                answer = self._next(left, failed, statements)
                 failed = failed or self._failure(answer, statement)
-                if own is not None and answer.status == pq.ExecStatus.COMMAND_OK:
-                    self._names[statement.sql] = own
+                if answer.status == pq.ExecStatus.COMMAND_OK:
+                    self._names[statement.sql] = name
+            answer = self._next(left, failed, statements)
+            failed = failed or self._failure(answer, statement)
             results.append(answer)
         if failed is not None:
             raise failed
         return results
+
+    def _next(
+        self, answers: Iterator[Any], failed: StoreError | None, statements: Sequence[Statement]
+    ) -> Any:
+        answer = next(answers, None)
+        if answer is None:
+            # the server went away in the middle of its answers
+            raise failed or self._cut(statements, None)
+        return answer
 
     def _send(self, pgconn: Any, statement: Statement) -> bytes | None:
         """Queue a statement; returns the name of the prepared statement that it had to parse first."""
@@ -518,7 +526,7 @@ def _dumped(values: Sequence[Any]) -> tuple[list[bytes | None], list[pq.Format]]
 def _dump(value: Any) -> bytes | None:
     if value is None:
         return None
-    kind = type(value)
+    kind: type[Any] = type(value)
     if kind is bytes:
         return bytes(value)
     if kind is str:

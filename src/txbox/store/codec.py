@@ -64,10 +64,11 @@ def decode_headers(text: str | None) -> Headers:
     """Read what `encode_headers` wrote."""
     if not text:
         return Headers()
-    return Headers(
-        (name, base64.b64decode(value["b64"]) if isinstance(value, dict) else value)
-        for name, value in json.loads(text)
-    )
+    return Headers((name, _header_back(value)) for name, value in json.loads(text))
+
+
+def _header_back(value: Any) -> HeaderValue:
+    return value if value is None or isinstance(value, str) else base64.b64decode(value["b64"])
 
 
 class Columns:

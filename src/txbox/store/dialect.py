@@ -144,7 +144,7 @@ def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
 def parse_queries(text: str) -> dict[str, str]:
     """Split a file of named queries; comments stay above their query and out of its text."""
     parts = _NAME.split(text)
-    queries = {}
+    queries: dict[str, str] = {}
     for name, body in zip(parts[1::2], parts[2::2], strict=True):
         lines = [line for line in body.splitlines() if not line.lstrip().startswith("--")]
         if name in queries:

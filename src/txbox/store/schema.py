@@ -31,7 +31,7 @@ class SchemaState:
 def migration_text(own: Dialect, schema: str | None, after: int = 0, upto: int = VERSION) -> str:
     """Return the SQL that leads from version `after` (0: nothing) to version `upto`."""
     folder = files("txbox.store").joinpath("migrations").joinpath(own.name)
-    texts = []
+    texts: list[str] = []
     for entry in sorted(folder.iterdir(), key=lambda found: found.name):
         named = _FILE.fullmatch(entry.name)
         if named and after < int(named[1]) <= upto:
@@ -44,7 +44,8 @@ def migration_text(own: Dialect, schema: str | None, after: int = 0, upto: int =
 
 def split(text: str) -> list[str]:
     """Split SQL into statements, at semicolons outside of strings, comments and function bodies."""
-    statements, start = [], 0
+    statements: list[str] = []
+    start = 0
     for piece in _PIECE.finditer(text):
         if piece[0] == ";":
             statements.append(text[start : piece.start()].strip())
