@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import Empty, Queue
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +18,7 @@ from typing import Any, Self
 from tests.servers import ROOT
 
 _DEADLINE_S = 60.0
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,15 @@ class Plan:
 class WorkerProcess:
     """`with WorkerProcess(plan) as worker`; whatever happens, it is gone afterwards."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, folder: Path | None = None) -> None:
+        """`folder` takes a plan that is too long for a command line."""
+        text = plan.text()
+        if folder is not None:
+            path = folder / f"plan-{next(_numbers)}.json"
+            path.write_text(text)
+            text = f"@{path}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.scenarios.service", plan.text()],
+            [sys.executable, "-m", "tests.scenarios.service", text],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import txbox.steps
@@ -86,4 +87,5 @@ class Service:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    Service(json.loads(sys.argv[1])).run()
+    given = sys.argv[1]
+    Service(json.loads(Path(given[1:]).read_text() if given.startswith("@") else given)).run()
