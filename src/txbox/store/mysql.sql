@@ -184,14 +184,16 @@ UPDATE txbox_inbox
 
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.
--- The LIMIT keeps the inner query apart from the outer, which may not update what it also reads.
-UPDATE (SELECT consumer, message_id FROM txbox_inbox
-         WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
-           AND token = :token AND status = 'processing'
-         LIMIT 1000000
-           FOR UPDATE SKIP LOCKED) AS held
-       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = held.consumer AND own.message_id = held.message_id
-   SET own.lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
+-- A statement of its own: inside an UPDATE, MariaDB waits for the rows it is told to skip.
+SELECT CONVERT(message_id USING utf8mb4) FROM txbox_inbox
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+   AND token = :token AND status = 'processing'
+   FOR UPDATE SKIP LOCKED
+
+-- name: heartbeat_take
+-- Of rows that heartbeat has locked in this transaction.
+UPDATE txbox_inbox SET lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
 
 -- name: release
 -- Fenced: gives the start back, since the run ended by no fault of the message.
