@@ -21,6 +21,7 @@ SPLIT: Mapping[str, str] = {
     "lease": "lease_take",
     "lease_one": "lease_take",
     "rescue": "rescue_take",
+    "heartbeat": "heartbeat_take",
     "claim_leased": "complete",
 }
 #: A second statement is bound to rows that the first one locked.
@@ -64,6 +65,7 @@ def test_the_same_parameters(name: str, query: str) -> None:
 def test_second_statements_know_no_other_parameters(name: str) -> None:
     known = {
         "lease_take": {"consumer", "token", "lease_s", "rows.message_id"},
+        "heartbeat_take": {"consumer", "lease_s", "rows.message_id"},
         "rescue_take": {"max_starts", "rows.consumer", "rows.message_id"},
         "prune_take": {"rows.consumer", "rows.message_id"},
         "complete": {"consumer", "token", "keep", "rows.message_id"},

@@ -414,6 +414,12 @@ class InboxStore:
             {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()},
             {"message_id": ids},
         )
+        if self.dialect.has("heartbeat_take") and result.rows:
+            result = yield self.dialect.statement(
+                "heartbeat_take",
+                {"consumer": consumer, "lease_s": lease.duration.total_seconds()},
+                {"message_id": [row[0] for row in result.rows]},
+            )
         yield Commit()
         return int(result.count)
 

@@ -264,6 +264,9 @@ UPDATE txbox_inbox AS own
            FOR UPDATE SKIP LOCKED) AS held
  WHERE own.consumer = held.consumer AND own.message_id = held.message_id
 
+-- name: heartbeat_take
+-- heartbeat has extended the leases.
+
 -- name: release
 -- Fenced: gives the start back, since the run ended by no fault of the message.
 UPDATE txbox_inbox

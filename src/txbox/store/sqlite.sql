@@ -181,6 +181,9 @@ UPDATE txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
    AND token = :token AND status = 'processing'
 
+-- name: heartbeat_take
+-- heartbeat has extended the leases.
+
 -- name: release
 -- Fenced: gives the start back, since the run ended by no fault of the message.
 UPDATE txbox_inbox
