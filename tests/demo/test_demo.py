@@ -17,7 +17,7 @@ from txbox.demo.verdict import judge
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "txbox.cli", "demo", *arguments],
+        [sys.executable, "-m", "txbox", "demo", *arguments],
         capture_output=True,
         text=True,
         timeout=100,

@@ -14,13 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from txbox.errors import TxboxError
+
 _SETTLE_S = 60.0
 _KILL_WITHIN_S = 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns 0 when txbox's books are right, 1 when they are not."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     if options.dir is None:
         directory = Path(tempfile.mkdtemp(prefix="txbox-demo-"))
     else:
@@ -39,12 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             _report(result, options.keep, sys.stdout)
         keep = options.keep or not result["txbox"]["right"]
         return 0 if result["txbox"]["right"] else 1
+    except TxboxError as error:
+        sys.stderr.write(f"txbox demo: {error}\n")
+        return 1
     finally:
         if not keep:
             shutil.rmtree(directory)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the demo."""
     parser = argparse.ArgumentParser(
         prog="txbox demo",
         description="A payment service consumes a stream with duplicates while its process is killed with kill -9, "
@@ -184,7 +190,7 @@ def _report(result: dict[str, Any], kept: bool, out: TextIO) -> None:
             ("retries", str(naive["retries"]), str(txbox["retries"])),
             (
                 "the poison message",
-                f"{naive['dropped']} dropped",
+                "dropped" if naive["dropped"] else "none",
                 f"{len(txbox['dead'])} dead letter, kept",
             ),
         ],
@@ -195,8 +201,17 @@ def _report(result: dict[str, Any], kept: bool, out: TextIO) -> None:
         else "\ntxbox's books are WRONG: please report this, with the directory below.\n"
     )
     if kept or not txbox["right"]:
-        url = result["database"]
+        txbox_command, url = _command(), result["database"]
         out.write(
-            f"\nLook further:\n  txbox status --database {url}\n  txbox list --database {url} --status dead\n"
+            f"\nLook further:\n  {txbox_command} status --database {url}\n"
+            f"  {txbox_command} list --database {url} --status dead\n"
             f"  rm -r {result['directory']}\n"
         )
+
+
+def _command() -> str:
+    """How this command line was reached, so that the lines above can be pasted."""
+    if shutil.which("txbox"):
+        return "txbox"
+    called = Path(sys.argv[0])
+    return sys.argv[0] if called.name == "txbox" else f"{sys.executable} -m txbox"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +19,11 @@ from txbox.demo import killing
 from txbox.demo.business import Delivery, create_tables
 from txbox.demo.service import DIRECTORY, TOPIC, build
 from txbox.demo.verdict import connect, rows
+from txbox.errors import TxboxError
+
+
+class SideEnded(TxboxError):
+    """A consumer process ended without having been killed."""
 
 
 class Side(ABC):
@@ -78,20 +84,27 @@ class Side(ABC):
         killing.request(self.path, moment)
         self._asked_until_s = time.monotonic() + within_s
 
-    def watch(self) -> bool:
-        """Start the process again when it has died; returns whether it had."""
+    def watch(self) -> None:
+        """Start the process again when it has died as it should.
+
+        Raises:
+            SideEnded: it ended by itself.
+        """
         assert self._process is not None
         if self._asked_until_s is not None and time.monotonic() > self._asked_until_s:
             self._process.kill()
             self._process.wait()
-        if self._process.poll() is None:
-            return False
-        self._buried()
-        return True
+        if self._process.poll() is not None:
+            self._buried()
 
     def _buried(self) -> None:
         assert self._process is not None
-        self._process.wait()
+        status = self._process.wait()
+        if status != -signal.SIGKILL:
+            raise SideEnded(
+                f"The {self.name} process ended by itself with status {status}: "
+                f"see {self.path.with_suffix('.log')}."
+            )
         self._asked_until_s = None
         killing.withdraw(self.path)
         self.kills += 1
@@ -146,7 +159,7 @@ class TxboxSide(Side):
     """The same payments through an inbox; see service.py."""
 
     name = "txbox"
-    module = ("txbox.cli", "run", "txbox.demo.service:app")
+    module = ("txbox", "run", "txbox.demo.service:app")
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -1,0 +1,64 @@
+"""Door 2: one message, one call; for a webhook, a Lambda function, any framework.
+
+`python examples/webhook_function.py`
+
+`receive` is the function that your web framework calls with headers and body. It answers 200 as soon
+as txbox has the message in the database, processed or parked; the sender's redeliveries are harmless.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from txbox import App, Message, StoreUnavailable
+
+app = App(os.environ.get("DATABASE_URL", "sqlite:///webhook.db"))
+
+
+@dataclass
+class Paid:
+    order: int
+    amount: int
+
+
+@app.handler("orders", type="order.paid", consumer="shipping")
+def ship(message: Message[Paid], tx: sqlite3.Connection) -> None:
+    if message.body.amount <= 0:
+        raise ValueError("nothing was paid")
+    tx.execute("INSERT INTO shipment (paid_order) VALUES (?)", (message.body.order,))
+
+
+def receive(headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
+    """Take one webhook; returns status and text of the answer."""
+    message = Message(
+        id=headers.get("x-event-id"), topic="orders", type=headers.get("x-event-type"), payload=body
+    )
+    try:
+        outcome = app.process(message)
+    except StoreUnavailable:
+        return 503, "try again"  # the sender redelivers
+    return (200 if outcome.settles else 503), outcome.value
+
+
+def main() -> None:
+    app.init()  # once, at deployment
+    database = sqlite3.connect("webhook.db")
+    database.execute("CREATE TABLE IF NOT EXISTS shipment (paid_order INTEGER)")
+    database.close()
+    paid = {"x-event-id": "evt-1", "x-event-type": "order.paid"}
+    print(receive(paid, b'{"order": 7, "amount": 30}'))
+    print(receive(paid, b'{"order": 7, "amount": 30}'))  # redelivered
+    print(receive(paid, b'{"order": 7, "amount": 31}'))  # altered: set aside
+    failing = {"x-event-id": "evt-2", "x-event-type": "order.paid"}
+    print(
+        receive(failing, b'{"order": 8, "amount": 0}')
+    )  # parked; `txbox run` or `drain` retries it
+    print(receive({}, b"{}"))  # no type that anybody consumes
+    app.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The examples run as they stand and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.pages import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def _run(*command: str, cwd: Path, path: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(path or "")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_own_loop(tmp_path: Path) -> None:
+    assert _run(str(EXAMPLES / "own_loop.py"), cwd=tmp_path).splitlines() == [
+        "pay-1: processed",
+        "pay-1: no effect",
+        "pay-2: processed",
+        "pay-2: no effect",
+        "balance: 50",
+    ]
+
+
+def test_webhook_function(tmp_path: Path) -> None:
+    printed = _run(str(EXAMPLES / "webhook_function.py"), cwd=tmp_path).splitlines()
+    assert printed == [
+        "(200, 'processed')",
+        "(200, 'duplicate')",
+        "(200, 'quarantined')",
+        "(200, 'failed')",
+        "(200, 'unmatched')",
+    ]
+
+
+def test_service(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "service.db") as database:
+        database.execute("CREATE TABLE booking (order_id INTEGER, amount INTEGER)")
+    database.close()
+    _run("-m", "txbox", "init", "--database", "sqlite:///service.db", cwd=tmp_path)
+    orders = {
+        "o-1": '{"id": 1, "amount": 5}',
+        "o-2": '{"id": 2, "amount": 6, "later": true}',
+        "o-3": '{"id": 3, "amount": 0}',
+    }
+    for own, order in orders.items():
+        send = (
+            "send",
+            "orders",
+            "--app",
+            "service:app",
+            "--type",
+            "order.paid",
+            "--id",
+            own,
+            "--data",
+            order,
+        )
+        _run("-m", "txbox", *send, cwd=tmp_path, path=EXAMPLES)
+    printed = _run("-m", "txbox", "run", "service:app", "--once", cwd=tmp_path, path=EXAMPLES)
+    database = sqlite3.connect(tmp_path / "service.db")
+    assert database.execute("SELECT order_id, amount FROM booking ORDER BY 1").fetchall() == [
+        (1, 5),
+        (2, 6),
+    ]
+    rows = dict(database.execute("SELECT message_id, status FROM txbox_inbox"))
+    database.close()
+    assert rows == {"o-1": "processed", "o-2": "processed", "o-3": "dead"}
+    assert "ALERT MessageDead" in printed
