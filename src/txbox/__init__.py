@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from txbox.inbox import Inbox as Inbox
     from txbox.message import Headers as Headers
     from txbox.message import Message as Message
+    from txbox.outbox import Outbox as Outbox
+    from txbox.outbox import Outgoing as Outgoing
     from txbox.outcome import Outcome as Outcome
     from txbox.outcome import Status as Status
     from txbox.policy import Batching as Batching
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "app": ("App",),
     "inbox": ("Acceptance", "Inbox"),
+    "outbox": ("Outbox", "Outgoing"),
     "message": ("Headers", "Message"),
     "outcome": ("Outcome", "Status"),
     "policy": ("Batching", "Lease", "Limits", "Retention", "RetryPolicy"),

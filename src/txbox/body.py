@@ -110,7 +110,7 @@ def _fitted(hint: Any, value: object) -> Any:
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, value)
     if origin is list and isinstance(value, list):
-        items: list[Any] = value
+        items: list[object] = value
         (item,) = typing.get_args(hint) or (Any,)
         return [_fitted(item, own) for own in items]
     if isinstance(hint, type) and hint in (int, str, float, bool, dict, list):

@@ -75,7 +75,7 @@ def borrow_async(tx: Any, *, schema: str | None = None) -> CallersAsyncConnectio
 
 
 def _adapter(target: Any) -> ModuleType:
-    kind: type[Any] = type(target)
+    kind: type[Any] = target.__class__
     known = _known.get(kind)
     if known is not None:
         return known

@@ -526,7 +526,7 @@ def _dumped(values: Sequence[Any]) -> tuple[list[bytes | None], list[pq.Format]]
 def _dump(value: Any) -> bytes | None:
     if value is None:
         return None
-    kind: type[Any] = type(value)
+    kind: type[Any] = value.__class__
     if kind is bytes:
         return bytes(value)
     if kind is str:

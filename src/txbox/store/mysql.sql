@@ -444,3 +444,9 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
 -- name: audit
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor, :action, :filter, :affected, :reason)
+
+-- name: stage
+-- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
+INSERT INTO txbox_outbox (id, topic, type, `key`, content_type, headers, payload, key_id, available_at)
+VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
+         UTC_TIMESTAMP(6) + INTERVAL :rows.delay_s SECOND)}

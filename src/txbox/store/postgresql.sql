@@ -491,3 +491,14 @@ SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attemp
 -- name: audit
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)
+
+-- name: stage
+-- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
+INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, available_at)
+SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text,
+       now() + make_interval(secs => m.delay_s)
+  FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+              :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
+              :rows.delay_s::double precision[])
+       WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, delay_s, position)
+ ORDER BY m.position

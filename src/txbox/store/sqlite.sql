@@ -398,3 +398,9 @@ SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attemp
 -- name: audit
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor, :action, :filter, :affected, :reason)
+
+-- name: stage
+-- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
+INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, available_at)
+VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
+         strftime('%Y-%m-%d %H:%M:%f', 'now', :rows.delay_s || ' seconds'))}
