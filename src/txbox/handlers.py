@@ -17,6 +17,9 @@ from txbox.message import Message
 from txbox.policy import Limits, RetryPolicy
 from txbox.store.codec import Arrival, encode_headers
 
+# what the narrowest column of the supported databases holds
+_TEXT_BYTES_MAX = 1024
+
 IdOf = Callable[[Message[Any]], object]
 
 
@@ -54,10 +57,7 @@ class HandlerOptions:
             raise ConfigurationError(
                 f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable."
             )
-        if type(self.keep_payload) is str and self.keep_payload not in ("unfinished", "always"):
-            raise ConfigurationError(
-                f"keep_payload is {self.keep_payload!r}: use 'unfinished', 'always' or a timedelta."
-            )
+        _check_keep(self.keep_payload)
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ConfigurationError("timeout must be above zero.")
         for later in ("ordered", "keep_result"):
@@ -67,6 +67,13 @@ class HandlerOptions:
                 )
         if self.sequence is not None:
             raise ConfigurationError("sequence= is not supported by this version: leave it out.")
+
+
+def _check_keep(keep: object) -> None:
+    if keep not in ("unfinished", "always") and not isinstance(keep, timedelta):
+        raise ConfigurationError(
+            f"keep_payload is {keep!r}: use 'unfinished', 'always' or a timedelta."
+        )
 
 
 @dataclass(frozen=True)
@@ -151,8 +158,11 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
         if value is not None:
             if not isinstance(value, str):
                 raise UnusableMessage(f"The {what} is a {type(value).__name__}: it must be text.")
-            if not value.isascii() or "\0" in value:
-                checked_text(value, what)
+            if not value.isascii() or "\0" in value or len(value) > _TEXT_BYTES_MAX:
+                if len(checked_text(value, what)) > _TEXT_BYTES_MAX:
+                    raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
+    if message.sequence is not None and not -(2**63) <= message.sequence < 2**63:
+        raise UnusableMessage("The sequence does not fit into 64 bits.")
 
 
 def _at_path(path: str, message: Message[Any]) -> object:
@@ -270,8 +280,7 @@ def _body_annotation(function: Callable[..., Any], options: HandlerOptions) -> A
     target: Any = inspect.unwrap(function)
     if not (inspect.isfunction(target) or inspect.ismethod(target)):
         # an object with __call__ carries its annotations there
-        kind: type[Any] = type(target)
-        target = getattr(kind, "__call__", target)  # noqa: B004
+        target = getattr(target.__class__, "__call__", target)  # noqa: B004
     if isinstance(target, functools.partial):
         target = target.func
     parameters = list(inspect.signature(function).parameters)

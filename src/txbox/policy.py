@@ -119,7 +119,7 @@ class Batching:
     """
 
     messages: int = 100
-    payload_bytes: int = 8 * 1024 * 1024
+    payload_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
         _check(1 <= self.messages <= 10_000, self, "messages", "between 1 and 10,000")
@@ -141,7 +141,7 @@ class Limits:
     """
 
     payload_bytes: int = 1024 * 1024
-    quarantined_bytes: int = 8 * 1024 * 1024
+    quarantined_bytes: int = 4 * 1024 * 1024
     headers_bytes: int = 64 * 1024
     error_bytes: int = 8 * 1024
     lock_timeout: timedelta = timedelta(seconds=5)
