@@ -158,9 +158,9 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
         if value is not None:
             if not isinstance(value, str):
                 raise UnusableMessage(f"The {what} is a {type(value).__name__}: it must be text.")
-            if not value.isascii() or "\0" in value or len(value) > _TEXT_BYTES_MAX:
-                if len(checked_text(value, what)) > _TEXT_BYTES_MAX:
-                    raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
+            plain = value.isascii() and "\0" not in value and len(value) <= _TEXT_BYTES_MAX
+            if not plain and len(checked_text(value, what)) > _TEXT_BYTES_MAX:
+                raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
     if message.sequence is not None and not -(2**63) <= message.sequence < 2**63:
         raise UnusableMessage("The sequence does not fit into 64 bits.")
 
