@@ -256,6 +256,8 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
     finally:
         if connection is not None:
             connection.discard()
+        # a cancelled operation ends now, not when its traceback is collected: it holds ids in flight
+        steps.close()
 
 
 def _invoke(connection: Connection | None, step: Invoke) -> Any:
@@ -345,6 +347,8 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
     finally:
         if connection is not None:
             connection.discard()
+        # a cancelled operation ends now, not when its traceback is collected: it holds ids in flight
+        steps.close()
 
 
 async def _invoke_async(connection: AsyncConnection | None, step: Invoke) -> Any:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -58,8 +63,10 @@ class Given:
         self._source: Any = kind.source(url)
         self.database: Any = None
 
-    def __enter__(self) -> Given:
-        target = self.wait(self._source.__aenter__() if self.kind.is_async else self._source.__enter__())
+    def __enter__(self) -> Self:
+        target = self.wait(
+            self._source.__aenter__() if self.kind.is_async else self._source.__enter__()
+        )
         if self.kind.family == "django":
             from txbox.connections.django import open_alias
 
@@ -86,7 +93,7 @@ class Given:
             return value
 
         async def waited() -> Any:
-            return await cast("Awaitable[Any]", value)
+            return await value
 
         return self.runner.run(waited())
 
@@ -119,7 +126,11 @@ class Held:
         self.given.wait(self.connection.rollback())
 
     def release(self) -> None:
-        connections = self.given.database.asynchronous if self.given.kind.is_async else self.given.database.sync
+        connections = (
+            self.given.database.asynchronous
+            if self.given.kind.is_async
+            else self.given.database.sync
+        )
         self.given.wait(connections.release(self.connection))
 
     def discard(self) -> None:
@@ -128,8 +139,10 @@ class Held:
             return
 
         async def discarded() -> None:
+            before = asyncio.all_tasks()
             self.connection.discard()
-            await asyncio.sleep(0)
+            if closing := asyncio.all_tasks() - before:
+                await asyncio.wait(closing)
 
         self.given.runner.run(discarded())
 
@@ -144,9 +157,16 @@ class Held:
     def claim(self, consumer: str, message_id: str) -> str:
         """BEGIN and claim an id, as the protocol does; returns the token for `close`."""
         store, token = self.given.store, f"{message_id}{'0' * 8}"
-        arrival = Arrival(Message(id=message_id, topic="t", payload=b"{}"), message_id, b"\x01" * 32)
+        arrival = Arrival(
+            Message(id=message_id, topic="t", payload=b"{}"), message_id, b"\x01" * 32
+        )
         statements = store.claim(
-            consumer, [arrival], token=token, lock_timeout=timedelta(seconds=5), idle_s=60.0, keep=False
+            consumer,
+            [arrival],
+            token=token,
+            lock_timeout=timedelta(seconds=5),
+            idle_s=60.0,
+            keep=False,
         )
         self.begin(*statements)
         return token
@@ -157,6 +177,7 @@ class Held:
         try:
             step = next(steps)
             while True:
+                assert isinstance(step, Statement)
                 step = steps.send(self.execute(step))
         except StopIteration:
             pass
@@ -233,7 +254,9 @@ def psycopg_async_pool(**connection: Any) -> Callable[[str], AbstractAsyncContex
     async def source(url: str) -> AsyncIterator[Any]:
         from psycopg_pool import AsyncConnectionPool
 
-        async with AsyncConnectionPool(url, min_size=1, max_size=3, open=False, kwargs=connection) as pool:
+        async with AsyncConnectionPool(
+            url, min_size=1, max_size=3, open=False, kwargs=connection
+        ) as pool:
             yield pool
 
     return source
@@ -283,7 +306,9 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("psycopg-pool-autocommit", pg, psycopg_pool(autocommit=True), False, "psycopg")
     yield Kind("psycopg-async-url", pg, url_async, True, "psycopg")
     yield Kind("psycopg-async-pool", pg, psycopg_async_pool(), True, "psycopg")
-    yield Kind("psycopg-async-pool-autocommit", pg, psycopg_async_pool(autocommit=True), True, "psycopg")
+    yield Kind(
+        "psycopg-async-pool-autocommit", pg, psycopg_async_pool(autocommit=True), True, "psycopg"
+    )
     yield Kind("psycopg-pgbouncer", pg, url_pooled, True, "psycopg", pooler=True)
     yield Kind("asyncpg-url", pg, asyncpg_url, True, "asyncpg")
     yield Kind("asyncpg-pool", pg, asyncpg_pool, True, "asyncpg")
@@ -298,13 +323,25 @@ def _kinds() -> Iterator[Kind]:
         (lite, "pysqlite", ("aiosqlite",)),
     ):
         yield Kind(f"engine-{product}", product, engine(driver), False, "sqlalchemy")
-        yield Kind(f"sessionmaker-{product}", product, engine(driver, session=True), False, "sqlalchemy")
         yield Kind(
-            f"engine-autocommit-{product}", product, engine(driver, isolation_level="AUTOCOMMIT"), False, "sqlalchemy"
+            f"sessionmaker-{product}", product, engine(driver, session=True), False, "sqlalchemy"
+        )
+        yield Kind(
+            f"engine-autocommit-{product}",
+            product,
+            engine(driver, isolation_level="AUTOCOMMIT"),
+            False,
+            "sqlalchemy",
         )
         for own in async_drivers:
             yield Kind(f"async-engine-{own}", product, async_engine(own), True, "sqlalchemy")
-            yield Kind(f"async-sessionmaker-{own}", product, async_engine(own, session=True), True, "sqlalchemy")
+            yield Kind(
+                f"async-sessionmaker-{own}",
+                product,
+                async_engine(own, session=True),
+                True,
+                "sqlalchemy",
+            )
         yield Kind(f"django-{product}", product, django_alias, False, "django")
 
 

@@ -29,7 +29,9 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
             folder: Path = tmp_path_factory.mktemp(product)
             made[product] = kind.create(folder, schema=True)
             with Raw(made[product]) as raw:
-                raw.execute("CREATE TABLE account (id integer PRIMARY KEY, balance integer NOT NULL)")
+                raw.execute(
+                    "CREATE TABLE account (id integer PRIMARY KEY, balance integer NOT NULL)"
+                )
         return made[product]
 
     yield url

@@ -18,7 +18,10 @@ _ENGINES = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}
 def database(url: str) -> dict[str, Any]:
     """The entry of settings.DATABASES for a URL."""
     parts = urlsplit(url)
-    own: dict[str, Any] = {"ENGINE": f"django.db.backends.{_ENGINES[parts.scheme]}", "CONN_MAX_AGE": 60}
+    own: dict[str, Any] = {
+        "ENGINE": f"django.db.backends.{_ENGINES[parts.scheme]}",
+        "CONN_MAX_AGE": 60,
+    }
     if parts.scheme == "sqlite":
         return own | {"NAME": url.removeprefix("sqlite:///")}
     return own | {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import orm
+from sqlalchemy import event, orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from tests.connections.conformance import engine_url
@@ -203,7 +203,10 @@ def test_accept_async_leaves_the_callers_transaction_to_the_caller(
 def test_a_sync_object_is_refused_by_the_async_verb(
     product: str, caller: Callable[[str], Any], shared_url: Callable[[str], str]
 ) -> None:
-    with caller(shared_url(product)) as (tx, _, _), pytest.raises(ConfigurationError, match="is sync"):
+    with (
+        caller(shared_url(product)) as (tx, _, _),
+        pytest.raises(ConfigurationError, match="is sync"),
+    ):
         borrow_async(tx)
 
 
@@ -228,10 +231,12 @@ def test_sqlalchemy_in_autocommit_is_refused(
     product: str, session: bool, shared_url: Callable[[str], str]
 ) -> None:
     url = shared_url(product)
-    engine = sa.create_engine(engine_url(url, DRIVERS[url.partition(":")[0]]), isolation_level="AUTOCOMMIT")
-    with (orm.Session(engine) if session else engine.connect()) as own:
-        with pytest.raises(ConfigurationError, match="autocommit"):
-            borrow(own)
+    engine = sa.create_engine(
+        engine_url(url, DRIVERS[url.partition(":")[0]]), isolation_level="AUTOCOMMIT"
+    )
+    opened = orm.Session(engine) if session else engine.connect()
+    with opened as own, pytest.raises(ConfigurationError, match="autocommit"):
+        borrow(own)
     engine.dispose()
 
 
@@ -260,11 +265,11 @@ def test_a_sqlite_engine_that_sends_begin_itself_is_taken(
     """SQLAlchemy's own recipe runs the driver in autocommit and emits BEGIN in an event."""
     engine = sa.create_engine(engine_url(shared_url("sqlite"), "pysqlite"))
 
-    @sa.event.listens_for(engine, "connect")
+    @event.listens_for(engine, "connect")
     def connected(dbapi_connection: Any, record: Any) -> None:
         dbapi_connection.isolation_level = None
 
-    @sa.event.listens_for(engine, "begin")
+    @event.listens_for(engine, "begin")
     def begun(connection: sa.Connection) -> None:
         connection.exec_driver_sql("BEGIN")
 
@@ -288,7 +293,9 @@ def test_asyncpg_outside_a_transaction_is_refused(shared_url: Callable[[str], st
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_django_outside_atomic_is_refused(product: str, shared_url: Callable[[str], str], number: int) -> None:
+def test_django_outside_atomic_is_refused(
+    product: str, shared_url: Callable[[str], str], number: int
+) -> None:
     from django.db import connections, transaction
 
     with configured(shared_url(product)) as alias:
@@ -309,7 +316,9 @@ def test_djangos_default_connection_is_taken(shared_url: Callable[[str], str]) -
 @pytest.mark.parametrize("target", ["maker", "binds"])
 def test_a_session_without_one_engine_is_refused(target: str) -> None:
     engine = sa.create_engine("sqlite://")
-    unbound = orm.Session() if target == "maker" else orm.Session(binds={orm.declarative_base(): engine})
+    unbound = (
+        orm.Session() if target == "maker" else orm.Session(binds={orm.declarative_base(): engine})
+    )
     with unbound, pytest.raises(ConfigurationError, match="no single engine"):
         borrow(unbound)
     engine.dispose()

@@ -8,7 +8,7 @@ from typing import Any
 from tests.connections.conformance import Given, do
 from tests.connections.test_conformance import balance, every
 from tests.databases import Raw
-from txbox import App, Message, Outcome, Reject, RetryPolicy
+from txbox import App, Headers, Message, Outcome, Reject, RetryPolicy
 
 
 def app_of(given: Given) -> App:
@@ -48,9 +48,9 @@ class Service:
             raise self.raises
 
     def process(self, number: int, payload: bytes = b'{"a": 1}') -> Outcome:
-        message = Message(
+        message: Message[Any] = Message(
             id=str(number), topic="t", payload=payload, type="a.b", key="k",
-            headers=[("h", "v"), ("b", b"\xff")], content_type="application/json",
+            headers=Headers([("h", "v"), ("b", b"\xff")]), content_type="application/json",
         )  # fmt: skip
         if self.given.kind.is_async:
             outcome: Outcome = self.given.wait(self.app.process_async(message))
@@ -88,7 +88,12 @@ def test_a_failure_is_parked_and_retried(given: Given, db: Raw, number: int) -> 
     assert service.process(number) is Outcome.FAILED
     service.close()
     assert balance(db, number) is None
-    assert row(db, service.consumer, "status, attempts, has_payload, error_type") == ("failed", 1, 1, "ValueError")
+    assert row(db, service.consumer, "status, attempts, has_payload, error_type") == (
+        "failed",
+        1,
+        1,
+        "ValueError",
+    )
 
 
 @every()

@@ -19,6 +19,7 @@ from asyncpg.pool import PoolConnectionProxy
 
 from txbox.connections.base import (
     Idle,
+    finished,
     not_in_transaction,
     refused_commit,
     store_error,
@@ -30,6 +31,7 @@ from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+_CLOSE_S = 2.0
 _PROBE = Statement("probe", "SELECT 1", {})
 # the server says these as its last word; asyncpg notices the closed socket a moment later
 _FATAL = frozenset({"57P01", "57P02", "57P05"})
@@ -67,7 +69,13 @@ class AsyncpgDatabase:
     sync: None = None
 
     def __init__(
-        self, name: str, schema: str | None, *, dsn: str = "", prepare: bool = True, pool: Any = None
+        self,
+        name: str,
+        schema: str | None,
+        *,
+        dsn: str = "",
+        prepare: bool = True,
+        pool: Any = None,
     ) -> None:
         self.name = name
         self.schema = schema
@@ -85,6 +93,7 @@ class AsyncpgDatabase:
 
     async def close_async(self) -> None:
         self.close()
+        await finished(self._async.closing)
 
 
 class _AsyncConnections:
@@ -92,6 +101,7 @@ class _AsyncConnections:
         self._database = database
         self._pool = pool
         self.idle: Idle[AsyncpgConnection] = Idle()
+        self.closing: set[asyncio.Task[None]] = set()
 
     async def acquire(self) -> AsyncpgConnection:
         if self._pool is None:
@@ -103,7 +113,7 @@ class _AsyncConnections:
             raw: Any = await (self._connect() if self._pool is None else self._pool.acquire())
         except _ERRORS as error:
             raise _unreachable(error, self._database) from error
-        return AsyncpgConnection(raw, self._database.dialect)
+        return AsyncpgConnection(raw, self._database.dialect, self.closing)
 
     async def _connect(self) -> Any:
         if self._database.prepare:
@@ -124,8 +134,9 @@ class _AsyncConnections:
 class AsyncpgConnection:
     """A connection whose transactions txbox begins and ends, bound to the event loop that opened it."""
 
-    def __init__(self, raw: Any, own: Dialect) -> None:
+    def __init__(self, raw: Any, own: Dialect, closing: set[asyncio.Task[None]]) -> None:
         self.native = raw
+        self._closing = closing
         self.loop = asyncio.get_running_loop()
         self._dialect = own
         self._transaction: Any = None
@@ -186,10 +197,25 @@ class AsyncpgConnection:
         if self.loop.is_closed():
             # nothing of a closed loop works any more; the kernel closes the socket with its object
             return
-        if _running_loop() is self.loop:
+        if _running_loop() is not self.loop:
+            self.loop.call_soon_threadsafe(self._terminate)
+        elif self._transaction is None:
             self._terminate()
         else:
-            self.loop.call_soon_threadsafe(self._terminate)
+            # a cancelled handler left a query behind: terminate() would also drop asyncpg's request to
+            # cancel it, and the server would hold the transaction's locks until the query ends
+            task = self.loop.create_task(self._cancelled_and_closed())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _cancelled_and_closed(self) -> None:
+        if _closed(self.native):
+            return
+        try:
+            await self.native.close(timeout=_CLOSE_S)
+        except _ERRORS:
+            # asyncpg has aborted the connection instead
+            return
 
     def _terminate(self) -> None:
         # also gives the place in a pool free, which a connection that died has done by itself
@@ -220,7 +246,7 @@ class AsyncBorrowed:
             raise found or store_error(error, self.dialect, code=None, lost=lost) from error
 
 
-def borrow(tx: Any, *, schema: str | None = None) -> Any:
+def borrow(tx: Any, *, schema: str | None = None) -> Any:  # noqa: ARG001  # every adapter's shape
     """Refuse: asyncpg is async only."""
     raise wrong_colour(tx, wants="async")
 

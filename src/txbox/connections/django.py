@@ -84,12 +84,14 @@ class _Connections:
 
     def acquire(self) -> DjangoConnection:
         wrapper = _wrapper(self._database.alias)
-        # as at the start of a request: an error or CONN_MAX_AGE may have ended this connection
-        wrapper.close_if_unusable_or_obsolete()
+        if not wrapper.in_atomic_block:
+            # as at the start of a request: an error or CONN_MAX_AGE may have ended this connection
+            wrapper.close_if_unusable_or_obsolete()
         return DjangoConnection(wrapper, self._database.dialect)
 
     def release(self, connection: DjangoConnection) -> None:
-        connection.native.close_if_unusable_or_obsolete()
+        if not connection.native.in_atomic_block:
+            connection.native.close_if_unusable_or_obsolete()
 
 
 class DjangoConnection:
@@ -100,6 +102,7 @@ class DjangoConnection:
         self._dialect = own
         self._atomic: Any = None
         self._nested = False
+        self._claims = False
         self._fatal = False
 
     @property
@@ -114,6 +117,8 @@ class DjangoConnection:
         return _translated(error, self._dialect, self.native)
 
     def execute(self, statement: Statement) -> Result:
+        if self.native.closed_in_transaction:
+            raise handler_left("it closed its connection")
         try:
             return check_closed(statement, _executed(self.native, statement))
         except (Error, self.native.Database.Error) as error:
@@ -125,7 +130,11 @@ class DjangoConnection:
         atomic = transaction.atomic(using=wrapper.alias, durable=True)
         try:
             wrapper.ensure_connection()
-            if not self._nested and wrapper.vendor == "mysql" and wrapper.isolation_level != "read committed":
+            if (
+                not self._nested
+                and wrapper.vendor == "mysql"
+                and wrapper.isolation_level != "read committed"
+            ):
                 self._direct("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
             atomic.__enter__()
             self._atomic = atomic
@@ -138,6 +147,7 @@ class DjangoConnection:
             ) from error
         except (Error, wrapper.Database.Error) as error:
             raise self._failure(error) from error
+        self._claims = any(statement.name.startswith("claim") for statement in statements)
         return [self.execute(statement) for statement in statements]
 
     def _prepare_transaction(self) -> None:
@@ -153,20 +163,24 @@ class DjangoConnection:
             cursor.execute(sql)
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        if self.native.closed_in_transaction:
-            raise handler_left("it closed its connection")
-        if self.native.needs_rollback:
+        if self.native.needs_rollback and not self.native.closed_in_transaction:
             raise StoreError(
                 "Django marked the transaction for rollback: the handler caught a database error that had failed it.",
                 fault=Fault.ABORTED,
             )
+        if self._nested and self._claims and not statements:
+            # the claim found nothing new, but it armed the guard, which must not stay armed around us
+            self.rollback()
+            return []
         # a statement that succeeds last proves that the transaction has not failed: a driver does not
         # show that its COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
         results = [self.execute(statement) for statement in statements or (_PROBE,)]
         if not self._nested:
             # the transaction stands before these run: an exception of theirs is logged by Django and
             # must not look like a failed COMMIT
-            self.native.run_on_commit = [(ids, call, True) for ids, call, _ in self.native.run_on_commit]
+            self.native.run_on_commit = [
+                (ids, call, True) for ids, call, _ in self.native.run_on_commit
+            ]
         atomic, self._atomic = self._atomic, None
         try:
             atomic.__exit__(None, None, None)
@@ -184,7 +198,8 @@ class DjangoConnection:
 
     def discard(self) -> None:
         if self._atomic is None:
-            self.native.close()
+            if not self._nested:
+                self.native.close()
             return
         if not self._nested:
             # closed first, atomic() sends nothing
@@ -236,7 +251,7 @@ def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
     return Borrowed(wrapper, _dialect_of(wrapper, schema))
 
 
-def borrow_async(tx: Any, *, schema: str | None = None) -> Any:
+def borrow_async(tx: Any, *, schema: str | None = None) -> Any:  # noqa: ARG001  # every adapter's shape
     """Refuse: Django's transactions are sync only."""
     raise wrong_colour(tx, wants="sync")
 
@@ -282,7 +297,10 @@ def _translated(error: BaseException, own: Dialect, wrapper: Any) -> StoreError 
         return dbapi_error(error, own)
     if not isinstance(error, Error):
         return None
-    if isinstance(error.__cause__, wrapper.Database.Error):
-        return dbapi_error(error.__cause__, own)
+    cause = error.__cause__
+    if cause is not None and isinstance(cause, wrapper.Database.Error):
+        return dbapi_error(cause, own)
     # Django's own: it found the connection closed
-    return store_error(error, own, code=None, lost=isinstance(error, (InterfaceError, OperationalError)))
+    return store_error(
+        error, own, code=None, lost=isinstance(error, (InterfaceError, OperationalError))
+    )

@@ -19,6 +19,7 @@ from sqlalchemy.ext import asyncio as sa_async
 from txbox.connections.base import (
     check_closed,
     dbapi_error,
+    finished,
     handler_left,
     not_in_transaction,
     plain_rows,
@@ -39,6 +40,8 @@ _STYLES: dict[str, Style] = {
     "numeric_dollar": "numeric",
 }
 _PROBE = Statement("probe", "SELECT 1", {})
+# RELEASE SAVEPOINT found none: SQLSTATE, MySQL's number, SQLite's code for every wrong statement
+_NO_SAVEPOINT = frozenset({"3B001", "25P01", "1305", "SQLITE_ERROR"})
 
 
 def open_object(target: Any, *, schema: str | None = None) -> SQLAlchemyDatabase:
@@ -78,7 +81,9 @@ class SQLAlchemyDatabase:
                 "An SQLite engine in memory is another database for each connection: use a file, sqlite:///name.db."
             )
         self._sync = None if async_engine is not None else _Connections(self, maker)
-        self._async = _AsyncConnections(self, async_engine, maker) if async_engine is not None else None
+        self._async = (
+            _AsyncConnections(self, async_engine, maker) if async_engine is not None else None
+        )
         self._pid = os.getpid()
 
     @property
@@ -100,6 +105,8 @@ class SQLAlchemyDatabase:
 
     async def close_async(self) -> None:
         """Leave the engine open: it is the user's."""
+        if self._async is not None:
+            await finished(self._async.closing)
 
 
 class _Connections:
@@ -108,14 +115,18 @@ class _Connections:
         self._maker = maker
 
     def acquire(self) -> SQLAlchemyConnection:
-        self._database.forget_inherited()
+        database = self._database
+        database.forget_inherited()
         try:
-            connection = SQLAlchemyConnection(
-                self._database.engine.connect(), self._database.dialect, self._maker
-            )
+            raw = database.engine.connect()
+        except (exc.SQLAlchemyError, OSError) as error:
+            raise _unreachable(error, database) from error
+        connection = SQLAlchemyConnection(raw, database.dialect, self._maker)
+        try:
             connection.prepare()
         except (exc.SQLAlchemyError, OSError) as error:
-            raise _unreachable(error, self._database) from error
+            connection.discard()
+            raise _unreachable(error, database) from error
         return connection
 
     def release(self, connection: SQLAlchemyConnection) -> None:
@@ -127,16 +138,21 @@ class _AsyncConnections:
         self._database = database
         self._engine = engine
         self._maker = maker
+        self.closing: set[asyncio.Task[None]] = set()
 
     async def acquire(self) -> AsyncSQLAlchemyConnection:
-        self._database.forget_inherited()
+        database = self._database
+        database.forget_inherited()
         try:
-            connection = AsyncSQLAlchemyConnection(
-                await self._engine.connect(), self._database.dialect, self._maker
-            )
+            raw = await self._engine.connect()
+        except (exc.SQLAlchemyError, OSError) as error:
+            raise _unreachable(error, database) from error
+        connection = AsyncSQLAlchemyConnection(raw, database.dialect, self._maker, self.closing)
+        try:
             await connection.prepare()
         except (exc.SQLAlchemyError, OSError) as error:
-            raise _unreachable(error, self._database) from error
+            connection.discard()
+            raise _unreachable(error, database) from error
         return connection
 
     async def release(self, connection: AsyncSQLAlchemyConnection) -> None:
@@ -153,7 +169,7 @@ class SQLAlchemyConnection:
         self._bind = bind or raw
         self._session: Any = None
         self._transaction: Any = None
-        self._style = _style_of(raw.dialect)
+        self._style: Style = _style_of(raw.dialect)
         self._enforce_later = False
         self._fatal = False
 
@@ -176,7 +192,9 @@ class SQLAlchemyConnection:
 
     def prepare(self) -> None:
         """Ask for READ COMMITTED, also of an engine in autocommit; the pool resets it afterwards."""
-        if self._dialect.name == "postgresql" or (self._dialect.name == "mysql" and _autocommits(self.raw)):
+        if self._dialect.name == "postgresql" or (
+            self._dialect.name == "mysql" and _autocommits(self.raw)
+        ):
             self.raw.execution_options(isolation_level="READ COMMITTED")
 
     def execute(self, statement: Statement) -> Result:
@@ -211,10 +229,15 @@ class SQLAlchemyConnection:
         if self._session is not None:
             session = getattr(self._session, "sync_session", self._session)
             try:
-                # writes what is pending and releases the savepoint; what fails here is the handler's
+                # writes what is pending; what fails here is the handler's
+                session.flush()
+                # releases the savepoint
                 session.commit()
             except Exception as error:
-                raise Raised(error, self.translate(error), self.lost) from error
+                found = self.translate(error)
+                if found is not None and _savepoint_gone(error, found):
+                    raise handler_left("its session's savepoint is gone") from error
+                raise Raised(error, found, self.lost) from error
         # a statement that succeeds last proves that the transaction has not failed: a driver does not
         # show that its COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
         results = [self.execute(statement) for statement in statements or (_PROBE,)]
@@ -262,7 +285,9 @@ class SQLAlchemyConnection:
     def _failure(self, error: BaseException) -> StoreError:
         found = self.translate(error)
         if found is None:
-            found = handler_left("it closed its connection") if self.raw.closed else _unusable(error)
+            found = (
+                handler_left("it closed its connection") if self.raw.closed else _unusable(error)
+            )
         self._fatal = self._fatal or found.fault is Fault.UNAVAILABLE
         return found
 
@@ -270,13 +295,18 @@ class SQLAlchemyConnection:
 class AsyncSQLAlchemyConnection:
     """The async twin of `SQLAlchemyConnection`, which does the work inside SQLAlchemy's bridge."""
 
-    def __init__(self, raw: sa_async.AsyncConnection, own: Dialect, maker: Any) -> None:
+    def __init__(
+        self,
+        raw: sa_async.AsyncConnection,
+        own: Dialect,
+        maker: Any,
+        closing: set[asyncio.Task[None]],
+    ) -> None:
         inner = raw.sync_connection
         assert inner is not None
         self._raw = raw
         self._inner = SQLAlchemyConnection(inner, own, maker, raw)
-        self._loop = asyncio.get_running_loop()
-        self._closing: asyncio.Task[None] | None = None
+        self._closing = closing
 
     @property
     def native(self) -> Any:
@@ -311,11 +341,11 @@ class AsyncSQLAlchemyConnection:
         await self._bridged(self._inner.give_back)
 
     def discard(self) -> None:
-        if self._inner.raw.dialect.has_terminate:
-            self._inner.discard()
-        else:
-            # a driver that can only close inside the bridge
-            self._closing = self._loop.create_task(self._bridged(self._inner.discard))
+        # inside the bridge a driver closes in its own good order: asyncpg for one also cancels the
+        # query of a cancelled handler, whose locks the server would hold otherwise
+        task = asyncio.get_running_loop().create_task(self._bridged(self._inner.discard))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 class Borrowed:
@@ -325,7 +355,7 @@ class Borrowed:
         if _autocommits(tx):
             raise not_in_transaction(tx)
         self._tx = tx
-        self._style = _style_of(tx.dialect)
+        self._style: Style = _style_of(tx.dialect)
         self.dialect = own
 
     def execute(self, statement: Statement) -> Result:
@@ -354,7 +384,9 @@ class AsyncBorrowed:
                     self._connection = await self._tx.connection()
                 except exc.SQLAlchemyError as error:
                     engine = _bind_of(self._tx)
-                    raise _translated(error, self.dialect, engine.dialect) or _unusable(error) from error
+                    raise _translated(error, self.dialect, engine.dialect) or _unusable(
+                        error
+                    ) from error
 
         def call(raw: sa.Connection) -> Result:
             if self._borrowed is None:
@@ -366,7 +398,9 @@ class AsyncBorrowed:
 
 
 def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
-    if isinstance(tx, (sa_async.AsyncConnection, sa_async.AsyncSession, sa_async.async_scoped_session)):
+    if isinstance(
+        tx, (sa_async.AsyncConnection, sa_async.AsyncSession, sa_async.async_scoped_session)
+    ):
         raise wrong_colour(tx, wants="async")
     if isinstance(tx, sa.Connection):
         return Borrowed(tx, _dialect_of(tx, schema))
@@ -385,7 +419,9 @@ def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
         raise wrong_colour(tx, wants="sync")
     if isinstance(tx, sa_async.AsyncConnection):
         if tx.sync_connection is None:
-            raise ConfigurationError("This AsyncConnection is not started: use `async with engine.begin() as tx`.")
+            raise ConfigurationError(
+                "This AsyncConnection is not started: use `async with engine.begin() as tx`."
+            )
         if _autocommits(tx.sync_connection):
             raise not_in_transaction(tx)
         return AsyncBorrowed(tx, _dialect_of(tx.sync_connection, schema))
@@ -449,6 +485,15 @@ def _executed(raw: sa.Connection, statement: Statement, style: Style) -> Result:
     result = raw.exec_driver_sql(sql, tuple(statement.params[name] for name in names))
     rows = plain_rows(result.fetchall()) if result.returns_rows else []
     return Result(rows, result.rowcount)
+
+
+def _savepoint_gone(error: BaseException, found: StoreError) -> bool:
+    """Say whether a session could not release its savepoint because there is none any more."""
+    return (
+        found.code in _NO_SAVEPOINT
+        and isinstance(error, exc.StatementError)
+        and (error.statement or "").startswith("RELEASE SAVEPOINT")
+    )
 
 
 def _driver_error(own: sa.Dialect) -> type[Exception]:
