@@ -19,6 +19,7 @@ import txbox
 from benchmarks.workload import Delivery, Verified, Work
 
 ROOT = Path(__file__).resolve().parents[1]
+_TURN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +35,47 @@ class Round:
     verified: Verified
 
 
-def one_by_one(
-    name: str, consume: Callable[[Delivery], object], work: Work, verify: Callable[[], Verified]
-) -> Round:
-    """Hand deliveries over one at a time; the next waits until the last one's COMMIT has returned."""
-    took: list[float] = []
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to consume the workload, one delivery at a time, and the check of what it left behind."""
+
+    name: str
+    consume: Callable[[Delivery], object]
+    verify: Callable[[], Verified]
+
+
+def taking_turns(contenders: Sequence[Contender], work: Work) -> list[Round]:
+    """Run one round of every contender, delivery by delivery: the next waits for the last one's COMMIT.
+
+    They take turns every hundred deliveries, so that all meet the same disturbances of the machine.
+    """
+    took: dict[str, list[float]] = {own.name: [] for own in contenders}
+    cpu_s: dict[str, float] = dict.fromkeys(took, 0.0)
     clock = time.perf_counter
-    cpu_began, began = time.process_time(), clock()
-    last = began
-    for delivery in work.deliveries:
-        consume(delivery)
-        now = clock()
-        took.append(now - last)
-        last = now
-    wall_s, cpu_s = last - began, time.process_time() - cpu_began
+    for start in range(0, len(work.deliveries), _TURN):
+        # who goes first alternates too
+        for own in contenders[:: 1 if start // _TURN % 2 else -1]:
+            cpu_began, last = time.process_time(), clock()
+            for delivery in work.deliveries[start : start + _TURN]:
+                own.consume(delivery)
+                now = clock()
+                took[own.name].append(now - last)
+                last = now
+            cpu_s[own.name] += time.process_time() - cpu_began
+    return [_round(own, took[own.name], cpu_s[own.name]) for own in contenders]
+
+
+def _round(contender: Contender, took: list[float], cpu_s: float) -> Round:
+    count, wall_s = len(took), sum(took)
     took.sort()
-    count = len(took)
     return Round(
-        contender=name,
+        contender=contender.name,
         messages=count,
         rate=count / wall_s,
         p50_ms=took[count // 2] * 1e3,
         p99_ms=took[count * 99 // 100] * 1e3,
         client_cpu_us=cpu_s / count * 1e6,
-        verified=verify(),
+        verified=contender.verify(),
     )
 
 

@@ -82,8 +82,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             _once(contenders, where, order_paid(min(messages, 500), seed=0))  # both warm
             for number in range(1, rounds + 1):
                 work = order_paid(messages, seed=number)
-                # who goes first alternates: the second one meets a warmer or a throttled machine
-                done += _once(contenders[:: 1 if number % 2 else -1], where, work)
+                done += _once(contenders, where, work)
         finally:
             for contender in contenders:
                 contender.close()
@@ -91,8 +90,8 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         return {
             "phase": NUMBER,
             "title": TITLE,
-            "method": f"{rounds} interleaved rounds of {messages} distinct messages plus 10 % duplicates, closed loop, "
-            "one connection each, client and server on one machine",
+            "method": f"{rounds} rounds of {messages:,} distinct messages plus 10 % duplicates, "
+            "in turns of 100 deliveries, closed loop, one connection each, client and server on one machine",
             "bar": BAR,
             "ratio": statistics.median(pairs),
             "ratios": pairs,
@@ -106,12 +105,19 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
 def _once(
     contenders: tuple[Naive | Txbox, ...], where: dict[str, str], work: Work
 ) -> list[measure.Round]:
-    done = []
-    for contender in contenders:
-        contender.prepare()
-        verified = functools.partial(_verified, contender.name, where[contender.name], work)
-        done.append(measure.one_by_one(contender.name, contender.consume, work, verified))
-    return done
+    for own in contenders:
+        own.prepare()
+    return measure.taking_turns(
+        [
+            measure.Contender(
+                own.name,
+                own.consume,
+                functools.partial(_verified, own.name, where[own.name], work),
+            )
+            for own in contenders
+        ],
+        work,
+    )
 
 
 def _verified(name: str, url: str, work: Work) -> Verified:
