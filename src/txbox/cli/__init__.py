@@ -10,7 +10,7 @@ import txbox
 from txbox.cli import commands_change, commands_look, commands_run, commands_schema, commands_work
 from txbox.cli.options import HelpFormatter, Parser, common
 from txbox.cli.output import print_error
-from txbox.errors import ConfigurationError, SchemaError, StoreUnavailable, TxboxError
+from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
 
 _EPILOG = """\
 Every command takes --app MODULE:APP (or TXBOX_APP) or --database URL (or
@@ -19,6 +19,8 @@ Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
 `txbox COMMAND --help` says more."""
 
 _INTERRUPTED = 130
+# insufficient_privilege; access denied to a database, a table, a column, a routine
+_NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return 2
     except TxboxError as error:
-        print_error(str(error))
+        print_error(_with_remedy(error))
         return 1
     except SystemExit as error:
         # argparse has said what was wrong
@@ -53,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+def _with_remedy(error: TxboxError) -> str:
+    if isinstance(error, StoreError) and error.code in _NO_RIGHT:
+        return (
+            f"{error}: this database role lacks a right that the command needs; "
+            "`txbox schema print --grants` prints the rights of each kind of role."
+        )
+    return str(error)
 
 
 def make_parser() -> Parser:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import os
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from txbox.admin import Admin
 from txbox.app import App
 from txbox.errors import ConfigurationError, TxboxError
+from txbox.steps import Steps, drive, drive_async
+
+T = TypeVar("T")
 
 
 def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
@@ -124,11 +128,23 @@ def _missing(module: str, name: str, found: object) -> str:
 
 
 def _check_url(url: str) -> None:
+    parts = urlsplit(url)
     try:
-        _ = urlsplit(url).port
+        _ = parts.port
+        readable = not parts.fragment or parts.scheme == "sqlite"
     except ValueError:
         # the error of the standard library quotes the part that may be a password
+        readable = False
+    if not readable:
         raise ConfigurationError(
             "The host and port of the database URL cannot be read: percent-encode special characters of the password "
             "(/ is %2F, @ is %40, # is %23)."
-        ) from None
+        )
+
+
+def perform(app: App, steps: Steps[T]) -> T:
+    """Carry steps out on whatever connections the App has."""
+    if app.database.sync is not None:
+        return drive(app.database.sync, steps)
+    assert app.database.asynchronous is not None
+    return asyncio.run(drive_async(app.database.asynchronous, steps))

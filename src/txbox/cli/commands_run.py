@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from txbox.app import App
-from txbox.cli.application import opened
+from txbox.cli.application import opened, perform
 from txbox.cli.options import count, duration
 from txbox.cli.output import print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
@@ -49,6 +49,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--no-maintenance", action="store_true", help="leave rescue and prune to `txbox maintain`"
     )
+    # one of several processes: its parent says how it ended
+    run.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     run.set_defaults(run=_run)
     maintain = commands.add_parser(
         "maintain", parents=[common], help="rescue and prune, again and again or --once",
@@ -89,6 +91,8 @@ def _run(args: argparse.Namespace) -> int:
     app.events.observers.append(tally)
     with app:
         code = run(app, once=args.once, maintenance=not args.no_maintenance, grace=args.grace)
+    if args.child:
+        return code
     if args.json:
         print_json({"exit": code, "events": tally.counts})
     elif args.once and code == 0:
@@ -97,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _child(args: argparse.Namespace) -> list[str]:
-    child = [sys.executable, "-m", "txbox", "run"]
+    child = [sys.executable, "-m", "txbox", "run", "--child"]
     if args.app is not None:
         child += ["--app", args.app]
     for name in ("once", "no_maintenance", "log_json", "verbose"):
@@ -130,6 +134,7 @@ def _maintain(args: argparse.Namespace) -> int:
     _start_logging(args)
     with opened(args) as app:
         _observe(app)
+        perform(app, app.check_schema())
         if args.once:
             reports = [run_once(app, job.name, Task()) for job in JOBS]
             _print_reports(args, reports)

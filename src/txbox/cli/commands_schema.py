@@ -8,12 +8,11 @@ import os
 from typing import Any
 
 from txbox.app import App
-from txbox.cli.application import opened
+from txbox.cli.application import opened, perform
 from txbox.cli.options import count
 from txbox.cli.output import print_json, print_line
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError
-from txbox.steps import Steps, drive, drive_async
 from txbox.store import schema as tables
 from txbox.store.dialect import Dialect, dialect, qualified
 
@@ -97,12 +96,7 @@ async def _init(app: App) -> tuple[int, int]:
 
 def _check(args: argparse.Namespace) -> int:
     with opened(args) as app:
-        steps = tables.check(app.store.dialect)
-        state = (
-            drive(app.database.sync, steps)
-            if app.database.sync
-            else asyncio.run(_state(app, steps))
-        )
+        state = perform(app, tables.check(app.store.dialect))
         if args.json:
             print_json({"version": state.version, "schema": state.schema, "usable": True})
         else:
@@ -110,12 +104,6 @@ def _check(args: argparse.Namespace) -> int:
                 f"The txbox tables in {app.database.name} are at version {state.version}, which fits."
             )
     return 0
-
-
-async def _state(app: App, steps: Steps[tables.SchemaState]) -> tables.SchemaState:
-    assert app.database.asynchronous is not None
-    async with app:
-        return await drive_async(app.database.asynchronous, steps)
 
 
 def _print(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from txbox.app import App
-from txbox.cli.application import opened
+from txbox.cli.application import opened, perform
 from txbox.cli.options import duration
 from txbox.cli.output import (
     age,
@@ -86,6 +86,7 @@ def _add_send(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _prune(args: argparse.Namespace) -> int:
     with opened(args) as app:
+        perform(app, app.check_schema())
         retention = app.retention.processed
         wanted: timedelta = args.older_than or retention
         task = Task(consumer=args.consumer, older_than=wanted, dry_run=True)
@@ -116,6 +117,7 @@ def _agreed(count: int, wanted: timedelta, retention: timedelta) -> bool:
 
 def _rescue(args: argparse.Namespace) -> int:
     with opened(args) as app, progress("rescue") as bar:
+        perform(app, app.check_schema())
         report = run_once(app, "rescue", Task(consumer=args.consumer, on_progress=bar))
     return _reported(args, report, "put back to work")
 

@@ -158,6 +158,7 @@ def grants(own: Dialect) -> dict[str, str]:
                 "txbox_dead_letters",
                 "txbox_inbox",
                 "txbox_attempt",
+                "txbox_quarantine",
                 "txbox_schema",
             )
         ],

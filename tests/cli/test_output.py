@@ -1,0 +1,85 @@
+"""What commands print: no passwords, nothing that steers the terminal, tables with and without rich."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from txbox.cli.options import duration
+from txbox.cli.output import age, counted, print_json, print_table, redacted, shown
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("at postgresql://shop:hunter2@db/x", "at postgresql://shop:***@db/x"),
+        ("at mysql://shop:a/b@c@db/x?y=1", "at mysql://shop:***@db/x?y=1"),
+        ("host=db password=hunter2 user=shop", "host=db password=*** user=shop"),
+        (
+            "postgresql://db/x?user=u&password=hunter2&a=b",
+            "postgresql://db/x?user=u&password=***&a=b",
+        ),
+        ("password = 'hunter 2' x", "password = *** x"),
+        ("postgresql://db:5432/x is away", "postgresql://db:5432/x is away"),
+    ],
+)
+def test_no_password_is_printed(text: str, expected: str) -> None:
+    assert redacted(text) == expected
+
+
+def test_text_of_strangers_cannot_steer_the_terminal() -> None:
+    assert shown("a\x1b[31mb\r\x9b2J\u202e\nc") == "a\\x1b[31mb\\x0d\\x9b2J\\x202e c"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30s", 30),
+        ("5m", 300),
+        ("2h", 7200),
+        ("7d", 604800),
+        ("1h30m", 5400),
+        ("1.5m", 90),
+        ("250ms", 0.25),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert duration(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "5 m", "-5m", "5x", "5m!", "5M"])
+def test_durations_without_a_unit_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="30s, 5m, 2h or 7d"):
+        duration(text)
+
+
+def test_ages_and_counts_for_people() -> None:
+    assert [age(own) for own in (None, 0, 59.9, 61, 3600, 90061)] == [
+        "", "0s", "59s", "1m 1s", "1h", "1d 1h",
+    ]  # fmt: skip
+    assert [counted(1), counted(1234, "row")] == ["1 message", "1,234 rows"]
+
+
+def test_a_plain_table_is_aligned_and_leaves_empty_columns_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    moment = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    print_table(
+        ["id", "type", "attempts", "received"],
+        [["a", None, 3, moment], ["long-id", "", 12, moment]],
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "ID       ATTEMPTS  RECEIVED",
+        "a               3  2026-01-31 12:00:00",
+        "long-id        12  2026-01-31 12:00:00",
+    ]
+
+
+def test_json_has_times_in_iso_and_bytes_in_base64(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"at": datetime(2026, 1, 31, tzinfo=UTC), "for": timedelta(minutes=1), "b": b"\xff"})
+    assert json.loads(capsys.readouterr().out) == {
+        "at": "2026-01-31T00:00:00+00:00", "for": 60.0, "b": "/w==",
+    }  # fmt: skip

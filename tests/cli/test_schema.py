@@ -1,0 +1,224 @@
+"""The printed SQL makes the same tables as `init`, and its grants are enough, and no more."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+
+from tests.cli.conftest import SHOP, Command
+from tests.conftest import FreshDatabase, NewDatabase
+from tests.databases import Raw
+from txbox import App
+from txbox.store import schema as tables
+from txbox.store.schema import split
+
+RawOf = Callable[[str], Raw]
+
+_LOOK = {
+    "postgresql": (
+        ("SELECT table_name, column_name, data_type, is_nullable, coalesce(column_default, ''), collation_name"
+        " FROM information_schema.columns WHERE table_name LIKE 'txbox%' ORDER BY 1, 2"),
+        "SELECT indexname, indexdef FROM pg_indexes WHERE indexname LIKE 'txbox%' ORDER BY 1",
+        "SELECT tgname, pg_get_triggerdef(oid) FROM pg_trigger WHERE tgname LIKE 'txbox%' ORDER BY 1",
+        "SELECT proname, prosrc FROM pg_proc WHERE proname LIKE 'txbox%' ORDER BY 1",
+    ),
+    "sqlite": ("SELECT type, name, sql FROM sqlite_master WHERE name LIKE 'txbox%' ORDER BY name",),
+    "mysql": (
+        ("SELECT table_name, column_name, column_type, is_nullable, column_default, character_set_name, collation_name"
+        " FROM information_schema.columns WHERE table_schema = DATABASE() ORDER BY 1, 2"),
+        ("SELECT table_name, index_name, seq_in_index, column_name FROM information_schema.statistics"
+        " WHERE table_schema = DATABASE() ORDER BY 1, 2, 3"),
+    ),
+}  # fmt: skip
+
+
+def structure(view: Raw, dialect: str) -> list[Any]:
+    return [view.rows(sql) for sql in _LOOK[dialect]]
+
+
+def test_what_is_printed_makes_the_tables_of_init(
+    command: Command, database: FreshDatabase, new_database: NewDatabase, raw: RawOf
+) -> None:
+    own = database.kind.dialect
+    sql = command("schema", "print", "--dialect", own).out
+    empty = new_database(database.name, schema=False)
+    assert (
+        command("schema", "print", "--database", empty, "--json").json["sql"].strip() == sql.strip()
+    )
+    pasted = raw(empty)
+    for statement in split(sql):
+        pasted.execute(statement)
+    assert structure(pasted, own) == structure(raw(database.url), own)
+    assert (
+        command("schema", "check", "--database", empty, "--json").json["version"] == tables.VERSION
+    )
+    assert command("init", "--database", empty, "--json").json == {
+        "before": tables.VERSION, "after": tables.VERSION,
+    }  # fmt: skip
+    # the print leads from nothing to this version in as many parts as one likes
+    assert (
+        command("schema", "print", "--dialect", own, "--from", "0", "--to", "1").out.strip() in sql
+    )
+
+
+def test_nothing_leads_to_the_version_one_has(command: Command) -> None:
+    version = str(tables.VERSION)
+    said = command("schema", "print", "--dialect", "sqlite", "--from", version).out
+    assert said == f"-- Nothing leads from version {version} to version {version}.\n"
+    assert (
+        "upgrade txbox"
+        in command("schema", "print", "--dialect", "sqlite", "--to", "99", code=2).sentence
+    )
+    assert "Give --dialect" in command("schema", "print", code=2).sentence
+
+
+def test_init_makes_a_named_schema(command: Command, new_database: NewDatabase, raw: RawOf) -> None:
+    url = new_database("postgresql", schema=False)
+    command("init", "--database", url, "--schema", "inbox")
+    view = raw(url)
+    assert (
+        view.value(
+            "SELECT count(*) FROM pg_tables WHERE schemaname = 'inbox' AND tablename = 'txbox_inbox'"
+        )
+        == 1
+    )
+    assert command("status", "--database", url, "--schema", "inbox").out == "The inbox is empty.\n"
+    assert "run `txbox init`" in command("status", "--database", url, code=2).sentence
+    grants = command(
+        "schema", "print", "--dialect", "postgresql", "--schema", "inbox", "--grants", "readonly=bi"
+    ).out
+    assert 'GRANT USAGE ON SCHEMA "inbox" TO bi;' in grants
+    assert 'ON "inbox".txbox_inbox TO bi;' in grants
+    refused = command("init", "--database", url, "--schema", 'x"; DROP TABLE y', code=2)
+    assert "no plain lower-case identifier" in refused.sentence
+
+
+def test_a_kind_of_role_that_is_none_is_refused(command: Command) -> None:
+    refused = command("schema", "print", "--dialect", "mysql", "--grants", "boss=x", code=2)
+    assert "the kinds are consumer, maintenance, operator, readonly" in refused.sentence
+    assert (
+        "SQLite has no roles" in command("schema", "print", "--dialect", "sqlite", "--grants").out
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """A PostgreSQL database and one login for each kind of role, with the printed grants."""
+
+    owner: str
+    urls: dict[str, str]
+
+
+@pytest.fixture
+def roles(command: Command, postgresql_url: str, raw: RawOf) -> Iterator[Roles]:
+    admin = raw(postgresql_url)
+    admin.execute("CREATE TABLE effect (id text)")
+    password = secrets.token_hex(8)
+    suffix = secrets.token_hex(4)
+    kinds = ("consumer", "maintenance", "operator", "readonly")
+    names = {kind: f"txbox_{kind}_{suffix}" for kind in kinds}
+    urls: dict[str, str] = {}
+    parts = urlsplit(postgresql_url)
+    for kind, name in names.items():
+        admin.execute(f"CREATE ROLE {name} LOGIN PASSWORD '{password}'")
+        host = parts.netloc.rpartition("@")[2]
+        urls[kind] = parts._replace(netloc=f"{name}:{password}@{host}").geturl()
+    pairs = [f"{kind}={name}" for kind, name in names.items()]
+    for statement in split(
+        command("schema", "print", "--dialect", "postgresql", "--grants", *pairs).out
+    ):
+        admin.execute(statement)
+    admin.execute(f"GRANT INSERT ON effect TO {names['consumer']}")
+    yield Roles(postgresql_url, urls)
+    for name in names.values():
+        admin.execute(f"DROP OWNED BY {name}")
+        admin.execute(f"DROP ROLE {name}")
+
+
+def test_a_consumer_role_processes_parks_stores_and_quarantines(
+    command: Command, roles: Roles
+) -> None:
+    command.file("shop.py", SHOP)
+    env = {"SHOP_URL": roles.urls["consumer"], "TXBOX_APP": "shop:app"}
+    command("send", "orders", "--id", "1", "--data", "{}", env=env)
+    command("send", "orders", "--id", "2", "--data", '{"bad": 1}', env=env)
+    command("send", "orders", "--id", "1", "--data", "[]", env=env, code=1)
+    ran = command("run", "--once", "--no-maintenance", "--json", env=env).json
+    assert (ran["events"]["processed"], ran["events"]["dead"]) == (3, 1)
+    with Raw(roles.urls["consumer"]) as own, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        own.execute("DELETE FROM txbox_inbox")
+
+
+def test_an_operator_role_retries_and_discards(command: Command, roles: Roles) -> None:
+    command.file("shop.py", SHOP)
+    env = {"SHOP_URL": roles.urls["consumer"], "TXBOX_APP": "shop:app"}
+    for own in ("1", "2"):
+        command("send", "orders", "--id", own, "--data", '{"bad": 1}', env=env)
+    command("run", "--once", "--no-maintenance", env=env)
+    url = roles.urls["operator"]
+    command("status", "--database", url)
+    command("show", "billing", "1", "--database", url)
+    command("retry", "billing", "1", "--database", url)
+    command("discard", "billing", "2", "--database", url)
+    with Raw(url) as operator, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        operator.execute("DELETE FROM txbox_audit")
+
+
+def test_a_maintenance_role_prunes_and_rescues(command: Command, roles: Roles) -> None:
+    with Raw(roles.owner) as owner:
+        owner.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic, processed_at, lease_until, token, starts)"
+            " VALUES ('a', '1', 'discarded', 't', now() - interval '90 days', NULL, NULL, 0),"
+            " ('a', '2', 'processing', 't', NULL, now() - interval '1 hour', 'x', 1)"
+        )
+    url = roles.urls["maintenance"]
+    assert command("prune", "--database", url, "--json").json["rows"] == 1
+    assert command("rescue", "--database", url, "--json").json["rows"] == 1
+    command("maintain", "--once", "--database", url)
+    with Raw(url) as own, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        own.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic) VALUES ('a', 'b', 'pending', 't')"
+        )
+
+
+def test_a_readonly_role_looks_and_cannot_write(command: Command, roles: Roles) -> None:
+    url = roles.urls["readonly"]
+    for words in (("status",), ("list",), ("list", "--quarantined"), ("schema", "check")):
+        command(*words, "--database", url)
+    with Raw(roles.owner) as owner:
+        owner.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic, has_payload)"
+            " VALUES ('a', '1', 'dead', 't', true)"
+        )
+    refused = command("retry", "a", "1", "--database", url, code=1)
+    assert "this database role lacks a right" in refused.sentence
+    with Raw(url) as own, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        own.execute("UPDATE txbox_inbox SET status = 'dead'")
+
+
+def test_a_later_version_is_printed_and_applied_from_the_one_before(
+    sqlite_url: str, raw: RawOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """With a second migration beside the first, the upgrade is that migration alone."""
+    folder = tmp_path / "package" / "migrations" / "sqlite"
+    folder.mkdir(parents=True)
+    (folder / "0002_more.sql").write_text(
+        "CREATE TABLE txbox_more (id TEXT);\nINSERT INTO txbox_schema (version, compatible_from) VALUES (2, 1);\n"
+    )
+    (folder / "0001_inbox.sql").write_text("SELECT 'not this one';\n")
+    monkeypatch.setattr(tables, "files", lambda _package: tmp_path / "package")
+    monkeypatch.setattr(tables, "VERSION", 2)
+    monkeypatch.setattr(tables.migration_text, "__defaults__", (0, 2))
+    with App(sqlite_url) as app:
+        text = tables.migration_text(app.store.dialect, None, after=1)
+        assert text.startswith("CREATE TABLE txbox_more")
+        assert "not this one" not in text
+        assert app.init() == (1, 2)
+        assert app.init() == (2, 2)
+    assert raw(sqlite_url).value("SELECT count(*) FROM txbox_more") == 0
