@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 from txbox.app import App
@@ -54,6 +55,9 @@ def _with(app: App, database: Database) -> App:
         raise ConfigurationError(
             f"The app is on {own.name} and the test's transaction on {database.dialect.name}: use one database."
         )
+    if isinstance(database, _Inside):
+        # the guard stands in a COMMIT that never comes: nothing to check
+        own = dataclasses.replace(own, queries={**own.queries, "guard_check": ""})
     copied = copy.copy(app)
     copied.database = database
     copied.store = InboxStore(own, app.store.columns)

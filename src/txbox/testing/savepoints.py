@@ -68,7 +68,19 @@ class _Named:
         self._name: str | None = None
         # SQLAlchemy keeps its own account of savepoints: a session's objects expire with them
         self._nests = hasattr(tx, "begin_nested")
+        self._is_session = hasattr(tx, "flush")
         self._nested: Any = None
+        # a flush that fails ends the innermost savepoint: not the one that the claim is in
+        self._inner: Any = None
+        self._claims = False
+
+    def _note(self, statements: Sequence[Statement]) -> None:
+        self._claims = any(statement.name.startswith("claim") for statement in statements)
+
+    def _found_nothing(self, statements: Sequence[Statement]) -> bool:
+        # a claim without a close wrote nothing, but it armed the guard: that must be undone, since
+        # the transaction around it goes on
+        return self._claims and not statements
 
     def _opening(self) -> Statement:
         # numbered: MySQL replaces a savepoint of the same name, and a handler may deliver in turn
@@ -84,6 +96,11 @@ class _Named:
     def _check_nested(self) -> None:
         if self._nests and not self._nested.is_active:
             raise handler_left("it ended the savepoint around it")
+        if self._inner is not None and not self._inner.is_active:
+            raise StoreError(
+                "The session needs a rollback: the handler caught the error of a flush.",
+                fault=Fault.ABORTED,
+            )
 
     def _failed(self, error: Exception) -> Raised:
         # a flush that the session put off until now is the handler's
@@ -110,20 +127,35 @@ class _Savepoint(_Named):
         self._lent = lent
 
     def execute(self, statement: Statement) -> Result:
+        if self._inner is not None and statement.name == "close":
+            # the handler raised; MySQL's close would take this savepoint from under the session
+            inner, self._inner = self._inner, None
+            inner.rollback()
         return self._lent.execute(statement)
 
     def begin(self, statements: Sequence[Statement]) -> list[Result]:
         if self._nests:
             self._nested = self.native.begin_nested()
+            if self._is_session:
+                # a session sends its SAVEPOINT when it is first asked for the connection
+                self.native.connection()
         else:
             self.execute(self._opening())
-        return [self.execute(statement) for statement in statements]
+        self._note(statements)
+        results = [self.execute(statement) for statement in statements]
+        if self._is_session:
+            self._inner = self.native.begin_nested()
+        return results
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_nested()
-        if hasattr(self.native, "flush"):
+        if self._found_nothing(statements):
+            self.rollback()
+            return []
+        if self._is_session:
+            inner, self._inner = self._inner, None
             try:
-                self.native.flush()
+                inner.commit()
             except Exception as error:
                 raise self._failed(error) from error
         results = [self.execute(statement) for statement in statements]
@@ -139,7 +171,7 @@ class _Savepoint(_Named):
         return results
 
     def rollback(self) -> None:
-        nested, self._nested = self._nested, None
+        nested, self._nested, self._inner = self._nested, None, None
         if nested is not None and nested.is_active:
             nested.rollback()
         if self._name is None:
@@ -166,20 +198,34 @@ class _AsyncSavepoint(_Named):
         self.discarded = False
 
     async def execute(self, statement: Statement) -> Result:
+        if self._inner is not None and statement.name == "close":
+            # the handler raised; MySQL's close would take this savepoint from under the session
+            inner, self._inner = self._inner, None
+            await inner.rollback()
         return await self._lent.execute(statement)
 
     async def begin(self, statements: Sequence[Statement]) -> list[Result]:
         if self._nests:
             self._nested = await self.native.begin_nested()
+            if self._is_session:
+                await self.native.connection()
         else:
             await self.execute(self._opening())
-        return [await self.execute(statement) for statement in statements]
+        self._note(statements)
+        results = [await self.execute(statement) for statement in statements]
+        if self._is_session:
+            self._inner = await self.native.begin_nested()
+        return results
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_nested()
-        if hasattr(self.native, "flush"):
+        if self._found_nothing(statements):
+            await self.rollback()
+            return []
+        if self._is_session:
+            inner, self._inner = self._inner, None
             try:
-                await self.native.flush()
+                await inner.commit()
             except Exception as error:
                 raise self._failed(error) from error
         results = [await self.execute(statement) for statement in statements]
@@ -195,7 +241,7 @@ class _AsyncSavepoint(_Named):
         return results
 
     async def rollback(self) -> None:
-        nested, self._nested = self._nested, None
+        nested, self._nested, self._inner = self._nested, None, None
         if nested is not None and nested.is_active:
             await nested.rollback()
         if self._name is None:

@@ -1,0 +1,172 @@
+"""deliver, drain, race and the crash points, with txbox outermost, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.databases import Raw
+from tests.testing.ledger import TABLE, lines, message, service
+from txbox import App, ConfigurationError, Message, Outcome, steps
+from txbox.testing import (
+    Crashed,
+    another_process,
+    crash_at,
+    crash_points,
+    deliver,
+    drain,
+    drain_async,
+    install_from_environment,
+    meanwhile,
+    race,
+    race_async,
+)
+
+
+@pytest.fixture
+def db(database_url: str) -> Iterator[Raw]:
+    with Raw(database_url) as own:
+        own.execute(TABLE)
+        yield own
+
+
+@pytest.fixture
+def app(database_url: str, db: Raw) -> Iterator[App]:
+    with service(App(database_url)) as own:
+        yield own
+
+
+def test_deliver_runs_the_real_protocol(app: App, db: Raw) -> None:
+    assert deliver(app, message("a")) is Outcome.PROCESSED
+    assert deliver(app, message("a")) is Outcome.DUPLICATE
+    assert deliver(app, message("a", b"other")) is Outcome.QUARANTINED
+    assert lines(db) == [("a", 1)]
+
+
+def test_drain_waits_for_dates_unless_told_otherwise(app: App, db: Raw) -> None:
+    assert deliver(app, message("fail")) is Outcome.FAILED
+    # the drawn delay may be next to nothing
+    db.execute("UPDATE txbox_inbox SET next_attempt_at = '2999-01-01 00:00:00.000'")
+
+    assert drain(app) == []
+    assert drain(app, ignore_dates=True) == [Outcome.PROCESSED]
+    assert lines(db) == [("fail", 2)]
+
+
+def test_drain_ends_with_a_dead_letter(app: App, db: Raw) -> None:
+    deliver(app, message("broken"))
+
+    assert drain(app, ignore_dates=True) == [Outcome.FAILED, Outcome.DEAD]
+    assert lines(db) == []
+
+
+def test_drain_takes_over_a_lease_that_a_crash_left(app: App, db: Raw) -> None:
+    app.send(message("a"))
+    with pytest.raises(Crashed), crash_at("before:handler"):
+        drain(app)
+
+    assert drain(app) == []
+    assert drain(app, ignore_dates=True) == [Outcome.PROCESSED]
+    assert lines(db) == [("a", 1)]
+
+
+def test_race_has_one_winner(app: App, db: Raw) -> None:
+    outcomes = race(app, message("a"), 6)
+
+    assert sorted(outcomes) == sorted([Outcome.PROCESSED] + 5 * [Outcome.DUPLICATE])
+    assert lines(db) == [("a", 1)]
+
+
+def test_every_crash_point_of_a_delivery_is_survived(app: App, db: Raw) -> None:
+    points = crash_points(app, message("first"))
+    # the schema is known from here on
+    points = crash_points(app, message("second"))
+    assert {"before:begin", "before:handler", "after:handler", "before:close", "after:commit"} <= {
+        *points
+    }
+
+    for number, point in enumerate(points):
+        nth = points[: number + 1].count(point)
+        own = message(f"crash-{number:02}")
+        with pytest.raises(Crashed), crash_at(point, nth):
+            deliver(app, own)
+        assert deliver(app, own) in (Outcome.PROCESSED, Outcome.DUPLICATE)
+
+    assert len(lines(db)) == 2 + len(points)
+    assert len({line[0] for line in lines(db)}) == 2 + len(points)
+
+
+def test_crash_at_a_point_that_is_not_passed_fails_the_test(app: App) -> None:
+    with pytest.raises(AssertionError, match="before:nothing"), crash_at("before:nothing"):
+        deliver(app, message("a"))
+    with pytest.raises(ConfigurationError, match="nth is 0"), crash_at("before:begin", 0):
+        deliver(app, message("b"))
+    assert steps.crash_point is None
+
+
+def test_meanwhile_overtakes_without_threads(app: App, db: Raw) -> None:
+    deliver(app, message("before"))
+    other = another_process(app)
+    answers: list[Outcome] = []
+
+    with meanwhile("before:begin", lambda: answers.append(deliver(other, message("a")))):
+        assert deliver(app, message("a")) is Outcome.DUPLICATE
+
+    assert answers == [Outcome.PROCESSED]
+    assert lines(db) == [("a", 1), ("before", 1)]
+
+
+@pytest.mark.parametrize(
+    ("point", "nth", "effects"),
+    [("before:handler", 1, 0), ("before:commit", 2, 0), ("after:commit", 2, 1)],
+)
+def test_a_worker_kills_itself_where_the_environment_says(
+    database_url: str, db: Raw, point: str, nth: int, effects: int
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.testing.worker", database_url],
+        env={**os.environ, "TXBOX_CRASH_AT": point, "TXBOX_CRASH_NTH": str(nth)},
+        check=False,
+        timeout=60,
+    )
+
+    assert ended.returncode == -signal.SIGKILL
+    assert len(lines(db)) == effects
+
+
+def test_the_environment_must_name_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TXBOX_CRASH_AT", raising=False)
+    install_from_environment()
+    assert steps.crash_point is None
+    monkeypatch.setenv("TXBOX_CRASH_AT", "before:begin")
+    monkeypatch.setenv("TXBOX_CRASH_NTH", "first")
+    with pytest.raises(ConfigurationError, match="TXBOX_CRASH_NTH"):
+        install_from_environment()
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mariadb"])
+def test_race_and_drain_have_async_twins(new_database: Callable[[str], str], name: str) -> None:
+    url = new_database(name)
+    runs: list[object] = []
+
+    async def work() -> None:
+        async with App(url) as app:
+
+            @app.handler("orders", consumer="billing")
+            async def take(own: Message[Any], tx: Any) -> None:
+                runs.append(own.id)
+
+            outcomes = await race_async(app, message("a"), 4)
+            assert sorted(outcomes) == sorted([Outcome.PROCESSED] + 3 * [Outcome.DUPLICATE])
+            await app.send_async(message("b"))
+            assert await drain_async(app) == [Outcome.PROCESSED]
+
+    asyncio.run(work())
+    assert runs == ["a", "b"]
