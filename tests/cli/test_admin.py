@@ -15,6 +15,7 @@ from tests.databases import Raw
 from txbox import App, ConfigurationError, Headers, Message, Outcome, Reject
 from txbox.admin import Admin, RowFilter
 from txbox.events import Event, RowsChanged
+from txbox.testing import drain
 
 RawOf = Callable[[str], Raw]
 
@@ -336,6 +337,34 @@ def test_a_replay_beside_a_live_copy_makes_its_effect_once(
     outcomes = [own for own in answers if isinstance(own, list)]
     assert outcomes == [[Outcome.DUPLICATE]]
     assert effects(raw(database.url)) == ["a", "a"]
+
+
+def test_retry_beside_live_copies_makes_each_effect_once(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    ids = [str(own) for own in range(30)]
+    shop.deliver(*ids)
+    shop.failing = False
+    started, outcomes = threading.Barrier(4), list[Outcome]()
+
+    def copies() -> None:
+        started.wait(20)
+        outcomes.extend(shop.deliver(*ids))
+
+    threads = [threading.Thread(target=copies) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    started.wait(20)
+    retried = Admin(shop.app).retry(RowFilter(consumer="billing")).count
+    for thread in threads:
+        thread.join(60)
+    # a copy never runs a handler here: dead is final, and a retried row is the table's
+    assert set(outcomes) <= {Outcome.DUPLICATE, Outcome.DEFERRED}
+    retried += Admin(shop.app).retry(RowFilter(consumer="billing")).count
+    assert retried == 30
+    drain(shop.app)
+    assert effects(raw(database.url)) == sorted(ids)
+    assert set(statuses(raw(database.url)).values()) == {"processed"}
 
 
 def test_looking(shop: Shop, database: FreshDatabase) -> None:
