@@ -88,8 +88,18 @@ def run_once(app: App, name: str, task: Task | None = None) -> Report:
     steps = job.run(app, task or Task())
     if app.database.sync is not None:
         return drive(app.database.sync, steps)
-    assert app.database.asynchronous is not None
-    return asyncio.run(drive_async(app.database.asynchronous, steps))
+    return asyncio.run(_driven(app, steps))
+
+
+async def _driven(app: App, steps: Steps[Report]) -> Report:
+    assert app.database.asynchronous is not None, (
+        "a database has connections of one colour at least"
+    )
+    try:
+        return await drive_async(app.database.asynchronous, steps)
+    finally:
+        # its connections belong to this loop, which ends now
+        await app.close_async()
 
 
 def rescue(app: App, task: Task) -> Steps[Report]:

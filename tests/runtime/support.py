@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.servers import ROOT
-from txbox import Message
+from txbox import App, Message
 from txbox.brokers.base import Delivery, Progress
 from txbox.worker import Worker
 
@@ -88,8 +88,10 @@ def running(worker: Worker) -> Iterator[list[int]]:
         assert not thread.is_alive(), "the worker did not drain"
 
 
-def worker(app: Any, **options: Any) -> Worker:
-    return Worker(app, **({"install_signals": False, "maintenance": False} | options))
+def worker(app: App, **own: Any) -> Worker:
+    """A worker without signal handlers and background jobs, unless asked for."""
+    options: dict[str, Any] = {"install_signals": False, "maintenance": False} | own
+    return Worker(app, **options)
 
 
 def event_line(own_id: object, **more: Any) -> str:
@@ -148,7 +150,10 @@ class Process:
             )
             return None
 
-        return eventually(found, f"{times} x {start!r} (said {self.lines}, errors {self.errors})")
+        said: list[str] = eventually(
+            found, f"{times} x {start!r} (said {self.lines}, errors {self.errors})"
+        )
+        return said
 
     def _alive(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)

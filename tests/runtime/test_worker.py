@@ -177,7 +177,11 @@ def test_async_handlers_run_as_tasks_of_one_loop(shop: Shop) -> None:
 def test_what_is_in_flight_is_bounded(database_url: str) -> None:
     gate = threading.Event()
     with opened(database_url, batching=Batching(messages=5)) as shop:
-        shop.handler(lambda message, tx: gate.wait(30) and None)
+
+        def hold(_message: Message[Any], _tx: Any) -> None:
+            assert gate.wait(30)
+
+        shop.handler(hold)
         source = Memory([paid(f"m{number}") for number in range(100)])
         shop.app.consume(source)
         with running(worker(shop.app)):

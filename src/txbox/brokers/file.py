@@ -55,7 +55,7 @@ class _Cursor:
     buffer: bytearray = field(default_factory=bytearray)
     scanned: int = 0
     cut: tuple[int, bytes] | None = None  # an endless line: its offset and its beginning
-    waiting: deque[_Span] = field(default_factory=deque)
+    waiting: deque[_Span] = field(default_factory=deque[_Span])
     head: str = ""
     ended: bool = False  # the last read met the end
     last: bool = False  # the file was replaced: its end also ends a line

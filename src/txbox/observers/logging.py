@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import fields
-from typing import Any
+from typing import cast
 
 from txbox import events
 from txbox.events import Event
@@ -63,14 +63,16 @@ class LoggingObserver:
         self._log.log(level, "%s", line, extra={"txbox": {"event": name, **values}})
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, (int, bool)):
+    if isinstance(value, int):
         return str(value)
-    if isinstance(value, (tuple, list)):
-        return json.dumps([str(own) for own in value])
-    text = str(value)
+    text = (
+        ",".join(map(str, cast("tuple[object, ...]", value)))
+        if isinstance(value, tuple)
+        else str(value)
+    )
     # quoted when a reader could not tell where it ends, or when it could forge a line of its own
     plain = text.isascii() and text.isprintable() and text and " " not in text and '"' not in text
     return text if plain else json.dumps(text)

@@ -74,8 +74,10 @@ class Worker:
         self._tables: dict[str, Table] = {}
         self._lanes: dict[tuple[str, bool], list[Lane]] = {}
         self._pumps: dict[Pump, bool] = {}
+        self._beside: list[threading.Thread] = []
         self._lanes_alive = 0
         self._signals = 0
+        self._consuming = False
         self._crash: BaseException | None = None
         #: What made `run` return 1 or 2.
         self.failure: BaseException | None = None
@@ -98,7 +100,7 @@ class Worker:
             clean = self._shut_down()
             if restore is not None:
                 restore()
-        if self._pumps_went:
+        if self._consuming:
             self._app.events.emit(WorkerStopped(clean=clean and self._crash is None))
         return self._status(clean)
 
@@ -113,8 +115,6 @@ class Worker:
         self._reports.put(self._drain)
 
     # -- start --------------------------------------------------------------------------------
-
-    _pumps_went = False
 
     def _start(self) -> None:
         """Check everything that can be checked, then open the sources, then start the lanes."""
@@ -148,7 +148,7 @@ class Worker:
                 sources=tuple(own.source.name for own in self._consumptions),
             )
         )
-        self._pumps_went = True
+        self._consuming = True
         self._start_threads()
         for pump in self._pumps:
             pump.go()
@@ -179,10 +179,11 @@ class Worker:
                     self._driver.start(lane.steps()).add_done_callback(self._task_ended)
                 else:
                     self._driver.start_thread(lane.name, lane.steps(), self._lane_ended)
-        thread("txbox-heartbeat", self._beat, self._thread_ended)
+        self._beside.append(thread("txbox-heartbeat", self._beat, self._thread_ended))
         if self._maintenance:
-            thread("txbox-maintenance", self._maintain, self._thread_ended)
-        if parent := os.environ.get(PARENT_FD):
+            self._beside.append(thread("txbox-maintenance", self._maintain, self._thread_ended))
+        # not for processes that a handler starts: the descriptor is not theirs
+        if parent := os.environ.pop(PARENT_FD, None):
             thread("txbox-parent", lambda: self._watch_parent(int(parent)), self._thread_ended)
 
     # -- the main thread ----------------------------------------------------------------------
@@ -242,6 +243,8 @@ class Worker:
             and clean
         )
         self._ended.set()
+        for own in self._beside:
+            own.join(_CLOSE_S)
         try:
             for table in self._tables.values():
                 self._driver.perform(table.give_back())
@@ -273,7 +276,7 @@ class Worker:
                 )
             return 0 if clean else 1
         if isinstance(self._crash, (ConfigurationError, SchemaError)) or (
-            isinstance(self._crash, StoreError) and not self._pumps_went
+            isinstance(self._crash, StoreError) and not self._consuming
         ):
             _log.error("%s", self._crash)
             return 2
