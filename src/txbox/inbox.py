@@ -205,27 +205,27 @@ class Inbox:
         store = InboxStore(own, self._columns)
         if timeout is None:
             return (yield from self._accepted(store, arrivals))
-        yield own.statement("savepoint")
+        yield from _if_needed(own, "savepoint")
         try:
-            yield store.bound_lock_timeout(timeout)
+            if own.has("bound_lock_timeout"):
+                yield store.bound_lock_timeout(timeout)
             answer = yield from self._accepted(store, arrivals)
-            if own.has("restore_lock_timeout"):
-                yield own.statement("restore_lock_timeout")
+            yield from _if_needed(own, "restore_lock_timeout")
         except StoreError as error:
-            if error.fault is not Fault.LOCK_TIMEOUT and not (
-                error.fault is Fault.CONFLICT and not own.arrays
-            ):
+            # SQLite has one lock for all rows; elsewhere a conflict has ended the caller's transaction
+            busy = (error.code or "").startswith("SQLITE_BUSY")
+            if error.fault is not Fault.LOCK_TIMEOUT and not busy:
                 raise
-            yield own.statement("rollback_to_savepoint")
-            yield own.statement("release_savepoint")
-            if own.has("restore_lock_timeout") and not own.claim_bounds_wait:
+            yield from _if_needed(own, "rollback_to_savepoint")
+            yield from _if_needed(own, "release_savepoint")
+            if not own.claim_bounds_wait:
                 # where the setting is no part of the transaction, the savepoint has not brought it back
-                yield own.statement("restore_lock_timeout")
+                yield from _if_needed(own, "restore_lock_timeout")
             raise MessageInProgress(
                 f"Another transaction holds this message of consumer {self.consumer!r}: do not acknowledge it, "
                 "try again later."
             ) from error
-        yield own.statement("release_savepoint")
+        yield from _if_needed(own, "release_savepoint")
         return answer
 
     def _accepted(self, store: InboxStore, arrivals: Sequence[Arrival]) -> Steps[list[Acceptance]]:
@@ -304,6 +304,12 @@ class Inbox:
             reason=reason,
             payload_limit=self._limits.quarantined_bytes,
         )
+
+
+def _if_needed(own: Dialect, name: str) -> Steps[None]:
+    """Run a statement where this database has anything to do."""
+    if own.has(name):
+        yield own.statement(name)
 
 
 def _bytes(payload: Payload) -> bytes | None:
