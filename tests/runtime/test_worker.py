@@ -427,3 +427,40 @@ def _one_handler(app: App, topics: list[str] | None = None) -> Memory:
     source = Memory([paid("m1")])
     app.consume(source, topics)
     return source
+
+
+def test_a_database_with_async_connections_only(postgresql_url: str, raw: Any) -> None:
+    with App(postgresql_url.replace("postgresql://", "postgresql+asyncpg://")) as app:
+        ran: list[Any] = []
+
+        @app.handler(TOPIC, consumer=CONSUMER, concurrency=3, retry=AT_ONCE)
+        async def handle(message: Message[Any], tx: Any) -> None:
+            ran.append(message.id)
+            if message.id == "m1" and message.attempt == 1:
+                raise ValueError("once")
+
+        source = Memory([paid(f"m{number}") for number in range(10)])
+        app.consume(source)
+
+        assert worker(app, once=True, maintenance=True).run() == 0
+
+    assert len(source.settled) == 10
+    assert len(ran) == 11
+    own = raw(postgresql_url)
+    assert statuses(own) == {"processed": 10}
+    others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    eventually(lambda: own.value(others) == 0, "every connection closed")
+
+
+def test_a_sync_handler_needs_sync_connections(
+    postgresql_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with App(postgresql_url.replace("postgresql://", "postgresql+asyncpg://")) as app:
+
+        @app.handler(TOPIC, consumer=CONSUMER, transactional=False)
+        def handle(message: Message[Any]) -> None:
+            raise AssertionError("nothing may be consumed")
+
+        app.consume(Memory([paid("m1")]))
+        assert worker(app).run() == 2
+    assert "no sync connections" in caplog.text
