@@ -94,8 +94,13 @@ def test_commands_in_sentences_exist() -> None:
 
 def test_every_command_has_a_heading_and_its_options_are_described() -> None:
     reference = page("docs/reference/cli.md")
-    headings = "\n".join(reference.headings())
+    headings = reference.headings()
     for name, parser in _commands().items():
-        assert re.search(rf"\b{name}\b", headings), f"{name} has no heading"
+        assert name.partition(" ")[0] in headings, f"{name} has no heading"
+        assert f"txbox {name}" in reference.text, f"{name} is not described"
+        if name == "demo":
+            # the page points to its --help, which must then say it all
+            assert all(action.help for action in parser._actions)
+            continue
         for option in _options(parser) - {"-h", "--help"}:
-            assert f"{option}" in reference.text, f"{name} {option} is not described"
+            assert option in reference.text, f"{name} {option} is not described"
