@@ -11,7 +11,7 @@ from tests.databases import Database
 
 # what every sweep must at least have met, whatever a database passes besides
 _ALWAYS = {
-    "received", "before:begin", "after:begin", "after:claim", "before:handler", "between:writes", "after:handler",
+    "received", "before:begin", "after:begin", "before:handler", "between:writes", "after:handler",
     "before:commit", "before:close", "after:commit", "before:ack", "after:ack",
 }  # fmt: skip
 _ALSO: dict[Mode, set[str]] = {
@@ -37,10 +37,10 @@ def test_crash_sweep(database_kind: Database, mode: Mode, sweep: Sweep) -> None:
     assert all(own.checked.effects == 1 for own in ended)
     missed = [f"{own.case.point}#{own.case.nth}" for own in ended if not own.killed]
     assert not missed, f"never killed at {missed}"
-    expected = _ALWAYS | _ALSO[mode]
-    if mode == "stored":
-        expected = expected - {"after:claim"}
-    assert expected <= {own.case.point for own in ended}
+    points = {str(own.case.point) for own in ended}
+    assert points >= _ALWAYS | _ALSO[mode]
+    # a claim of one message may be a statement of its own
+    assert any(point.startswith("after:claim") for point in points)
 
 
 @pytest.mark.parametrize("mutant", list(MUTANTS))

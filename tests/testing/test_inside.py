@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import orm
+from sqlalchemy import event, orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from tests.databases import Raw
@@ -41,8 +41,8 @@ def engine_of(url: str) -> sa.Engine:
     engine = sa.create_engine(f"{_DRIVERS[scheme]}://{rest}")
     if scheme == "sqlite":
         # SQLAlchemy's recipe for savepoints on SQLite: the driver begins nothing by itself
-        sa.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
-        sa.event.listen(engine, "begin", lambda own: own.exec_driver_sql("BEGIN"))
+        event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
+        event.listen(engine, "begin", lambda own: own.exec_driver_sql("BEGIN"))
     return engine
 
 
@@ -214,8 +214,8 @@ def test_an_async_session_and_an_async_driver(
         engine = sa_async.create_async_engine(f"{drivers[scheme]}://{rest}")
         if scheme == "sqlite":
             sync = engine.sync_engine
-            sa.event.listen(sync, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
-            sa.event.listen(sync, "begin", lambda own: own.exec_driver_sql("BEGIN"))
+            event.listen(sync, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
+            event.listen(sync, "begin", lambda own: own.exec_driver_sql("BEGIN"))
         app = App(url)
 
         @app.handler("orders", consumer="billing")

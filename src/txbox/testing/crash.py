@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -48,7 +48,7 @@ class _Nth:
 
 
 @contextmanager
-def _installed(hook: Callable[[str], None]) -> Iterator[None]:
+def _installed(hook: Callable[[str], None]) -> Generator[None]:
     outer = steps.crash_point
 
     def both(point: str) -> None:
@@ -64,7 +64,7 @@ def _installed(hook: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def crash_at(point: str, nth: int = 1) -> Iterator[None]:
+def crash_at(point: str, nth: int = 1) -> Generator[None]:
     """Lose the process at a point, as far as one process can: `Crashed` leaves the `with` block.
 
     The connection is dropped and nothing is rolled back, recorded or acknowledged by txbox; the
@@ -93,7 +93,7 @@ def crash_at(point: str, nth: int = 1) -> Iterator[None]:
 
 
 @contextmanager
-def meanwhile(point: str, call: Callable[[], object], nth: int = 1) -> Iterator[None]:
+def meanwhile(point: str, call: Callable[[], object], nth: int = 1) -> Generator[None]:
     """Call something at a point, between two statements: a race with one outcome, without threads.
 
     Args:
@@ -105,7 +105,7 @@ def meanwhile(point: str, call: Callable[[], object], nth: int = 1) -> Iterator[
 
 
 @contextmanager
-def recorded() -> Iterator[list[str]]:
+def recorded() -> Generator[list[str]]:
     """Collect the points that are passed inside the `with` block, in order."""
     passed: list[str] = []
     with _installed(passed.append):
