@@ -271,6 +271,8 @@ class App:
             if error.fault in (Fault.SCHEMA, Fault.OTHER):
                 # an undefined table has a remedy, and its sentence names the command
                 yield from self.check_schema()
+            if error.fault is Fault.SCHEMA:
+                raise tables.incomplete(error) from error
             raise
 
     def check_schema(self) -> Steps[None]:

@@ -117,10 +117,15 @@ class Idle(Generic[C]):
 def without_password(url: str) -> str:
     """Return a URL fit for messages and logs."""
     parts = urlsplit(url)
-    if parts.password is None:
+    if parts.password is None and "password=" not in parts.query.lower():
         return url
+    query = "&".join(
+        "password=***" if option.partition("=")[0].lower() == "password" else option
+        for option in parts.query.split("&")
+    )
     host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+    shown = parts.netloc if parts.password is None else f"{parts.username}:***@{host}"
+    return urlunsplit(parts._replace(netloc=shown, query=query))
 
 
 def wrong_colour(tx: Any, *, wants: str) -> ConfigurationError:

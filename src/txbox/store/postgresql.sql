@@ -445,7 +445,8 @@ SELECT consumer, message_id, hash, reason, topic, type, key, content_type, heade
 SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
  WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
    AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND status IN (:status_a::text, :status_b::text)
+   -- no processed row is meant, and said so: the index over open rows serves this
+   AND status <> 'processed' AND status IN (:status_a::text, :status_b::text)
    AND (has_payload OR NOT :needs_payload::boolean)
    AND (:topic::text IS NULL OR topic = :topic::text)
    AND (:type::text IS NULL OR type = :type::text)

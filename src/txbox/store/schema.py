@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 
-from txbox.errors import SchemaError
+from txbox.errors import Fault, SchemaError, StoreError
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store.dialect import Dialect, dialect, qualified
 
@@ -92,15 +92,30 @@ def check(own: Dialect) -> Steps[SchemaState]:
         )
     if own.has("guard_check"):
         guarded = dialect(own.name, state.schema) if own.name == "postgresql" else own
-        triggers, role = (yield guarded.statement("guard_check")).rows[0]
+        try:
+            triggers, role = (yield guarded.statement("guard_check")).rows[0]
+        except StoreError as error:
+            if error.fault is not Fault.SCHEMA:
+                raise
+            yield Rollback()
+            raise incomplete(error) from error
         if not triggers or role != "origin":
             yield Rollback()
             raise SchemaError(
-                "The transaction guard does not fire (its trigger is disabled, or session_replication_role is not "
-                "origin): enable the trigger txbox_inbox_guard and reset the role before consuming."
+                "The transaction guard does not fire: the trigger txbox_inbox_guard must be enabled and "
+                "session_replication_role be origin (PostgreSQL), or the table txbox_inbox be InnoDB (MySQL); "
+                "compare the tables with `txbox schema print`."
             )
     yield Commit()
     return state
+
+
+def incomplete(error: StoreError) -> SchemaError:
+    """The error for tables that are not what their recorded version says."""
+    return SchemaError(
+        f"A table, column or function of txbox's is missing although its version is recorded ({error}): "
+        "compare the tables with `txbox schema print`, and restore what was changed."
+    )
 
 
 def apply(own: Dialect, schema: str | None) -> Steps[tuple[int, int]]:

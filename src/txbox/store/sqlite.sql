@@ -155,7 +155,7 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
  WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
-                    WHERE due.consumer = :consumer AND due.status IN ('pending', 'failed') AND due.has_payload
+                    WHERE due.consumer = :consumer AND due.status <> 'processed' AND due.status IN ('pending', 'failed') AND due.has_payload
                       AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND (due.starts > 0) = :suspect
                     ORDER BY due.next_attempt_at, due.arrival
                     LIMIT :limit)
@@ -203,7 +203,7 @@ UPDATE txbox_inbox
                     THEN 'killed its process: ' || starts || ' runs never ended' ELSE 'lease expired' END,
        fingerprint = NULL
  WHERE arrival IN (SELECT expired.arrival FROM txbox_inbox AS expired
-                    WHERE expired.status = 'processing' AND expired.lease_until <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                    WHERE expired.status <> 'processed' AND expired.status = 'processing' AND expired.lease_until <= strftime('%Y-%m-%d %H:%M:%f', 'now')
                       AND (:consumer IS NULL OR expired.consumer = :consumer)
                     ORDER BY expired.lease_until
                     LIMIT :limit)
@@ -252,10 +252,10 @@ UPDATE txbox_inbox
 -- name: work_left
 -- What keeps `run --once` alive: due rows, and rows that somebody has leased.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                          WHERE consumer = :consumer AND status <> 'processed' AND status IN ('pending', 'failed') AND has_payload
                             AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
               OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
+                          WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
             THEN 1 ELSE 0 END
 
 -- name: job_create
@@ -303,7 +303,7 @@ SELECT consumer, status, count(*), min(received_at) FROM txbox_inbox GROUP BY co
 
 -- name: oldest_unfinished
 SELECT consumer, (julianday('now') - julianday(min(received_at))) * 86400.0
-  FROM txbox_inbox WHERE status IN ('pending', 'processing', 'failed') GROUP BY consumer ORDER BY consumer
+  FROM txbox_inbox WHERE status <> 'processed' AND status IN ('pending', 'processing', 'failed') GROUP BY consumer ORDER BY consumer
 
 -- name: quarantine_status
 SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
@@ -352,7 +352,8 @@ SELECT consumer, message_id, hash, reason, topic, type, key, content_type, heade
 SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
  WHERE (:consumer IS NULL OR consumer = :consumer)
    AND (:message_id IS NULL OR message_id = :message_id)
-   AND status IN (:status_a, :status_b)
+   -- no processed row is meant, and said so: the index over open rows serves this
+   AND status <> 'processed' AND status IN (:status_a, :status_b)
    AND (has_payload OR NOT :needs_payload)
    AND (:topic IS NULL OR topic = :topic)
    AND (:type IS NULL OR type = :type)

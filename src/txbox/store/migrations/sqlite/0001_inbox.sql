@@ -42,14 +42,9 @@ CREATE TABLE txbox_inbox (
         (status IN ('pending', 'processing', 'processed', 'failed', 'dead', 'discarded'))
 );
 -- Partial, so that a processed row is in no index but the key; pruning reads in arrival order.
-CREATE INDEX txbox_inbox_due ON txbox_inbox (consumer, next_attempt_at)
-    WHERE status IN ('pending', 'failed');
-CREATE INDEX txbox_inbox_lease ON txbox_inbox (lease_until)
-    WHERE status = 'processing';
-CREATE INDEX txbox_inbox_key ON txbox_inbox (consumer, key, arrival)
-    WHERE status IN ('pending', 'processing', 'failed') AND key IS NOT NULL;
-CREATE INDEX txbox_inbox_dead ON txbox_inbox (consumer, updated_at)
-    WHERE status = 'dead';
+CREATE INDEX txbox_inbox_open ON txbox_inbox (consumer, status, next_attempt_at)
+    WHERE status <> 'processed';
+CREATE INDEX txbox_inbox_kept ON txbox_inbox (consumer, arrival) WHERE has_payload;
 
 CREATE TABLE txbox_attempt (
     number          INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT,
