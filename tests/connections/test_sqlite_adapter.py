@@ -313,7 +313,8 @@ def _drivers_threads() -> list[threading.Thread]:
 
 
 def _ended(threads: list[threading.Thread]) -> None:
-    for own in threads:
+    # those that discard outlive the driver's own by a moment
+    for own in [*threads, *_drivers_threads()]:
         own.join(timeout=10)
         assert not own.is_alive(), "a thread still runs"
     assert _drivers_threads() == []
