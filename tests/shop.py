@@ -128,7 +128,7 @@ class Shop:
 
     def handler(
         self,
-        body: Callable[[Message[Any], Any], None] | None = None,
+        body: Callable[[Message[Any], Any], object] | None = None,
         *,
         consumer: str = CONSUMER,
         **options: Any,
@@ -141,7 +141,8 @@ class Shop:
             if body is not None:
                 body(message, tx)
 
-        self.app.handler(TOPIC, consumer=consumer, **({"retry": AT_ONCE} | options))(handle)
+        options.setdefault("retry", AT_ONCE)
+        self.app.handler(TOPIC, consumer=consumer, **options)(handle)
         return self.app.handlers.matching(TOPIC, options.get("type"), consumer)[0]
 
     def deliver(self, message: Message[Any], consumer: str | None = None) -> Outcome:
@@ -191,6 +192,16 @@ class Shop:
 
     def row(self, message_id: str, consumer: str = CONSUMER) -> Row:
         return the_row(self.raw, message_id, consumer)
+
+    def force(self, sql: str, params: Sequence[object] = ()) -> int:
+        """Change rows as no part of txbox may: past the guard."""
+        if self.raw.product == "postgresql":
+            self.raw.execute("SET session_replication_role = replica")
+        try:
+            return self.raw.execute(sql, params)
+        finally:
+            if self.raw.product == "postgresql":
+                self.raw.execute("SET session_replication_role = origin")
 
     def make_due(self) -> None:
         self.raw.execute(

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.shop import CONSUMER, TOPIC, Shop, as_id, opened, paid, quarantined
-from txbox import Inbox, Message, Outcome, UnusableMessage
+from txbox import Headers, Inbox, Message, Outcome, UnusableMessage
 from txbox.events import MessageQuarantined
 from txbox.identity import DIGEST_PREFIX, canonical_id, message_id, scoped_id
 
@@ -139,7 +139,8 @@ def test_unusable_id_is_quarantined(shop: Shop, own: Any, scope: str | None) -> 
 @pytest.mark.parametrize("bad", ["a\0b", "a\ud800b"], ids=["NUL", "surrogate"])
 def test_text_that_no_database_keeps_is_quarantined(shop: Shop, field: str, bad: str) -> None:
     shop.app.handler("*", consumer=CONSUMER)(lambda message, tx: None)
-    message = Message[Any](**({"id": "a", "topic": TOPIC, "payload": b"{}"} | {field: bad}))
+    content: dict[str, Any] = {"id": "a", "topic": TOPIC, "payload": b"{}", field: bad}
+    message = Message[Any](**content)
     assert shop.deliver(message) is Outcome.QUARANTINED
     ((reason, _),) = quarantined(shop.raw)
     assert field in reason

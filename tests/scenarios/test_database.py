@@ -143,13 +143,14 @@ def test_serialization_failure(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> N
     shop.raw.execute("INSERT INTO account VALUES (1, 0), (2, 0)")
     rival = deadlock_rival(shop.url)
     rival.execute("UPDATE account SET balance = 1 WHERE id = 2")
-    first, crossing = threading.Event(), []
+    first = threading.Event()
+    crossing: list[str] = []
 
     def crosses(message: Message[Any], tx: Any) -> None:
         execute(tx, "UPDATE account SET balance = balance + 10 WHERE id = 1")
         first.set()
         if not crossing:
-            crossing.append(message.id)
+            crossing.append(str(message.id))
             # the rival now waits for row 1, and this transaction will for row 2
             assert rival_waits(shop.raw)
         execute(tx, "UPDATE account SET balance = balance + 10 WHERE id = 2")
@@ -217,7 +218,7 @@ def test_serialization_failure_that_does_not_end_becomes_an_attempt(
 ) -> None:
     """40001 again and again, of the handler's own making: the budget is spent, then it is an attempt."""
     with opened(new_database(product), limits=Limits(conflict_retries=2)) as own:
-        own.handler(lambda message, tx: execute(tx, raises) and None)
+        own.handler(lambda message, tx: execute(tx, raises))
         assert own.deliver(paid("a")) is Outcome.FAILED
         assert own.calls == ["a"] * 3
         assert len(own.emitted(TransactionRetried)) == 2

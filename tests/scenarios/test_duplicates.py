@@ -152,11 +152,11 @@ def test_fifty_deliveries_from_four_processes(shop: Shop) -> None:
 def test_rival_that_rolls_back_leaves_the_message_to_the_next(shop: Shop) -> None:
     """Three sessions insert one key and the first rolls back: InnoDB then deadlocks one of the others."""
     inside, leave = threading.Event(), threading.Event()
-    failed = []
+    failed: list[str] = []
 
     def first_fails(message: Message[Any], tx: Any) -> None:
         if not failed:
-            failed.append(message.id)
+            failed.append(str(message.id))
             inside.set()
             assert leave.wait(30)
             raise ValueError("the first one rolls back")

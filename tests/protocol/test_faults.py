@@ -1,0 +1,102 @@
+"""Whose error it is: the handler's, the infrastructure's, the schema's (SEMANTICS 2.8)."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.conftest import NewDatabase
+from tests.shop import (
+    CONSUMER,
+    TOPIC,
+    Shop,
+    execute,
+    opened,
+    paid,
+)
+from txbox import App, Limits, Message, Outcome, SchemaError, StoreError
+from txbox.errors import Fault
+from txbox.events import ConsumptionPaused, TransactionRetried
+from txbox.steps import Begin, Commit
+
+
+def test_conflict_of_the_claim_is_never_an_attempt(shop: Shop) -> None:
+    """The budget of immediate retries is spent before the handler ran once: infrastructure."""
+    handler = shop.handler()
+    shop.app.protocol.limits = Limits(conflict_retries=2)
+    steps = shop.app.protocol.deliver(handler, [handler.arrival(paid("a"), Limits())])
+    begun = []
+
+    def busy() -> None:
+        step = next(steps)
+        while True:
+            assert not isinstance(step, Commit), "nothing is recorded"
+            if isinstance(step, Begin):
+                begun.append(step)
+                step = steps.throw(StoreError("busy", fault=Fault.CONFLICT))
+            else:
+                step = steps.send(None)
+
+    with pytest.raises(StoreError) as raised:
+        busy()
+    assert raised.value.fault is Fault.CONFLICT
+    assert len(begun) == 3
+    assert len(shop.emitted(TransactionRetried)) == 2
+
+
+@pytest.mark.parametrize("column", [False, True], ids=["table", "column"])
+def test_undefined_table_or_column_in_txboxs_statements_stops(shop: Shop, column: bool) -> None:
+    shop.handler()
+    assert shop.deliver(paid("before")) is Outcome.PROCESSED
+    if column:
+        shop.raw.execute("ALTER TABLE txbox_inbox RENAME COLUMN payload_hash TO gone")
+    else:
+        shop.raw.execute("DROP VIEW txbox_status")
+        shop.raw.execute("DROP VIEW txbox_dead_letters")
+        shop.raw.execute("ALTER TABLE txbox_inbox RENAME TO gone")
+    with pytest.raises((SchemaError, StoreError)) as raised:
+        shop.deliver(paid("a"))
+    assert isinstance(raised.value, SchemaError), raised.value
+    assert "txbox " in str(raised.value)  # the command to run
+    assert shop.calls == ["before"]
+    assert shop.emitted(ConsumptionPaused) == []
+
+
+def test_missing_tables_name_the_command(empty_database_url: str) -> None:
+    with App(empty_database_url) as app:
+        app.handler(TOPIC, consumer=CONSUMER)(lambda message, tx: None)
+        with pytest.raises(SchemaError, match="txbox init"):
+            app.process(paid("a"))
+
+
+def test_undefined_table_in_the_handler_is_the_handlers_failure(shop: Shop) -> None:
+    shop.handler(lambda message, tx: execute(tx, "SELECT * FROM no_such_table"))
+    assert shop.deliver(paid("a")) is Outcome.FAILED
+    assert (shop.row("a").attempts, shop.effects()) == (1, 0)
+
+
+def test_connection_lost_in_the_handler_is_no_attempt(new_database: NewDatabase) -> None:
+    with opened(new_database("postgresql")) as shop:
+        killed: list[int] = []
+
+        def loses(message: Message[Any], tx: Any) -> None:
+            if not killed:
+                killed.append(execute(tx, "SELECT pg_backend_pid()")[0][0])
+                shop.raw.execute("SELECT pg_terminate_backend(?)", (killed[0],))
+                execute(tx, "SELECT pg_sleep(10)")
+
+        shop.handler(loses)
+        assert shop.deliver(paid("a")) is Outcome.PROCESSED
+        assert shop.calls == ["a", "a"]
+        assert (shop.effects("a"), shop.row("a").attempts) == (1, 0)
+        assert len(shop.emitted(ConsumptionPaused)) == 1
+
+
+def test_timeout_of_the_handler_is_its_failure(shop: Shop) -> None:
+    done = threading.Event()
+    shop.handler(lambda message, tx: done.wait(0.2), timeout=timedelta(seconds=0.05))
+    assert shop.deliver(paid("a")) is Outcome.FAILED
+    assert (shop.row("a").error_type, shop.effects()) == ("HandlerTimeout", 0)
