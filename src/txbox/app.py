@@ -206,7 +206,7 @@ class App:
         """
         handler = self._one_handler(message, consumer)
         if handler is None:
-            drive(self._any_sync(), self._unmatched(message))
+            drive(self._any_sync(), self.unmatched_message(message))
             return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
         if handler.is_async:
             raise ConfigurationError(f"{handler.name} is async: await app.process_async(message).")
@@ -220,7 +220,7 @@ class App:
         if self.database.asynchronous is None:
             return await asyncio.to_thread(self.process, message, consumer=consumer)
         if handler is None:
-            await drive_async(self.database.asynchronous, self._unmatched(message))
+            await drive_async(self.database.asynchronous, self.unmatched_message(message))
             return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
         return (
             await drive_async(self.database.asynchronous, self._processed(handler, message))
@@ -288,7 +288,8 @@ class App:
             self.store.dialect = dialect(own.name, state.schema)
         self._checked = True
 
-    def _unmatched(self, message: Message[Any]) -> Steps[None]:
+    def unmatched_message(self, message: Message[Any]) -> Steps[None]:
+        """Count a message that no handler consumes, and keep it where `unmatched` says so."""
         if self.events:
             self.events.emit(
                 MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
