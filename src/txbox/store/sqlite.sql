@@ -3,6 +3,8 @@
 -- A query without a body has nothing to do on this database: one writer at a time needs no
 -- SKIP LOCKED, no lock timeout but the connection's, and its statements name the rows they touch.
 -- Times are UTC text of one width, so that they compare as text.
+-- `status <> 'processed'` stands beside narrower conditions: SQLite uses the partial index over open rows
+-- only where a query states the index's own condition.
 
 -- name: claim
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)

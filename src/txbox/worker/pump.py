@@ -17,7 +17,7 @@ from txbox import steps
 from txbox.app import App
 from txbox.brokers.base import Delivery, Progress, Source
 from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError
-from txbox.events import ConsumptionPaused, ConsumptionResumed, MessageUnmatched, SettleFailed
+from txbox.events import ConsumptionPaused, ConsumptionResumed, SettleFailed
 from txbox.handlers import Handler
 from txbox.intake import presentable
 from txbox.message import Message
@@ -171,7 +171,7 @@ class Pump:
             return
         handlers = self._app.handlers.matching(message.topic, message.type)
         if not handlers:
-            self._unmatched(delivery, message)
+            self._persist(delivery, [lambda: self._app.unmatched_message(message)])
             return
         ticket = Ticket(delivery, len(handlers), self.ticket_settled)
         self._dispatch.hand_out(ticket, message, handlers)
@@ -195,17 +195,6 @@ class Pump:
                 partial(protocol.quarantine, consumer, message, "", hashed, reason)
                 for consumer in consumers or [""]
             ],
-        )
-
-    def _unmatched(self, delivery: Delivery, message: Message[Any]) -> None:
-        if self._app.events:
-            self._app.events.emit(
-                MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
-            )
-        reason = f"No handler consumes topic {message.topic!r} with type {message.type!r}."
-        keep = self._app.unmatched == "quarantine"
-        self._persist(
-            delivery, [lambda: self._app.intake.unmatched(message, reason)] if keep else []
         )
 
     def _persist(
