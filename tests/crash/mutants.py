@@ -24,10 +24,10 @@ from tests.crash.service import (
 from tests.databases import Raw
 from txbox import App, Message
 from txbox.handlers import Handler
-from txbox.protocol import End, InboxProtocol, Ran
 from txbox.steps import Begin, Commit, Statement, Steps, at, drive
 from txbox.store.codec import Arrival
 from txbox.testing import another_process, drain, meanwhile
+from txbox.transaction import End, HandlerTransaction, Ran, handled
 
 _DEADLINE_S = 15.0
 
@@ -68,15 +68,18 @@ def _consume(job: Job) -> None:
 # -- (a) the dedupe row in a transaction of its own ---------------------------------------------
 
 
-class _OwnTransaction(InboxProtocol):
+class _OwnTransaction(HandlerTransaction):
     """Commits the inbox row first and the handler's writes afterwards."""
 
-    def _transaction(
+    def run(
         self,
         handler: Handler,
         arrivals: Sequence[Arrival],
         claim: tuple[Statement, ...],
         token: str,
+        *,
+        keep: bool,
+        call: bool = True,
     ) -> Steps[Ran]:
         ran = Ran(End.COMMITTED)
         ids = [own.message_id for own in arrivals]
@@ -87,22 +90,22 @@ class _OwnTransaction(InboxProtocol):
             fresh = {own for own, row in ran.existing.items() if row.token == token}
         ran.fresh = fresh
         mine = [own for own in arrivals if own.message_id in fresh]
+        yield self.store.close(token)
         if mine:
             yield from self.store.complete(
-                handler.consumer, [own.message_id for own in mine], token=token, keep=False
+                handler.consumer, [own.message_id for own in mine], token=token, keep=keep
             )
-        yield Commit((self.store.close(token),))
-        if mine:
+        yield Commit()
+        if mine and call:
             yield Begin()
-            yield from self._handled(handler, mine)
+            yield from handled(handler, mine)
             yield Commit()
         return ran
 
 
 def _own_transaction(job: Job) -> App:
     app = service(job)
-    app.protocol = _OwnTransaction(app.store, app.events, app.limits, app.lease)
-    app.intake._protocol = app.protocol
+    app.protocol.transaction = _OwnTransaction(app.store, app.limits, app.lease)
     return app
 
 

@@ -17,14 +17,13 @@ from txbox.brokers.base import Delivery
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
 from txbox.outcome import Outcome
+from txbox.patience import CURABLE
 from txbox.protocol import Settled
 from txbox.steps import Steps, Wait
 from txbox.worker.table import Row, Table
 
 _IDLE_S = 1.0
 _AGAIN_S = (0.1, 5.0)
-#: What a wait can cure; a drain may interrupt such a wait.
-WAITABLE = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED, Fault.TIMEOUT)
 
 
 class Ticket:
@@ -109,7 +108,7 @@ class Lane:
         except StoreError as error:
             if error.fault is Fault.SCHEMA:
                 yield from self._app.check_schema()  # raises with the command to run, if that is it
-            if not (self._stop() and error.fault in WAITABLE):
+            if not (self._stop() and error.fault in CURABLE):
                 raise
 
     # -- deliveries ---------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from txbox.events import ConsumptionPaused, ConsumptionResumed, SettleFailed
 from txbox.handlers import Handler
 from txbox.intake import presentable
 from txbox.message import Message
+from txbox.patience import CURABLE
 from txbox.worker.driving import Driver
-from txbox.worker.lane import WAITABLE, Lane, Ticket, Work
+from txbox.worker.lane import Lane, Ticket, Work
 
 _log = logging.getLogger("txbox")
 
@@ -204,7 +205,7 @@ class Pump:
             try:
                 self._driver.perform(self._app.protocol.persistently(operation, stop=self._stop))
             except StoreError as error:
-                if self._stop() and error.fault in WAITABLE:
+                if self._stop() and error.fault in CURABLE:
                     # draining while the database is away: it stays unsettled and comes again
                     return
                 raise
@@ -222,7 +223,7 @@ class Pump:
         try:
             self.source.settle([ticket.delivery for ticket in tickets])
         except (BrokerError, StoreError) as error:
-            if isinstance(error, StoreError) and error.fault not in WAITABLE:
+            if isinstance(error, StoreError) and error.fault not in CURABLE:
                 raise
             self._app.events.emit(
                 SettleFailed(source=self.source.name, count=len(tickets), error=str(error))
@@ -232,7 +233,7 @@ class Pump:
         self._bytes -= sum(ticket.delivery.size_bytes for ticket in tickets)
 
     def _pause(self, error: BrokerUnavailable | StoreError) -> None:
-        if isinstance(error, StoreError) and error.fault not in WAITABLE:
+        if isinstance(error, StoreError) and error.fault not in CURABLE:
             raise error
         first_s, longest_s = _PAUSE_S
         now = time.monotonic()

@@ -19,11 +19,12 @@ from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
 from txbox.maintenance import JOBS, Task
+from txbox.patience import CURABLE
 from txbox.steps import Steps
 from txbox.store import jobs
 from txbox.worker import checks
 from txbox.worker.driving import Driver, thread
-from txbox.worker.lane import WAITABLE, Lane
+from txbox.worker.lane import Lane
 from txbox.worker.progress import StoredProgress
 from txbox.worker.pump import Dispatch, Pump
 from txbox.worker.supervisor import PARENT_FD
@@ -212,7 +213,7 @@ class Worker:
                 for consumer in self._tables
             )
         except StoreError as error:
-            if error.fault not in WAITABLE:
+            if error.fault not in CURABLE:
                 raise
             # away: whatever is left there, this is no time to say that nothing is
             return True
@@ -338,7 +339,7 @@ class Worker:
         try:
             self._driver.perform(steps)
         except StoreError as error:
-            if error.fault not in WAITABLE:
+            if error.fault not in CURABLE:
                 raise
             _log.info("Put off while the database is busy or away: %s", error)
 
