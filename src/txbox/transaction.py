@@ -159,11 +159,13 @@ class HandlerTransaction:
                 yield Commit((store.close(token),))
             else:
                 # first the proof that this is still the claiming transaction: on a connection that a
-                # handler left in autocommit, `complete` would commit by itself
-                yield store.close(token)
+                # handler left in autocommit, `complete` would commit by itself. In one step, since a
+                # session writes what it put off, and releases its savepoint, before all of it
                 ids = [own.message_id for own in mine]
-                yield from store.complete(consumer, ids, token=token, keep=keep)
-                yield Commit()
+                complete = store.completion(consumer, ids, token=token, keep=keep)
+                results = yield Commit((store.close(token), complete))
+                if results[-1].count != len(ids):
+                    ran.end = End.BROKEN
         except Raised as raised:
             # a flush that the session put off until now
             yield from self._raised(ran, raised, token)
@@ -176,7 +178,13 @@ class HandlerTransaction:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
         ran.error, ran.store = raised.error, raised.store
         ran.end = _end_of_handler(raised)
-        if ran.end is End.RAISED:
+        # a COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)
+        refused = (
+            ran.store is not None
+            and ran.store.fault is Fault.GUARD
+            and self.store.dialect.refuses_commit
+        )
+        if ran.end is End.RAISED and not refused:
             try:
                 yield self.store.close(token)
             except StoreError as error:

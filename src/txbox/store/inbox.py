@@ -190,11 +190,15 @@ class InboxStore:
         """
         if not self.dialect.has("complete"):
             return
-        done = yield self.dialect.statement(
-            "complete", {"consumer": consumer, "token": token, "keep": keep}, {"message_id": ids}
-        )
+        done = yield self.completion(consumer, ids, token=token, keep=keep)
         if done.count != len(ids):
             raise StoreError("The claimed row is gone from this transaction.", fault=Fault.GUARD)
+
+    def completion(self, consumer: str, ids: Sequence[str], *, token: str, keep: bool) -> Statement:
+        """The statement of `complete`, for a round trip with COMMIT; the caller checks its count."""
+        return self.dialect.statement(
+            "complete", {"consumer": consumer, "token": token, "keep": keep}, {"message_id": ids}
+        )
 
     def close(self, token: str) -> Statement:
         """The statement that fails unless this is still the claiming transaction."""
