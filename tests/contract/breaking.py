@@ -108,6 +108,20 @@ async def runs_ddl(hand: Hand) -> None:
     await hand.do(f"CREATE TABLE made_{hand.message_id} (id integer)")
 
 
+async def begins_again(hand: Hand) -> None:
+    await hand.write()
+    await hand.do("BEGIN")
+
+
+async def uses_a_savepoint(hand: Hand) -> None:
+    """Allowed: what is inside may be undone, the rest stands."""
+    await hand.do("SAVEPOINT mine")
+    await hand.write()
+    await hand.do("ROLLBACK TO SAVEPOINT mine")
+    await hand.write()
+    await hand.do("RELEASE SAVEPOINT mine")
+
+
 @dataclass(frozen=True)
 class Expected:
     """How a message of a broken handler ends: its row's status, and how often the effect may be there."""
@@ -191,6 +205,12 @@ def _swallowed(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
     return FAILED if kind.product == "postgresql" else PROCESSED
 
 
+def _begun_again(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
+    if not dialect.refuses_commit:
+        return broken(1)  # BEGIN commits what is open
+    return FAILED if kind.product == "sqlite" else PROCESSED  # an error, or a warning
+
+
 def _ddl(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
     return PROCESSED if dialect.transactional_ddl else broken(1)
 
@@ -217,5 +237,7 @@ MISBEHAVIOURS = (
     Misbehaviour(escapes_then_raises, lambda *_: broken(1)),
     Misbehaviour(swallows, _swallowed),
     Misbehaviour(runs_ddl, _ddl),
+    Misbehaviour(begins_again, _begun_again),
+    Misbehaviour(uses_a_savepoint, lambda *_: PROCESSED),
 )
 MODES = ("inline", "retried", "stored")

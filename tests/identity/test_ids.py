@@ -190,9 +190,8 @@ def test_id_of_headers_and_cloudevents(shop: Shop) -> None:
     shop.handler()
 
     def of(**headers: str) -> Message[Any]:
-        return Message(
-            topic=TOPIC, headers={name.replace("_", "-"): own for name, own in headers.items()}
-        )
+        pairs = Headers((name.replace("_", "-"), own) for name, own in headers.items())
+        return Message(topic=TOPIC, headers=pairs)
 
     assert shop.deliver(of(message_id="m", ce_id="1", ce_source="s")) is Outcome.PROCESSED
     assert shop.calls == ["m"]

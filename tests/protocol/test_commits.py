@@ -85,7 +85,7 @@ def test_ambiguous_commit_of_a_recorded_failure(
 ) -> None:
     """The failure is recorded once, whichever way the COMMIT of its record went."""
     with behind_proxy(new_database(product)) as (shop, proxy):
-        cuts = [cut]
+        cuts: list[Cut] = [cut]
 
         def fails(message: Message[Any], tx: Any) -> None:
             if message.id == "a" and message.attempt == 1:
