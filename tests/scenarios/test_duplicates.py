@@ -22,19 +22,24 @@ PAYLOAD = b'{"cents": 100}'
 def test_concurrent_duplicate_messages(shop: Shop) -> None:
     one = Plan(shop.url, deliveries=[("a", PAYLOAD)], hold=("domain updated",))
     two = Plan(shop.url, deliveries=[("a", PAYLOAD)], hold=("before:begin",))
-    with WorkerProcess(one) as first, WorkerProcess(two) as second:
-        first.until(at="domain updated")  # its transaction is open, its row uncommitted
+    with WorkerProcess(two) as second:
         second.until(at="before:begin")
-        second.go()
-        first.go()
-        assert first.until(acked=0)["outcome"] == Outcome.PROCESSED
-        assert second.until(acked=0)["outcome"] == Outcome.DUPLICATE
-        for worker in (first, second):
-            worker.rest()
-            assert (worker.ended(), worker.errors) == (0, "")
+        with WorkerProcess(one) as first:
+            check_one_waits_for_the_other(first, second)
     assert shop.effects("a") == 1
     assert statuses(shop.raw) == {"processed": 1}
     assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
+
+
+def check_one_waits_for_the_other(first: WorkerProcess, second: WorkerProcess) -> None:
+    first.until(at="domain updated")  # its transaction is open, its row uncommitted
+    second.go()
+    first.go()
+    assert first.until(acked=0)["outcome"] == Outcome.PROCESSED
+    assert second.until(acked=0)["outcome"] == Outcome.DUPLICATE
+    for worker in (first, second):
+        worker.rest()
+        assert (worker.ended(), worker.errors) == (0, "")
 
 
 def test_duplicate_storm(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
