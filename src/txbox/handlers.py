@@ -120,6 +120,8 @@ class Handler:
         path = functools.partial(_at_path, extract) if isinstance(extract, str) else extract
         own_id = message_id(message, extract=path, scope=self.options.id_scope)
         _check_sizes(message, limits)
+        if message.topic != self.topic or message.type or message.key or message.content_type:
+            _check_texts(message)
         hashed = payload_hash(message, self.options.payload_hash)
         return Arrival(message, own_id, hashed)
 
@@ -153,6 +155,11 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
         raise UnusableMessage(
             f"The headers have more than {limits.headers_bytes} bytes (Limits.headers_bytes)."
         )
+    if message.sequence is not None and not -(2**63) <= message.sequence < 2**63:
+        raise UnusableMessage("The sequence does not fit into 64 bits.")
+
+
+def _check_texts(message: Message[Any]) -> None:
     for what in ("topic", "type", "key", "content_type"):
         value = getattr(message, what)
         if value is not None:
@@ -161,8 +168,6 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
             plain = value.isascii() and "\0" not in value and len(value) <= _TEXT_BYTES_MAX
             if not plain and len(checked_text(value, what)) > _TEXT_BYTES_MAX:
                 raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
-    if message.sequence is not None and not -(2**63) <= message.sequence < 2**63:
-        raise UnusableMessage("The sequence does not fit into 64 bits.")
 
 
 def _at_path(path: str, message: Message[Any]) -> object:

@@ -9,29 +9,20 @@ Source: docs/decisions/0009-round-trips.md
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import pq
-from psycopg.adapt import Transformer
 from psycopg.rows import tuple_row
-from psycopg.waiting import Ready, Wait
 
 from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
+from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
-
-_BEGIN = Statement("begin", "BEGIN ISOLATION LEVEL READ COMMITTED", {})
-_COMMIT = Statement("commit", "COMMIT", {})
-_DEALLOCATE = Statement("deallocate", "DEALLOCATE ALL", {})
-_UNPREPARED = (_BEGIN, _COMMIT, _DEALLOCATE)
-_ENDED = (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK)
-_TEXT = 25  # the OID of text
-_DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
 
 
 def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
@@ -176,16 +167,15 @@ class _AsyncConnections:
             await self._pool.putconn(connection.native)
 
 
-class _Libpq:
-    """What the sync and the async connection share: the pipeline and the prepared statements."""
+class _Owned:
+    """What the sync and the async connection share."""
 
     def __init__(self, raw: Any, database: PsycopgDatabase, pool: Any) -> None:
         self.native = raw
         self._database = database
         self._pool = pool
-        self._names: dict[str, bytes] = {}
-        self._named = 0
         self._autocommit = raw.autocommit
+        self._pipeline = Pipeline(raw, prepare=database.prepare, translate=self.translate)
 
     @property
     def lost(self) -> bool:
@@ -199,140 +189,14 @@ class _Libpq:
 
     def _open(self) -> Any:
         """The driver's connection, if statements can still be sent on it."""
-        if self.native.closed and not self.native.broken:
-            raise StoreError(
-                "The handler closed the connection of its transaction.", fault=Fault.GUARD
-            )
-        if self.native.closed:
+        if self.native.pgconn.status == pq.ConnStatus.OK:
+            return self.native
+        if self.native.broken:
             raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
-        return self.native
-
-    def _pipeline(self, statements: Sequence[Statement]) -> Generator[Wait, Ready, list[Result]]:
-        """Send all statements, then read all results; raises the error of the first that fails."""
-        pgconn = self.native.pgconn
-        try:
-            pgconn.enter_pipeline_mode()
-            parsed = [self._send(pgconn, statement) for statement in statements]
-            pgconn.pipeline_sync()
-            while pgconn.flush():
-                ready = yield Wait.RW
-                if ready & Ready.R:
-                    pgconn.consume_input()
-            answers: list[Any] = []
-            ended = False
-            # each statement answers with one result and a null, each Parse too; the sync ends it all
-            while not answers or answers[-1].status != pq.ExecStatus.PIPELINE_SYNC:
-                while pgconn.is_busy():
-                    yield Wait.R
-                    pgconn.consume_input()
-                answer = pgconn.get_result()
-                if answer is None and ended:
-                    break
-                ended = answer is None
-                if answer is not None:
-                    answers.append(answer)
-            if answers and answers[-1].status == pq.ExecStatus.PIPELINE_SYNC:
-                pgconn.exit_pipeline_mode()
-            else:
-                pgconn.finish()
-        except psycopg.Error as error:
-            pgconn.finish()
-            raise self._cut(statements, error.sqlstate) from error
-        results = self._picked(statements, parsed, answers)
-        if statements[-1] is _COMMIT and results[-1].command_status != b"COMMIT":
-            # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
-            raise StoreError(
-                "The transaction had failed before its COMMIT; nothing was persisted.",
-                fault=Fault.ABORTED,
-                code="25P02",
-            )
-        return [self._result(result) for result in results]
-
-    def _cut(self, statements: Sequence[Statement], code: str | None) -> StoreUnavailable:
-        return StoreUnavailable(
-            "The database connection was lost.",
-            fault=Fault.UNAVAILABLE,
-            code=code,
-            definite=statements[-1] is not _COMMIT,
-        )
-
-    def _picked(
-        self, statements: Sequence[Statement], parsed: Sequence[bytes | None], answers: list[Any]
-    ) -> list[Any]:
-        """Pick the result of each statement; raises the error of the first that failed."""
-        results: list[Any] = []
-        failed: StoreError | None = None
-        left = iter(answers)
-        for statement, name in zip(statements, parsed, strict=True):
-            if name is not None:
-                answer = self._next(left, failed, statements)
-                failed = failed or self._failure(answer, statement)
-                if answer.status == pq.ExecStatus.COMMAND_OK:
-                    self._names[statement.sql] = name
-            answer = self._next(left, failed, statements)
-            failed = failed or self._failure(answer, statement)
-            results.append(answer)
-        if failed is not None:
-            raise failed
-        return results
-
-    def _next(
-        self, answers: Iterator[Any], failed: StoreError | None, statements: Sequence[Statement]
-    ) -> Any:
-        answer = next(answers, None)
-        if answer is None:
-            # the server went away in the middle of its answers
-            raise failed or self._cut(statements, None)
-        return answer
-
-    def _send(self, pgconn: Any, statement: Statement) -> bytes | None:
-        """Queue a statement; returns the name of the prepared statement that it had to parse first."""
-        sql, names = native(statement.sql, "numeric")
-        values, formats = _dumped([statement.params[name] for name in names])
-        if not self._database.prepare or statement in _UNPREPARED:
-            pgconn.send_query_params(sql.encode(), values, None, formats)
-            return None
-        name = self._names.get(statement.sql)
-        if name is not None:
-            pgconn.send_query_prepared(name, values, formats)
-            return None
-        self._named += 1
-        name = b"txbox_%d" % self._named
-        pgconn.send_prepare(name, sql.encode())
-        pgconn.send_query_prepared(name, values, formats)
-        return name
-
-    def _failure(self, result: Any, statement: Statement) -> StoreError | None:
-        if result.status in _ENDED or result.status == pq.ExecStatus.PIPELINE_ABORTED:
-            return None
-        error = psycopg.errors.error_from_result(result)
-        found = translated(error, self._database.dialect) or StoreError(type(error).__name__)
-        if found.fault is Fault.PREPARED:
-            # a pooler, or a DEALLOCATE ALL in the handler, took them: prepare anew
-            self._names.clear()
-        if statement is _COMMIT:
-            found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
-        found.__cause__ = error
-        return found
-
-    def _result(self, result: Any) -> Result:
-        rows: Sequence[Any] = ()
-        if result.ntuples:
-            fields = range(result.nfields)
-            if all(result.ftype(field) == _TEXT for field in fields):
-                # the ids that a claim won, on the path of every message
-                rows = [
-                    tuple(_text(result.get_value(row, field)) for field in fields)
-                    for row in range(result.ntuples)
-                ]
-            else:
-                transformer = Transformer(self.native)
-                transformer.set_pgresult(result)
-                rows = transformer.load_rows(0, result.ntuples, tuple)
-        return Result(rows, result.command_tuples or 0)
+        raise StoreError("The handler closed the connection of its transaction.", fault=Fault.GUARD)
 
 
-class PsycopgConnection(_Libpq):
+class PsycopgConnection(_Owned):
     """A sync connection whose transactions txbox begins and ends."""
 
     def prepare_for_use(self) -> None:
@@ -346,23 +210,23 @@ class PsycopgConnection(_Libpq):
             self.native.autocommit = True
 
     def execute(self, statement: Statement) -> Result:
-        result: Result = self._open().wait(self._pipeline((statement,)))[0]
+        result: Result = self._open().wait(self._pipeline.send((statement,)))[0]
         return result
 
     def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = self._open().wait(self._pipeline((_BEGIN, *statements)))
-        return results[1:]
+        results: list[Result] = self._open().wait(self._pipeline.send(statements, before=BEGIN))
+        return results
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = self._open().wait(self._pipeline((*statements, _COMMIT)))
-        return results[:-1]
+        results: list[Result] = self._open().wait(self._pipeline.send(statements, after=COMMIT))
+        return results
 
     def rollback(self) -> None:
-        self._names.clear()
+        self._pipeline.forget()
         try:
             self.native.rollback()
             # psycopg may just have deallocated everything, or nothing: make it everything
-            self.native.wait(self._pipeline((_DEALLOCATE,)))
+            self.native.wait(self._pipeline.send((), after=DEALLOCATE))
         except psycopg.Error as error:
             raise _lost(error) from error
 
@@ -372,7 +236,7 @@ class PsycopgConnection(_Libpq):
             self._pool.putconn(self.native)
 
 
-class AsyncPsycopgConnection(_Libpq):
+class AsyncPsycopgConnection(_Owned):
     """The async twin of `PsycopgConnection`, bound to the event loop that opened it."""
 
     def __init__(self, raw: Any, database: PsycopgDatabase, pool: Any) -> None:
@@ -389,22 +253,26 @@ class AsyncPsycopgConnection(_Libpq):
             await self.native.set_autocommit(True)
 
     async def execute(self, statement: Statement) -> Result:
-        result: Result = (await self._open().wait(self._pipeline((statement,))))[0]
+        result: Result = (await self._open().wait(self._pipeline.send((statement,))))[0]
         return result
 
     async def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = await self._open().wait(self._pipeline((_BEGIN, *statements)))
-        return results[1:]
+        results: list[Result] = await self._open().wait(
+            self._pipeline.send(statements, before=BEGIN)
+        )
+        return results
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = await self._open().wait(self._pipeline((*statements, _COMMIT)))
-        return results[:-1]
+        results: list[Result] = await self._open().wait(
+            self._pipeline.send(statements, after=COMMIT)
+        )
+        return results
 
     async def rollback(self) -> None:
-        self._names.clear()
+        self._pipeline.forget()
         try:
             await self.native.rollback()
-            await self.native.wait(self._pipeline((_DEALLOCATE,)))
+            await self.native.wait(self._pipeline.send((), after=DEALLOCATE))
         except psycopg.Error as error:
             raise _lost(error) from error
 
@@ -508,41 +376,3 @@ def _unreachable(error: Exception, database: PsycopgDatabase) -> StoreUnavailabl
         fault=Fault.UNAVAILABLE,
         code=code,
     )
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode()
-
-
-def _dumped(values: Sequence[Any]) -> tuple[list[bytes | None], list[pq.Format]]:
-    dumped: list[bytes | None] = []
-    formats: list[pq.Format] = []
-    for value in values:
-        formats.append(pq.Format.BINARY if type(value) is bytes else pq.Format.TEXT)
-        dumped.append(_dump(value))
-    return dumped, formats
-
-
-def _dump(value: Any) -> bytes | None:
-    if value is None:
-        return None
-    kind: type[Any] = value.__class__
-    if kind is bytes:
-        return bytes(value)
-    if kind is str:
-        return str(value).encode()
-    if kind is bool:
-        return b"t" if value else b"f"
-    if kind is list:
-        return "{%s}".__mod__(",".join(map(_element, value))).encode()
-    return str(value).encode()
-
-
-def _element(value: Any) -> str:
-    if value is None:
-        return "NULL"
-    if type(value) is bytes:
-        return '"\\\\x' + value.hex() + '"'
-    if type(value) is str:
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(value)

@@ -1,0 +1,287 @@
+"""txbox's own statements on a psycopg connection: one pipeline through libpq, own prepared statements.
+
+psycopg's cursors are for people; a message passes here twice, so this is written for few instructions.
+
+Source: docs/decisions/0009-round-trips.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import psycopg
+from psycopg import pq
+from psycopg.adapt import Transformer
+from psycopg.waiting import Ready, Wait
+
+from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.steps import Result, Statement
+from txbox.store.dialect import native
+
+BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
+COMMIT = b"COMMIT"
+DEALLOCATE = b"DEALLOCATE ALL"
+
+_COMMAND_OK = int(pq.ExecStatus.COMMAND_OK)
+_TUPLES_OK = int(pq.ExecStatus.TUPLES_OK)
+_SYNC = int(pq.ExecStatus.PIPELINE_SYNC)
+_ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
+_READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
+_TEXT = 25  # the OID of text
+# what no COMMIT that failed with it can have committed
+_DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
+
+Translate = Callable[[BaseException], StoreError | None]
+
+
+class Answer(Result):
+    """A result of libpq; its rows are read when somebody asks for them."""
+
+    __slots__ = ("_answer", "_connection")
+    _answer: Any
+    _connection: Any
+
+    def __init__(self, connection: Any, answer: Any) -> None:
+        object.__setattr__(self, "_connection", connection)
+        object.__setattr__(self, "_answer", answer)
+
+    @property
+    def rows(self) -> Sequence[Sequence[Any]]:
+        answer = self._answer
+        count, fields = answer.ntuples, range(answer.nfields)
+        if not count:
+            return ()
+        if all(answer.ftype(field) == _TEXT for field in fields):
+            # the ids that a claim won, on the path of every message
+            return [
+                [_text(answer.get_value(row, field)) for field in fields] for row in range(count)
+            ]
+        transformer = Transformer(self._connection)
+        transformer.set_pgresult(answer)
+        return transformer.load_rows(0, count, tuple)
+
+    @property
+    def count(self) -> int:
+        return self._answer.command_tuples or 0
+
+
+class Pipeline:
+    """Sends statements to libpq without waiting in between, and reads all their answers.
+
+    Args:
+        prepare: False for poolers that cannot keep prepared statements.
+        translate: puts a psycopg error into txbox's words.
+    """
+
+    def __init__(self, connection: Any, *, prepare: bool, translate: Translate) -> None:
+        self._connection = connection
+        self._prepare = prepare
+        self._translate = translate
+        # SQL → the name it is prepared under (None: unprepared) and its parameters in order
+        self._plans: dict[str, tuple[bytes | None, tuple[str, ...]]] = {}
+        self._named = 0
+
+    def forget(self) -> None:
+        """The server has deallocated every prepared statement."""
+        self._plans.clear()
+
+    def send(
+        self,
+        statements: Sequence[Statement],
+        *,
+        before: bytes | None = None,
+        after: bytes | None = None,
+    ) -> Generator[Wait, Ready, list[Result]]:
+        """Send the statements between two commands; returns the statements' results.
+
+        Raises:
+            StoreError: of the first that failed; nothing after it was executed.
+        """
+        connection = self._connection
+        pgconn = connection.pgconn
+        answers: list[Any] = []
+        parsed: list[Statement] = []
+        failed = synced = ended = False
+        try:
+            pgconn.enter_pipeline_mode()
+            if before is not None:
+                pgconn.send_query_params(before, None)
+            for statement in statements:
+                plan = self._plans.get(statement.sql)
+                if plan is None:
+                    plan = self._parse(pgconn, statement, parsed)
+                self._execute(pgconn, plan, statement)
+            if after is not None:
+                pgconn.send_query_params(after, None)
+            pgconn.pipeline_sync()
+            while pgconn.flush():
+                if (yield _READ_WRITE) & _READY_READ:
+                    pgconn.consume_input()
+            # each command answers with one result and a null; the sync ends them all
+            while True:
+                while pgconn.is_busy():
+                    yield _READ
+                    pgconn.consume_input()
+                answer = pgconn.get_result()
+                if answer is None:
+                    if ended:
+                        break  # two nulls: the server is gone
+                    ended = True
+                    continue
+                ended = False
+                status = answer.status
+                if status == _SYNC:
+                    synced = True
+                    break
+                answers.append(answer)
+                if status != _TUPLES_OK and status != _COMMAND_OK:
+                    failed = True
+            if synced:
+                pgconn.exit_pipeline_mode()
+            else:
+                pgconn.finish()
+        except psycopg.Error as error:
+            pgconn.finish()
+            raise _cut(after, error.sqlstate) from error
+        if failed or not synced:
+            raise self._failure(statements, parsed, answers, before, after)
+        if after is COMMIT and answers[-1].command_status != b"COMMIT":
+            # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
+            raise StoreError(
+                "The transaction had failed before its COMMIT; nothing was persisted.",
+                fault=Fault.ABORTED,
+                code="25P02",
+            )
+        if parsed:
+            answers = [
+                own
+                for own, is_parse in self._aligned(statements, parsed, answers, before)
+                if not is_parse
+            ]
+            return [Answer(connection, answer) for answer in answers[: len(statements)]]
+        first = 0 if before is None else 1
+        return [Answer(connection, answer) for answer in answers[first : first + len(statements)]]
+
+    def _parse(
+        self, pgconn: Any, statement: Statement, parsed: list[Statement]
+    ) -> tuple[bytes | None, tuple[str, ...]]:
+        sql, names = native(statement.sql, "numeric")
+        name: bytes | None = None
+        if self._prepare:
+            self._named += 1
+            name = b"txbox_%d" % self._named
+            pgconn.send_prepare(name, sql.encode())
+            parsed.append(statement)
+        plan = self._plans[statement.sql] = (name, names)
+        return plan
+
+    def _execute(
+        self, pgconn: Any, plan: tuple[bytes | None, tuple[str, ...]], statement: Statement
+    ) -> None:
+        name, names = plan
+        params = statement.params
+        formats = None
+        if "payload" in params or "rows.payload" in params:
+            # in hexadecimal a payload would double
+            formats = [
+                pq.Format.BINARY if params[own].__class__ is bytes else pq.Format.TEXT
+                for own in names
+            ]
+        values = [
+            own
+            if own is None
+            else own.encode()
+            if own.__class__ is str
+            else own
+            if formats is not None and own.__class__ is bytes
+            else _dump(own)
+            for own in map(params.__getitem__, names)
+        ]
+        if name is not None:
+            pgconn.send_query_prepared(name, values, formats)
+        else:
+            sql, _ = native(statement.sql, "numeric")
+            pgconn.send_query_params(sql.encode(), values, None, formats)
+
+    def _aligned(
+        self,
+        statements: Sequence[Statement],
+        parsed: Sequence[Statement],
+        answers: Sequence[Any],
+        before: bytes | None,
+    ) -> list[tuple[Any, bool]]:
+        """Pair the answers of the statements with whether they answer a Parse; BEGIN's is left out."""
+        kinds: list[bool] = []
+        waiting = list(parsed)
+        for statement in statements:
+            if waiting and waiting[0] is statement:
+                waiting.pop(0)
+                kinds.append(True)
+            kinds.append(False)
+        own = answers[0 if before is None else 1 :]
+        return list(zip(own, kinds, strict=False))
+
+    def _failure(
+        self,
+        statements: Sequence[Statement],
+        parsed: Sequence[Statement],
+        answers: Sequence[Any],
+        before: bytes | None,
+        after: bytes | None,
+    ) -> StoreError:
+        """The error of the first command that failed; forgets what was not prepared because of it."""
+        for statement in parsed:
+            # a Parse behind a failure never ran; one before it is only prepared once more
+            self._plans.pop(statement.sql, None)
+        refused = next(
+            (own for own in answers if own.status not in (_COMMAND_OK, _TUPLES_OK, _ABORTED)), None
+        )
+        if refused is None:
+            # the server went away in the middle of its answers
+            return _cut(after, None)
+        error = psycopg.errors.error_from_result(refused)
+        found = self._translate(error) or StoreError(type(error).__name__)
+        if found.fault is Fault.PREPARED:
+            # a pooler, or a DEALLOCATE ALL in the handler, took them: prepare anew
+            self._plans.clear()
+        commands = len(statements) + len(parsed) + (before is not None)
+        if after is COMMIT and len(answers) > commands and refused is answers[commands]:
+            found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
+        found.__cause__ = error
+        return found
+
+
+def _cut(after: bytes | None, code: str | None) -> StoreUnavailable:
+    return StoreUnavailable(
+        "The database connection was lost.",
+        fault=Fault.UNAVAILABLE,
+        code=code,
+        definite=after is not COMMIT,
+    )
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
+def _dump(value: Any) -> bytes:
+    """Write a value in PostgreSQL's text format."""
+    kind: type[Any] = value.__class__
+    if kind is bytes:
+        return f"\\x{value.hex()}".encode()
+    if kind is bool:
+        return b"t" if value else b"f"
+    if kind is list:
+        return f"{{{','.join(map(_element, value))}}}".encode()
+    return str(value).encode()
+
+
+def _element(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if type(value) is bytes:
+        return '"\\\\x' + value.hex() + '"'
+    if type(value) is str:
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value)
