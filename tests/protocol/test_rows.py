@@ -15,7 +15,7 @@ from tests.shop import (
 )
 from txbox import Lease, Limits, Message, Outcome
 from txbox.maintenance import Task, run_once
-from txbox.steps import Statement, drive
+from txbox.steps import Result, Statement, drive
 from txbox.store.inbox import Failure
 
 
@@ -71,7 +71,7 @@ def test_row_pruned_between_claim_and_classify_is_claimed_again(shop: Shop) -> N
             answer = yield step
             if isinstance(step, Statement) and step.name == "classify" and not hidden:
                 hidden = True
-                answer = type(answer)((), 0)
+                answer = Result((), 0)
 
     settled = drive(shop.app._any_sync(), pruned_once())
     assert settled["a"].outcome is Outcome.DUPLICATE
