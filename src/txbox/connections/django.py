@@ -117,7 +117,6 @@ class DjangoConnection:
         return _translated(error, self._dialect, self.native)
 
     def execute(self, statement: Statement) -> Result:
-        self._claims = self._claims and statement.name != "close"
         if self.native.closed_in_transaction:
             raise handler_left("it closed its connection")
         try:
