@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from datetime import datetime
-from typing import Any, Generic, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, overload
 
 Body = TypeVar("Body")
 HeaderValue = str | bytes | None
@@ -57,6 +57,15 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
         return (name for name, _ in self)
 
 
+if TYPE_CHECKING:
+
+    class _HeadersField:
+        """What type checkers see: any pairs go in, Headers come out."""
+
+        def __get__(self, instance: object, owner: object) -> Headers: ...
+        def __set__(self, instance: object, value: HeaderPairs) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Generic[Body]):
     """One message as the broker moved it, plus what the inbox knows of it.
@@ -80,7 +89,10 @@ class Message(Generic[Body]):
     id: str | int | None = None
     type: str | None = None
     key: str | None = None
-    headers: Headers = Headers()  # noqa: RUF009  # immutable
+    if TYPE_CHECKING:
+        headers: _HeadersField = _HeadersField()
+    else:
+        headers: Headers = Headers()  # noqa: RUF009  # immutable
     content_type: str | None = None
     time: datetime | None = None
     sequence: int | None = None
