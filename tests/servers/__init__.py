@@ -1,6 +1,6 @@
-"""Database servers for the tests: given by URL, from docker compose, or from Debian packages.
+"""Servers for the tests: given by URL, from docker compose, or from packages.
 
-`python -m tests.servers up | down | env | run -- <command>`.
+`python -m tests.servers up [--brokers | --only a,b] | down | env | run -- <command>`.
 
 The URLs of running servers stand in `.servers.json` at the repository's root; `TXBOX_TEST_*_URL`
 variables go before it.
@@ -22,11 +22,21 @@ VARIABLES = {
     "pgbouncer": "TXBOX_TEST_PGBOUNCER_URL",
     "postgresql-durable": "TXBOX_BENCH_POSTGRESQL_URL",
     "mariadb-durable": "TXBOX_BENCH_MARIADB_URL",
+    "rabbitmq": "TXBOX_TEST_RABBITMQ_URL",
+    "redis": "TXBOX_TEST_REDIS_URL",
+    "nats": "TXBOX_TEST_NATS_URL",
+    "kafka": "TXBOX_TEST_KAFKA_BOOTSTRAP",
+    "sqs": "TXBOX_TEST_SQS_URL",
 }
+BROKERS = ("rabbitmq", "redis", "nats", "kafka", "sqs")
 
 
 class ServerError(Exception):
     """One sentence: which server is missing, and what to do."""
+
+
+class UnavailableError(ServerError):
+    """This machine cannot have the server: something it needs cannot be had here."""
 
 
 def server_urls() -> dict[str, str]:

@@ -12,6 +12,11 @@ URLS = {
     "pgbouncer": "postgresql://txbox:txbox@127.0.0.1:56432/postgres",
     "mariadb": "mysql://root:txbox@127.0.0.1:53306/mysql",
     "mysql": "mysql://root:txbox@127.0.0.1:53307/mysql",
+    "rabbitmq": "amqp://guest:guest@127.0.0.1:25772/",
+    "redis": "redis://127.0.0.1:26479/0",
+    "nats": "nats://127.0.0.1:24322",
+    "kafka": "127.0.0.1:29392",
+    "sqs": "http://127.0.0.1:29624",
 }
 
 
@@ -25,18 +30,32 @@ def available() -> bool:
 
 
 def up(names: list[str]) -> None:
-    done = _docker("compose", "up", "--detach", "--wait", *names, timeout_s=600)
+    done = _compose("up", "--detach", "--wait", *names, timeout_s=600)
     if done.returncode:
         raise ServerError(f"docker compose up failed: {done.stderr.strip()[-500:]}")
 
 
+def pull(names: list[str]) -> None:
+    """Fetch the images that are not here; `up` says what went wrong."""
+    _compose("pull", "--policy", "missing", *names, timeout_s=900)
+
+
 def running() -> list[str]:
     """Names of the services that are up already."""
-    return _docker("compose", "ps", "--services", "--status", "running").stdout.split()
+    return _compose("ps", "--services", "--status", "running").stdout.split()
 
 
-def down() -> None:
-    _docker("compose", "down", "--volumes", timeout_s=120)
+def down(names: list[str] | None) -> None:
+    """Stop and delete these services, or all of them."""
+    if names is None:
+        _compose("down", "--volumes", timeout_s=120)
+    else:
+        _compose("rm", "--stop", "--force", "--volumes", *names, timeout_s=120)
+
+
+def _compose(*arguments: str, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
+    # With its profile on, every command knows the brokers; `up` still starts only what it names.
+    return _docker("compose", "--profile", "brokers", *arguments, timeout_s=timeout_s)
 
 
 def _docker(*arguments: str, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ def binary() -> str | None:
 class MariaDBServer(ServerProcess):
     preferred_port = 53306
     accounts = ("mysql",)
+    not_ready = (pymysql.Error,)
 
     @property
     def url(self) -> str:

@@ -9,33 +9,67 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.servers import ServerError, mariadb, postgresql
+from tests.servers import (
+    UnavailableError,
+    elasticmq,
+    java,
+    kafka,
+    mariadb,
+    nats,
+    postgresql,
+    rabbitmq,
+    redis,
+)
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 
+# From Maven, not from packages: these need Java only.
+POMS = {"kafka": kafka.POM, "sqs": elasticmq.POM}
 
-_PACKAGE_OF = {
-    "postgresql": "postgresql",
-    "mariadb": "mariadb-server",
-    "pgbouncer": "pgbouncer",
-    "postgresql-durable": "postgresql",
-    "mariadb-durable": "mariadb-server",
+_PACKAGES_OF = {
+    "postgresql": ("postgresql",),
+    "mariadb": ("mariadb-server",),
+    "pgbouncer": ("pgbouncer",),
+    "postgresql-durable": ("postgresql",),
+    "mariadb-durable": ("mariadb-server",),
+    "rabbitmq": ("rabbitmq-server",),
+    "redis": ("redis-server",),
+    "nats": ("nats-server",),
+    "kafka": ("default-jre-headless", "maven"),
+    "sqs": ("default-jre-headless", "maven"),
 }
 _PROGRAM_OF = {
     "postgresql": postgresql.binaries,
-    "mariadb-server": mariadb.binary,
+    "mariadb": mariadb.binary,
     "pgbouncer": postgresql.pgbouncer_binary,
+    "postgresql-durable": postgresql.binaries,
+    "mariadb-durable": mariadb.binary,
+    "rabbitmq": rabbitmq.binary,
+    "redis": redis.binary,
+    "nats": nats.binary,
 }
 
 
 def installed(server: str) -> bool:
-    """True when this server's programs are on the machine."""
-    return _PROGRAM_OF[_PACKAGE_OF[server]]() is not None
+    """True when this server's programs are on the machine, or can be fetched without root."""
+    if server in POMS:
+        return java.ready(POMS[server])
+    return _PROGRAM_OF[server]() is not None
 
 
 def missing(servers: Sequence[str]) -> list[str]:
     """Names of the packages that these servers need and that are not installed."""
-    return list(dict.fromkeys(_PACKAGE_OF[name] for name in servers if not installed(name)))
+    wanted = (package for name in servers if not installed(name) for package in _PACKAGES_OF[name])
+    return list(dict.fromkeys(wanted))
+
+
+def what_is_missing(server: str) -> str:
+    """What the sentence about a server that cannot run here begins with."""
+    if server not in POMS:
+        return f"{server}: not here"
+    if java.java() is None:
+        return f"{server}: Java {java.OLDEST_JAVA} or newer is missing"
+    return f"{server}: Maven is missing"
 
 
 def may_install() -> bool:
@@ -48,6 +82,7 @@ def install(packages: Sequence[str]) -> None:
     with _services_stay_stopped():
         _apt("update")
         _apt("install", "--yes", "--no-install-recommends", *packages)
+    java.java.cache_clear()
 
 
 def _apt(*arguments: str) -> None:
@@ -60,7 +95,7 @@ def _apt(*arguments: str) -> None:
     )
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise ServerError(f"apt-get {' '.join(arguments)} failed: {' '.join(reason)}")
+        raise UnavailableError(f"apt-get {' '.join(arguments)} failed: {' '.join(reason)}")
 
 
 @contextmanager

@@ -36,6 +36,7 @@ def pgbouncer_binary() -> str | None:
 class PostgreSQLServer(ServerProcess):
     preferred_port = 55432
     accounts = ("postgres",)
+    not_ready = (psycopg.Error,)
     stop_signal = signal.SIGINT  # "fast": does not wait for clients
 
     @property
@@ -92,6 +93,7 @@ class PgBouncerServer(ServerProcess):
 
     preferred_port = 56432
     accounts = ("postgres", "pgbouncer")
+    not_ready = (psycopg.Error,)
     stop_signal = signal.SIGTERM
 
     def __init__(self, name: str, upstream: str) -> None:

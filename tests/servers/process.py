@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import pwd
@@ -11,17 +12,15 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-import psycopg
-import pymysql
+from tests.servers import ROOT, ServerError, UnavailableError
 
-from tests.servers import ROOT, ServerError
-
-START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
+MAX_PORTS = 3  # the most that one server takes
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
 
 
@@ -31,17 +30,45 @@ def base_directory() -> Path:
     return Path("/var/tmp") / f"txbox-servers-{digest}"
 
 
-def free_port(preferred: int) -> int:
-    """`preferred`, or the next one in steps of ten that nobody listens on."""
+def free_port(preferred: int, span: int = 1) -> int:
+    """`preferred`, or the next one in steps of ten, that begins `span` ports nobody uses."""
+    claimed = _claimed_ports()
     for port in range(preferred, preferred + 400, 10):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        wanted = range(port, port + span)
+        if claimed.isdisjoint(wanted) and all(_free(number) for number in wanted):
             return port
     raise ServerError(f"no free port near {preferred} on 127.0.0.1; stop what listens there")
+
+
+def _claimed_ports() -> set[int]:
+    """Ports of this checkout's servers, stopped ones too: they come back on the same port."""
+    ports: set[int] = set()
+    for claim in base_directory().glob("*/port"):
+        try:
+            first = int(claim.read_text())
+        except (OSError, ValueError):  # its server is being removed, or claims right now
+            continue
+        ports.update(range(first, first + MAX_PORTS))
+    return ports
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path`, waiting for whoever has it."""
+    path.parent.mkdir(mode=0o755, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _alive(pid: int) -> bool:
@@ -71,6 +98,14 @@ def _kill(pid: int, number: signal.Signals) -> None:
         return
 
 
+def _kill_group(leader: int) -> None:
+    """A server that ended may leave a child behind; it began as the leader of its own group."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
 class ServerDirectory:
     """Where a server of this checkout lives; whatever kind it is, it can be stopped and removed."""
 
@@ -78,7 +113,7 @@ class ServerDirectory:
 
     def __init__(self, name: str) -> None:
         if not Path("/proc/self/stat").exists():
-            raise ServerError(
+            raise UnavailableError(
                 f"servers from packages need Linux; start Docker, or set the URL of {name}"
             )
         self.name = name
@@ -117,6 +152,7 @@ class ServerDirectory:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.name} (process {pid}) does not stop; kill it by hand")
             time.sleep(0.02)
+        _kill_group(pid)
         (self.directory / "pid").unlink(missing_ok=True)
 
     def remove(self) -> None:
@@ -148,7 +184,10 @@ class ServerProcess(ServerDirectory, ABC):
     """
 
     preferred_port: ClassVar[int]
+    ports: ClassVar[int] = 1  # `port` and those that follow it, at most MAX_PORTS
     accounts: ClassVar[tuple[str, ...]]
+    not_ready: ClassVar[tuple[type[Exception], ...]]  # what `ping` raises until it answers
+    start_timeout_s: ClassVar[float] = 60.0
 
     def __init__(
         self, name: str, *, durable: bool = False, preferred_port: int | None = None
@@ -156,6 +195,7 @@ class ServerProcess(ServerDirectory, ABC):
         super().__init__(name)
         self.durable = durable
         self._wanted_port = preferred_port or self.preferred_port
+        self._claimed = False
 
     @abstractmethod
     def command(self) -> Sequence[str | Path]:
@@ -167,17 +207,28 @@ class ServerProcess(ServerDirectory, ABC):
 
     @abstractmethod
     def ping(self) -> str:
-        """The server's version; raises the driver's error while it does not answer."""
+        """The server's version; raises one of `not_ready` while it does not answer."""
 
     @property
     @abstractmethod
     def url(self) -> str:
         """URL with the rights of a superuser."""
 
+    def environment(self) -> Mapping[str, str]:
+        """The variables that the server and its tools see."""
+        return ENVIRONMENT
+
     def start(self) -> str:
         """Start it, creating it first where needed; returns its version once it answers."""
+        self.launch()
+        return self.wait_ready()
+
+    def launch(self) -> None:
+        """The first half of `start`: it may not answer yet."""
         if not (self.directory / "complete").exists():
-            self._create()
+            self.claim()
+            self.initialise()
+            (self.directory / "complete").touch()
         if not self.running():
             account = self._account()
             with self.log.open("ab") as log:
@@ -188,13 +239,12 @@ class ServerProcess(ServerDirectory, ABC):
                     stderr=log,
                     cwd=self.directory,
                     start_new_session=True,
-                    env=ENVIRONMENT,
+                    env=dict(self.environment()),
                     user=account.pw_uid if account else None,
                     group=account.pw_gid if account else None,
                     extra_groups=[] if account else None,
                 )
             (self.directory / "pid").write_text(str(self._child.pid))
-        return self._wait_ready()
 
     def run(self, *argv: str | Path) -> None:
         """Run one of the server's own tools under its account."""
@@ -205,7 +255,7 @@ class ServerProcess(ServerDirectory, ABC):
             capture_output=True,
             text=True,
             check=False,
-            env=ENVIRONMENT,
+            env=dict(self.environment()),
             user=account.pw_uid if account else None,
             group=account.pw_gid if account else None,
             extra_groups=[] if account else None,
@@ -216,16 +266,19 @@ class ServerProcess(ServerDirectory, ABC):
                 f"{(done.stderr or done.stdout).strip()[-500:]}"
             )
 
-    def _create(self) -> None:
+    def claim(self) -> None:
+        """Take a directory and ports, once; servers that name one another do so before `start`."""
+        if self._claimed:
+            return
         if self.directory.exists():  # an earlier start was killed half-way
             shutil.rmtree(self.directory)
-        self.directory.parent.mkdir(mode=0o755, exist_ok=True)
-        self.directory.mkdir(mode=0o700)
+        with file_lock(base_directory() / "ports.lock"):
+            self.directory.mkdir(mode=0o700)
+            port = free_port(self._wanted_port, self.ports)
+            (self.directory / "port").write_text(str(port))
         if account := self._account():
             os.chown(self.directory, account.pw_uid, account.pw_gid)
-        (self.directory / "port").write_text(str(free_port(self._wanted_port)))
-        self.initialise()
-        (self.directory / "complete").touch()
+        self._claimed = True
 
     def _account(self) -> pwd.struct_passwd | None:
         if os.geteuid() != 0:
@@ -239,12 +292,13 @@ class ServerProcess(ServerDirectory, ABC):
             f"{self.name} may not run as root and no account {' or '.join(self.accounts)} exists"
         )
 
-    def _wait_ready(self) -> str:
-        deadline = time.monotonic() + START_TIMEOUT_S
+    def wait_ready(self) -> str:
+        """The second half of `start`: its version, once it answers."""
+        deadline = time.monotonic() + self.start_timeout_s
         while True:
             try:
                 return self.ping()
-            except (psycopg.Error, pymysql.Error) as error:
+            except self.not_ready as error:
                 if not self.running():
                     raise ServerError(
                         f"{self.name} stopped while starting; the end of its log says: "
@@ -252,7 +306,7 @@ class ServerProcess(ServerDirectory, ABC):
                     ) from error
                 if time.monotonic() > deadline:
                     raise ServerError(
-                        f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s; "
+                        f"{self.name} did not answer within {self.start_timeout_s:.0f} s; "
                         f"the end of its log says: {self._log_end()}"
                     ) from error
             time.sleep(0.05)
