@@ -7,7 +7,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from txbox.errors import ConfigurationError
@@ -110,9 +110,8 @@ def _fitted(hint: Any, value: object) -> Any:
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, value)
     if origin is list and isinstance(value, list):
-        items: list[object] = value
         (item,) = typing.get_args(hint) or (Any,)
-        return [_fitted(item, own) for own in items]
+        return [_fitted(item, own) for own in cast("Iterable[object]", value)]
     if isinstance(hint, type) and hint in (int, str, float, bool, dict, list):
         allowed: Any = (int, float) if hint is float else hint
         if not isinstance(value, allowed) or (hint is int and isinstance(value, bool)):

@@ -92,7 +92,7 @@ class Message(Generic[Body]):
     if TYPE_CHECKING:
         headers: _HeadersField = _HeadersField()
     else:
-        headers: Headers = Headers()  # noqa: RUF009  # immutable
+        headers: Headers = Headers()
     content_type: str | None = None
     time: datetime | None = None
     sequence: int | None = None

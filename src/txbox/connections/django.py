@@ -8,7 +8,6 @@ release of a savepoint. Django's transactions are sync only; so are its handlers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from django.db import Error, InterfaceError, OperationalError, connections, transaction
@@ -62,10 +61,14 @@ class DjangoDatabase:
         self.schema = schema
         self.name = f"the Django database {alias!r}"
         self._sync = _Connections(self)
+        self._dialect: Dialect | None = None
 
-    @cached_property
+    @property
     def dialect(self) -> Dialect:
-        return _dialect_of(_wrapper(self.alias), self.schema)
+        # asked late: Django's settings may be configured after the App
+        if self._dialect is None:
+            self._dialect = _dialect_of(_wrapper(self.alias), self.schema)
+        return self._dialect
 
     @property
     def sync(self) -> _Connections:

@@ -47,7 +47,7 @@ class Answer(Result):
         object.__setattr__(self, "_answer", answer)
 
     @property
-    def rows(self) -> Sequence[Sequence[Any]]:
+    def rows(self) -> Sequence[Sequence[Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         answer = self._answer
         count, fields = answer.ntuples, range(answer.nfields)
         if not count:
@@ -62,7 +62,7 @@ class Answer(Result):
         return transformer.load_rows(0, count, tuple)
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._answer.command_tuples or 0
 
 
