@@ -70,6 +70,14 @@ class ThrowawayRabbitMQ(_Throwaway, RabbitMQServer):
     def __init__(self) -> None:
         super().__init__(_fresh_name("rabbitmq"), preferred_port=25872)
 
+    def wait_until_kept(self, quorum_queue: str) -> None:
+        """Call this between declaring a quorum queue and `stop(immediate=True)`.
+
+        RabbitMQ writes its list of quorum queues every half second. Killed before that, it comes
+        back with a queue that has no leader, and every call on that queue waits for ever.
+        """
+        self._wait_until_listed(quorum_queue)
+
 
 class ThrowawayRedis(_Throwaway, RedisServer):
     """`with ThrowawayRedis() as server`: `.url`, `.stop(immediate=True)`, `.start()`.

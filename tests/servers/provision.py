@@ -100,10 +100,14 @@ def up(names: Sequence[str]) -> list[str]:
     return started
 
 
-def prepare(names: Sequence[str]) -> None:
-    """Install and fetch what these servers need, which may take minutes; starts nothing."""
-    wanted = [name for name in names if not given_url(name)]
-    if _may_compose(wanted):
+def prepare(names: Sequence[str], *, own: bool = False) -> None:
+    """Install and fetch what these servers need, which may take minutes; starts nothing.
+
+    Args:
+        own: for throw-away servers, which neither a URL nor a container replaces.
+    """
+    wanted = [name for name in names if own or not given_url(name)]
+    if not own and _may_compose(wanted):
         compose.pull(wanted)
     elif wanted:
         with _one_at_a_time():

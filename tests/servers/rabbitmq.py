@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -76,6 +77,19 @@ disk_free_limit.absolute = 50MB
                 "RabbitMQ is not installed; run `python -m tests.servers up --brokers`"
             )
         return ["/bin/sh", "-c", _RUN_WITH_EPMD, program]
+
+    def _wait_until_listed(self, quorum_queue: str) -> None:
+        entry = f"%2F_{quorum_queue}".encode()
+        deadline = time.monotonic() + 10
+        while not any(
+            entry in path.read_bytes()
+            for path in self.directory.glob("mnesia/*/quorum/*/names.dets")
+        ):
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{self.name} has not written quorum queue {quorum_queue} in 10 s"
+                )
+            time.sleep(0.02)
 
     def ping(self) -> str:
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
