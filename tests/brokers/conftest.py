@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -58,7 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @contextmanager
 def _shown(config: pytest.Config) -> Iterator[None]:
-    capture = config.pluginmanager.getplugin("capturemanager")
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         yield
         return

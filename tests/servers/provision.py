@@ -37,6 +37,9 @@ DURABLE_SERVERS = ("postgresql-durable", "mariadb-durable")
 
 STARTED = "TXBOX_SERVERS_STARTED"  # names a file: servers that a command of `run` starts itself
 
+# Python warns when it forgets a process that still runs; these outlive the one that starts them.
+_kept: list[ServerProcess] = []
+
 
 def say(line: str) -> None:
     print(f"servers: {line}", flush=True)
@@ -133,6 +136,7 @@ def _up_from_packages(wanted: list[str], own: dict[str, str], given: dict[str, s
         for name in _provide(wanted, given):
             began = time.monotonic()
             server = _server(name, {**own, **given})
+            _kept.append(server)
             took = "running"
             if not server.running():
                 started.append(name)
