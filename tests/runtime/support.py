@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from tests.servers import ROOT
 from txbox import App, Message
-from txbox.brokers.base import Delivery, Progress
+from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.worker import Worker
 
 DEADLINE_S = 30.0
@@ -34,6 +34,7 @@ class Memory:
     """A source over a list; `settled` keeps what was acknowledged, in that order."""
 
     topics: Sequence[str] | None = None
+    tend_every_s: float | None = None
 
     def __init__(self, deliveries: Sequence[Message[Any] | Delivery], *, endless: bool = False):
         self.name = "memory"
@@ -43,6 +44,7 @@ class Memory:
         self.endless = endless
         self.received: list[Delivery] = []
         self.settled: list[Delivery] = []
+        self.tended: list[list[Delivery]] = []
         self.threads: set[str] = set()
         self.closed = False
 
@@ -54,8 +56,9 @@ class Memory:
     def settled_ids(self) -> list[Any]:
         return [own.message.id for own in self.settled if own.message is not None]
 
-    def open(self, topics: Sequence[str], progress: Progress) -> None:
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         self.threads.add(threading.current_thread().name)
+        self.in_flight = in_flight
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         self.threads.add(threading.current_thread().name)
@@ -64,6 +67,10 @@ class Memory:
         if not found:
             time.sleep(min(wait_s, 0.02))
         return found
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.tended.append(list(deliveries))
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         self.threads.add(threading.current_thread().name)

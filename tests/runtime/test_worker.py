@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -336,6 +337,60 @@ def test_suspect_rows_run_alone(shop: Shop) -> None:
 
     assert statuses(shop.raw) == {"processed": 12}
     assert set(most) == {1}
+
+
+def test_what_is_in_flight_is_tended(shop: Shop) -> None:
+    gate = threading.Event()
+
+    def hold(_message: Message[Any], _tx: Any) -> None:
+        assert gate.wait(30)
+
+    shop.handler(hold)
+    source = Memory([paid("slow")], endless=True)
+    source.tend_every_s = 0.02
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        eventually(
+            lambda: len([own for own in source.tended if own]) >= 3, "three rounds of tending"
+        )
+        gate.set()
+        eventually(lambda: source.settled_ids == ["slow"], "the acknowledgement")
+        count = len(source.tended)
+        eventually(lambda: source.tended[count:] and source.tended[-1] == [], "tending nothing")
+    assert len(source.threads) == 1
+
+
+def test_a_source_collects_what_it_is_about_to_lose(shop: Shop) -> None:
+    gate = threading.Event()
+    collected: list[Any] = []
+
+    class Losing(Memory):
+        """Loses everything in its third round of receiving, as a revoked partition does."""
+
+        rounds = 0
+
+        def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+            self.rounds += 1
+            if self.rounds == 3:
+                early = self.in_flight.settled(lambda own: True, 0.05)
+                assert [own.message.id for own in early if own.message] in ([], ["fast"])
+                gate.set()
+                late = self.in_flight.settled(lambda own: True, 30.0)
+                collected.extend(own.message.id for own in (*early, *late) if own.message)
+                assert not self.in_flight.settled(lambda own: True, 30.0)
+            return super().receive(messages_max, wait_s)
+
+    def hold(message: Message[Any], _tx: Any) -> None:
+        assert message.id == "fast" or gate.wait(30)
+
+    shop.handler(hold, concurrency=2)
+    source = Losing([paid("slow"), paid("fast")], endless=True)
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        eventually(lambda: len(collected) + len(source.settled) == 2, "both settled")
+    assert sorted([*collected, *source.settled_ids]) == ["fast", "slow"]
+    assert "slow" in collected
+    assert statuses(shop.raw) == {"processed": 2}
 
 
 def test_a_crash_of_a_source_stops_the_worker(shop: Shop, caplog: Any) -> None:

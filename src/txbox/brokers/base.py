@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,11 +58,23 @@ class Progress(Protocol):
     def release(self) -> None: ...
 
 
+class InFlight(Protocol):
+    """The deliveries that a source has handed out and that are not settled yet."""
+
+    def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
+        """Wait until all in-flight deliveries that match are done, at most so long; returns the done.
+
+        For a source that is about to lose them (a partition revoked): what is returned is for the
+        source to acknowledge now, `settle` will not be called for it.
+        """
+        ...
+
+
 class Source(Protocol):
     """Where deliveries come from. All methods are called from one thread, the source's own.
 
-    `receive` and `settle` may raise BrokerUnavailable, or the StoreError of their progress: they are
-    called again later. Any other exception stops the worker.
+    `receive`, `tend` and `settle` may raise BrokerUnavailable, or the StoreError of their progress:
+    they are called again later. Any other exception stops the worker.
 
     Guarantee: a delivery that was not settled comes again after a crash.
     """
@@ -82,12 +94,19 @@ class Source(Protocol):
         """True when nothing more will ever come; a source that follows is never exhausted."""
         ...
 
-    def open(self, topics: Sequence[str], progress: Progress) -> None:
+    @property
+    def tend_every_s(self) -> float | None:
+        """How often `tend` must be called at least; None for a source that needs none."""
+        ...
+
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         """Connect or look, without waiting for messages.
 
         Args:
             topics: what to deliver; "*" means all there is. A source with one stream of its own
                 may ignore it.
+            progress: for a source without a broker that remembers.
+            in_flight: for a source that can lose what it has handed out.
 
         Raises:
             ConfigurationError: it can never work like this.
@@ -96,6 +115,13 @@ class Source(Protocol):
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         """Return what is there, up to `messages_max`; wait at most `wait_s` seconds for the first."""
+        ...
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        """Keep what is in flight ours, without receiving: extend it, stay a member of the group.
+
+        Called while handlers run longer, or the database is away longer, than the broker waits.
+        """
         ...
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:

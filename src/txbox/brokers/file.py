@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from txbox.brokers.base import Delivery, Progress
+from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.cloudevents import message_of
 from txbox.errors import ConfigurationError, UnusableMessage
 
@@ -201,7 +201,14 @@ class File:
     def exhausted(self) -> bool:
         return self._ended and self._holding
 
-    def open(self, topics: Sequence[str], progress: Progress) -> None:  # noqa: ARG002  # one stream, one topic
+    tend_every_s: float | None = None
+
+    def open(
+        self,
+        topics: Sequence[str],  # noqa: ARG002  # one stream, one topic
+        progress: Progress,
+        in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes a line away
+    ) -> None:
         self._holding = self._ended = self._dirty = False
         self._lease_at = 0.0
         if self._stdin:
@@ -225,6 +232,9 @@ class File:
             if found or self.exhausted or left_s <= 0 or self._stdin:
                 return found
             time.sleep(min(left_s, _POLL_S if self._holding else _WAIT_FOR_LEASE_S))
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        """Nothing: a line waits as long as it takes."""
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:

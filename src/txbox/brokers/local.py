@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from txbox.brokers.base import Delivery, Progress
+from txbox.brokers.base import Delivery, InFlight, Progress
 
 
 class Local:
@@ -22,13 +22,19 @@ class Local:
     name = "local"
     topics: Sequence[str] | None = None
     exhausted = True
+    tend_every_s: float | None = None
 
-    def open(self, topics: Sequence[str], progress: Progress) -> None:
+    def open(
+        self, topics: Sequence[str], progress: Progress, in_flight: InFlight | None = None
+    ) -> None:
         pass
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:  # noqa: ARG002  # never any
         time.sleep(wait_s)
         return ()
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        pass
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         pass

@@ -83,8 +83,9 @@ class Pump:
         self._in_flight_max = in_flight_max
         self._bytes_max = 2 * app.batching.payload_bytes
         self._stop = stop
-        self._in_flight = 0
+        self._in_flight: dict[Delivery, None] = {}
         self._bytes = 0
+        self._tend_at = 0.0
         self._changed = threading.Condition()
         self._settled: deque[Ticket] = deque()
         self._finish = False
@@ -95,7 +96,7 @@ class Pump:
     def run(self) -> None:
         """Open the source, then pump until it is exhausted or told to finish; always close it."""
         try:
-            self.source.open(self._topics, self._progress)
+            self.source.open(self._topics, self._progress, self)
             self._opened.set()
             self._go.wait()
             self._pump()
@@ -132,6 +133,7 @@ class Pump:
         found = True
         while True:
             self._settle()
+            self._tend()
             if self._finish or (self.source.exhausted and not self._in_flight):
                 self._settle()
                 return
@@ -142,25 +144,26 @@ class Pump:
             found = self._receive()
 
     def _full(self) -> bool:
-        return self._in_flight >= self._in_flight_max or self._bytes >= self._bytes_max
+        return len(self._in_flight) >= self._in_flight_max or self._bytes >= self._bytes_max
 
     def _wait_for_settled(self) -> None:
         with self._changed:
             if not self._settled and not self._finish:
-                self._changed.wait(_WAIT_S if self._stop() or self._full() else _WAIT_S / 10)
+                wait_s = _WAIT_S if self._stop() or self._full() else _WAIT_S / 10
+                self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
 
     def _receive(self) -> bool:
         # with deliveries in flight, waiting belongs to their settlement
         wait_s = 0.0 if self._in_flight else _WAIT_S
         try:
-            received = self.source.receive(self._in_flight_max - self._in_flight, wait_s)
+            received = self.source.receive(self._in_flight_max - len(self._in_flight), wait_s)
         except (BrokerUnavailable, StoreError) as error:
             self._pause(error)
             return False
         self._resumed()
         for delivery in received:
             steps.at("received")
-            self._in_flight += 1
+            self._in_flight[delivery] = None
             self._bytes += delivery.size_bytes
             self._hand_out(delivery)
         return bool(received)
@@ -229,8 +232,44 @@ class Pump:
                 SettleFailed(source=self.source.name, count=len(tickets), error=str(error))
             )
         steps.at("after:ack")
-        self._in_flight -= len(tickets)
-        self._bytes -= sum(ticket.delivery.size_bytes for ticket in tickets)
+        self._done([ticket.delivery for ticket in tickets])
+
+    def _done(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            del self._in_flight[delivery]
+            self._bytes -= delivery.size_bytes
+
+    def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
+        """Called by the source, in the pump's own thread, when it is about to lose deliveries."""
+        deadline = time.monotonic() + within_s
+        done: list[Delivery] = []
+        while True:
+            with self._changed:
+                tickets = [own for own in self._settled if among(own.delivery)]
+                for ticket in tickets:
+                    self._settled.remove(ticket)
+                taken = [ticket.delivery for ticket in tickets]
+                self._done(taken)
+                done += taken
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not any(among(own) for own in self._in_flight):
+                    return done
+                self._changed.wait(min(left_s, _WAIT_S))
+
+    # -- keeping what is in flight ------------------------------------------------------------
+
+    def _tend(self) -> None:
+        every_s = self.source.tend_every_s
+        if every_s is None or time.monotonic() < self._tend_at:
+            return
+        self._tend_at = time.monotonic() + every_s
+        try:
+            self.source.tend(list(self._in_flight))
+        except (BrokerError, StoreError) as error:
+            if isinstance(error, StoreError) and error.fault not in CURABLE:
+                raise
+            # what could not be kept comes again, and is found to be a duplicate
+            _log.info("%s could not be tended: %s", self.source.name, error)
 
     def _pause(self, error: BrokerUnavailable | StoreError) -> None:
         if isinstance(error, StoreError) and error.fault not in CURABLE:
