@@ -118,7 +118,9 @@ class Handler:
         """
         extract = self.options.message_id
         path = functools.partial(_at_path, extract) if isinstance(extract, str) else extract
-        own_id = message_id(message, extract=path, scope=self.options.id_scope)
+        own_id = message_id(
+            message, extract=path, scope=self.options.id_scope, weak=self.options.weak_ids
+        )
         _check_sizes(message, limits)
         if message.topic != self.topic or message.type or message.key or message.content_type:
             _check_texts(message)

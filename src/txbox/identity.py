@@ -107,13 +107,22 @@ def message_id(
     *,
     extract: Callable[[Message[Any]], object] | None = None,
     scope: Literal["topic"] | None = None,
+    weak: bool = False,
 ) -> str:
-    """Return the canonical id of a message (SEMANTICS 1.2).
+    """Return the canonical id of a message (SEMANTICS 1.2 and 1.3).
+
+    Args:
+        extract: decides before everything else.
+        scope: "topic" for ids that are unique within a topic only.
+        weak: without any id, take the transport coordinates (`weak_id` in the message's origin).
 
     Raises:
         UnusableMessage: there is none, or it cannot be kept; an `extract` that raises counts as that.
     """
     found = _found_id(message, extract)
+    if found is None and weak and "weak_id" in message.origin:
+        # shown as weak; the source has put its incarnation into it
+        return canonical_id(f"weak:{message.origin['weak_id']}")
     if found is None:
         raise UnusableMessage(
             "The message has no id: send a message-id header or CloudEvents source and id, "
