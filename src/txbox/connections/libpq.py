@@ -102,7 +102,7 @@ class Pipeline:
         pgconn = connection.pgconn
         answers: list[Any] = []
         parsed: list[Statement] = []
-        failed = synced = ended = False
+        failed = synced = False
         try:
             pgconn.enter_pipeline_mode()
             if before is not None:
@@ -118,18 +118,15 @@ class Pipeline:
             while pgconn.flush():
                 if (yield _READ_WRITE) & _READY_READ:
                     pgconn.consume_input()
+            is_busy, get_result = pgconn.is_busy, pgconn.get_result
             # each command answers with one result and a null; the sync ends them all
             while True:
-                while pgconn.is_busy():
+                while is_busy():
                     yield _READ
                     pgconn.consume_input()
-                answer = pgconn.get_result()
+                answer = get_result()
                 if answer is None:
-                    if ended:
-                        break  # two nulls: the server is gone
-                    ended = True
-                    continue
-                ended = False
+                    break  # no more answers: the server is gone
                 status = answer.status
                 if status == _SYNC:
                     synced = True
@@ -137,6 +134,7 @@ class Pipeline:
                 answers.append(answer)
                 if status != _TUPLES_OK and status != _COMMAND_OK:
                     failed = True
+                get_result()  # the null, which is there with its result
             if synced:
                 pgconn.exit_pipeline_mode()
             else:
