@@ -50,9 +50,7 @@ def test_crash_before_transaction(shop: Shop, point: str) -> None:
 
 
 def test_crash_after_inbox_insert(shop: Shop) -> None:
-    # where a single message has a claim of its own, that is the point's name
-    claim = "claim_single" if shop.app.store.dialect.has("claim_single") else "claim"
-    killed_at(shop, f"after:{claim}")
+    killed_at(shop, "after:claim")
     assert row(shop.raw, "a") is None
     assert redelivered(shop) is Outcome.PROCESSED
     check_processed_once(shop)

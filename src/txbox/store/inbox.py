@@ -90,7 +90,8 @@ class InboxStore:
             )
         elif len(arrivals) == 1 and self.dialect.has("claim_single"):
             params.update(self.columns.single(arrivals[0]))
-            return (self.dialect.statement("claim_single", params),)
+            # one crash point, whichever form the claim takes
+            return (self.dialect.statement("claim_single", params)._replace(name="claim"),)
         else:
             claim = self.dialect.statement("claim", params, self.columns.slim(arrivals))
         return self._bounded(claim, token, lock_timeout)
