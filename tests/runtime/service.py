@@ -19,6 +19,7 @@ from tests.shop import AT_ONCE, CONSUMER, TOPIC, add_effect
 from txbox import App, Lease, Message
 from txbox.brokers.file import File
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, WorkerStarted
+from txbox.testing import install_from_environment
 from txbox.worker import Worker, supervise
 
 
@@ -39,7 +40,11 @@ def observe(event: Event) -> None:
 def serve(plan: dict[str, Any]) -> int:
     app = App(
         plan["url"],
-        lease=Lease(duration=timedelta(seconds=plan.get("lease_s", 60)), batch=20),
+        lease=Lease(
+            duration=timedelta(seconds=plan.get("lease_s", 60)),
+            max_starts=plan.get("max_starts", 3),
+            batch=20,
+        ),
         observers=[observe],
     )
 
@@ -66,6 +71,7 @@ def serve(plan: dict[str, Any]) -> int:
 
 def main() -> int:
     plan = json.loads(sys.argv[1])
+    install_from_environment()
     processes = plan.pop("processes", 1)
     if processes > 1:
         argv = [sys.executable, "-m", "tests.runtime.service", json.dumps(plan)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -115,10 +116,14 @@ def write_events(path: Path, ids: Sequence[object]) -> None:
 class Process:
     """`python -m tests.runtime.service …` under watch; gone when the block ends."""
 
-    def __init__(self, **plan: Any) -> None:
+    def __init__(self, crash: tuple[str, int] | None = None, **plan: Any) -> None:
+        environment = dict(os.environ)
+        if crash is not None:
+            environment |= {"TXBOX_CRASH_AT": crash[0], "TXBOX_CRASH_NTH": str(crash[1])}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.runtime.service", json.dumps(plan)],
             cwd=ROOT,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
