@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_two_processes_share_the_work_and_drain_together(
 ) -> None:
     shop = postgresql_shop
     write_events(orders, range(20))
-    plan = {"url": shop.url, "file": str(orders), "follow": True, "processes": 2}
+    plan: dict[str, Any] = {"url": shop.url, "file": str(orders), "follow": True, "processes": 2}
     with Process(**plan) as process:
         first, second = _pids(process, 2)
         assert first != second
@@ -177,7 +178,7 @@ def test_children_drain_when_their_parent_is_killed(postgresql_shop: Shop) -> No
 
 def test_the_readers_of_one_file_take_turns(postgresql_shop: Shop, orders: Path) -> None:
     shop = postgresql_shop
-    plan = {"url": shop.url, "file": str(orders), "follow": True}
+    plan: dict[str, Any] = {"url": shop.url, "file": str(orders), "follow": True}
     with Process(**plan) as first:
         first.says("handled", 3)
         with Process(**plan) as second:
