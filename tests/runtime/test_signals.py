@@ -102,7 +102,7 @@ def test_a_message_that_kills_its_process_runs_out_of_starts(shop: Shop) -> None
     for number in range(4):
         shop.app.send(paid(f"m{number}"))
     for _ in range(3):
-        plan = {"url": shop.url, "lease_s": 0.3, "maintenance": True}
+        plan: dict[str, Any] = {"url": shop.url, "lease_s": 0.3, "maintenance": True}
         with Process(**plan) as process:
             assert process.ended() == -signal.SIGKILL
     with Process(url=shop.url, lease_s=0.3, maintenance=True, once=True) as process:
