@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 _CONFLICT_PAUSE_S = 0.05
 _RELEASED_S = 1.0
+_AGAIN = (End.CONFLICT, End.AMBIGUOUS, End.LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,9 @@ class InboxProtocol:
                 # an id that is neither fresh nor there was pruned between two statements: claim again
                 waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
                 continue
-            if ran.end is End.LOST:
-                raise _lost(ran)
-            if ran.end in (End.CONFLICT, End.AMBIGUOUS) and (len(waiting) == 1 or not tries):
-                # a doubt is decided by claiming again on another connection, never by SELECT
+            if ran.end in _AGAIN and (len(waiting) == 1 or not tries):
+                # a doubt is decided by claiming again on another connection, never by SELECT; while the
+                # database is away that raises, and the budget is patience's
                 tries += 1
                 if (yield from self._may_try_again(handler, ran, tries)):
                     continue
@@ -137,9 +137,10 @@ class InboxProtocol:
             (arrival,) = waiting
             if ran.end is End.LOCKED:
                 return {arrival.message_id: self._waits(handler, arrival)}
-            if ran.end is End.AMBIGUOUS or (ran.end is End.CONFLICT and not ran.fresh):
+            if ran.end is End.AMBIGUOUS or (ran.end in _AGAIN and not ran.fresh):
                 # nothing of the handler's is known to have failed, so there is no attempt to record
                 raise _lost(ran)
+            # a handler that loses its connection each time, while the next one is there, is a failure too
             failure = self._failure(handler, ran)
             recorded = yield from self._recorded(handler, arrival, failure, token="")
             if recorded is not None:
@@ -279,12 +280,12 @@ class InboxProtocol:
                     return self._processed(handler, arrival, started)
                 # the fence matched nothing: the lease ran out and the row is another's
                 return Settled(Outcome.IN_PROGRESS)
-            if ran.end in (End.CONFLICT, End.LOCKED):
+            if ran.end in (End.CONFLICT, End.LOCKED, End.LOST):
                 tries += 1
                 if (yield from self._may_try_again(handler, ran, tries)):
                     continue
-            unclaimed = ran.end is End.CONFLICT and not ran.fresh
-            if unclaimed or ran.end in (End.AMBIGUOUS, End.LOST, End.LOCKED):
+            unclaimed = ran.end in _AGAIN and not ran.fresh
+            if unclaimed or ran.end in (End.AMBIGUOUS, End.LOCKED):
                 return (yield from self._decided(handler, arrival, lease_token, started))
             failure = self._failure(handler, ran)
             recorded = yield from self._recorded(handler, arrival, failure, token=lease_token)

@@ -17,10 +17,11 @@ from tests.shop import (
     opened,
     paid,
 )
-from txbox import App, Limits, Message, Outcome, SchemaError, StoreError
+from txbox import App, Limits, Message, Outcome, RetryPolicy, SchemaError, StoreError
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
 from txbox.steps import Begin, Commit
+from txbox.testing import drain
 
 
 def test_conflict_of_the_claim_is_never_an_attempt(shop: Shop) -> None:
@@ -92,7 +93,27 @@ def test_connection_lost_in_the_handler_is_no_attempt(new_database: NewDatabase)
         assert shop.deliver(paid("a")) is Outcome.PROCESSED
         assert shop.calls == ["a", "a"]
         assert (shop.effects("a"), shop.row("a").attempts) == (1, 0)
-        assert len(shop.emitted(ConsumptionPaused)) == 1
+        assert len(shop.emitted(TransactionRetried)) == 1
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_handler_that_always_loses_its_connection_is_a_failure(
+    new_database: NewDatabase, stored: bool
+) -> None:
+    """The database is there each time, so waiting cures nothing: it must not go round for ever."""
+    with opened(new_database("postgresql"), limits=Limits(conflict_retries=3)) as shop:
+        shop.handler(
+            lambda message, tx: execute(tx, "SELECT pg_terminate_backend(pg_backend_pid())"),
+            retry=RetryPolicy(max_attempts=1),
+        )
+        if stored:
+            shop.app.send(paid("a"))
+            drain(shop.app)
+        else:
+            assert shop.deliver(paid("a")) is Outcome.DEAD
+        assert shop.calls == ["a"] * 4
+        found = shop.row("a")
+        assert (found.status, found.attempts, shop.effects()) == ("dead", 1, 0)
 
 
 def test_timeout_of_the_handler_is_its_failure(shop: Shop) -> None:
