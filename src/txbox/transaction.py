@@ -162,7 +162,7 @@ class HandlerTransaction:
                 # handler left in autocommit, `complete` would commit by itself. In one step, since a
                 # session writes what it put off, and releases its savepoint, before all of it
                 ids = [own.message_id for own in mine]
-                complete = store.completion(consumer, ids, token=token, keep=keep)
+                complete = store.complete(consumer, ids, token=token, keep=keep)
                 results = yield Commit((store.close(token), complete))
                 if results[-1].count != len(ids):
                     ran.end = End.BROKEN

@@ -172,16 +172,12 @@ class Held:
         return token
 
     def close(self, consumer: str, message_id: str, token: str) -> None:
-        """Complete, close and COMMIT."""
-        steps = self.given.store.complete(consumer, [message_id], token=token, keep=False)
-        try:
-            step = next(steps)
-            while True:
-                assert isinstance(step, Statement)
-                step = steps.send(self.execute(step))
-        except StopIteration:
-            pass
-        self.commit(self.given.store.close(token))
+        """Close, complete and COMMIT."""
+        store = self.given.store
+        statements = [store.close(token)]
+        if store.dialect.has("complete"):
+            statements.append(store.complete(consumer, [message_id], token=token, keep=False))
+        self.commit(*statements)
 
 
 def do(family: str, tx: Any, sql: str) -> Any:

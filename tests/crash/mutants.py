@@ -88,8 +88,8 @@ class _OwnTransaction(HandlerTransaction):
         ran.fresh = fresh
         mine = [own for own in arrivals if own.message_id in fresh]
         yield self.store.close(token)
-        if mine:
-            yield from self.store.complete(
+        if mine and self.store.dialect.has("complete"):
+            yield self.store.complete(
                 handler.consumer, [own.message_id for own in mine], token=token, keep=keep
             )
         yield Commit()

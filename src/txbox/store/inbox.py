@@ -183,20 +183,11 @@ class InboxStore:
             for row in result.rows
         }
 
-    def complete(self, consumer: str, ids: Sequence[str], *, token: str, keep: bool) -> Steps[None]:
-        """Make claimed rows `processed` where the claim could not (SEMANTICS 2.3).
+    def complete(self, consumer: str, ids: Sequence[str], *, token: str, keep: bool) -> Statement:
+        """The statement that makes claimed rows `processed` where the claim could not (SEMANTICS 2.3).
 
-        Raises:
-            StoreError: GUARD, when a row is no longer this transaction's.
+        Its caller checks the count: a row less is no longer this transaction's.
         """
-        if not self.dialect.has("complete"):
-            return
-        done = yield self.completion(consumer, ids, token=token, keep=keep)
-        if done.count != len(ids):
-            raise StoreError("The claimed row is gone from this transaction.", fault=Fault.GUARD)
-
-    def completion(self, consumer: str, ids: Sequence[str], *, token: str, keep: bool) -> Statement:
-        """The statement of `complete`, for a round trip with COMMIT; the caller checks its count."""
         return self.dialect.statement(
             "complete", {"consumer": consumer, "token": token, "keep": keep}, {"message_id": ids}
         )
