@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
-from txbox.errors import ConfigurationError, Fault, StoreError
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.message import Headers, HeaderValue, Message
 from txbox.outcome import Outcome
 
@@ -26,6 +26,7 @@ _log = logging.getLogger("txbox")
 _TOLERANCE = timedelta(minutes=5)
 # they open doors elsewhere and have no place in a table
 _NOT_KEPT = frozenset({"authorization", "proxy-authorization", "cookie"})
+_NEVER_CURED = (Fault.SCHEMA, Fault.OTHER)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -266,7 +267,7 @@ class Webhook:
         try:
             answer = running.result()
         except StoreError as error:
-            if error.fault in (Fault.SCHEMA, Fault.OTHER):
+            if not isinstance(error, StoreUnavailable) and error.fault in _NEVER_CURED:
                 raise
             _log.warning("A webhook of %s was not taken: %s", self.topic, error)
             await self._come_again(send, "the database is away")

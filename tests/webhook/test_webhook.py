@@ -1,0 +1,342 @@
+"""A real server on loopback: what is answered, and what is in the database by then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.runtime.support import eventually
+from tests.scenarios.test_real_input import EVENTS, FILE
+from tests.shop import CONSUMER, TOPIC, Shop, opened, quarantined, statuses
+from tests.webhook.senders import (
+    SECRET,
+    STANDARD_SECRET,
+    Endpoint,
+    github,
+    serving,
+    standard,
+    stripe,
+)
+from txbox import App, Limits, Message, Outcome, Reject, StoreError
+from txbox.brokers.webhook import GitHub, StandardWebhooks, Stripe, Verified, Verify, Webhook
+from txbox.message import Headers
+
+BODY = b'{"id": "evt_1", "type": "invoice.paid"}'
+
+
+def hook(shop: Shop, verify: Verify | None = None, **options: Any) -> Webhook:
+    return Webhook(shop.app.process_async, topic=TOPIC, verify=verify or GitHub(SECRET), **options)
+
+
+@pytest.fixture
+def lite(sqlite_url: str) -> Iterator[Shop]:
+    with opened(sqlite_url) as own:
+        yield own
+
+
+def stored(shop: Shop) -> int:
+    return int(shop.raw.value("SELECT count(*) FROM txbox_inbox")) + len(quarantined(shop.raw))
+
+
+def test_processed_then_a_duplicate(shop: Shop) -> None:
+    seen: list[Message[Any]] = []
+    shop.handler(lambda message, _: seen.append(message))
+    with serving(hook(shop)) as endpoint:
+        headers = github("delivery-1", BODY) | {"Authorization": "Bearer x", "Cookie": "c"}
+        first = endpoint.post(headers, BODY)
+        assert (first.status, first.text) == (200, "processed")
+        # 2xx is sent after the commit: another connection sees the effect
+        assert shop.effects("delivery-1") == 1
+        again = endpoint.post(headers, BODY)
+        assert (again.status, again.text) == (200, "duplicate")
+    assert shop.effects() == 1
+    (message,) = seen
+    assert (message.type, message.payload) == ("push", BODY)
+    assert message.content_type == "application/json"
+    assert not {"authorization", "cookie"} & set(message.headers.names())
+
+
+def test_refused_requests_store_nothing(lite: Shop) -> None:
+    lite.handler()
+    with serving(hook(lite, body_bytes=1000)) as endpoint:
+        for headers in (
+            {}, github("d", BODY, secret="wrong"), github("d", b"another body"),
+            {"X-Hub-Signature-256": "sha256=" + "é" * 3},
+        ):  # fmt: skip
+            answer = endpoint.post({name: value.encode() for name, value in headers.items()}, BODY)
+            assert answer.status == 401
+        long = b"x" * 1001
+        assert endpoint.post(github("d", long), long).status == 413
+        assert endpoint.post(github("d", long[1:]), long[1:]).status == 200
+        assert endpoint.post(github("d", b""), b"", method="GET").status == 405
+        assert endpoint.post(github("d", b""), b"", method="PUT").headers["allow"] == "POST"
+    assert stored(lite) == 1
+
+
+def test_a_chunked_body_without_a_length_is_bounded(lite: Shop) -> None:
+    lite.handler()
+    with serving(hook(lite, body_bytes=1000)) as endpoint:
+        answer = _raw(
+            endpoint,
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+             b"1f4\r\n" + b"x" * 500 + b"\r\n"
+            + b"1f5\r\n" + b"x" * 501 + b"\r\n",
+        )  # fmt: skip
+        assert answer.startswith(b"HTTP/1.1 413")
+    assert stored(lite) == 0
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(lite: Shop) -> None:
+    lite.handler()
+    with serving(hook(lite, answer_within=timedelta(seconds=0.2))) as endpoint:
+        answer = _raw(endpoint, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        assert answer.startswith(b"HTTP/1.1 408")
+    assert stored(lite) == 0
+
+
+def _raw(endpoint: Endpoint, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+        connection.sendall(request)
+        return connection.recv(4096)
+
+
+@pytest.mark.parametrize("case", ["stripe", "standard"])
+def test_stripe_and_standard_webhooks(lite: Shop, case: str) -> None:
+    lite.handler()
+    verify: Verify = Stripe(SECRET) if case == "stripe" else StandardWebhooks(STANDARD_SECRET)
+
+    def signed(age_s: int = 0) -> dict[str, str]:
+        return (
+            stripe(BODY, age_s=age_s) if case == "stripe" else standard("evt_1", BODY, age_s=age_s)
+        )
+
+    with serving(hook(lite, verify)) as endpoint:
+        assert endpoint.post(signed(age_s=400), BODY).status == 401
+        assert stored(lite) == 0
+        # a redelivery is signed anew
+        answers = [endpoint.post(signed(age_s), BODY).text for age_s in (0, 3)]
+    assert answers == ["processed", "duplicate"]
+    assert lite.effects("evt_1") == 1
+
+
+def test_outcomes_that_the_table_owns_are_answered_200(lite: Shop) -> None:
+    def fail(message: Message[Any], _: Any) -> None:
+        if message.type == "reject":
+            raise Reject("no")
+        raise ValueError("boom")
+
+    lite.handler(fail)
+    with serving(hook(lite)) as endpoint:
+        told = [
+            endpoint.post(github("d1", BODY), BODY),
+            endpoint.post(github("d1", BODY), BODY),
+            endpoint.post(github("d2", BODY, event="reject"), BODY),
+            endpoint.post(github("d2", b"{}"), b"{}"),
+            endpoint.post(github("", BODY), BODY),
+        ]
+    assert [answer.status for answer in told] == [200] * 5
+    assert [answer.text for answer in told] == [
+        "failed", "deferred", "dead", "quarantined", "quarantined",
+    ]  # fmt: skip
+    assert lite.effects() == 0
+    assert len(quarantined(lite.raw)) == 2
+
+
+def test_stored_mode_answers_once_the_row_is_there(shop: Shop) -> None:
+    shop.handler(mode="stored")
+    with serving(hook(shop)) as endpoint:
+        assert endpoint.post(github("d1", BODY), BODY).text == "deferred"
+        assert (shop.effects(), statuses(shop.raw)) == (0, {"pending": 1})
+        assert endpoint.post(github("d1", BODY), BODY).status == 200
+    assert shop.work() == [Outcome.PROCESSED]
+    assert shop.effects("d1") == 1
+
+
+def test_send_async_stores_for_every_consumer(lite: Shop) -> None:
+    lite.handler()
+    lite.handler(consumer="shipping")
+    application = Webhook(lite.app.send_async, topic=TOPIC, verify=GitHub(SECRET))
+    with serving(application) as endpoint:
+        assert endpoint.post(github("d1", BODY), BODY).text == "deferred"
+    assert statuses(lite.raw) == {"pending": 2}
+
+
+def test_in_progress_elsewhere_is_503(postgresql_url: str) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        entered.set()
+        assert go.wait(20)
+
+    with opened(postgresql_url, limits=Limits(lock_timeout=timedelta(seconds=0.2))) as shop:
+        shop.handler(hold)
+        with serving(hook(shop, retry_after=timedelta(seconds=7))) as endpoint:
+            texts: list[str] = []
+            first = threading.Thread(
+                target=lambda: texts.append(endpoint.post(github("d1", BODY), BODY).text)
+            )
+            first.start()
+            assert entered.wait(20)
+            second = endpoint.post(github("d1", BODY), BODY)
+            assert (second.status, second.headers["retry-after"]) == (503, "7")
+            go.set()
+            first.join(20)
+            assert texts == ["processed"]
+            assert endpoint.post(github("d1", BODY), BODY).text == "duplicate"
+        assert shop.effects() == 1
+
+
+def test_what_takes_too_long_goes_on_and_is_a_duplicate_then(lite: Shop) -> None:
+    go = threading.Event()
+    lite.handler(lambda *_: go.wait(20))
+    with serving(hook(lite, answer_within=timedelta(seconds=0.3))) as endpoint:
+        assert endpoint.post(github("d1", BODY), BODY).status == 503
+        go.set()
+        eventually(lambda: statuses(lite.raw) == {"processed": 1})
+        assert endpoint.post(github("d1", BODY), BODY).text == "duplicate"
+    assert lite.effects() == 1
+
+
+def test_an_unreachable_database_is_503() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    url = f"postgresql://nobody@127.0.0.1:{port}/nothing"
+    with App(url, limits=Limits(unavailable_for=timedelta(seconds=0.1))) as app:
+        app.handler(TOPIC, consumer=CONSUMER)(lambda message, tx: None)
+        application = Webhook(app.process_async, topic=TOPIC, verify=GitHub(SECRET))
+        with serving(application) as endpoint:
+            answer = endpoint.post(github("d1", BODY), BODY)
+    assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+
+
+def test_a_wrong_program_is_500(lite: Shop) -> None:
+    lite.handler()
+    lite.handler(consumer="shipping")
+    with serving(hook(lite)) as endpoint:
+        assert endpoint.post(github("d1", BODY), BODY).status == 500
+    assert stored(lite) == 0
+
+
+def test_a_verify_of_ones_own(lite: Shop) -> None:
+    def verify(headers: Headers, body: bytes) -> Verified | bool:
+        if headers.text("x-key") == "truthy":
+            return 1  # type: ignore[return-value]
+        if headers.text("x-key") == "good":
+            return Verified(id="own-1", type="t", key="k")
+        return headers.text("x-key") == "plain"
+
+    seen: list[Message[Any]] = []
+    lite.handler(lambda message, _: seen.append(message))
+    with serving(hook(lite, verify)) as endpoint:
+        assert endpoint.post({"X-Key": "truthy"}, BODY).status == 401
+        assert endpoint.post({"X-Key": "bad"}, BODY).status == 401
+        assert endpoint.post({"X-Key": "good"}, BODY).text == "processed"
+        event = {"X-Key": "plain", "ce-id": "7", "ce-source": "/shop", "ce-type": "paid"}
+        assert endpoint.post(event | {"X-Odd": b"\xe9\xff"}, BODY).text == "processed"
+    assert [(own.id, own.type, own.key) for own in seen] == [
+        ("own-1", "t", "k"), ("/shop 7", "paid", None),
+    ]  # fmt: skip
+    assert seen[1].headers.get("x-odd") == b"\xe9\xff"
+
+
+def test_a_sender_that_hangs_up_does_not_stop_the_transaction(lite: Shop) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        entered.set()
+        assert go.wait(20)
+
+    lite.handler(hold)
+    with serving(hook(lite)) as endpoint:
+        headers = "".join(f"{name}: {value}\r\n" for name, value in github("d1", BODY).items())
+        request = f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(BODY)}\r\n{headers}\r\n"
+        with socket.create_connection(("127.0.0.1", endpoint.port)) as connection:
+            connection.sendall(request.encode() + BODY)
+            assert entered.wait(20)
+        go.set()
+        eventually(lambda: statuses(lite.raw) == {"processed": 1})
+
+
+def test_the_servers_end_waits_for_what_is_running() -> None:
+    """Without a server: the lifespan protocol itself."""
+    ended: list[str] = []
+
+    async def scenario() -> None:
+        started, go = asyncio.Event(), asyncio.Event()
+
+        async def process(message: Message[Any]) -> Outcome:
+            started.set()
+            await go.wait()
+            ended.append(str(message.id))
+            return Outcome.PROCESSED
+
+        application = Webhook(
+            process, topic="t", verify=lambda *_: Verified(id="m"),
+            answer_within=timedelta(seconds=0.01),
+        )  # fmt: skip
+        sent: list[Any] = []
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        async def request() -> Any:
+            return {"type": "http.request", "body": b"{}"}
+
+        scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
+        await application(scope, request, send)
+        assert sent[0]["status"] == 503
+        assert started.is_set()
+
+        async def shutdown() -> Any:
+            asyncio.get_running_loop().call_later(0.01, go.set)
+            return {"type": "lifespan.shutdown"}
+
+        await application({"type": "lifespan"}, shutdown, send)
+        assert sent[-1] == {"type": "lifespan.shutdown.complete"}
+
+    asyncio.run(scenario())
+    assert ended == ["m"]
+
+
+def test_a_fault_of_the_store_that_no_wait_cures_is_not_hidden() -> None:
+    async def process(message: Message[Any]) -> Outcome:
+        raise StoreError("refused")
+
+    application = Webhook(process, topic="t", verify=lambda *_: True)
+    with serving(application) as endpoint:
+        assert endpoint.post({}, BODY).status == 500
+
+
+def test_github_events_each_delivered_twice(lite: Shop) -> None:
+    lite.handler(mode="stored", payload_hash="raw")
+    bodies = _events()
+    with serving(hook(lite)) as endpoint:
+        for _ in range(2):
+            for own_id, event, body in bodies:
+                assert endpoint.post(github(own_id, body, event), body).status == 200
+    assert statuses(lite.raw) == {"pending": len(bodies)}
+    while lite.work(limit=100):
+        pass
+    assert lite.effects() == len(bodies) == EVENTS
+    counts = lite.raw.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
+    assert {count for _, count in counts} == {1}
+    assert {own_id for own_id, _ in counts} == {own_id for own_id, _, _ in bodies}
+
+
+def _events() -> list[tuple[str, str, bytes]]:
+    if not FILE.exists():
+        return [
+            (f"made-up-{number}", "push", json.dumps({"number": number}).encode())
+            for number in range(EVENTS)
+        ]
+    return [
+        (own["id"], own["type"].split(".")[2], json.dumps(own["data"]).encode())
+        for own in map(json.loads, FILE.read_text().splitlines())
+    ]
