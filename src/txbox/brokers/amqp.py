@@ -1,0 +1,348 @@
+"""One AMQP 0-9-1 connection: its consumers, and their deliveries as messages whatever bytes they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, cast
+
+import aio_pika
+import pamqp.frame
+from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
+from aiormq.exceptions import ChannelNotFoundEntity
+from pamqp import commands, header
+from yarl import URL
+
+from txbox.brokers.base import Delivery
+from txbox.message import HeaderValue, Message
+
+CLOSE_S = 5.0
+_FRAME_HEADER_BYTES = 7
+_METHOD, _CONTENT_HEADER = 1, 2
+_DELIVER = struct.pack(">HH", 60, 60)
+_TYPE_HEADERS = ("type", "ce_type", "ce-type", "cloudEvents:type", "cloudEvents_type")
+_KEYS = ("partitionkey", "subject")
+_CE_PREFIXES = ("ce_", "ce-", "cloudEvents:", "cloudEvents_")
+_SHOWN_PROPERTIES = ("correlation_id", "reply_to", "app_id", "user_id", "content_encoding")
+
+
+class MissingQueueError(Exception):
+    """A queue does not exist."""
+
+
+class Link:
+    """One connection, one channel and its consumers; delivery tags mean nothing beyond it.
+
+    Everything but `take` and `lost` runs on the loop's thread.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.lost: str | None = None
+        self.made_at = time.monotonic()
+        self._connection = connection
+        self._owner: aio_pika.abc.AbstractChannel | None = None
+        self._channel: AbstractChannel | None = None
+        self._unsettled: dict[int, None] = {}
+        self._arrived: deque[tuple[str, DeliveredMessage]] = deque()
+        self._changed = threading.Condition()
+        self._heard_at = time.monotonic()
+
+    async def consume(
+        self, queues: Sequence[str], prefetch: int, arguments: Mapping[str, Any]
+    ) -> None:
+        await self._connection.connect()
+        self._connection.close_callbacks.add(self._closed)
+        channel = await self._connection.channel(publisher_confirms=False)
+        channel.close_callbacks.add(self._closed)
+        # aio-pika closes a channel that nobody holds
+        self._owner = channel
+        self._channel = await channel.get_underlay_channel()
+        self._channel.on_consumer_cancel_callbacks.add(self._cancelled)
+        await self._channel.basic_qos(prefetch_count=prefetch)
+        for queue in queues:
+            try:
+                await self._channel.queue_declare(queue, passive=True)
+            except ChannelNotFoundEntity as error:
+                raise MissingQueueError(queue) from error
+        for queue in queues:
+            await self._channel.basic_consume(
+                queue, self._receiver(queue), no_ack=False, arguments=dict(arguments)
+            )
+
+    def _receiver(self, queue: str) -> Any:
+        async def receive(delivered: DeliveredMessage) -> None:
+            assert delivered.delivery_tag is not None
+            self._unsettled[delivered.delivery_tag] = None
+            with self._changed:
+                self._arrived.append((queue, delivered))
+                self._changed.notify_all()
+
+        return receive
+
+    def take(self, messages_max: int, wait_s: float) -> list[Delivery]:
+        """Wait for the first delivery; returns early, with nothing, when the link is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived or self.lost is not None, wait_s)
+            if self.lost is not None:
+                # their tags are dead: the queue has them again
+                return []
+            count = min(messages_max, len(self._arrived))
+            taken = [self._arrived.popleft() for _ in range(count)]
+        if taken:
+            self._heard_at = time.monotonic()
+        mark = self._connection.frames.mark
+        return [delivery_of(queue, own, mark, (self, own.delivery_tag)) for queue, own in taken]
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    async def check(self, queues: Sequence[str]) -> None:
+        """Ask the server whether our queues still have consumers."""
+        assert self._channel is not None
+        for queue in queues:
+            answer = await self._channel.queue_declare(queue, passive=True)
+            if not answer.consumer_count:
+                self.lose(f"the server knows no consumer of queue {queue!r} any more")
+        self._heard_at = time.monotonic()
+
+    async def acknowledge(self, tags: Sequence[int]) -> None:
+        assert self._channel is not None
+        done = {tag for tag in tags if tag in self._unsettled}
+        front = 0
+        for tag in list(self._unsettled):
+            if tag not in done:
+                break
+            front = tag
+            done.discard(tag)
+            del self._unsettled[tag]
+        for tag in done:
+            del self._unsettled[tag]
+            await self._channel.basic_ack(tag, wait=False)
+        if front:
+            # all older ones are acknowledged: one frame stands for the whole front
+            await self._channel.basic_ack(front, multiple=True)
+
+    def lose(self, reason: str) -> None:
+        with self._changed:
+            self.lost = self.lost or reason
+            self._arrived.clear()
+            self._changed.notify_all()
+
+    async def _closed(self, _sender: object, error: BaseException | None = None) -> None:
+        self.lose(shown(error) if error is not None else "closed")
+
+    async def _cancelled(self, _frame: object) -> None:
+        self.lose("the server cancelled the consumer (its queue was deleted or moved)")
+
+    async def close(self) -> None:
+        self.lose("closed")
+        async with asyncio.timeout(CLOSE_S):
+            await self._connection.close()
+
+
+def shown(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: object) -> Delivery:
+    """Return what the server delivered as a message, or as a problem.
+
+    Args:
+        unreadable: the mark of `Transport` on properties that could not be decoded.
+    """
+    frame = cast("commands.Basic.Deliver", delivered.delivery)
+    redelivered, properties = bool(frame.redelivered), delivered.header.properties
+    if properties.content_type == unreadable:
+        problem = (
+            "The AMQP properties or headers of this message cannot be decoded (text that is not "
+            "UTF-8, an unknown type or an impossible time): correct its publisher."
+        )
+        return Delivery(None, queue, tag, problem, delivered.body, redelivered)
+    try:
+        headers = [
+            (name, _header_value(value)) for name, value in (properties.headers or {}).items()
+        ]
+    except RecursionError:
+        problem = (
+            "The AMQP headers of this message are nested too deeply to keep: correct its publisher."
+        )
+        return Delivery(None, queue, tag, problem, delivered.body, redelivered)
+    origin: dict[str, Any] = {
+        "queue": queue,
+        "exchange": frame.exchange or "",
+        "routing_key": frame.routing_key or "",
+    }
+    for name in _SHOWN_PROPERTIES:
+        if value := getattr(properties, name):
+            origin[name] = value
+    own: Message[Any] = Message(
+        topic=queue,
+        payload=delivered.body,
+        # clients that always send the property leave it empty: then the headers decide
+        id=properties.message_id or None,
+        headers=headers,
+        content_type=properties.content_type or None,
+        time=_time(properties.timestamp),
+        origin=origin,
+        type=properties.message_type or _first_text(headers, _TYPE_HEADERS),
+        key=_first_text(headers, [prefix + name for name in _KEYS for prefix in _CE_PREFIXES]),
+    )
+    return Delivery(own, queue, tag, redelivered=redelivered)
+
+
+def _first_text(headers: list[tuple[str, HeaderValue]], names: Sequence[str]) -> str | None:
+    values = {name.lower(): value for name, value in reversed(headers)}
+    found = (values.get(name.lower()) for name in names)
+    return next((value for value in found if isinstance(value, str) and value), None)
+
+
+def _time(value: object) -> datetime | None:
+    if not isinstance(value, datetime):
+        return None
+    return value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+
+
+def _header_value(value: Any) -> HeaderValue:
+    if value is None or isinstance(value, str | bytes):
+        return value
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, dict | list):
+        return json.dumps(value, default=_json_value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(_json_value(value))
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, bytes | bytearray):
+        return f"hex:{value.hex()}"
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal) else repr(value)
+
+
+class Connection(aio_pika.Connection):
+    """A connection that survives frames which the client cannot decode."""
+
+    def __init__(self, url: URL, *args: Any, **options: Any) -> None:
+        super().__init__(url, *args, **options)
+        self.frames = Transport(url)
+        self.kwargs["transport_factory"] = self.frames
+
+
+class Transport(TransportFactory):
+    """The client's own transport, with content headers it cannot decode replaced by marked ones.
+
+    The server passes the bytes of properties and headers on unchecked, and the client answers
+    one it cannot decode by closing the connection: one message would stop a queue for ever.
+    """
+
+    def __init__(self, url: URL) -> None:
+        self._inner: TransportFactory = (
+            TLSTransportFactory() if url.scheme == "amqps" else TCPTransportFactory()
+        )
+        #: Nobody can guess it, so no publisher can send it.
+        self.mark = f"unreadable:{secrets.token_hex(16)}"
+
+    async def create(
+        self, url: URL, **options: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await self._inner.create(url, **options)
+        return cast("asyncio.StreamReader", _Frames(reader, self.mark)), writer
+
+
+class _Frames:
+    """The part of StreamReader that the client uses: reads frame by frame, hands out checked bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, mark: str) -> None:
+        self._reader = reader
+        self._mark = mark
+        self._held = memoryview(b"")
+
+    def at_eof(self) -> bool:
+        return not self._held and self._reader.at_eof()
+
+    async def read(self, length: int = -1) -> bytes:
+        return await self._reader.read(length)
+
+    async def readexactly(self, length: int) -> bytes:
+        if not self._held:
+            self._held = memoryview(await self._next())
+        found, self._held = bytes(self._held[:length]), self._held[length:]
+        return found
+
+    async def _next(self) -> bytes:
+        start = await self._reader.readexactly(_FRAME_HEADER_BYTES)
+        kind, channel, length = struct.unpack(">BHI", start)
+        if start.startswith(b"AMQP"):
+            # a server that refuses the protocol version answers with its own, in eight bytes
+            return start + await self._reader.readexactly(1)
+        frame = start + await self._reader.readexactly(length + 1)
+        if kind == _CONTENT_HEADER and not _readable(frame):
+            (size,) = struct.unpack_from(">Q", frame, _FRAME_HEADER_BYTES + 4)
+            marked = commands.Basic.Properties(content_type=self._mark)
+            return pamqp.frame.marshal(
+                header.ContentHeader(body_size=size, properties=marked), channel
+            )
+        if (
+            kind == _METHOD
+            and frame.startswith(_DELIVER, _FRAME_HEADER_BYTES)
+            and not _readable(frame)
+        ):
+            return _with_readable_names(frame, channel)
+        return frame
+
+
+def _readable(frame: bytes) -> bool:
+    try:
+        pamqp.frame.unmarshal(frame)
+    except Exception:  # noqa: BLE001  # a stranger's bytes in a decoder that promises no kind of error
+        return False
+    return True
+
+
+def _with_readable_names(frame: bytes, channel: int) -> bytes:
+    """Write a Basic.Deliver again whose exchange or routing key is not UTF-8."""
+    parts = _delivered_parts(frame[_FRAME_HEADER_BYTES + 4 : -1])
+    tag, exchange, routing_key = (_text(own) for own in parts["names"])
+    return pamqp.frame.marshal(
+        commands.Basic.Deliver(
+            tag, parts["delivery_tag"], parts["redelivered"], exchange, routing_key
+        ),
+        channel,
+    )
+
+
+def _delivered_parts(content: bytes) -> Mapping[str, Any]:
+    def short(at: int) -> tuple[bytes, int]:
+        end = at + 1 + content[at]
+        return content[at + 1 : end], end
+
+    consumer_tag, at = short(0)
+    delivery_tag, redelivered = struct.unpack_from(">QB", content, at)
+    exchange, at = short(at + 9)
+    routing_key, _ = short(at)
+    return {
+        "names": (consumer_tag, exchange, routing_key),
+        "delivery_tag": delivery_tag,
+        "redelivered": bool(redelivered),
+    }
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        # a short string holds 255 bytes
+        return f"hex:{value.hex()}"[:255]
