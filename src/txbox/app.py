@@ -17,6 +17,7 @@ from txbox.events import Events, MessageUnmatched, Observer
 from txbox.handlers import Handler, HandlerOptions, Handlers
 from txbox.intake import Intake
 from txbox.message import Message
+from txbox.outbox import Outbox
 from txbox.outcome import Outcome
 from txbox.policy import Batching, Lease, Limits, Retention, RetryPolicy
 from txbox.protocol import InboxProtocol, Settled
@@ -79,6 +80,8 @@ class App:
         self.database: Database = _open(database, django, schema)
         self.handlers = Handlers()
         self.consumptions: list[Consumption] = []
+        #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
+        self.outbox = Outbox(schema=schema, codec=codec)
         self.events = Events(observers)
         self.limits = limits or Limits()
         self.lease = lease or Lease()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.databases import Raw
-from txbox import Outbox, Outgoing, UnusableMessage
+from txbox import App, Message, Outbox, Outcome, Outgoing, RetryPolicy, UnusableMessage
 from txbox.store.codec import decode_headers
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -58,6 +58,22 @@ def test_many_are_staged_in_their_order(
         "SELECT count(*) FROM txbox_outbox WHERE available_at > staged_at"
     )
     assert late == 49
+
+
+def test_what_a_handler_stages_commits_with_its_message(database_url: str, raw: Look) -> None:
+    with App(database_url) as app:
+
+        @app.handler("orders", consumer="billing", retry=RetryPolicy(base=timedelta(0)))
+        def bill(message: Message[Any], tx: Any) -> None:
+            app.outbox.stage(tx, "invoices", {"order": message.id}, key=message.key)
+            if message.id == "bad":
+                raise ValueError("no invoice for this one")
+
+        assert app.process(Message(topic="orders", id="good", key="k")) is Outcome.PROCESSED
+        assert app.process(Message(topic="orders", id="good", key="k")) is Outcome.DUPLICATE
+        assert app.process(Message(topic="orders", id="bad")) is Outcome.FAILED
+    staged = raw(database_url).rows(STAGED)
+    assert [json.loads(bytes(row[4])) for row in staged] == [{"order": "good"}]
 
 
 def test_text_that_no_database_can_keep_is_refused(
