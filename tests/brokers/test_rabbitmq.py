@@ -49,9 +49,11 @@ class _HostileTransport(TransportFactory):
     """Sends bytes that no client library agrees to send."""
 
     async def create(self, url: Any, **options: Any) -> Any:
+        reader: Any
+        writer: Any
         reader, writer = await TCPTransportFactory().create(url, **options)
         write = writer.write
-        writer.write = lambda data: write(data.replace(_STAND_IN.encode(), HOSTILE))  # type: ignore[method-assign]
+        writer.write = lambda data: write(bytes(data).replace(_STAND_IN.encode(), HOSTILE))
         return reader, writer
 
 
@@ -90,8 +92,8 @@ def publish_plain(url: str, queue: str, properties: Basic.Properties) -> None:
     """Publish these properties and no others: the client would add a random message_id."""
 
     async def send(channel: AbstractChannel) -> None:
-        plain = await channel.get_underlay_channel()
-        frames = [
+        plain: Any = await channel.get_underlay_channel()
+        frames: list[Any] = [
             Basic.Publish(routing_key=queue), ContentHeader(body_size=1, properties=properties),
             ContentBody(b"1"),
         ]  # fmt: skip

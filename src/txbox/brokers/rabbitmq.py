@@ -26,7 +26,7 @@ try:
     )
     from yarl import URL
 
-    from txbox.brokers.amqp import CLOSE_S, Connection, Link, MissingQueueError, shown
+    from txbox.brokers.rabbitmq_link import CLOSE_S, Connection, Link, MissingQueueError, shown
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         f"The client {error.name} is not installed: run pip install 'txbox[rabbitmq]'."
