@@ -6,7 +6,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PY := $(BIN)/python
 
-.PHONY: help dev demo check format test crash bench docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers crash bench docs servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ format: dev ## Rewrite the files the way `make check` wants them
 
 test: dev ## Start the database servers, run the whole suite on every database, stop the servers
 	@$(PY) -m tests.servers run -- $(BIN)/pytest $(ARGS)
+
+test-brokers: dev ## Sources against real brokers: Kafka, RabbitMQ, SQS, NATS, Redis
+	$(BIN)/pytest -m brokers tests/brokers $(ARGS)
 
 crash: dev ## Kill real processes at every point, and print what became of each; wrong consumers too
 	@$(PY) -m tests.servers run -- $(BIN)/pytest -v tests/crash tests/runtime/test_killed.py tests/scenarios/test_crashes.py $(ARGS)
