@@ -7,13 +7,15 @@ import json
 import os
 import secrets
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import aio_pika
@@ -670,6 +672,40 @@ def test_what_it_says_of_itself(rabbitmq_url: str) -> None:
     assert RabbitMQ(rabbitmq_url, consumer_timeout=None).redelivery_s is None
     assert not source.exhausted
     source.close()
+
+
+@pytest.mark.slow
+def test_the_example(rabbitmq_url: str, tmp_path: Path) -> None:
+    queue = f"txbox-{secrets.token_hex(6)}"
+    with closing(sqlite3.connect(tmp_path / "rabbitmq.db")) as database:
+        database.execute("CREATE TABLE ledger (payment INTEGER, amount INTEGER)")
+    environment = {
+        **os.environ, "AMQP_URL": rabbitmq_url, "PAYMENTS_QUEUE": queue,
+        "PYTHONPATH": str(ROOT / "examples"),
+    }  # fmt: skip
+
+    def command(*own: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, *own], cwd=tmp_path, env=environment)
+
+    example = str(ROOT / "examples" / "rabbitmq_service.py")
+    assert command(example, "declare").wait(30) == 0
+    assert command("-m", "txbox", "init", "--database", "sqlite:///rabbitmq.db").wait(30) == 0
+    assert command(example, "publish", "3").wait(30) == 0
+    service = command("-m", "txbox", "run", "rabbitmq_service:app")
+    try:
+        with Raw(f"sqlite:///{tmp_path / 'rabbitmq.db'}") as raw:
+            eventually(lambda: raw.value("SELECT count(*) FROM ledger") >= 3)
+            eventually(lambda: left(rabbitmq_url, queue) == 0)
+            service.terminate()
+            assert service.wait(30) == 0
+            assert raw.rows("SELECT * FROM ledger ORDER BY 1") == [(1, 10), (2, 20), (3, 30)]
+            assert statuses(raw) == {"processed": 3}
+    finally:
+        service.kill()
+        service.wait(30)
+    # what the drained service had not acknowledged would be back by now
+    assert left(rabbitmq_url, queue) == 0
+    on_server(rabbitmq_url, lambda channel: channel.queue_delete(queue))
 
 
 if __name__ == "__main__":
