@@ -1,0 +1,392 @@
+"""Kafka, by confluent-kafka: a group's partitions, and the gapless front of each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
+
+try:
+    import confluent_kafka as client
+    from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
+    from confluent_kafka.admin import AdminClient
+
+    from txbox.brokers.kafka_partition import (
+        ALL_BROKERS_DOWN,
+        AUTHENTICATION,
+        AUTO_OFFSET_RESET,
+        MAX_POLL_EXCEEDED,
+        MOVED_ON,
+        PARTITION_EOF,
+        REFUSALS,
+        Partition,
+        Record,
+        checked_options,
+        delivery_of,
+    )
+except ModuleNotFoundError as error:
+    raise ConfigurationError(
+        f"The client {error.name} is not installed: run pip install 'txbox[kafka]'."
+    ) from error
+
+_log = logging.getLogger("txbox")
+_client_log = logging.getLogger("txbox.kafka")
+
+_COMMIT_S = 0.5
+_TEND_S = 0.5
+_PROBE_S = 1.0
+_DESCRIBE_S = 5.0
+#: every topic but the internal ones, whose names begin with two underscores
+_ALL_TOPICS = "^_?[^_].*"
+_MAX_POLL_MS = 300_000
+_Key = tuple[str, int]
+
+
+class Kafka:
+    """Consumes Kafka topics as a member of a consumer group.
+
+    Args:
+        bootstrap_servers: "host:port", several separated by commas.
+        group: the consumer group; its committed offsets are the progress.
+        revoke_wait: when a rebalance takes partitions away, how long to wait for what is in flight
+            from them; what is not done by then is delivered to their next owner, too.
+        options: of librdkafka, by their own names.
+        librdkafka: the same with underscores for dots: `session_timeout_ms=6000`.
+
+    Defaults that differ from librdkafka's: `auto.offset.reset` is earliest (a new group misses
+    nothing), `isolation.level` is read_committed, `partition.assignment.strategy` is
+    cooperative-sticky unless `group.protocol` is consumer (KIP-848). Auto-commit is refused.
+
+    The id is the header `message-id` or CloudEvents `ce_source` and `ce_id`; for weak ids, the
+    topic's UUID with partition and offset. The type is the header `type` or `ce_type`. A key that is
+    not UTF-8 becomes its hexadecimal form after "hex:". A null value is a tombstone. `redelivered`
+    marks the first messages of a partition after its assignment: another member may have died of them.
+
+    Guarantee: an offset is committed only after all messages delivered before it are stored. Commits
+    are at most half a second behind, and are made up before partitions are given back. After a
+    crash, or when a partition is lost, what was not committed comes again and is a duplicate.
+    """
+
+    topics: Sequence[str] | None = None
+    exhausted = False
+    tend_every_s: float | None = _TEND_S
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        *,
+        group: str,
+        revoke_wait: timedelta = timedelta(seconds=5),
+        options: Mapping[str, Any] | None = None,
+        **librdkafka: Any,
+    ) -> None:
+        if not bootstrap_servers or not group:
+            raise ConfigurationError(
+                'Kafka needs servers and a group: Kafka("localhost:9092", group="shop").'
+            )
+        config = checked_options(options or {}, librdkafka)
+        self._on_error = config.pop("error_cb", None)
+        self._config = config | {"bootstrap.servers": bootstrap_servers, "group.id": group}
+        self._group = group
+        self._revoke_wait_s = revoke_wait.total_seconds()
+        max_poll_s = self.redelivery_s
+        if not 0 <= self._revoke_wait_s < max_poll_s:
+            raise ConfigurationError(
+                f"revoke_wait is {self._revoke_wait_s:g} s: it must be less than max.poll.interval.ms "
+                f"({max_poll_s:g} s), after which the group goes on without this member."
+            )
+        self.tend_every_s = min(_TEND_S, max_poll_s / 4)
+        self._consumer: client.Consumer | None = None
+        self._in_flight: InFlight | None = None
+        self._partitions: dict[_Key, Partition] = {}
+        self._held: deque[tuple[client.Message, Partition, Record]] = deque()
+        self._uuids: dict[str, str | None] = {}
+        self._trouble: KafkaError | None = None
+        self._away = False
+        self._paused = False
+        self._closing = False
+        self._window = 0
+        self._polled_at = self._commit_at = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"kafka:{self._group}"
+
+    @property
+    def redelivery_s(self) -> float:
+        """Seconds without a poll after which the group takes the partitions away; `tend` polls."""
+        return int(self._config.get("max.poll.interval.ms", _MAX_POLL_MS)) / 1000
+
+    # -- the source ---------------------------------------------------------------------------
+
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:  # noqa: ARG002  # the group remembers
+        self._in_flight = in_flight
+        self._closing = self._paused = False
+        # the first receive finds out whether anybody answers
+        self._away = True
+        try:
+            self._consumer = client.Consumer(
+                self._config | {"error_cb": self._failed}, logger=_client_log
+            )
+            self._consumer.subscribe(
+                [_ALL_TOPICS] if "*" in topics else list(topics),
+                on_assign=self._assigned,
+                on_revoke=self._revoked,
+                on_lost=self._lost,
+            )
+        except (KafkaException, TypeError, ValueError) as error:
+            self._consumer = None
+            raise ConfigurationError(
+                f"Kafka refuses its options ({_text(error)}): correct those of Kafka(…)."
+            ) from error
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        consumer = self._open_consumer()
+        self._window = self._window or messages_max
+        self._check_away()
+        self._commit_if_due()
+        self._resume()
+        if not self._held:
+            # consume() would wait for the whole batch: one message is waited for, the rest is there
+            first = consumer.poll(wait_s)
+            if first is not None:
+                self._take(first)
+                if messages_max > 1:
+                    for raw in consumer.consume(messages_max - 1, 0):
+                        self._take(raw)
+            self._polled_at = time.monotonic()
+        found: list[Delivery] = []
+        while self._held and len(found) < messages_max:
+            raw, partition, record = self._held[0]
+            if partition.ours:
+                try:
+                    uuid = self._uuid(partition.topic)
+                except BrokerUnavailable:
+                    if found:
+                        return found
+                    raise
+                found.append(delivery_of(raw, partition, record, uuid))
+            self._held.popleft()
+        if not found:
+            self._raise_trouble()
+        return found
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:  # noqa: ARG002  # a partition is kept as a whole
+        consumer = self._open_consumer()
+        self._commit_if_due()
+        if time.monotonic() - self._polled_at < (self.tend_every_s or 0.0) / 2:
+            return
+        self._pause()
+        raw = consumer.poll(0)
+        if raw is not None:
+            self._take(raw)
+        # a rebalance inside poll may have brought partitions that are not paused yet
+        self._pause()
+        self._polled_at = time.monotonic()
+
+    def settle(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            partition, record = delivery.tag
+            partition.settle(record)
+        self._commit_if_due()
+
+    def close(self) -> None:
+        consumer, self._consumer = self._consumer, None
+        if consumer is None:
+            return
+        # nobody settles any more: a revocation inside close() has nothing to wait for
+        self._closing = True
+        try:
+            if not self._away:
+                self._commit(consumer, self._partitions.values())
+        finally:
+            self._forget(self._partitions.values())
+            self._held.clear()
+            consumer.close()
+
+    # -- messages and errors ------------------------------------------------------------------
+
+    def _open_consumer(self) -> client.Consumer:
+        if self._consumer is None:
+            raise BrokerError("The Kafka source is not open: it is opened by the worker.")
+        return self._consumer
+
+    def _take(self, raw: client.Message) -> None:
+        error = raw.error()
+        if error is None:
+            self._away = False
+            key = (raw.topic() or "", raw.partition() or 0)
+            partition = self._partitions.get(key)
+            if partition is None:
+                partition = self._partitions[key] = Partition(*key)
+            record = partition.deliver(raw.offset() or 0, raw.leader_epoch(), self._window)
+            self._held.append((raw, partition, record))
+        elif error.code() == MAX_POLL_EXCEEDED:
+            _log.warning("%s: %s; the group is joined again.", self.name, error.str())
+        elif error.code() != PARTITION_EOF:
+            self._trouble = error
+
+    def _failed(self, error: KafkaError) -> None:
+        """Called by the client inside poll; single connections that fail are its own business."""
+        if error.code() == ALL_BROKERS_DOWN:
+            self._away = True
+        elif error.fatal() or error.code() in (
+            AUTHENTICATION,
+            *REFUSALS,
+        ):
+            self._trouble = error
+        if self._on_error is not None:
+            self._on_error(error)
+
+    def _raise_trouble(self) -> None:
+        error, self._trouble = self._trouble, None
+        if error is None:
+            return
+        if error.fatal() or error.code() == AUTO_OFFSET_RESET:
+            raise BrokerError(f"Kafka ends the membership of group {self._group}: {error.str()}.")
+        raise BrokerUnavailable(f"Kafka reports: {error.str()}. It is tried again.")
+
+    def _check_away(self) -> None:
+        """The client says once that all brokers are down, and never that they are back."""
+        if not self._away:
+            return
+        consumer = self._open_consumer()
+        self._tend_away(consumer)
+        try:
+            consumer.list_topics("__consumer_offsets", timeout=_PROBE_S)
+        except KafkaException as error:
+            raise BrokerUnavailable(f"No Kafka broker answers ({_text(error)}).") from error
+        self._away = False
+
+    def _tend_away(self, consumer: client.Consumer) -> None:
+        self._pause()
+        raw = consumer.poll(0)
+        if raw is not None:
+            self._take(raw)
+        self._polled_at = time.monotonic()
+
+    def _uuid(self, topic: str) -> str | None:
+        """The topic's incarnation: a topic that is deleted and made again has another."""
+        if topic not in self._uuids:
+            shared = (
+                "bootstrap.", "security.", "sasl.", "ssl.", "socket.", "client.", "broker.",
+                "enable.ssl", "oauth_cb", "metadata.", "https.",
+            )  # fmt: skip
+            config = {own: value for own, value in self._config.items() if own.startswith(shared)}
+            try:
+                admin = AdminClient(config, logger=_client_log)
+                asked = admin.describe_topics(TopicCollection([topic]), request_timeout=_DESCRIBE_S)
+                uuid = str(asked[topic].result(_DESCRIBE_S + 1).topic_id)
+            except (KafkaException, TimeoutError) as error:
+                if isinstance(error, KafkaException) and error.args[0].code() in REFUSALS:
+                    _log.warning("%s: no weak ids for %s: %s", self.name, topic, _text(error))
+                    uuid = ""
+                else:
+                    raise BrokerUnavailable(
+                        f"Kafka does not describe the topic {topic} ({_text(error)})."
+                    ) from error
+            # brokers older than topic ids answer with zeros
+            self._uuids[topic] = uuid if uuid.strip("A=") else None
+        return self._uuids[topic]
+
+    # -- pausing ------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        consumer = self._open_consumer()
+        self._paused = True
+        if assigned := consumer.assignment():
+            consumer.pause(assigned)
+
+    def _resume(self) -> None:
+        if self._paused:
+            consumer = self._open_consumer()
+            if assigned := consumer.assignment():
+                consumer.resume(assigned)
+            self._paused = False
+
+    # -- committing ---------------------------------------------------------------------------
+
+    def _commit_if_due(self) -> None:
+        if not self._away and time.monotonic() >= self._commit_at:
+            self._commit(self._open_consumer(), self._partitions.values())
+
+    def _commit(self, consumer: client.Consumer, among: Iterable[Partition]) -> None:
+        asked = [(own, own.front, offset) for own in among if (offset := own.to_commit())]
+        if not asked:
+            return
+        self._commit_at = time.monotonic() + _COMMIT_S
+        try:
+            answered = consumer.commit(offsets=[offset for *_, offset in asked], asynchronous=False)
+        except KafkaException as error:
+            self._refused(error.args[0])
+            return
+        errors = {(own.topic, own.partition): own.error for own in answered}
+        for partition, front, _ in asked:
+            refusal = errors.get((partition.topic, partition.number))
+            if refusal is None:
+                partition.committed = front
+            else:
+                self._refused(refusal)
+
+    def _refused(self, error: KafkaError) -> None:
+        if error.code() in MOVED_ON:
+            # tried again after the rebalance, if the partition is still ours by then
+            _log.info("%s: not committed while the group rebalances: %s", self.name, error.str())
+        elif error.fatal():
+            self._trouble = error
+        elif error.code() in REFUSALS:
+            raise BrokerError(f"Kafka refuses the commit of group {self._group}: {error.str()}.")
+        else:
+            raise BrokerUnavailable(f"Kafka did not take the commit ({error.str()}).")
+
+    # -- rebalances: called by the client inside poll, consume and close ----------------------
+
+    def _assigned(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
+        for own in partitions:
+            if old := self._partitions.get((own.topic, own.partition)):
+                # lost without a word: reading starts again at what was committed
+                self._forget([old])
+            self._partitions[own.topic, own.partition] = Partition(own.topic, own.partition)
+            self._uuids.pop(own.topic, None)
+
+    def _revoked(self, consumer: client.Consumer, partitions: list[TopicPartition]) -> None:
+        leaving = self._known(partitions)
+        gone = {id(own) for own in leaving}
+        if self._in_flight is not None and not self._closing:
+            done = self._in_flight.settled(
+                lambda delivery: id(delivery.tag[0]) in gone, self._revoke_wait_s
+            )
+            for delivery in done:
+                partition, record = delivery.tag
+                partition.settle(record)
+        try:
+            if not self._away:
+                self._commit(consumer, leaving)
+        except BrokerError as error:
+            # the next owner starts at the last commit and finds duplicates
+            _log.info("%s: revoked without a commit: %s", self.name, error)
+        self._forget(leaving)
+
+    def _lost(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
+        self._forget(self._known(partitions))
+
+    def _known(self, partitions: Iterable[TopicPartition]) -> list[Partition]:
+        keys = [(own.topic, own.partition) for own in partitions]
+        return [self._partitions[key] for key in keys if key in self._partitions]
+
+    def _forget(self, partitions: Iterable[Partition]) -> None:
+        for own in list(partitions):
+            own.ours = False
+            self._partitions.pop((own.topic, own.number), None)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, KafkaException):
+        return str(error.args[0].str())
+    return str(error) or type(error).__name__
