@@ -458,6 +458,28 @@ def test_a_server_that_is_away_at_the_start_is_waited_for(
         assert codes == []
 
 
+@pytest.mark.slow
+def test_a_server_that_hangs_is_left(own_rabbitmq: ThrowawayRabbitMQ) -> None:
+    """No frames come and nothing is closed: only the heartbeats tell."""
+    declare(own_rabbitmq.url, name="orders")
+    publish(own_rabbitmq.url, "orders", note("m1"))
+    pid = own_rabbitmq._pid()
+    assert pid is not None
+    with opened_source(f"{own_rabbitmq.url}?heartbeat=1", "orders") as source:
+        received(source, 1)
+        link = source._link
+        assert link is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            eventually(lambda: link.lost or source.receive(1, 0.1), "the loss")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        (delivery,) = received(source, 1)
+        assert delivery.redelivered
+        source.settle([delivery])
+    assert left(own_rabbitmq.url, "orders") == 0
+
+
 # -- with the worker ---------------------------------------------------------------------------------
 
 
@@ -498,6 +520,31 @@ def test_undecodable_headers_are_quarantined(
         ((reason, _),) = quarantined(shop.raw)
         assert "cannot be decoded" in reason
     assert left(rabbitmq_url, queue) == 0
+
+
+@pytest.mark.parametrize("mode", ["inline", "stored"])
+@pytest.mark.parametrize("own", [{}, {"type": "a\0b"}, {"message_id": "a\0b"}])
+def test_what_no_database_keeps(
+    rabbitmq_url: str, queue: str, postgresql_url: str, mode: Any, own: dict[str, Any]
+) -> None:
+    properties: dict[str, Any] = {
+        "message_id": "m1", "content_type": "a\0b", "correlation_id": "a\0b", "reply_to": "\ufffe",
+        "headers": {"a\0b": "c\0d", "nested": {"a\0b": ["\0", 1.5]}},
+    }  # fmt: skip
+    publish_plain(rabbitmq_url, queue, Basic.Properties(**_amqp_names({**properties, **own})))
+    publish(rabbitmq_url, queue, note("m2"))
+    with (
+        shop_on(postgresql_url, RabbitMQ(rabbitmq_url), queue, mode=mode) as shop,
+        running(worker(shop.app)) as codes,
+    ):
+        eventually(lambda: shop.effects("m2") == 1)
+        eventually(lambda: shop.effects("m1") == 1 or quarantined(shop.raw))
+        assert codes == []
+    assert left(rabbitmq_url, queue) == 0
+
+
+def _amqp_names(properties: dict[str, Any]) -> dict[str, Any]:
+    return {("message_type" if name == "type" else name): own for name, own in properties.items()}
 
 
 def test_failures_are_acknowledged_and_retried_from_the_table(

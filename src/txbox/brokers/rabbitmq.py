@@ -214,7 +214,7 @@ class RabbitMQ:
         if time.monotonic() < self._retry_at:
             raise BrokerUnavailable(self._reason)
         try:
-            link = self._link = self._call(self._linked())
+            link = self._link = self._call(self._linked(), _CALL_S + CLOSE_S)
         except MissingQueueError as error:
             message = (
                 f"The queue {str(error)!r} does not exist on RabbitMQ at {self._where}: "
@@ -270,11 +270,11 @@ class RabbitMQ:
     def _close(self, link: Link) -> None:
         self._call(_close_quietly(link))
 
-    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def _call(self, work: Coroutine[Any, Any, _T], within_s: float = _CALL_S) -> _T:
         assert self._loop is not None
 
         async def bounded() -> _T:
-            async with asyncio.timeout(_CALL_S + CLOSE_S):
+            async with asyncio.timeout(within_s):
                 return await work
 
         try:

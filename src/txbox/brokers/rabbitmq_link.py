@@ -51,6 +51,7 @@ class Link:
         self._connection = connection
         self._owner: aio_pika.abc.AbstractChannel | None = None
         self._channel: AbstractChannel | None = None
+        self._last_tag = 0
         self._unsettled: dict[int, None] = {}
         self._arrived: deque[tuple[str, DeliveredMessage]] = deque()
         self._changed = threading.Condition()
@@ -80,8 +81,14 @@ class Link:
 
     def _receiver(self, queue: str) -> Any:
         async def receive(delivered: DeliveredMessage) -> None:
-            assert delivered.delivery_tag is not None
-            self._unsettled[delivered.delivery_tag] = None
+            tag = delivered.delivery_tag
+            assert tag is not None
+            if tag != self._last_tag + 1:
+                # a tag we know nothing of must not fall under a multiple acknowledgement
+                self.lose(f"delivery {tag} came after delivery {self._last_tag}")
+                return
+            self._last_tag = tag
+            self._unsettled[tag] = None
             with self._changed:
                 self._arrived.append((queue, delivered))
                 self._changed.notify_all()
