@@ -1,0 +1,100 @@
+"""AWS Lambda on an SQS queue: each message by itself, failures reported one by one.
+
+Lambda receives and deletes; txbox makes each message's effect happen once. In the event source mapping
+switch on `ReportBatchItemFailures`: what this function names is delivered again, the rest is deleted.
+
+    python examples/aws_lambda_sqs.py      # a fake event, as Lambda would pass it
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sqlite3
+from typing import Any
+
+from txbox import App, Headers, Message, StoreError
+
+# made once for each execution environment, outside the function
+app = App(os.environ.get("DATABASE_URL", "sqlite:///lambda.db"))
+
+
+@app.handler("orders", consumer="billing")
+def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+    order = message.body
+    tx.execute(
+        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+    )
+
+
+def message_of(record: dict[str, Any]) -> Message[Any]:
+    attributes = record.get("messageAttributes", {})
+    headers = Headers(
+        (
+            name,
+            base64.b64decode(own["binaryValue"]) if "binaryValue" in own else own["stringValue"],
+        )
+        for name, own in attributes.items()
+    )
+    return Message(
+        topic=record["eventSourceARN"].rpartition(":")[2],  # the queue's name
+        payload=record["body"].encode(),
+        headers=headers,  # the id is the attribute `message-id`; SQS's own changes when it is sent again
+        type=headers.text("type"),
+        key=record["attributes"].get("MessageGroupId"),
+        origin={"source": "sqs", "sqs_message_id": record["messageId"]},
+    )
+
+
+def lambda_handler(event: dict[str, Any], _context: object) -> dict[str, Any]:
+    """Process a batch; returns what Lambda is to deliver again."""
+    again: list[str] = []
+    blocked: set[str] = set()  # FIFO: after one that comes again, the rest of its group waits
+    for record in event["Records"]:
+        group = record["attributes"].get("MessageGroupId")
+        if group is None or group not in blocked:
+            try:
+                settled = app.process(message_of(record)).settles
+            except StoreError:
+                settled = False  # the database is away
+            if settled:
+                continue  # processed, seen before, or kept in the table, which retries it
+        if group is not None:
+            blocked.add(group)
+        again.append(record["messageId"])
+    return {"batchItemFailures": [{"itemIdentifier": own} for own in again]}
+
+
+def main() -> None:
+    app.init()  # once, at deployment
+    database = sqlite3.connect("lambda.db")
+    database.execute("CREATE TABLE IF NOT EXISTS booking (order_id INTEGER, amount INTEGER)")
+
+    def record(number: int, own_id: str | None, body: str) -> dict[str, Any]:
+        own = (
+            {} if own_id is None else {"message-id": {"stringValue": own_id, "dataType": "String"}}
+        )
+        return {
+            "messageId": f"sqs-{number}",
+            "body": body,
+            "attributes": {"ApproximateReceiveCount": "1"},
+            "messageAttributes": own,
+            "eventSourceARN": "arn:aws:sqs:eu-west-1:123456789012:orders",
+        }
+
+    event = {
+        "Records": [
+            record(1, "o-1", '{"id": 1, "amount": 5}'),
+            record(2, "o-1", '{"id": 1, "amount": 5}'),  # the producer sent it again
+            record(3, "o-2", '{"id": 2}'),  # fails: parked in the table, the queue is done with it
+            record(4, None, '{"id": 3, "amount": 5}'),  # no id: set aside for a person
+        ]
+    }
+    print(lambda_handler(event, None))
+    print(database.execute("SELECT order_id, amount FROM booking").fetchall())
+    database.close()
+    app.close()
+
+
+if __name__ == "__main__":
+    main()
