@@ -310,6 +310,40 @@ def test_nothing_is_extended_beyond_twelve_hours(queue: Queue) -> None:
     opened_.source.settle([delivery])
 
 
+def test_what_came_before_a_failure_is_handed_out(
+    sqs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Queue(sqs_url), Queue(sqs_url)
+    for own in (first, second):
+        own.send("m-1")
+    opened_ = Open(SQS(first.name, second.name, endpoint_url=sqs_url, **ACCESS))
+    receive_from, calls = opened_.source._receive_from, 0
+
+    def failing(*given: Any) -> list[Delivery]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise BrokerUnavailable("away")
+        return receive_from(*given)
+
+    monkeypatch.setattr(opened_.source, "_receive_from", failing)
+    found = [*opened_.source.receive(10, 0.0)]
+    assert len(found) == 1, "it would be held back as in flight, and nobody would work on it"
+    found += opened_.receive(1)
+    assert {own.topic for own in found} == {first.name, second.name}
+    opened_.source.settle(found)
+
+
+def test_a_body_that_is_no_text_is_a_problem(queue: Queue) -> None:
+    opened_ = Open(queue.source())
+    own = {"MessageId": "m", "ReceiptHandle": "r", "Body": "\ud800 lone", "Attributes": {}}
+    delivery = opened_.source._delivery(opened_.source._queues[0], own)
+    assert delivery is not None
+    assert delivery.message is None
+    assert delivery.problem is not None
+    assert delivery.raw.endswith(b" lone")
+
+
 # -- what can never work, and what a wait cures ---------------------------------------------------
 
 
@@ -317,7 +351,7 @@ def test_nothing_is_extended_beyond_twelve_hours(queue: Queue) -> None:
     "wrong",
     [
         {"visibility": timedelta(0)}, {"visibility": timedelta(hours=13)},
-        {"wait": timedelta(seconds=21)}, {"client": object()},
+        {"wait": timedelta(seconds=21)}, {"wait": timedelta(0)}, {"client": object()},
     ],
     ids=str,
 )  # fmt: skip

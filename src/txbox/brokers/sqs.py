@@ -64,8 +64,8 @@ class SQS:
         queues: names or URLs; without any, the topics of the handlers are the names.
         visibility: how long a message stays ours without word from us, up to 12 h; without it, the
             queue's own time-out. It is extended every third of that while the message is in flight.
-        wait: the long poll of an idle source, up to 20 s. A longer one costs fewer requests; a stop
-            waits for it to end.
+        wait: the long poll of an idle source, 1 to 20 s. A longer one costs fewer requests; a stop,
+            and the other queues of this source, wait for it to end.
         deduplication_ids: take a FIFO message's MessageDeduplicationId (within its group, where the
             queue deduplicates by group) as id when it has no other. Only for producers that set it
             to the id of the event; refused on queues that hash the content, where two equal
@@ -95,8 +95,8 @@ class SQS:
     ) -> None:
         if visibility is not None and not 1 <= visibility.total_seconds() <= _VISIBLE_MAX_S:
             raise ConfigurationError(f"visibility is {visibility}: use 1 second to 12 hours.")
-        if not timedelta(0) <= wait <= _WAIT_MAX:
-            raise ConfigurationError(f"wait is {wait}: SQS waits 0 to 20 seconds.")
+        if not timedelta(seconds=1) <= wait <= _WAIT_MAX:
+            raise ConfigurationError(f"wait is {wait}: use 1 to 20 seconds.")
         if client is not None and options:
             raise ConfigurationError("SQS() takes a client or options for one, not both.")
         if "*" in queues or not all(queues):
