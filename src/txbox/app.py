@@ -254,10 +254,14 @@ class App:
         handler: Handler,
         messages: Sequence[Message[Any]],
         *,
+        suspect: bool = False,
         for_s: float | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Steps[list[Settled]]:
         """Bring messages for one handler to their outcomes, waiting while the database is away.
+
+        Args:
+            suspect: see `Intake.take`.
 
         Raises:
             SchemaError, StoreError: as `process` does.
@@ -267,7 +271,9 @@ class App:
                 yield from self.protocol.persistently(self.check_schema, for_s=for_s, stop=stop)
             return (
                 yield from self.protocol.persistently(
-                    lambda: self.intake.take(handler, messages), for_s=for_s, stop=stop
+                    lambda: self.intake.take(handler, messages, suspect=suspect),
+                    for_s=for_s,
+                    stop=stop,
                 )
             )
         except StoreError as error:

@@ -25,16 +25,22 @@ class Intake:
     def __init__(self, protocol: InboxProtocol) -> None:
         self._protocol = protocol
 
-    def take(self, handler: Handler, messages: Sequence[Message[Any]]) -> Steps[list[Settled]]:
+    def take(
+        self, handler: Handler, messages: Sequence[Message[Any]], *, suspect: bool = False
+    ) -> Steps[list[Settled]]:
         """Bring messages to an outcome each, in their order.
 
         Copies of one id share the first one's fate; a copy with another payload is quarantined.
+
+        Args:
+            suspect: an earlier delivery may have killed its worker: count the start before the run,
+                so that a message which kills every process ends as a dead letter (SEMANTICS 4.4).
 
         Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
         quarantine row.
         """
         if len(messages) == 1:
-            return [(yield from self._take_one(handler, messages[0]))]
+            return [(yield from self._take_one(handler, messages[0], suspect))]
         known: dict[str, Arrival] = {}
         ids: list[str | None] = []
         settled: list[Settled | None] = []
@@ -57,7 +63,7 @@ class Intake:
                 continue
             ids.append(arrival.message_id)
             settled.append(None)
-        answers = yield from self._run(handler, list(known.values()))
+        answers = yield from self._run(handler, list(known.values()), suspect)
         seen: set[str] = set()
         outcomes: list[Settled] = []
         for own, done in zip(ids, settled, strict=True):
@@ -77,22 +83,24 @@ class Intake:
             outcomes.append(answer)
         return outcomes
 
-    def _take_one(self, handler: Handler, message: Message[Any]) -> Steps[Settled]:
+    def _take_one(self, handler: Handler, message: Message[Any], suspect: bool) -> Steps[Settled]:
         try:
             arrival = handler.arrival(message, self._protocol.limits)
         except UnusableMessage as error:
             yield from self._quarantined(handler.consumer, message, "", str(error))
             return Settled(Outcome.QUARANTINED)
-        return (yield from self._run(handler, [arrival]))[arrival.message_id]
+        return (yield from self._run(handler, [arrival], suspect))[arrival.message_id]
 
-    def _run(self, handler: Handler, arrivals: list[Arrival]) -> Steps[dict[str, Settled]]:
+    def _run(
+        self, handler: Handler, arrivals: list[Arrival], suspect: bool
+    ) -> Steps[dict[str, Settled]]:
         if not arrivals:
             return {}
         if handler.options.mode == "stored":
             return (yield from self.store(handler, arrivals))
-        if handler.options.transactional:
+        if handler.options.transactional and not suspect:
             return (yield from self._protocol.deliver(handler, arrivals))
-        return (yield from self._run_untransacted(handler, arrivals))
+        return (yield from self._run_leased(handler, arrivals))
 
     def store(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[dict[str, Settled]]:
         """Store messages as pending, to be processed from the table; returns DEFERRED for new ones."""
@@ -130,10 +138,10 @@ class Intake:
             # pruned between the two statements: store again
             ordered = gone
 
-    def _run_untransacted(
+    def _run_leased(
         self, handler: Handler, arrivals: Sequence[Arrival]
     ) -> Steps[dict[str, Settled]]:
-        """Store, lease and run at once: work outside a transaction needs a lease to be done by one worker."""
+        """Store, lease and run at once, for work that must be counted, or be one worker's, before it begins."""
         protocol = self._protocol
         settled = yield from self.store(handler, arrivals)
         for arrival in arrivals:

@@ -124,7 +124,9 @@ class Lane:
                 work = self._queue[0]
                 size += work.ticket.delivery.size_bytes
                 if batch and (
-                    work.handler is not batch[0].handler
+                    work.ticket.delivery.redelivered
+                    or batch[0].ticket.delivery.redelivered
+                    or work.handler is not batch[0].handler
                     or len(batch) >= self._batch_messages(batch[0].handler)
                     or size > self._app.batching.payload_bytes
                 ):
@@ -145,7 +147,11 @@ class Lane:
             for work in batch
             if work.ticket.delivery.message is not None
         ]
-        answers: list[Settled] = yield from self._app.taken(handler, messages, stop=self._stop)
+        # it may have killed the worker that had it: alone, and its start counted first
+        suspect = batch[0].ticket.delivery.redelivered
+        answers: list[Settled] = yield from self._app.taken(
+            handler, messages, suspect=suspect, stop=self._stop
+        )
         for work, settled in zip(batch, answers, strict=True):
             if settled.outcome.settles:
                 work.ticket.part_settled()
