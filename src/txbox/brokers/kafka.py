@@ -6,11 +6,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, UnusableMessage
+from txbox.identity import message_id
 
 try:
     import confluent_kafka as client
@@ -63,10 +65,11 @@ class Kafka:
     nothing), `isolation.level` is read_committed, `partition.assignment.strategy` is
     cooperative-sticky unless `group.protocol` is consumer (KIP-848). Auto-commit is refused.
 
-    The id is the header `message-id` or CloudEvents `ce_source` and `ce_id`; for weak ids, the
-    topic's UUID with partition and offset. The type is the header `type` or `ce_type`. A key that is
-    not UTF-8 becomes its hexadecimal form after "hex:". A null value is a tombstone. `redelivered`
-    marks the first messages of a partition after its assignment: another member may have died of them.
+    The id is the header `message-id` or CloudEvents `ce_source` and `ce_id`; the weak id of a message
+    that has neither is its topic's UUID with partition and offset. The type is the header `type` or
+    `ce_type`. A key that is not UTF-8 becomes its hexadecimal form after "hex:". A null value is a
+    tombstone. `redelivered` marks the first messages of a partition after its assignment:
+    another member may have died of them.
 
     Guarantee: an offset is committed only after all messages delivered before it are stored. Commits
     are at most half a second behind, and are made up before partitions are given back. After a
@@ -165,13 +168,14 @@ class Kafka:
         while self._held and len(found) < messages_max:
             raw, partition, record = self._held[0]
             if partition.ours:
+                delivery = delivery_of(raw, partition, record)
                 try:
-                    uuid = self._uuid(partition.topic)
+                    self._identify(delivery, partition, record)
                 except BrokerUnavailable:
                     if found:
                         return found
                     raise
-                found.append(delivery_of(raw, partition, record, uuid))
+                found.append(delivery)
             self._held.popleft()
         if not found:
             self._raise_trouble()
@@ -182,13 +186,7 @@ class Kafka:
         self._commit_if_due()
         if time.monotonic() - self._polled_at < (self.tend_every_s or 0.0) / 2:
             return
-        self._pause()
-        raw = consumer.poll(0)
-        if raw is not None:
-            self._take(raw)
-        # a rebalance inside poll may have brought partitions that are not paused yet
-        self._pause()
-        self._polled_at = time.monotonic()
+        self._poll_paused(consumer)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
@@ -257,19 +255,27 @@ class Kafka:
         if not self._away:
             return
         consumer = self._open_consumer()
-        self._tend_away(consumer)
+        self._poll_paused(consumer)
         try:
             consumer.list_topics("__consumer_offsets", timeout=_PROBE_S)
         except KafkaException as error:
             raise BrokerUnavailable(f"No Kafka broker answers ({_text(error)}).") from error
         self._away = False
 
-    def _tend_away(self, consumer: client.Consumer) -> None:
-        self._pause()
-        raw = consumer.poll(0)
-        if raw is not None:
-            self._take(raw)
-        self._polled_at = time.monotonic()
+    def _identify(self, delivery: Delivery, partition: Partition, record: Record) -> None:
+        """Add the weak id of a message that has no other, and only then: it takes a question."""
+        message = delivery.message
+        if message is None:
+            return
+        try:
+            message_id(message)
+        except UnusableMessage:
+            uuid = self._uuid(partition.topic)
+        else:
+            return
+        if uuid is not None:
+            weak_id = f"{uuid}/{partition.number}/{record.offset}"
+            delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})
 
     def _uuid(self, topic: str) -> str | None:
         """The topic's incarnation: a topic that is deleted and made again has another."""
@@ -302,6 +308,15 @@ class Kafka:
         self._paused = True
         if assigned := consumer.assignment():
             consumer.pause(assigned)
+
+    def _poll_paused(self, consumer: client.Consumer) -> None:
+        self._pause()
+        raw = consumer.poll(0)
+        if raw is not None:
+            self._take(raw)
+        # a rebalance inside poll may have brought partitions that are not paused yet
+        self._pause()
+        self._polled_at = time.monotonic()
 
     def _resume(self) -> None:
         if self._paused:
@@ -340,8 +355,6 @@ class Kafka:
             _log.info("%s: not committed while the group rebalances: %s", self.name, error.str())
         elif error.fatal():
             self._trouble = error
-        elif error.code() in REFUSALS:
-            raise BrokerError(f"Kafka refuses the commit of group {self._group}: {error.str()}.")
         else:
             raise BrokerUnavailable(f"Kafka did not take the commit ({error.str()}).")
 

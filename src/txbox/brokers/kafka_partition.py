@@ -117,9 +117,7 @@ def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> 
     return defaults | given
 
 
-def delivery_of(
-    raw: client.Message, partition: Partition, record: Record, uuid: str | None
-) -> Delivery:
+def delivery_of(raw: client.Message, partition: Partition, record: Record) -> Delivery:
     topic, tag = partition.topic, (partition, record)
     value = raw.value()
     try:
@@ -131,8 +129,6 @@ def delivery_of(
             f"not UTF-8 ({type(error).__name__}).",
         )  # fmt: skip
     origin: dict[str, Any] = {"partition": partition.number, "offset": record.offset}
-    if uuid is not None:
-        origin["weak_id"] = f"{uuid}/{partition.number}/{record.offset}"
     message: Message[Any] = Message(
         topic=topic,
         payload=value,
