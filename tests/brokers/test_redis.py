@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from tests.brokers.streaming import Unwatched, process
+from tests.brokers.streaming import Unwatched, booked, example, process
 from tests.conftest import NewDatabase
 from tests.databases import Raw
 from tests.runtime.support import eventually, running, worker
@@ -430,3 +431,10 @@ def test_what_can_never_work_is_refused(stream: Stream) -> None:
             [stream.name], Unwatched(), Unwatched()
         )
     assert issubclass(BrokerUnavailable, BrokerError)
+
+
+def test_the_example(stream: Stream, tmp_path: Path) -> None:
+    stream.add("o-1", b'{"id": 1, "amount": 5}', type="order.paid")
+    with example("redis_service:app", tmp_path, REDIS_URL=stream.url, ORDERS_STREAM=stream.name):
+        eventually(lambda: booked(tmp_path) == [(1, 5)])
+        eventually(lambda: stream.client.xpending(stream.name, "billing")["pending"] == 0)

@@ -1,0 +1,326 @@
+"""NATS JetStream: durable pull consumers, confirmed acknowledgements."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
+
+try:
+    import nats.errors
+    import nats.js.errors
+    from nats.js.api import AckPolicy, ConsumerConfig
+
+    from txbox.brokers.nats_link import Link, Loop, Pull, connect
+except ModuleNotFoundError as error:
+    raise ConfigurationError(
+        f"The client {error.name} is not installed: run pip install 'txbox[nats]'."
+    ) from error
+
+_log = logging.getLogger("txbox")
+
+Result = TypeVar("Result")
+
+_CALL_S = 10.0
+_CONFIRM_S = 5.0
+_MAX_DELIVER_MIN = 20
+_NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+_REFUSED_OPTIONS = {
+    "servers": "name them first",
+    "allow_reconnect": "the source connects anew, with new subscriptions",
+    "max_reconnect_attempts": "the source tries for as long as it runs",
+    "reconnect_time_wait": "the worker waits between attempts",
+}
+_REFUSED_CONSUMER = {
+    "name": "set durable=",
+    "durable_name": "set durable=",
+    "ack_wait": "set ack_wait=",
+    "ack_policy": "each message is acknowledged by itself",
+    "filter_subject": "the topic is the filter",
+    "filter_subjects": "the topic is the filter",
+    "deliver_subject": "messages are pulled",
+    "deliver_group": "messages are pulled",
+    "headers_only": "payloads are needed",
+    "inactive_threshold": "the consumer must outlive the worker",
+}
+# what a wait can cure: no server, no leader, a connection that was lost meanwhile
+_PASSING = (nats.errors.Error, OSError, asyncio.TimeoutError)
+
+
+class Nats:
+    """Pulls from a JetStream stream by durable consumers, one a topic; a topic is a subject.
+
+    Args:
+        servers: URLs of one cluster.
+        durable: the name of the consumer, which all workers of a service share. With several topics
+            it is followed by "-" and the topic, in which each run of other characters than letters
+            and digits is "_"; a mapping gives the name for each topic instead.
+        stream: the stream's name; without it, the one that has the topic among its subjects.
+        ack_wait: how long the server waits for a consumer that is created here; one that exists
+            keeps its own.
+        confirm: wait until the server has confirmed each acknowledgement. Without, one that gets
+            lost is a redelivery, found to be a duplicate.
+        consumer: further fields of `nats.js.api.ConsumerConfig` for consumers created here.
+        options: passed to the client's `connect`: `user_credentials`, `tls`, `token` …
+
+    A topic may have wildcards: it is the topic of all its messages, the subject is in their origin.
+    The topic "*" is the whole stream; then each message's topic is its subject. The id is the header
+    `Nats-Msg-Id`, then `message-id`, then CloudEvents; headers `type`, `key` and `content-type` are
+    read as well. A key that is not UTF-8 becomes its hexadecimal digits after "hex:".
+
+    The weak id is stream, sequence and the time at which the stream stored the message, so that a
+    recreated stream, whose sequence begins anew, has other ids. A mirror may store at other times.
+
+    Guarantee: a message is acknowledged only when its outcome is on disk; while it is in flight the
+    server is told so. A limit on deliveries would end that guarantee: `max_deliver` below 20 is
+    refused, and any other is warned about.
+    """
+
+    def __init__(
+        self,
+        servers: str | Sequence[str] = "nats://localhost:4222",
+        *,
+        durable: str | Mapping[str, str],
+        stream: str | None = None,
+        ack_wait: timedelta = timedelta(seconds=30),
+        confirm: bool = True,
+        consumer: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        for option, why in _REFUSED_OPTIONS.items():
+            if option in options:
+                raise ConfigurationError(f"Nats takes no {option}=: {why}.")
+        for option, why in _REFUSED_CONSUMER.items():
+            if option in (consumer or {}):
+                raise ConfigurationError(f"consumer= of Nats takes no {option}: {why}.")
+        if ack_wait < timedelta(seconds=1):
+            raise ConfigurationError(f"ack_wait is {ack_wait}: it must be 1 second or more.")
+        if not durable:
+            raise ConfigurationError("Nats needs the name of a durable consumer: durable=.")
+        self._servers = [servers] if isinstance(servers, str) else list(servers)
+        self._durable = durable
+        self._stream = stream
+        self._confirm_s = _CONFIRM_S if confirm else None
+        self._options = options
+        self._wanted: dict[str, Any] = {"max_deliver": -1, **(consumer or {})}
+        try:
+            checked = ConsumerConfig(ack_wait=ack_wait.total_seconds(), **self._wanted)
+        except TypeError as error:
+            raise ConfigurationError(
+                "consumer= of Nats names a field that ConsumerConfig does not have."
+            ) from error
+        self._check_limit(checked, "consumer= of Nats")
+        self._wanted["ack_wait"] = self._ack_wait_s = ack_wait.total_seconds()
+        self._names: dict[str, str] = {}
+        self._was_there = False
+        self._loop: Loop | None = None
+        self._link: Link | None = None
+        self._buffer: deque[Delivery] = deque()
+
+    topics: Sequence[str] | None = None
+    exhausted = False
+
+    @property
+    def name(self) -> str:
+        durable = self._durable
+        own = durable if isinstance(durable, str) else "+".join(sorted(set(durable.values())))
+        return f"nats:{own}"
+
+    @property
+    def tend_every_s(self) -> float | None:
+        return self._ack_wait_s / 3
+
+    @property
+    def redelivery_s(self) -> float | None:
+        """Seconds after which the server delivers again what nobody tends; after `open`, as the consumers have it."""
+        return self._ack_wait_s
+
+    def open(
+        self,
+        topics: Sequence[str],
+        progress: Progress,  # noqa: ARG002  # the server remembers
+        in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes what is tended
+    ) -> None:
+        if not topics:
+            raise ConfigurationError("Nats was asked for no topic: name subjects.")
+        self._names = self._consumer_names(["*"] if "*" in topics else topics)
+        self._buffer.clear()
+        self._was_there = False
+        self._loop = Loop(f"txbox-{self.name}")
+        try:
+            self._connected()
+        except BrokerUnavailable as away:
+            _log.info("%s cannot be opened yet: %s", self.name, away)
+
+    def _consumer_names(self, topics: Sequence[str]) -> dict[str, str]:
+        if "*" in topics and self._stream is None:
+            raise ConfigurationError('Nats cannot look up the stream of topic "*": set stream=.')
+        durable = self._durable
+        if not isinstance(durable, str):
+            missing = [topic for topic in topics if topic not in durable]
+            if missing:
+                raise ConfigurationError(
+                    f"durable= of Nats names no consumer for {missing[0]!r}: add it."
+                )
+            return {topic: durable[topic] for topic in topics}
+        if len(topics) == 1:
+            return {topics[0]: durable}
+        names = {topic: f"{durable}-{_NO_NAME.sub('_', topic)}" for topic in topics}
+        if len(set(names.values())) < len(names):
+            raise ConfigurationError(
+                "Two topics would have consumers of one name: give durable= a mapping of topics to names."
+            )
+        return names
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        link = self._connected()
+        for pull in link.pulls:
+            if pull.gone:
+                self._call(self._ensure(link, pull))
+                pull.gone = False
+        self._call(link.receive(messages_max, wait_s), wait_s)
+        return [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        """Tell the server that what is in flight is in progress; it then waits `ack_wait` anew."""
+        replies = [own.tag for own in (*deliveries, *self._buffer)]
+        if replies:
+            self._call(self._connected().in_progress(replies))
+
+    def settle(self, deliveries: Sequence[Delivery]) -> None:
+        # the subjects that acknowledge outlive the connection they came by
+        link = self._connected()
+        missing = self._call(
+            link.acknowledge([own.tag for own in deliveries], self._confirm_s), _CONFIRM_S
+        )
+        if missing:
+            raise BrokerError(
+                f"NATS did not confirm {missing} of {len(deliveries)} acknowledgements: they come again."
+            )
+
+    def close(self) -> None:
+        """Return what no handler has seen, and disconnect."""
+        loop, link = self._loop, self._link
+        self._loop = self._link = None
+        if loop is None:
+            return
+        try:
+            if link is not None and link.up:
+                loop.call(self._close(link), _CALL_S)
+        except _PASSING as error:
+            raise BrokerUnavailable(f"NATS cannot be used now: {error!r}") from error
+        finally:
+            self._buffer.clear()
+            loop.close()
+
+    async def _close(self, link: Link) -> None:
+        await link.unsubscribe()
+        await link.give_back([own.tag for own in self._buffer])
+        await link.close()
+
+    # -- the connection and the consumers -----------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, Result], more_s: float = 0.0) -> Result:
+        assert self._loop is not None
+        try:
+            return self._loop.call(work, _CALL_S + more_s)
+        except _PASSING as error:
+            raise BrokerUnavailable(f"NATS cannot be used now: {error!r}") from error
+
+    def _connected(self) -> Link:
+        link = self._link
+        if link is None or not link.up:
+            self._link = None
+            link = self._link = self._call(self._connect())
+        return link
+
+    async def _connect(self) -> Link:
+        link = await connect(self._servers, self._options, self._buffer)
+        try:
+            waits_s: list[float] = []
+            for topic, durable in self._names.items():
+                pull = Pull(await self._stream_of(link, topic), durable, topic)
+                waits_s.append(await self._ensure(link, pull))
+                await link.start(pull)
+            self._ack_wait_s = min(waits_s)
+            self._was_there = True
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _stream_of(self, link: Link, topic: str) -> str:
+        if self._stream is not None:
+            return self._stream
+        try:
+            found: str = await link.js.find_stream_name_by_subject(topic)
+        except nats.js.errors.NotFoundError as error:
+            raise ConfigurationError(
+                f"No stream of NATS has the subject {topic!r}: create one, or check the topic."
+            ) from error
+        return found
+
+    async def _ensure(self, link: Link, pull: Pull) -> float:
+        """Create the consumer where there is none; returns its time-out in seconds."""
+        subject = None if pull.topic == "*" else pull.topic
+        try:
+            try:
+                info = await link.js.consumer_info(pull.stream, pull.durable)
+            except nats.js.errors.NotFoundError:
+                config = ConsumerConfig(
+                    durable_name=pull.durable, filter_subject=subject,
+                    ack_policy=AckPolicy.EXPLICIT, **self._wanted,
+                )  # fmt: skip
+                info = await link.js.add_consumer(pull.stream, config)
+        except nats.js.errors.NotFoundError as error:
+            if self._was_there:
+                # whoever deleted it may create it again
+                raise BrokerUnavailable(f"The stream {pull.stream!r} is gone.") from error
+            raise ConfigurationError(
+                f"NATS has no stream {pull.stream!r}: create it, or check stream= of Nats."
+            ) from error
+        except nats.js.errors.BadRequestError as error:
+            raise ConfigurationError(
+                f"NATS refused the consumer {pull.durable!r} of stream {pull.stream!r}: {error}"
+            ) from error
+        return self._checked(info.config, pull, subject)
+
+    def _checked(self, config: ConsumerConfig, pull: Pull, subject: str | None) -> float:
+        what = f"The consumer {pull.durable!r} of stream {pull.stream!r}"
+        if config.deliver_subject:
+            raise ConfigurationError(f"{what} pushes: set durable= to a pull consumer.")
+        if config.ack_policy not in (AckPolicy.EXPLICIT, "explicit"):
+            raise ConfigurationError(
+                f"{what} has ack_policy {config.ack_policy}: only explicit keeps what a crash leaves."
+            )
+        if config.headers_only:
+            raise ConfigurationError(f"{what} has headers_only: payloads are needed.")
+        # a stream of one subject may report no filter
+        if config.filter_subject != subject and config.filter_subject and subject:
+            raise ConfigurationError(
+                f"{what} filters {config.filter_subject!r}, not {subject!r}: set durable= to another name."
+            )
+        self._check_limit(config, what)
+        waits = config.backoff or [config.ack_wait or self._ack_wait_s]
+        return min(waits)
+
+    def _check_limit(self, config: ConsumerConfig, what: str) -> None:
+        limit = config.max_deliver
+        if limit is None or limit <= 0:
+            return
+        if limit < _MAX_DELIVER_MIN:
+            raise ConfigurationError(
+                f"{what} has max_deliver {limit}: after so many deliveries NATS never delivers a message again, "
+                "and crashes count. Set it to -1; attempts are counted in the database."
+            )
+        _log.warning(
+            "%s has max_deliver %d: a message that was delivered so often is lost to it. Set it to -1.",
+            what, limit,
+        )  # fmt: skip
