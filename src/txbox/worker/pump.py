@@ -283,7 +283,8 @@ class Pump:
             self._app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
         with self._changed:
             if not self._finish:
-                self._changed.wait(wait_s)
+                # what is in flight must be tended meanwhile
+                self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
 
     def _resumed(self) -> None:
         if self._paused_at is not None:
