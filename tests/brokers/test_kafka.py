@@ -124,7 +124,7 @@ def test_headers_keys_and_tombstones(kafka_bootstrap: str) -> None:
     assert (second.payload, second.key, second.type) == (None, "café", "gone")
     assert (second.origin["partition"], second.origin["offset"]) == (0, 1)
     assert "weak_id" not in first.origin
-    uuid, partition, offset = second.origin["weak_id"].split("/")
+    uuid, partition, offset = second.origin["weak_id"].rsplit("/", 2)
     assert (len(uuid), partition, offset) == (22, "0", "1")
 
 

@@ -287,7 +287,9 @@ class Kafka:
             config = {own: value for own, value in self._config.items() if own.startswith(shared)}
             try:
                 admin = AdminClient(config, logger=_client_log)
-                asked = admin.describe_topics(TopicCollection([topic]), request_timeout=_DESCRIBE_S)
+                asked: dict[str, Any] = admin.describe_topics(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+                    TopicCollection([topic]), request_timeout=_DESCRIBE_S
+                )
                 uuid = str(asked[topic].result(_DESCRIBE_S + 1).topic_id)
             except (KafkaException, TimeoutError) as error:
                 if isinstance(error, KafkaException) and error.args[0].code() in REFUSALS:
