@@ -67,6 +67,10 @@ class BrokerUnavailable(BrokerError):
     """A broker cannot be reached; a retry may help."""
 
 
+class MessageRefused(BrokerError):
+    """A broker will never take this message as it is (too large, a name it does not allow)."""
+
+
 class UnusableMessage(TxboxError):
     """A message has no usable id, or bytes that no database can keep (NUL, lone surrogates)."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from txbox.errors import BrokerError
 from txbox.message import Message
 
 
@@ -130,4 +131,57 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Give everything back; what was not settled stays for the next who opens it."""
+        ...
+
+
+class Publisher(Protocol):
+    """Where staged messages leave. All methods are called from one thread, the relay's own.
+
+    Guarantee: a message that `publish` reported as confirmed survives a restart of the broker, as
+    far as the broker's own settings for durability go; anything else is sent again under the same id.
+    """
+
+    @property
+    def name(self) -> str:
+        """The publisher for people and metrics."""
+        ...
+
+    @property
+    def event_prefix(self) -> str:
+        """What the transport binding of CloudEvents puts before an attribute in a header: "ce_", "ce-"…"""
+        ...
+
+    def publish(
+        self, messages: Sequence[Message[Any]], within_s: float
+    ) -> Sequence[BrokerError | None]:
+        """Send messages and wait for the broker's confirmation of each; connects when it must.
+
+        Args:
+            messages: with `id`, `topic`, `payload`, `headers` and, where known, `type`, `key`,
+                `content_type` and `time`. The id leaves as `message-id`, natively where the broker
+                has such a property and as a header else.
+            within_s: what has not been confirmed by then is an error.
+
+        Returns: for each message None when the broker has confirmed it; MessageRefused when it can
+            never take it; another BrokerError when it has not confirmed it this time.
+
+        Raises:
+            BrokerUnavailable: the broker cannot be reached; nothing is known of any of them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give connections back. Nothing is pending: `publish` waits for every answer."""
+        ...
+
+
+class Destination(Protocol):
+    """What `App.publish` takes: a broker that messages can be sent to."""
+
+    def publisher(self) -> Publisher:
+        """Make a publisher with connections of its own; does no I/O.
+
+        Raises:
+            ConfigurationError: an option with which a confirmation would not mean that it is kept.
+        """
         ...
