@@ -46,7 +46,6 @@ def _require_package(server: str) -> None:
     )
 
 
-@pytest.mark.slow
 def test_postgresql_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
     _require_package("postgresql")
     with ThrowawayPostgres() as server:
@@ -60,7 +59,6 @@ def test_postgresql_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
     assert not server.directory.exists()
 
 
-@pytest.mark.slow
 def test_mariadb_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
     _require_package("mariadb")
     with ThrowawayMariaDB() as server:

@@ -233,7 +233,6 @@ def test_a_consumer_that_vanished_silently_is_noticed(rabbitmq_url: str, queue: 
         assert source._link is not link
 
 
-@pytest.mark.slow
 def test_a_server_that_hangs_is_left(own_rabbitmq: ThrowawayRabbitMQ) -> None:
     """No frames come and nothing is closed: only the heartbeats tell."""
     declare(own_rabbitmq.url, name="orders")

@@ -162,7 +162,6 @@ def test_a_drain_leaves_the_rest_in_the_queue(
     assert left(rabbitmq_url, queue) == 0
 
 
-@pytest.mark.slow
 def test_while_the_database_is_away_nothing_is_rejected_or_counted(
     rabbitmq_url: str,
 ) -> None:
@@ -203,7 +202,6 @@ def impatient() -> Iterator[ThrowawayRabbitMQ]:
     yield from _own("rabbitmq", _Impatient())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
 def test_a_handler_slower_than_the_consumer_timeout_runs_once(
     impatient: ThrowawayRabbitMQ, sqlite_url: str, kind: str
@@ -229,7 +227,6 @@ def test_a_handler_slower_than_the_consumer_timeout_runs_once(
 # -- a server that is away ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_killed_server_comes_back_mid_stream(
     own_rabbitmq: ThrowawayRabbitMQ, sqlite_url: str
 ) -> None:
@@ -260,7 +257,6 @@ def test_a_killed_server_comes_back_mid_stream(
     assert left(own_rabbitmq.url, "orders") == 0
 
 
-@pytest.mark.slow
 def test_a_server_that_is_away_at_the_start_is_waited_for(
     own_rabbitmq: ThrowawayRabbitMQ, sqlite_url: str
 ) -> None:
@@ -284,7 +280,6 @@ POINTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_a_worker_killed_at(rabbitmq_url: str, postgresql_url: str, point: str) -> None:
     queue = declare(rabbitmq_url, "quorum")
@@ -311,7 +306,6 @@ def test_a_worker_killed_at(rabbitmq_url: str, postgresql_url: str, point: str) 
     on_server(rabbitmq_url, lambda channel: channel.queue_delete(queue))
 
 
-@pytest.mark.slow
 def test_the_example(rabbitmq_url: str, tmp_path: Path) -> None:
     queue = f"txbox-{secrets.token_hex(6)}"
     with closing(sqlite3.connect(tmp_path / "rabbitmq.db")) as database:

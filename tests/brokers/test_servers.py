@@ -24,7 +24,7 @@ from tests.servers.control import (
     ThrowawayRedis,
 )
 
-pytestmark = [pytest.mark.brokers, pytest.mark.slow]
+pytestmark = pytest.mark.brokers
 
 DEADLINE_S = 30.0
 

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from txbox.demo.business import build_stream, create_tables
 from txbox.demo.verdict import judge
 
@@ -25,7 +23,6 @@ def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_the_demo_kills_both_and_only_the_naive_books_are_wrong(tmp_path: Path) -> None:
     small = ("--payments", "80", "--kills", "3", "--seconds", "5", "--seed", "7")
     done = _demo(*small, "--json", "--dir", str(tmp_path))
@@ -43,7 +40,6 @@ def test_the_demo_kills_both_and_only_the_naive_books_are_wrong(tmp_path: Path) 
     assert (tmp_path / "txbox.db").exists()
 
 
-@pytest.mark.slow
 def test_the_demo_prints_plain_lines_and_how_to_look_further_when_there_is_no_terminal() -> None:
     done = _demo("--payments", "20", "--kills", "1", "--seconds", "1", "--no-keep")
     assert done.returncode == 0, done.stderr

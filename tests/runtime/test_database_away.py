@@ -15,8 +15,6 @@ from txbox import App
 from txbox.brokers.base import Delivery
 from txbox.events import ConsumptionPaused, ConsumptionResumed
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.timeout(180)
 def test_database_unavailable_pauses_and_resumes(tmp_path: Path) -> None:
