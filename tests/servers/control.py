@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from types import TracebackType
 from typing import Self
 
 from tests.servers.elasticmq import ElasticMQServer
 from tests.servers.kafka import KafkaServer
+from tests.servers.leftovers import throwaway_name
 from tests.servers.mariadb import MariaDBServer
 from tests.servers.nats import NatsServer
 from tests.servers.postgresql import PostgreSQLServer
@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 
 
 def _fresh_name(kind: str) -> str:
-    return f"throwaway-{kind}-{os.getpid()}-{next(_numbers)}"
+    return throwaway_name(kind, next(_numbers))
 
 
 class _Throwaway(ServerProcess):

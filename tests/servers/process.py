@@ -71,7 +71,8 @@ def file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """True until the process has ended, reaped or not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -91,7 +92,8 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _kill(pid: int, number: signal.Signals) -> None:
+def kill(pid: int, number: signal.Signals) -> None:
+    """Send a signal, unless the process is gone already."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -130,7 +132,7 @@ class ServerDirectory:
 
     def running(self) -> bool:
         pid = self._pid()
-        return pid is not None and _alive(pid)
+        return pid is not None and alive(pid)
 
     def stop(self, *, immediate: bool = False) -> None:
         """Stop it, keeping its data; `immediate` is SIGKILL for it and all its children."""
@@ -139,16 +141,16 @@ class ServerDirectory:
             return
         if immediate:
             # Stopped first, so that it starts no child between the listing and the kill.
-            _kill(pid, signal.SIGSTOP)
+            kill(pid, signal.SIGSTOP)
             for victim in (*_children(pid), pid):
-                _kill(victim, signal.SIGKILL)
+                kill(victim, signal.SIGKILL)
         else:
-            _kill(pid, self.stop_signal)
+            kill(pid, self.stop_signal)
         if self._child is not None:
             self._child.wait(STOP_TIMEOUT_S)
             self._child = None
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while _alive(pid):
+        while alive(pid):
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.name} (process {pid}) does not stop; kill it by hand")
             time.sleep(0.02)

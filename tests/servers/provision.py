@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tests.servers import (
+    BROKERS,
     STATE_FILE,
     VARIABLES,
     ServerError,
@@ -24,6 +25,7 @@ from tests.servers import (
 )
 from tests.servers.elasticmq import ElasticMQServer
 from tests.servers.kafka import KafkaServer
+from tests.servers.leftovers import end_processes, remove_abandoned
 from tests.servers.mariadb import MariaDBServer
 from tests.servers.nats import NatsServer
 from tests.servers.postgresql import PgBouncerServer, PostgreSQLServer
@@ -31,7 +33,8 @@ from tests.servers.process import ServerDirectory, ServerProcess, base_directory
 from tests.servers.rabbitmq import RabbitMQServer
 from tests.servers.redis import RedisServer
 
-TEST_SERVERS = ("postgresql", "mariadb", "pgbouncer")
+DATABASES = ("postgresql", "mariadb", "pgbouncer")
+TEST_SERVERS = (*DATABASES, *BROKERS)
 DURABLE_SERVERS = ("postgresql-durable", "mariadb-durable")
 
 
@@ -52,6 +55,13 @@ def _one_at_a_time() -> AbstractContextManager[None]:
 def _read_state() -> dict[str, str]:
     state: dict[str, str] = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
     return state
+
+
+def _write_state(state: dict[str, str]) -> None:
+    # Parallel tests read it without the lock: they see the old file or the new one, never a half.
+    written = STATE_FILE.with_suffix(".new")
+    written.write_text(json.dumps(state, indent=2) + "\n")
+    written.replace(STATE_FILE)
 
 
 def _server(name: str, urls: dict[str, str]) -> ServerProcess:
@@ -90,13 +100,14 @@ def up(names: Sequence[str]) -> list[str]:
             say(f"{name}: given by {variable}")
     wanted = [name for name in names if name not in urls]
     with _one_at_a_time():
+        remove_abandoned()
         own = _read_state()
         if _may_compose(wanted):
-            mysql = tuple(names) == TEST_SERVERS and "mysql" not in urls
+            mysql = set(DATABASES) <= set(names) and "mysql" not in urls
             started += _up_with_compose([*wanted, *(["mysql"] if mysql else [])], own)
         else:
             started += _up_from_packages(wanted, own, urls)
-        STATE_FILE.write_text(json.dumps(own, indent=2) + "\n")
+        _write_state(own)
     if started and (report := os.environ.get(STARTED)):
         with Path(report).open("a") as lines:
             lines.writelines(f"{name}\n" for name in started)
@@ -131,20 +142,24 @@ def _up_with_compose(names: list[str], own: dict[str, str]) -> list[str]:
 
 
 def _up_from_packages(wanted: list[str], own: dict[str, str], given: dict[str, str]) -> list[str]:
+    began = time.monotonic()
     started: list[str] = []
+    servers: list[ServerProcess] = []
     try:
         for name in _provide(wanted, given):
-            began = time.monotonic()
             server = _server(name, {**own, **given})
-            _kept.append(server)
-            took = "running"
+            servers.append(server)
             if not server.running():
                 started.append(name)
-            version = server.start()
-            if name in started:
-                took = f"started in {time.monotonic() - began:.1f} s"
+            server.launch()  # they come up side by side
             own[name] = server.url
-            say(f"{name}: {version} on 127.0.0.1:{server.port}, {took}")
+        _kept.extend(servers)
+        for server in servers:
+            version = server.wait_ready()
+            took = "running"
+            if server.name in started:
+                took = f"answers after {time.monotonic() - began:.1f} s"
+            say(f"{server.name}: {version} on 127.0.0.1:{server.port}, {took}")
     except BaseException:  # nothing half-started stays behind
         for name in started:
             ServerDirectory(name).remove()
@@ -210,7 +225,7 @@ def down(names: Sequence[str] | None = None) -> None:
                 ServerDirectory(directory.name).remove()
         own = {} if names is None else {name: url for name, url in own.items() if name not in names}
         if own:
-            STATE_FILE.write_text(json.dumps(own, indent=2) + "\n")
+            _write_state(own)
         else:
             STATE_FILE.unlink(missing_ok=True)
 
@@ -227,6 +242,9 @@ def run(command: list[str], names: Sequence[str]) -> int:
     try:
         return child.wait()
     finally:
+        end_processes(f"{STARTED}={report}")
+        with _one_at_a_time():
+            remove_abandoned()
         if report.exists():
             started += report.read_text().split()
             report.unlink()
