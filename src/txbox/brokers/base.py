@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from txbox.errors import BrokerError
 from txbox.message import Message
@@ -57,6 +57,56 @@ class Progress(Protocol):
         ...
 
     def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Up to where the work of one partition is in the database, and which database said so.
+
+    Args:
+        position: everything below it is committed there; None when no position is stored.
+        history: another text when commits may be missing although the position is not: another
+            server, or a database that was started again or restored.
+    """
+
+    position: int | None
+    history: str
+
+    def is_missing_in(self, later: Anchor) -> bool:
+        """Say whether the database may have lost what was committed since this was read."""
+        if self.history != later.history:
+            return True
+        return self.position is not None and (
+            later.position is None or later.position < self.position
+        )
+
+
+class Anchors(Protocol):
+    """Positions kept in the database; any process may read and advance them. Raises StoreError.
+
+    Guarantee: a stored position never goes back, but with the whole database.
+    """
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Anchor]:
+        """Return the anchor of every name."""
+        ...
+
+    def advance(self, moves: Mapping[str, tuple[int, Anchor]]) -> Mapping[str, Anchor]:
+        """Store positions in a transaction of their own; returns the anchors as they are then.
+
+        Args:
+            moves: name → the new position, and the anchor as it was known before what lies between
+                was committed. Where that anchor is missing in the database, nothing is stored.
+        """
+        ...
+
+
+@runtime_checkable
+class Anchored(Protocol):
+    """A Progress that keeps anchors, too; that of a worker does."""
+
+    @property
+    def anchors(self) -> Anchors: ...
 
 
 class InFlight(Protocol):

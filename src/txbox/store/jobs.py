@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from txbox.identity import canonical_id
 from txbox.steps import Begin, Commit, Rollback, Steps
@@ -60,6 +62,39 @@ class JobLease:
         yield Begin()
         yield self.dialect.statement("job_release", {"name": self._name, "token": self.token})
         yield Commit()
+
+
+def anchors(
+    own: Dialect,
+    names: Sequence[str],
+    moves: Callable[[str, Mapping[str, int]], Mapping[str, int]] | None = None,
+) -> Steps[tuple[str, Mapping[str, int]]]:
+    """Read positions, and move some of them forward in the same transaction.
+
+    Args:
+        names: as stored.
+        moves: told the database's history and the stored positions, says which become what; one
+            that is lower than the stored position changes nothing.
+
+    Returns:
+        The history, and the positions stored when the transaction began.
+    """
+    yield Begin()
+    told = yield own.statement("anchor_history")
+    history = str(told.rows[0][0])
+    stored = yield own.statement("anchor_read", {}, {"name": list(names)})
+    positions = {
+        name.decode() if isinstance(name, bytes) else str(name): int(position)
+        for name, position in stored.rows
+    }
+    if moves is not None and (moved := sorted(moves(history, positions).items())):
+        rows: dict[str, list[Any]] = {
+            "name": [name for name, _ in moved],
+            "position": [to for _, to in moved],
+        }
+        yield own.statement("anchor_advance", {}, rows)
+    yield Commit()
+    return history, positions
 
 
 def prune(own: Dialect, *, consumer: str | None, older_than_s: float, limit: int) -> Steps[int]:

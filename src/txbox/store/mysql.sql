@@ -314,6 +314,21 @@ SELECT state FROM txbox_job WHERE name = :name
 UPDATE txbox_job SET state = :state, updated_at = UTC_TIMESTAMP(6)
  WHERE name = :name AND token = :token
 
+-- name: anchor_history
+-- Another text when commits may be missing: another server, or a restored table.
+SELECT CONCAT_WS('/', @@hostname, @@port, @@server_id, own.create_time)
+  FROM information_schema.tables own
+ WHERE own.table_schema = DATABASE() AND own.table_name = 'txbox_job'
+
+-- name: anchor_read
+SELECT name, CAST(state AS SIGNED) FROM txbox_job WHERE name IN ({:rows.name})
+
+-- name: anchor_advance
+-- Never back, whoever writes; always in one order, so that two writers do not deadlock.
+INSERT INTO txbox_job (name, state) VALUES {(:rows.name, :rows.position)}
+ON DUPLICATE KEY UPDATE
+    state = GREATEST(CAST(txbox_job.state AS SIGNED), CAST(VALUES(state) AS SIGNED)), updated_at = UTC_TIMESTAMP(6)
+
 -- name: schema_version
 SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 

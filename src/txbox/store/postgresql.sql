@@ -368,6 +368,27 @@ SELECT state FROM txbox_job WHERE name = :name::text
 UPDATE txbox_job SET state = :state::text, updated_at = clock_timestamp()
  WHERE name = :name::text AND token = :token::text
 
+-- name: anchor_history
+-- Another text when commits may be missing: another server, one started again, a restored database or table.
+-- With synchronous_commit=off, what is anchored must be durable all the same, and with it all that was committed before.
+SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, own.oid::text, 'txbox_job'::regclass::oid::text),
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+            THEN set_config('synchronous_commit', 'on', true) END
+  FROM pg_database own
+ WHERE own.datname = current_database()
+
+-- name: anchor_read
+SELECT name, state::bigint FROM txbox_job WHERE name = ANY(:rows.name::text[])
+
+-- name: anchor_advance
+-- Never back, whoever writes; always in one order, so that two writers do not deadlock.
+INSERT INTO txbox_job AS own (name, state)
+SELECT moved.name, moved.position::text
+  FROM unnest(:rows.name::text[], :rows.position::bigint[]) AS moved(name, position)
+ ORDER BY moved.name
+ON CONFLICT (name) DO UPDATE
+   SET state = greatest(own.state::bigint, excluded.state::bigint)::text, updated_at = clock_timestamp()
+
 -- name: schema_version
 SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 

@@ -282,6 +282,20 @@ SELECT state FROM txbox_job WHERE name = :name
 UPDATE txbox_job SET state = :state, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
  WHERE name = :name AND token = :token
 
+-- name: anchor_history
+-- A file has no server that could be another one.
+SELECT ''
+
+-- name: anchor_read
+SELECT name, CAST(state AS INTEGER) FROM txbox_job WHERE name IN ({:rows.name})
+
+-- name: anchor_advance
+-- Never back, whoever writes.
+INSERT INTO txbox_job (name, state) VALUES {(:rows.name, CAST(:rows.position AS TEXT))}
+ON CONFLICT (name) DO UPDATE
+   SET state = CAST(max(CAST(txbox_job.state AS INTEGER), CAST(excluded.state AS INTEGER)) AS TEXT),
+       updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+
 -- name: schema_version
 SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 
