@@ -1,0 +1,314 @@
+"""P14: Kafka to PostgreSQL, end to end, beside the same worker and handlers fed from memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import confluent_kafka
+import psycopg
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from benchmarks import measure
+from benchmarks.servers import fresh_database
+from benchmarks.workload import Verified, Work, create_tables, order_paid, take_payment, verify
+from tests.servers import ServerError, java, provision, server_urls
+from tests.servers.kafka import POM
+from txbox import App, Message
+from txbox.app import Consumption
+from txbox.brokers.base import Delivery, InFlight, Progress, Source
+from txbox.brokers.kafka import Kafka
+from txbox.worker import Worker
+
+NUMBER = "P14"
+TITLE = "Kafka to PostgreSQL, end to end"
+BAR = 0.8
+
+_WAIT_S = 120.0
+#: not timed: the first in-flight window of a partition, whose starts are counted (SEMANTICS 4.4)
+_WARM = 600
+#: batches go that much faster, so that their rounds take comparable times
+_MORE_IN_BATCHES = 5
+_INBOX_ROWS = "SELECT count(*) FROM txbox_inbox WHERE status = 'processed'"
+
+
+class Memory:
+    """A source that hands out what it was given, already in the form a handler gets it."""
+
+    topics: Sequence[str] | None = None
+    tend_every_s: float | None = None
+    name = "memory"
+    exhausted = False
+
+    def __init__(self, work: Work) -> None:
+        self._waiting = [
+            Message[Any](
+                topic="orders", payload=own.payload, headers=[("message-id", own.id.encode())]
+            )
+            for own in reversed(work.deliveries)
+        ]
+
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None: ...
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        count = min(messages_max, len(self._waiting))
+        if not count:
+            time.sleep(min(wait_s, 0.01))
+        return [Delivery(self._waiting.pop(), "orders") for _ in range(count)]
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None: ...
+    def settle(self, deliveries: Sequence[Delivery]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Timed:
+    """Another source under a stop-watch: from the last warm-up settlement to the last of all."""
+
+    def __init__(self, source: Source, deliveries: int) -> None:
+        self._source = source
+        self._deliveries = deliveries
+        self._received: dict[Delivery, float] = {}
+        self._settled = 0
+        self._began: tuple[int, float, float] | None = None
+        self.took_s: list[float] = []
+        self.wall_s = self.cpu_s = 0.0
+        self.timed = 0
+        self.done = threading.Event()
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    @property
+    def topics(self) -> Sequence[str] | None:
+        return self._source.topics
+
+    @property
+    def exhausted(self) -> bool:
+        return self._source.exhausted
+
+    @property
+    def tend_every_s(self) -> float | None:
+        return self._source.tend_every_s
+
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+        self._source.open(topics, progress, in_flight)
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        found = self._source.receive(messages_max, wait_s)
+        now = time.perf_counter()
+        for delivery in found:
+            self._received[delivery] = now
+        return found
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        self._source.tend(deliveries)
+
+    def settle(self, deliveries: Sequence[Delivery]) -> None:
+        self._source.settle(deliveries)
+        now = time.perf_counter()
+        self._settled += len(deliveries)
+        took_s = [now - self._received.pop(own) for own in deliveries]
+        if self._began is None:
+            if self._settled >= _WARM:
+                self._began = self._settled, now, time.process_time()
+            return
+        self.took_s += took_s
+        if self._settled >= self._deliveries:
+            settled, began, cpu_began = self._began
+            self.timed = self._settled - settled
+            self.wall_s, self.cpu_s = now - began, time.process_time() - cpu_began
+            self.done.set()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _one(message: Message[dict[str, Any]], tx: psycopg.Connection[Any]) -> None:
+    take_payment(message.body, tx)
+
+
+def _set_based(messages: list[Message[dict[str, Any]]], tx: psycopg.Connection[Any]) -> None:
+    """What `take_payment` does, in two statements a batch."""
+    bodies = [message.body for message in messages]
+    given = (
+        [body["account"] for body in bodies],
+        [body["amount"] for body in bodies],
+        [body["order"] for body in bodies],
+    )
+    tx.execute(
+        "UPDATE account SET balance = balance + paid.amount FROM "
+        "(SELECT id, sum(amount) AS amount FROM unnest(%s::int[], %s::bigint[]) AS one (id, amount) "
+        "GROUP BY id) AS paid WHERE account.id = paid.id",
+        given[:2],
+    )
+    tx.execute(
+        "INSERT INTO orders (account, amount, number) "
+        "SELECT * FROM unnest(%s::int[], %s::int[], %s::bigint[])",
+        given,
+    )
+
+
+class Contender:
+    """One worker on a database of its own, with a new source in each round."""
+
+    def __init__(self, name: str, url: str, source: Callable[[Work], Source], *, batch: bool):
+        self.name = name
+        self.batch = batch
+        self._url = url
+        self._source = source
+        self._app = App(url)
+        self._app.handler("*", consumer="billing", batch=batch)(_set_based if batch else _one)
+        self._app.init()
+
+    def round(self, work: Work) -> measure.Round:
+        with psycopg.connect(self._url, autocommit=True) as admin:
+            create_tables(admin)
+            admin.execute("TRUNCATE txbox_inbox")
+            admin.execute("CHECKPOINT")
+        source = Timed(self._source(work), len(work.deliveries))
+        worker = Worker(
+            self._app,
+            install_signals=False,
+            maintenance=False,
+            consumptions=[Consumption(source, None)],
+        )
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        deadline = time.monotonic() + _WAIT_S
+        while not source.done.wait(0.2) and thread.is_alive() and time.monotonic() < deadline:
+            pass
+        worker.stop()
+        thread.join(_WAIT_S)
+        if not source.done.is_set():
+            raise ServerError(f"{self.name} did not finish its round: {worker.failure}")
+        took = sorted(source.took_s)
+        return measure.Round(
+            contender=self.name,
+            messages=source.timed,
+            rate=source.timed / source.wall_s,
+            p50_ms=took[len(took) // 2] * 1e3,
+            p99_ms=took[len(took) * 99 // 100] * 1e3,
+            client_cpu_us=source.cpu_s / source.timed * 1e6,
+            verified=self._verified(work),
+        )
+
+    def _verified(self, work: Work) -> Verified:
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            return verify(connection, work, _INBOX_ROWS)
+
+    def close(self) -> None:
+        self._app.close()
+
+
+def _broker() -> str:
+    provision.up(("kafka",))
+    bootstrap = server_urls().get("kafka")
+    if bootstrap is None:
+        raise ServerError("P14 needs a Kafka broker: install a Java runtime, or give its address.")
+    return bootstrap
+
+
+def _loaded(bootstrap: str, work: Work) -> Kafka:
+    """A source over a new topic of one partition, in which the whole workload lies already."""
+    topic = f"orders-{uuid.uuid4().hex[:8]}"
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(_WAIT_S)
+    failures: list[object] = []
+    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "linger.ms": 5})
+    for own in work.deliveries:
+        producer.produce(
+            topic,
+            own.payload,
+            headers=[("message-id", own.id.encode())],
+            on_delivery=lambda error, _: failures.append(error) if error else None,
+        )
+    if producer.flush(_WAIT_S) or failures:
+        raise ServerError(f"Kafka did not take the workload: {failures[:1]}")
+    return Subscribed(bootstrap, topic)
+
+
+class Subscribed(Kafka):
+    """Kafka, of a topic that the handlers do not know by name."""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        super().__init__(bootstrap, group=topic, revoke_wait=timedelta(seconds=1))
+        self.topics = [topic]
+
+
+def run(*, rounds: int, messages: int) -> dict[str, Any]:
+    """Measure, in interleaved rounds; returns the result as it is stored.
+
+    Args:
+        rounds: of each contender, 1 or more.
+        messages: distinct ones in each round.
+    """
+    bootstrap = _broker()
+    load = [os.getloadavg()[0]]
+
+    def kafka(work: Work) -> Source:
+        return _loaded(bootstrap, work)
+
+    with fresh_database("memory") as memory_url, fresh_database("kafka") as kafka_url:
+        contenders = [
+            Contender(f"{name}{', batches' if batch else ''}", url, source, batch=batch)
+            for batch in (False, True)
+            for name, url, source in (("memory", memory_url, Memory), ("kafka", kafka_url, kafka))
+        ]
+        try:
+            done: list[measure.Round] = []
+            for own in contenders:
+                own.round(order_paid(2 * _WARM, seed=0))  # all warm
+            for number in range(1, rounds + 1):
+                # who goes first alternates
+                for own in contenders[:: 1 if number % 2 else -1]:
+                    more = _MORE_IN_BATCHES if own.batch else 1
+                    done.append(own.round(order_paid(messages * more, seed=number)))
+                load.append(os.getloadavg()[0])
+        finally:
+            for own in contenders:
+                own.close()
+        pairs = measure.ratios(done, "kafka", "memory")
+        in_batches = measure.ratios(done, "kafka, batches", "memory, batches")
+        # the bar holds for both handlers
+        worse = min(pairs, in_batches, key=statistics.median)
+        best_name = "memory" if worse is pairs else "memory, batches"
+        return {
+            "phase": NUMBER,
+            "title": TITLE,
+            "method": f"{rounds} rounds of {messages:,} distinct messages plus 10 % duplicates "
+            f"({_MORE_IN_BATCHES} times as many for the set-based batch handler), one worker with one lane, one "
+            "partition that is full from the start, contenders in turns on one machine with broker and database; "
+            f"timed from the settlement of message {_WARM} to that of the last; memory: the same worker, its source a "
+            "list of ready messages; latency: received to acknowledged, of a backlog. "
+            f"Median ratios: one message a transaction {statistics.median(pairs):.2f}, "
+            f"batches {statistics.median(in_batches):.2f}; the worse one counts",
+            "bar": BAR,
+            "ratio": statistics.median(worse),
+            "ratios": worse,
+            "yardstick": best_name,
+            "all_ratios": {"one": pairs, "batches": in_batches},
+            "load_1min": load,
+            "contenders": measure.summary(done),
+            "rounds": measure.as_json(done),
+            **_circumstances(kafka_url),
+        }
+
+
+def _circumstances(url: str) -> dict[str, Any]:
+    found = measure.circumstances(url)
+    brokers = [jar.stem.removeprefix("kafka_2.13-") for jar in java.jars(POM).glob("kafka_2.13-*")]
+    found["versions"] |= {
+        "kafka": brokers[0] if brokers else "of the given broker",
+        "confluent_kafka": confluent_kafka.__version__,
+        "librdkafka": confluent_kafka.libversion()[0],
+    }
+    return found
