@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from txbox.cause import Run, cause_of, passed_on
 from txbox.connections import borrow, borrow_async
 from txbox.errors import ConfigurationError
 from txbox.identity import checked_text, time_ordered_id
-from txbox.message import HeaderPairs, Headers
+from txbox.message import HeaderPairs, Headers, Message
 from txbox.steps import Steps, run, run_async
 from txbox.store.codec import Codec, Columns, encode_headers
 from txbox.store.dialect import Dialect
@@ -30,6 +32,8 @@ class Outgoing:
     headers: HeaderPairs = ()
     content_type: str | None = None
     delay: timedelta | None = None
+    cause: Message[Any] | None = None
+    ordered: bool = False
 
 
 class Outbox:
@@ -38,11 +42,23 @@ class Outbox:
     Args:
         schema: the PostgreSQL schema of the tables, if they are not on the search path.
         codec: as given to App(codec=…).
+        routed: says whether a topic has somewhere to go; `app.outbox` knows.
+
+    Inside a handler a message is staged under an id that follows from the message being handled and
+    from how many were staged before it: a run that is repeated stages the same ids. It carries the
+    cause's trace context on.
     """
 
-    def __init__(self, *, schema: str | None = None, codec: Codec | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        schema: str | None = None,
+        codec: Codec | None = None,
+        routed: Callable[[str], bool] | None = None,
+    ) -> None:
         self._schema = schema
         self._columns = Columns(codec)
+        self._routed = routed
 
     def stage(
         self,
@@ -55,22 +71,34 @@ class Outbox:
         headers: HeaderPairs = (),
         content_type: str | None = None,
         delay: timedelta | None = None,
+        cause: Message[Any] | None = None,
+        ordered: bool = False,
     ) -> str:
         """Write an outgoing message into the outbox in your transaction; returns its id.
 
         Args:
             tx: your connection or session, inside a transaction.
             body: bytes as they are; anything else becomes JSON.
-            delay: do not send before this much later.
+            key: messages of one key and topic leave in the order of their numbers, one after the
+                confirmation of the other.
+            delay: do not send before this much later; its place in its key's order is kept from then on.
+            cause: the message that this one follows from; inside a handler it is known, unless the
+                handler takes a batch.
+            ordered: also make concurrent transactions that stage under this key wait for each other,
+                so that numbers are given in the order of their commits. The wait ends with the other
+                transaction; two that stage under several keys in different orders can deadlock.
 
         Raises:
             UnusableMessage: a topic, type or key that no database can keep.
+            ConfigurationError: nobody publishes this topic and no handler consumes it; or several
+                messages are being handled and `cause` is missing.
 
-        Guarantee: the row commits or rolls back with your writes.
+        Guarantee: the row commits or rolls back with your writes; once committed it is sent at least
+        once, always under this id.
         """
         message = Outgoing(
             topic=topic, body=body, type=type, key=key, headers=headers,
-            content_type=content_type, delay=delay,
+            content_type=content_type, delay=delay, cause=cause, ordered=ordered,
         )  # fmt: skip
         return self.stage_many(tx, [message])[0]
 
@@ -85,11 +113,13 @@ class Outbox:
         headers: HeaderPairs = (),
         content_type: str | None = None,
         delay: timedelta | None = None,
+        cause: Message[Any] | None = None,
+        ordered: bool = False,
     ) -> str:
         """The twin of `stage` for async connections and sessions."""
         message = Outgoing(
             topic=topic, body=body, type=type, key=key, headers=headers,
-            content_type=content_type, delay=delay,
+            content_type=content_type, delay=delay, cause=cause, ordered=ordered,
         )  # fmt: skip
         return (await self.stage_many_async(tx, [message]))[0]
 
@@ -106,19 +136,32 @@ class Outbox:
     def _staged(self, own: Dialect, messages: Sequence[Outgoing]) -> Steps[list[str]]:
         if not messages:
             return []
-        ids = [time_ordered_id() for _ in messages]
+        self._check(messages)
         bodies = [_encoded(message) for message in messages]
+        causes = [cause_of(message.cause) for message in messages]
+        locks = sorted({_lock(message) for message in messages if message.ordered})
+        if locks and own.has("stage_lock"):
+            yield own.statement("stage_lock", {}, {"lock": locks})
+        ids = [_own_id(*cause) for cause in causes]
         yield own.statement(
             "stage",
             {"key_id": self._columns.key_id},
             {
                 "id": ids,
-                "topic": list(_checked(messages, "topic")),
-                "type": list(_checked(messages, "type")),
-                "key": list(_checked(messages, "key")),
+                "topic": [message.topic for message in messages],
+                "type": [message.type for message in messages],
+                "key": [message.key for message in messages],
                 "content_type": [kind for _, kind in bodies],
-                "headers": [encode_headers(Headers(message.headers)) for message in messages],
+                "headers": [
+                    encode_headers(_headers(message, cause))
+                    for message, (_, cause) in zip(messages, causes, strict=True)
+                ],
                 "payload": [self._columns.payload(payload) for payload, _ in bodies],
+                "cause_consumer": [
+                    own_run.consumer if own_run else cause.consumer if cause else None
+                    for own_run, cause in causes
+                ],
+                "cause_id": [None if cause is None else str(cause.id) for _, cause in causes],
                 "delay_s": [
                     message.delay.total_seconds() if message.delay else 0.0 for message in messages
                 ],
@@ -126,15 +169,41 @@ class Outbox:
         )
         return ids
 
+    def _check(self, messages: Iterable[Outgoing]) -> None:
+        for message in messages:
+            if not message.topic:
+                raise ConfigurationError("An outgoing message needs a topic.")
+            if message.ordered and message.key is None:
+                raise ConfigurationError(
+                    "ordered=True needs a key: it keeps the order of one key's messages."
+                )
+            for what in ("topic", "type", "key", "content_type"):
+                text: str | None = getattr(message, what)
+                if text is not None:
+                    checked_text(text, what)
+            if self._routed is not None and not self._routed(message.topic):
+                raise ConfigurationError(
+                    f"Nobody publishes topic {message.topic!r} and no handler consumes it: name it in "
+                    "app.publish(…, topics=[…]), or register a handler."
+                )
 
-def _checked(messages: Sequence[Outgoing], field: str) -> Iterable[str | None]:
-    for message in messages:
-        value: str | None = getattr(message, field)
-        if value is not None:
-            checked_text(value, field)
-        elif field == "topic":
-            raise ConfigurationError("An outgoing message needs a topic.")
-        yield value
+
+def _own_id(own_run: Run | None, cause: Message[Any] | None) -> str:
+    return time_ordered_id() if own_run is None or cause is None else own_run.next_id(cause)
+
+
+def _headers(message: Outgoing, cause: Message[Any] | None) -> Headers:
+    own = Headers(message.headers)
+    given = {name.lower() for name in own.names()}
+    return Headers(
+        (*own, *((name, value) for name, value in passed_on(cause).items() if name not in given))
+    )
+
+
+def _lock(message: Outgoing) -> int:
+    """The number of a key's lock: 63 bits, since 64 would be signed on one database only."""
+    name = f"{len(message.topic)}:{message.topic}{message.key}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.sha256(name).digest()[:8]) >> 1
 
 
 def _encoded(message: Outgoing) -> tuple[bytes, str | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from txbox.cause import Run
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
 from txbox.policy import Lease, Limits
@@ -223,19 +224,24 @@ def _call(handler: Handler, work: Arrival | list[Arrival]) -> Callable[[Any], An
     """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
     function, transactional = handler.function, handler.options.transactional
 
-    def call(tx: Any) -> Any:
-        given = (
-            [handler.bound(own) for own in work] if isinstance(work, list) else handler.bound(work)
-        )
-        return function(given, tx) if transactional else function(given)
+    def bound() -> tuple[Run, Any]:
+        if isinstance(work, list):
+            messages = [handler.bound(own) for own in work]
+            return Run(handler.consumer, messages), messages
+        message = handler.bound(work)
+        return Run(handler.consumer, (message,)), message
 
-    if not handler.is_async:
-        return call
+    def call(tx: Any) -> Any:
+        run, given = bound()
+        with run:
+            return function(given, tx) if transactional else function(given)
 
     async def call_async(tx: Any) -> Any:
-        return await call(tx)
+        run, given = bound()
+        with run:
+            return await (function(given, tx) if transactional else function(given))
 
-    return call_async
+    return call_async if handler.is_async else call
 
 
 def _end_of_handler(raised: Raised) -> End:

@@ -19,10 +19,11 @@ SETTINGS = {"lock_timeout_ms", "idle_ms"}
 #: Where MySQL needs two statements, they share the parameters of PostgreSQL's one.
 SPLIT: Mapping[str, str] = {
     "lease": "lease_take",
-    "lease_one": "lease_take",
+    "lease_stored": "lease_take",
     "rescue": "rescue_take",
     "heartbeat": "heartbeat_take",
     "claim_leased": "complete",
+    "relay_lease": "relay_take",
 }
 #: A second statement is bound to rows that the first one locked.
 SECONDS = {*SPLIT.values(), "prune_take"}
@@ -69,6 +70,7 @@ def test_second_statements_know_no_other_parameters(name: str) -> None:
         "rescue_take": {"max_starts", "rows.consumer", "rows.message_id"},
         "prune_take": {"rows.consumer", "rows.message_id"},
         "complete": {"consumer", "token", "keep", "rows.message_id"},
+        "relay_take": {"token", "lease_s", "rows.id"},
     }
     assert set(known) == SECONDS
     for query, expected in known.items():

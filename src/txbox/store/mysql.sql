@@ -165,18 +165,17 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
--- name: lease_one
--- As lease, for one row that its caller has just stored.
+-- name: lease_stored
+-- As lease, for rows that its caller has stored in this transaction.
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
        content_type, headers, origin, payload, has_payload, key_id, arrival
   FROM txbox_inbox
- WHERE consumer = :consumer AND message_id = :message_id
-   AND status IN ('pending', 'failed') AND has_payload AND next_attempt_at <= UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'pending'
    FOR UPDATE
 
 -- name: lease_take
--- Of rows that lease or lease_one has locked in this transaction.
+-- Of rows that lease or lease_stored has locked in this transaction.
 UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = UTC_TIMESTAMP(6),
        lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
@@ -462,6 +461,73 @@ VALUES (:actor, :action, :filter, :affected, :reason)
 
 -- name: stage
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
-INSERT INTO txbox_outbox (id, topic, type, `key`, content_type, headers, payload, key_id, available_at)
+-- A re-run under the same cause stages the same ids, and changes nothing.
+INSERT INTO txbox_outbox (id, topic, type, `key`, content_type, headers, payload, key_id, cause_consumer, cause_id,
+                          available_at)
 VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
-         UTC_TIMESTAMP(6) + INTERVAL :rows.delay_s SECOND)}
+         :rows.cause_consumer, :rows.cause_id, UTC_TIMESTAMP(6) + INTERVAL :rows.delay_s SECOND)}
+ON DUPLICATE KEY UPDATE id = txbox_outbox.id
+
+-- name: stage_lock
+-- Locks of InnoDB's own end with the transaction, those of GET_LOCK do not: so a row for each of 4,096
+-- buckets of keys, held until the caller commits. Sorted by the caller.
+INSERT INTO txbox_job (name) VALUES {(CONCAT('order:', MOD(:rows.lock, 4096)))}
+ON DUPLICATE KEY UPDATE name = txbox_job.name
+
+-- name: relay_page
+-- What may be due, oldest first, from where the last look ended; nothing is locked.
+SELECT CONVERT(id USING utf8mb4), number, CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), available_at,
+       COALESCE(LENGTH(payload), 0)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
+   AND available_at >= COALESCE(:after_at, '1000-01-01')
+   AND NOT (available_at = COALESCE(:after_at, '1000-01-01') AND number <= :after_number)
+ ORDER BY available_at, number
+ LIMIT :limit
+
+-- name: relay_heads
+-- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
+-- waits for its own first time counts once that has come.
+SELECT CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), MIN(number), COUNT(*)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND number <= :last
+   AND (topic, `key`) IN ({(:rows.topic, :rows.key)})
+   AND (token IS NOT NULL OR attempts > 0 OR available_at <= UTC_TIMESTAMP(6))
+ GROUP BY topic, `key`
+
+-- name: relay_lease
+SELECT CONVERT(id USING utf8mb4), number, CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(`key` USING utf8mb4), content_type, headers, payload, key_id, staged_at, attempts
+  FROM txbox_outbox
+ WHERE id IN ({:rows.id}) AND status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
+   FOR UPDATE SKIP LOCKED
+
+-- name: relay_take
+-- Of rows that relay_lease has locked in this transaction.
+UPDATE txbox_outbox SET token = :token, available_at = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
+ WHERE id IN ({:rows.id})
+
+-- name: relay_release
+-- Fenced: rows that were not sent, by no fault of theirs.
+UPDATE txbox_outbox SET token = NULL, available_at = UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND
+ WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+
+-- name: relay_sent
+DELETE FROM txbox_outbox WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+
+-- name: relay_kept
+-- As relay_sent, for rows that are kept for a time.
+UPDATE txbox_outbox
+   SET status = 'sent', token = NULL, sent_at = UTC_TIMESTAMP(6), error_type = NULL, error = NULL
+ WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+
+-- name: relay_failed
+UPDATE txbox_outbox
+   SET status = :status, attempts = attempts + 1, token = NULL, error_type = :error_type, error = :error,
+       available_at = UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND
+ WHERE id = :id AND token = :token AND status = 'pending'
+
+-- name: relay_left
+-- Whether anything is due or leased.
+SELECT EXISTS (SELECT 1 FROM txbox_outbox
+                WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= UTC_TIMESTAMP(6)))

@@ -241,13 +241,12 @@ UPDATE txbox_inbox AS own
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
 
--- name: lease_one
--- As lease, for one row that its caller has just stored.
+-- name: lease_stored
+-- As lease, for rows that its caller has stored in this transaction.
 UPDATE txbox_inbox AS own
    SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
        lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
- WHERE own.consumer = :consumer::text AND own.message_id = :message_id::text
-   AND own.status IN ('pending', 'failed') AND own.has_payload AND own.next_attempt_at <= clock_timestamp()
+ WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status = 'pending'
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
 
@@ -516,11 +515,82 @@ VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::
 
 -- name: stage
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
-INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, available_at)
-SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text,
-       now() + make_interval(secs => m.delay_s)
+-- A re-run under the same cause stages the same ids, and changes nothing.
+INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
+                          available_at)
+SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
+       m.cause_id, now() + make_interval(secs => m.delay_s)
   FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
               :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
-              :rows.delay_s::double precision[])
-       WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, delay_s, position)
+              :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[])
+       WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
+                            position)
  ORDER BY m.position
+ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
+
+-- name: stage_lock
+-- Until the caller's transaction ends nobody else stages in order under these keys: numbers are then
+-- committed in their order. Sorted by the caller.
+SELECT pg_advisory_xact_lock(own.lock) FROM unnest(:rows.lock::bigint[]) AS own(lock)
+
+-- name: relay_page
+-- What may be due, oldest first, from where the last look ended; nothing is locked. now() and not
+-- clock_timestamp(): a bound of the index scan, which else reads every delayed row.
+SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND available_at <= now()
+   AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
+ ORDER BY available_at, number
+ LIMIT :limit::integer
+
+-- name: relay_heads
+-- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
+-- waits for its own first time counts once that has come.
+SELECT topic, key, min(number), count(*)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND key IS NOT NULL AND number <= :last::bigint
+   AND (topic, key) IN (SELECT m.topic, m.key FROM unnest(:rows.topic::text[], :rows.key::text[]) AS m(topic, key))
+   AND (token IS NOT NULL OR attempts > 0 OR available_at <= now())
+ GROUP BY topic, key
+
+-- name: relay_lease
+-- The commit that takes a row is durable, and so is, before it, the commit that staged it: nothing is
+-- published that a crash of the server could still undo.
+UPDATE txbox_outbox AS own
+   SET token = :token::text, available_at = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+  FROM (SELECT id FROM txbox_outbox
+         WHERE id = ANY(:rows.id::text[]) AND status = 'pending' AND available_at <= now()
+           FOR UPDATE SKIP LOCKED) AS due
+ WHERE own.id = due.id
+RETURNING own.id, own.number, own.topic, own.type, own.key, own.content_type, own.headers, own.payload, own.key_id,
+          own.staged_at, own.attempts,
+          CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
+
+-- name: relay_take
+-- relay_lease has taken the rows.
+
+-- name: relay_release
+-- Fenced: rows that were not sent, by no fault of theirs.
+UPDATE txbox_outbox
+   SET token = NULL, available_at = clock_timestamp() + make_interval(secs => :delay_s::double precision)
+ WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
+
+-- name: relay_sent
+DELETE FROM txbox_outbox WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
+
+-- name: relay_kept
+-- As relay_sent, for rows that are kept for a time.
+UPDATE txbox_outbox SET status = 'sent', token = NULL, sent_at = clock_timestamp(), error_type = NULL, error = NULL
+ WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
+
+-- name: relay_failed
+UPDATE txbox_outbox
+   SET status = :status::text, attempts = attempts + 1, token = NULL, error_type = :error_type::text, error = :error::text,
+       available_at = clock_timestamp() + make_interval(secs => :delay_s::double precision)
+ WHERE id = :id::text AND token = :token::text AND status = 'pending'
+
+-- name: relay_left
+-- Whether anything is due or leased.
+SELECT EXISTS (SELECT 1 FROM txbox_outbox
+                WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= now()))

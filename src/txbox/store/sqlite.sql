@@ -164,13 +164,12 @@ UPDATE txbox_inbox
 RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
           content_type, headers, origin, payload, has_payload, key_id, arrival
 
--- name: lease_one
--- As lease, for one row that its caller has just stored.
+-- name: lease_stored
+-- As lease, for rows that its caller has stored in this transaction.
 UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
- WHERE consumer = :consumer AND message_id = :message_id
-   AND status IN ('pending', 'failed') AND has_payload AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'pending'
 RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
           content_type, headers, origin, payload, has_payload, key_id, arrival
 
@@ -418,6 +417,67 @@ VALUES (:actor, :action, :filter, :affected, :reason)
 
 -- name: stage
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
-INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, available_at)
+-- A re-run under the same cause stages the same ids, and changes nothing.
+INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
+                          available_at)
 VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
-         strftime('%Y-%m-%d %H:%M:%f', 'now', :rows.delay_s || ' seconds'))}
+         :rows.cause_consumer, :rows.cause_id,
+         strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :rows.delay_s)))}
+ON CONFLICT (id) DO NOTHING
+
+-- name: stage_lock
+-- One writer at a time: numbers are committed in their order.
+
+-- name: relay_page
+-- What may be due, oldest first, from where the last look ended.
+SELECT id, number, topic, key, available_at, coalesce(length(payload), 0)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+   AND (available_at, number) > (coalesce(:after_at, ''), :after_number)
+ ORDER BY available_at, number
+ LIMIT :limit
+
+-- name: relay_heads
+-- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
+-- waits for its own first time counts once that has come.
+SELECT topic, key, min(number), count(*)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND key IS NOT NULL AND number <= :last
+   AND (topic, key) IN (VALUES {(:rows.topic, :rows.key)})
+   AND (token IS NOT NULL OR attempts > 0 OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+ GROUP BY topic, key
+
+-- name: relay_lease
+UPDATE txbox_outbox
+   SET token = :token, available_at = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE id IN ({:rows.id}) AND status = 'pending' AND available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+RETURNING id, number, topic, type, key, content_type, headers, payload, key_id, staged_at, attempts
+
+-- name: relay_take
+-- relay_lease has taken the rows.
+
+-- name: relay_release
+-- Fenced: rows that were not sent, by no fault of theirs.
+UPDATE txbox_outbox
+   SET token = NULL, available_at = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s))
+ WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+
+-- name: relay_sent
+DELETE FROM txbox_outbox WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+
+-- name: relay_kept
+-- As relay_sent, for rows that are kept for a time.
+UPDATE txbox_outbox
+   SET status = 'sent', token = NULL, sent_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), error_type = NULL, error = NULL
+ WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+
+-- name: relay_failed
+UPDATE txbox_outbox
+   SET status = :status, attempts = attempts + 1, token = NULL, error_type = :error_type, error = :error,
+       available_at = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s))
+ WHERE id = :id AND token = :token AND status = 'pending'
+
+-- name: relay_left
+-- Whether anything is due or leased.
+SELECT EXISTS (SELECT 1 FROM txbox_outbox
+                WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')))

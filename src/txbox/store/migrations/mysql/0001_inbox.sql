@@ -84,6 +84,7 @@ CREATE TABLE IF NOT EXISTS txbox_quarantine (
     PRIMARY KEY (consumer, message_id, hash)
 ) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
 
+-- A lease moves available_at to its end, so that one index finds what is due, backs off or is leased.
 CREATE TABLE IF NOT EXISTS txbox_outbox (
     id              VARBINARY(255)  NOT NULL,
     number          BIGINT          NOT NULL AUTO_INCREMENT,
@@ -101,13 +102,13 @@ CREATE TABLE IF NOT EXISTS txbox_outbox (
     available_at    DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
     sent_at         DATETIME(6),
     attempts        INT             NOT NULL DEFAULT 0,
-    lease_until     DATETIME(6),
     token           VARCHAR(64)     CHARACTER SET ascii COLLATE ascii_bin,
     error_type      TEXT,
     error           LONGTEXT,
     PRIMARY KEY (id),
     KEY txbox_outbox_number (number),
-    KEY txbox_outbox_due (status, available_at, number)
+    KEY txbox_outbox_due (status, available_at, number),
+    KEY txbox_outbox_key (topic(255), `key`(255), number)
 ) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
 
 CREATE TABLE IF NOT EXISTS txbox_job (

@@ -95,14 +95,19 @@ CREATE TABLE txbox_outbox (
     available_at    timestamptz NOT NULL DEFAULT now(),
     sent_at         timestamptz,
     attempts        integer     NOT NULL DEFAULT 0,
-    lease_until     timestamptz,
     token           text        COLLATE "C",
     error_type      text,
     error           text,
     CONSTRAINT txbox_outbox_pkey PRIMARY KEY (id)
 );
+-- A lease moves available_at to its end, so that one index finds what is due, backs off or is leased.
 CREATE INDEX txbox_outbox_due ON txbox_outbox (available_at, number)
     WHERE status = 'pending';
+-- The head of a key.
+CREATE INDEX txbox_outbox_key ON txbox_outbox (topic, key, number)
+    WHERE status = 'pending' AND key IS NOT NULL;
+CREATE INDEX txbox_outbox_ended ON txbox_outbox (status, number)
+    WHERE status <> 'pending';
 
 CREATE TABLE txbox_job (
     name            text        COLLATE "C" NOT NULL PRIMARY KEY,

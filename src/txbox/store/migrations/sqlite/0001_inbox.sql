@@ -95,14 +95,19 @@ CREATE TABLE txbox_outbox (
     available_at    TEXT    NOT NULL DEFAULT (strftime('%Y-%m-%d %H:%M:%f', 'now')),
     sent_at         TEXT,
     attempts        INTEGER NOT NULL DEFAULT 0,
-    lease_until     TEXT,
     token           TEXT,
     error_type      TEXT,
     error           TEXT,
     CONSTRAINT txbox_outbox_pkey UNIQUE (id)
 );
+-- A lease moves available_at to its end, so that one index finds what is due, backs off or is leased.
 CREATE INDEX txbox_outbox_due ON txbox_outbox (available_at, number)
     WHERE status = 'pending';
+-- The head of a key.
+CREATE INDEX txbox_outbox_key ON txbox_outbox (topic, key, number)
+    WHERE status = 'pending' AND key IS NOT NULL;
+CREATE INDEX txbox_outbox_ended ON txbox_outbox (status, number)
+    WHERE status <> 'pending';
 
 CREATE TABLE txbox_job (
     name            TEXT    NOT NULL PRIMARY KEY,
