@@ -94,17 +94,19 @@ class TransactionRetried(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionPaused(Event):
-    """The database cannot be used: nothing is fetched, counted or acknowledged until it can."""
+    """The database (or `source`) cannot be used: nothing is fetched, counted or acknowledged until it can."""
 
     reason: str
     retry_in_s: float
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionResumed(Event):
-    """The database answers again."""
+    """The database (or `source`) answers again."""
 
     paused_s: float
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

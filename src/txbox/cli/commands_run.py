@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 from txbox.app import App
 from txbox.cli.application import opened, perform
-from txbox.cli.options import count, duration
+from txbox.cli.listening import inherited, listening
+from txbox.cli.options import count, duration, port
 from txbox.cli.output import print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.events import Event, MessageEvent
@@ -49,6 +51,16 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--no-maintenance", action="store_true", help="leave rescue and prune to `txbox maintain`"
     )
+    health = run.add_argument_group("health (/livez, /readyz, /metrics)")
+    health.add_argument(
+        "--health-port", type=port, metavar="PORT", help="serve them here; 0 picks a port"
+    )
+    health.add_argument(
+        "--health-host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="on this address (default 127.0.0.1; 0.0.0.0 or :: for an orchestrator)",
+    )
     # one of several processes: its parent says how it ended
     run.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     run.set_defaults(run=_run)
@@ -72,7 +84,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from txbox.worker import run, supervise
+    from txbox.worker import supervise
 
     if args.path is not None:
         if args.app is not None or args.database is not None:
@@ -80,9 +92,10 @@ def _run(args: argparse.Namespace) -> int:
         args.app = args.path
     _start_logging(args)
     app = opened(args, handlers="runs handlers")
+    health = _health_socket(args)
     if args.processes > 1:
         # checked here once, so that a wrong path is one sentence and not one of each process
-        code = supervise(_child(args), args.processes)
+        code = supervise(_child(args), args.processes, health=health)
         if args.json:
             print_json({"exit": code})
         return code
@@ -90,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
     _observe(app)
     app.events.observers.append(tally)
     with app:
-        code = run(app, once=args.once, maintenance=not args.no_maintenance, grace=args.grace)
+        code = _work(app, args, health)
     if args.child:
         return code
     if args.json:
@@ -98,6 +111,42 @@ def _run(args: argparse.Namespace) -> int:
     elif args.once and code == 0:
         print_line(tally.sentence())
     return code
+
+
+def _work(app: App, args: argparse.Namespace, listener: socket.socket | None) -> int:
+    from txbox.worker import run
+    from txbox.worker.health import Health
+    from txbox.worker.health_server import HealthServer, routes_of
+
+    health = Health()
+    server: HealthServer | None = None
+    if listener is not None:
+        app.events.observers.append(health)
+        server = HealthServer(listener, routes_of(health))
+        server.start()
+    try:
+        return run(
+            app,
+            once=args.once,
+            maintenance=not args.no_maintenance,
+            grace=args.grace,
+            health=health,
+        )
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _health_socket(args: argparse.Namespace) -> socket.socket | None:
+    from txbox.worker.supervisor import HEALTH_FD
+
+    if args.child:
+        return inherited(HEALTH_FD)
+    if args.health_port is None:
+        return None
+    return listening(
+        args.health_host, args.health_port, "--health-port", "/livez, /readyz, /metrics"
+    )
 
 
 def _child(args: argparse.Namespace) -> list[str]:

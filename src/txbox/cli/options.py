@@ -59,6 +59,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Read a TCP port; 0 lets the system pick one."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+    return int(text)
+
+
 def common() -> argparse.ArgumentParser:
     """The options of every command."""
     parent = Parser(add_help=False)

@@ -42,6 +42,14 @@ class Driver:
         assert connections is not None, "checked at start"
         return thread(name, lambda: drive(connections, steps), ended)
 
+    def ping(self, answered: Callable[[], None]) -> bool:
+        """Have the loop call back; False where there is no loop."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return False
+        loop.call_soon_threadsafe(answered)
+        return True
+
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()

@@ -92,6 +92,7 @@ class Pump:
         self._go = threading.Event()
         self._opened = threading.Event()
         self._paused_at: float | None = None
+        self._round_at: float | None = None
 
     def run(self) -> None:
         """Open the source, then pump until it is exhausted or told to finish; always close it."""
@@ -101,6 +102,7 @@ class Pump:
             self._go.wait()
             self._pump()
         finally:
+            self._round_at = None
             try:
                 self.source.close()
             except (StoreError, BrokerError) as error:
@@ -109,6 +111,22 @@ class Pump:
 
     def opened(self, timeout_s: float) -> bool:
         return self._opened.wait(timeout_s)
+
+    @property
+    def in_flight(self) -> int:
+        """Deliveries that were received and are not settled."""
+        return len(self._in_flight)
+
+    @property
+    def paused(self) -> bool:
+        """True while the source cannot be received from."""
+        return self._paused_at is not None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the loop came round last; 0 when it does not run."""
+        round_at = self._round_at
+        return 0.0 if round_at is None else time.monotonic() - round_at
 
     def go(self) -> None:
         """Start receiving: every source is open and every lane is there."""
@@ -132,6 +150,7 @@ class Pump:
     def _pump(self) -> None:
         found = True
         while True:
+            self._round_at = time.monotonic()
             self._settle()
             self._tend()
             if self._finish or (self.source.exhausted and not self._in_flight):
@@ -280,7 +299,9 @@ class Pump:
         wait_s = min(max(first_s, (now - self._paused_at) / 2), longest_s)
         wait_s *= random.uniform(0.5, 1.5)
         if not isinstance(error, StoreError) or error.fault is Fault.UNAVAILABLE:
-            self._app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
+            self._app.events.emit(
+                ConsumptionPaused(reason=str(error), retry_in_s=wait_s, source=self.source.name)
+            )
         with self._changed:
             if not self._finish:
                 # what is in flight must be tended meanwhile
@@ -288,5 +309,6 @@ class Pump:
 
     def _resumed(self) -> None:
         if self._paused_at is not None:
-            self._app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - self._paused_at))
+            paused_s = time.monotonic() - self._paused_at
+            self._app.events.emit(ConsumptionResumed(paused_s=paused_s, source=self.source.name))
             self._paused_at = None

@@ -6,11 +6,16 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
+
+from txbox.worker.health_server import Child as ChildHealth
+from txbox.worker.health_server import Children, HealthServer
 
 _log = logging.getLogger("txbox")
 
@@ -19,11 +24,16 @@ _RESTART_S = (0.5, 30.0)
 _HEALTHY_S = 60.0
 #: A child that finds this set drains when the file descriptor it names is closed: its parent is gone.
 PARENT_FD = "TXBOX_PARENT_FD"
+#: The sockets that a child serves on: its parent has bound them, so that no request is lost with a child.
+HEALTH_FD = "TXBOX_HEALTH_FD"
+HTTP_FD = "TXBOX_HTTP_FD"
 
 
 @dataclass(slots=True, eq=False)
 class _Child:
     number: int
+    health: socket.socket | None = None
+    told: ChildHealth | None = None
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_at: float = 0.0
@@ -31,22 +41,46 @@ class _Child:
     code: int | None = None
 
 
-def supervise(argv: Sequence[str], processes: int) -> int:
+def supervise(
+    argv: Sequence[str],
+    processes: int,
+    *,
+    http: socket.socket | None = None,
+    health: socket.socket | None = None,
+) -> int:
     """Run a command several times at once; returns the worst exit status.
+
+    Args:
+        http: listening; every child accepts from it.
+        health: listening; the parent answers there for all its children.
 
     SIGTERM and SIGINT go to every child: the first drains, the second ends at once. A child that
     exits with 2 (configuration) stops all; one that dies is started again, later each time. A child
     that exits with 0 has finished and stays so. Must be called from the main thread.
     """
-    return _Supervisor(argv, processes).run()
+    return _Supervisor(argv, processes, http, health).run()
 
 
 class _Supervisor:
-    def __init__(self, argv: Sequence[str], processes: int) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        processes: int,
+        http: socket.socket | None,
+        health: socket.socket | None,
+    ) -> None:
         self._argv = list(argv)
+        self._http = http
         self._children = [_Child(number) for number in range(1, processes + 1)]
         self._stopping = False
-        self._signals = 0
+        self._pending: deque[signal.Signals] = deque()
+        self._server: HealthServer | None = None
+        if health is not None:
+            for child in self._children:
+                child.health = socket.create_server(("127.0.0.1", 0))
+                child.told = ChildHealth(child.number, child.health.getsockname()[1])
+            told = [child.told for child in self._children if child.told is not None]
+            self._server = HealthServer(health, Children(told).routes())
 
     def run(self) -> int:
         # nothing is ever written: children see the end of this pipe when the parent dies
@@ -54,8 +88,12 @@ class _Supervisor:
         before = {
             own: signal.signal(own, self._on_signal) for own in (signal.SIGTERM, signal.SIGINT)
         }
+        if self._server is not None:
+            self._server.start()
         try:
             while any(child.code is None for child in self._children):
+                while self._pending:
+                    self._stop(self._pending.popleft())
                 for child in self._children:
                     if child.code is None:
                         self._look_after(child)
@@ -65,6 +103,8 @@ class _Supervisor:
                 signal.signal(own, handler)
             os.close(self._read_fd)
             os.close(write_fd)
+            if self._server is not None:
+                self._server.close()
         codes = [child.code or 0 for child in self._children]
         return 2 if 2 in codes else max(codes)
 
@@ -79,6 +119,8 @@ class _Supervisor:
         if code is None:
             return
         child.process = None
+        if child.told is not None:
+            child.told.running = child.told.answered = False
         if code in (0, 2) or self._stopping:
             child.code = code if code >= 0 else 1
             if code == 2 and not self._stopping:
@@ -99,18 +141,30 @@ class _Supervisor:
     def _start(self, child: _Child) -> None:
         child.started_at = time.monotonic()
         # a session of its own: Ctrl-C reaches the parent, which forwards it once, not twice
+        passed = {PARENT_FD: self._read_fd}
+        if self._http is not None:
+            passed[HTTP_FD] = self._http.fileno()
+        if child.health is not None:
+            passed[HEALTH_FD] = child.health.fileno()
         child.process = subprocess.Popen(
             self._argv,
             start_new_session=True,
-            pass_fds=(self._read_fd,),
-            env={**os.environ, PARENT_FD: str(self._read_fd)},
+            pass_fds=tuple(passed.values()),
+            env={**os.environ, **{name: str(fd) for name, fd in passed.items()}},
         )
+        if child.told is not None:
+            child.told.running = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._stop(signal.Signals(number))
+        # forwarded by the loop: a child that is being started at this moment must hear of it
+        self._pending.append(signal.Signals(number))
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopping = True
+        if self._http is not None:
+            # children close theirs: without this one, connections would wait for nobody
+            self._http.close()
+            self._http = None
         for child in self._children:
             if child.process is not None and child.process.poll() is None:
                 child.process.send_signal(number)

@@ -77,6 +77,12 @@ class Table:
             row = self._pop(is_async, lane)
         return row
 
+    @property
+    def leased(self) -> int:
+        """Rows whose lease is held here."""
+        with self._lock:
+            return sum(len(ids) for ids in self._held.values())
+
     def poll_in_s(self) -> float:
         """Seconds until it is time to look again."""
         return max(0.0, self._poll_at - time.monotonic())

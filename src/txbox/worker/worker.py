@@ -24,6 +24,7 @@ from txbox.steps import Steps
 from txbox.store import jobs
 from txbox.worker import checks
 from txbox.worker.driving import Driver, thread
+from txbox.worker.health import Health
 from txbox.worker.lane import Lane
 from txbox.worker.progress import StoredProgress
 from txbox.worker.pump import Dispatch, Pump
@@ -46,6 +47,7 @@ class Worker:
         maintenance: run rescue, prune and the other jobs in the background.
         grace: a drain that takes longer ends with status 1; None waits as long as a handler runs.
         consumptions: instead of those of the app.
+        health: what is told how the worker is; the caller serves it.
 
     Guarantee: whatever ends it, what was not settled is delivered again, and what was leased and
     not started goes back to the table (after SIGKILL: when its lease has run out).
@@ -60,6 +62,7 @@ class Worker:
         maintenance: bool = True,
         grace: timedelta | None = None,
         consumptions: Sequence[Consumption] | None = None,
+        health: Health | None = None,
     ) -> None:
         self._app = app
         self._once = once
@@ -68,6 +71,7 @@ class Worker:
         self._grace_s = None if grace is None else grace.total_seconds()
         self._consumptions = app.consumptions if consumptions is None else consumptions
         self._driver = Driver(app)
+        self._health = health or Health()
         self._stopping = threading.Event()
         self._ended = threading.Event()
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
@@ -136,6 +140,7 @@ class Worker:
                 stop=self._stopping.is_set,
             )  # fmt: skip
             self._pumps[pump] = True
+            self._health.pumps.append(pump)
             thread(f"txbox-{source.name}", pump.run, self._pump_ended(pump))
         for pump in self._pumps:
             while self._pumps[pump] and not pump.opened(_TICK_S):
@@ -150,6 +155,7 @@ class Worker:
             )
         )
         self._consuming = True
+        self._health.consuming(self._tables.values(), self._driver)
         self._start_threads()
         for pump in self._pumps:
             pump.go()
@@ -198,6 +204,7 @@ class Worker:
                 return
 
     def _handle_reports(self, wait_s: float) -> None:
+        self._health.beat()
         try:
             report = self._reports.get(timeout=wait_s) if wait_s else self._reports.get_nowait()
             while True:
@@ -208,10 +215,11 @@ class Worker:
 
     def _work_left(self) -> bool:
         try:
-            return any(
-                self._driver.perform(jobs.work_left(self._app.store.dialect, consumer=consumer))
-                for consumer in self._tables
-            )
+            with self._health.asking_the_database():
+                return any(
+                    self._driver.perform(jobs.work_left(self._app.store.dialect, consumer=consumer))
+                    for consumer in self._tables
+                )
         except StoreError as error:
             if error.fault not in CURABLE:
                 raise
@@ -220,6 +228,7 @@ class Worker:
 
     def _drain(self) -> None:
         self._stopping.set()
+        self._health.draining()
         for lanes in self._lanes.values():
             for lane in lanes:
                 lane.wake()
@@ -244,6 +253,7 @@ class Worker:
             and clean
         )
         self._ended.set()
+        self._health.closing()
         for own in self._beside:
             own.join(_CLOSE_S)
         try:
@@ -293,6 +303,7 @@ class Worker:
     def _failed(self, error: BaseException | None) -> None:
         if error is not None and self._crash is None:
             self._crash = error
+            self._health.failed(error)
             self._drain()
 
     def _lane_ended(self, error: BaseException | None) -> None:
@@ -364,6 +375,7 @@ class Worker:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signals += 1
+        self._health.draining()
         if self._signals > 1:
             os._exit(1)
         self._reports.put(self._drain)
@@ -376,11 +388,17 @@ def run(
     maintenance: bool = True,
     grace: timedelta | None = None,
     consumptions: Sequence[Consumption] | None = None,
+    health: Health | None = None,
 ) -> int:
     """Run a worker in this process, with its signal handlers; returns the exit status of `Worker.run`.
 
     Several processes: `supervise`.
     """
     return Worker(
-        app, once=once, maintenance=maintenance, grace=grace, consumptions=consumptions
+        app,
+        once=once,
+        maintenance=maintenance,
+        grace=grace,
+        consumptions=consumptions,
+        health=health,
     ).run()

@@ -1,0 +1,39 @@
+"""The ports that a command listens on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+from txbox.errors import ConfigurationError
+
+_log = logging.getLogger("txbox")
+
+_BACKLOG = 2048
+
+
+def listening(host: str, port: int, option: str, what: str) -> socket.socket:
+    """Bind and listen, and say where.
+
+    Raises:
+        ConfigurationError: the port is taken, or this machine has no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        own = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Port {port} of {host} cannot be listened on ({error.strerror or error}): "
+            f"free it, or give another {option}."
+        ) from error
+    shown = f"[{host}]" if ":" in host else host
+    _log.info("Listening on http://%s:%d for %s", shown, own.getsockname()[1], what)
+    return own
+
+
+def inherited(name: str) -> socket.socket | None:
+    """The listening socket that the parent process has bound, if it has."""
+    # not for processes that a handler starts: the descriptor is not theirs
+    fd = os.environ.pop(name, None)
+    return None if fd is None else socket.socket(fileno=int(fd))

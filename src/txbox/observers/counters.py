@@ -1,0 +1,113 @@
+"""Events as counters, in the text format that Prometheus reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from txbox import events
+from txbox.events import Event, MessageEvent
+
+Labels = Mapping[str, str]
+_Series = tuple[str, tuple[tuple[str, str], ...]]
+
+_HELP = {
+    "txbox_messages_total": "Messages by consumer and by what happened to them.",
+    "txbox_handler_seconds_total": "Seconds from claim to commit, of processed messages.",
+    "txbox_transactions_retried_total": "Deadlocks and serialization failures that were tried again.",
+    "txbox_settle_failures_total": "Deliveries whose acknowledgement failed.",
+    "txbox_pauses_total": "Tries put off because the database (no source) or a source was away.",
+    "txbox_paused_seconds_total": "Seconds that ended pauses took.",
+    "txbox_leases_expired_total": "Rows whose worker went away.",
+    "txbox_rows_pruned_total": "Rows that prune deleted.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric and its values by labels."""
+
+    name: str
+    kind: str
+    help: str
+    values: Iterable[tuple[Labels, float]]
+
+
+class Counters:
+    """Counts events; an observer. Labels are consumers, sources and outcomes: never ids or topics."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[_Series, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        consumer = event.consumer or ""
+        match event:
+            case events.LeaseExpired():
+                self.count("leases_expired", consumer=consumer)
+            case MessageEvent():
+                outcome = type(event).__name__.removeprefix("Message").lower()
+                self.count("messages", consumer=consumer, outcome=outcome)
+                if isinstance(event, events.MessageProcessed):
+                    self.count("handler_seconds", event.duration_s, consumer=consumer)
+            case events.TransactionRetried():
+                self.count("transactions_retried", consumer=consumer)
+            case events.SettleFailed():
+                self.count("settle_failures", event.count, source=event.source)
+            case events.ConsumptionPaused():
+                self.count("pauses", source=event.source or "")
+            case events.ConsumptionResumed():
+                self.count("paused_seconds", event.paused_s, source=event.source or "")
+            case events.RowsPruned():
+                self.count("rows_pruned", event.rows)
+            case _:
+                pass
+
+    def count(self, name: str, by: float = 1, **labels: str) -> None:
+        """Add to `txbox_<name>_total`."""
+        series = _series(name, labels)
+        with self._lock:
+            self._counts[series] = self._counts.get(series, 0) + by
+
+    def value(self, name: str, **labels: str) -> float:
+        """What `txbox_<name>_total` has come to."""
+        with self._lock:
+            return self._counts.get(_series(name, labels), 0)
+
+    def metrics(self) -> list[Metric]:
+        """All counters, also those that have not counted yet."""
+        with self._lock:
+            counts = dict(self._counts)
+        return [
+            Metric(
+                name,
+                "counter",
+                text,
+                [(dict(labels), own) for (of, labels), own in counts.items() if of == name],
+            )
+            for name, text in _HELP.items()
+        ]
+
+
+def render(metrics: Iterable[Metric]) -> str:
+    """Metrics in the text exposition format, version 0.0.4."""
+    lines: list[str] = []
+    for metric in metrics:
+        lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
+        for labels, value in metric.values:
+            inside = ",".join(f'{name}="{_escaped(own)}"' for name, own in labels.items())
+            lines.append(
+                f"{metric.name}{{{inside}}} {value:.17g}"
+                if inside
+                else f"{metric.name} {value:.17g}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _series(name: str, labels: Labels) -> _Series:
+    return f"txbox_{name}_total", tuple(sorted(labels.items()))
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
