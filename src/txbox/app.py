@@ -15,7 +15,7 @@ from txbox.connections.base import Database
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
 from txbox.handlers import Handler, HandlerOptions, Handlers
-from txbox.intake import Intake
+from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.outbox import Outbox
 from txbox.outcome import Outcome
@@ -133,7 +133,8 @@ class App:
             concurrency: lanes of one worker, 1 or more.
             batch: the function takes a list of messages and one transaction.
             pipeline: the function reads no results.
-            transactional: False for work outside a transaction: `(message)`, leased, at least once.
+            transactional: False for work outside a transaction: `(message)`, leased, at least once;
+                a worker stores its messages first and keeps the lease while it runs.
             message_id: a callable or a path like "body.order_id"; see SEMANTICS 1.2.
             id_scope: "topic" where ids are unique within a topic only.
             decode: a callable from Message to body, instead of the annotation.
@@ -205,7 +206,9 @@ class App:
             SchemaError: the tables are missing or do not fit; the message has the command to run.
             StoreUnavailable: the database stayed away for Limits.unavailable_for: do not acknowledge.
 
-        Guarantee: PROCESSED means that the inbox row and the handler's writes are one commit.
+        Guarantee: PROCESSED means that the inbox row and the handler's writes are one commit. A
+        handler with `transactional=False` is leased for `Lease.duration` and its `timeout=` on top,
+        without heartbeats: a run that outlasts both may be run a second time beside itself.
         """
         handler = self._one_handler(message, consumer)
         if handler is None:
@@ -254,14 +257,14 @@ class App:
         handler: Handler,
         messages: Sequence[Message[Any]],
         *,
-        suspect: bool = False,
+        leasing: Leasing | None = None,
         for_s: float | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Steps[list[Settled]]:
         """Bring messages for one handler to their outcomes, waiting while the database is away.
 
         Args:
-            suspect: see `Intake.take`.
+            leasing: see `Intake.take`.
 
         Raises:
             SchemaError, StoreError: as `process` does.
@@ -271,7 +274,7 @@ class App:
                 yield from self.protocol.persistently(self.check_schema, for_s=for_s, stop=stop)
             return (
                 yield from self.protocol.persistently(
-                    lambda: self.intake.take(handler, messages, suspect=suspect),
+                    lambda: self.intake.take(handler, messages, leasing=leasing),
                     for_s=for_s,
                     stop=stop,
                 )

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from txbox.errors import UnusableMessage
@@ -14,9 +15,23 @@ from txbox.failure import printable
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Outcome
+from txbox.policy import Lease
 from txbox.protocol import InboxProtocol, Settled
 from txbox.steps import Begin, Commit, Steps
-from txbox.store.codec import Arrival
+from txbox.store.codec import Arrival, Leased
+
+
+@dataclass(slots=True)
+class Leasing:
+    """A lease to be taken on messages in the transaction that stores them.
+
+    Attributes:
+        rows: what was leased under the token, in the order of the messages.
+    """
+
+    lease: Lease
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    rows: list[Leased] = field(default_factory=list[Leased])
 
 
 class Intake:
@@ -26,21 +41,26 @@ class Intake:
         self._protocol = protocol
 
     def take(
-        self, handler: Handler, messages: Sequence[Message[Any]], *, suspect: bool = False
+        self,
+        handler: Handler,
+        messages: Sequence[Message[Any]],
+        *,
+        leasing: Leasing | None = None,
     ) -> Steps[list[Settled]]:
         """Bring messages to an outcome each, in their order.
 
         Copies of one id share the first one's fate; a copy with another payload is quarantined.
 
         Args:
-            suspect: an earlier delivery may have killed its worker: count the start before the run,
-                so that a message which kills every process ends as a dead letter (SEMANTICS 4.4).
+            leasing: new messages are stored, leased and left to the caller to run and to keep
+                leased; their outcome is DEFERRED. For work that must be counted, or be one
+                worker's, before it begins (SEMANTICS 4.4, 4.6).
 
         Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
         quarantine row.
         """
         if len(messages) == 1:
-            return [(yield from self._take_one(handler, messages[0], suspect))]
+            return [(yield from self._take_one(handler, messages[0], leasing))]
         known: dict[str, Arrival] = {}
         ids: list[str | None] = []
         settled: list[Settled | None] = []
@@ -63,7 +83,7 @@ class Intake:
                 continue
             ids.append(arrival.message_id)
             settled.append(None)
-        answers = yield from self._run(handler, list(known.values()), suspect)
+        answers = yield from self._run(handler, list(known.values()), leasing)
         seen: set[str] = set()
         outcomes: list[Settled] = []
         for own, done in zip(ids, settled, strict=True):
@@ -83,38 +103,49 @@ class Intake:
             outcomes.append(answer)
         return outcomes
 
-    def _take_one(self, handler: Handler, message: Message[Any], suspect: bool) -> Steps[Settled]:
+    def _take_one(
+        self, handler: Handler, message: Message[Any], leasing: Leasing | None
+    ) -> Steps[Settled]:
         try:
             arrival = handler.arrival(message, self._protocol.limits)
         except UnusableMessage as error:
             yield from self._quarantined(handler.consumer, message, "", str(error))
             return Settled(Outcome.QUARANTINED)
-        return (yield from self._run(handler, [arrival], suspect))[arrival.message_id]
+        return (yield from self._run(handler, [arrival], leasing))[arrival.message_id]
 
     def _run(
-        self, handler: Handler, arrivals: list[Arrival], suspect: bool
+        self, handler: Handler, arrivals: list[Arrival], leasing: Leasing | None
     ) -> Steps[dict[str, Settled]]:
         if not arrivals:
             return {}
-        if handler.options.mode == "stored":
-            return (yield from self.store(handler, arrivals))
-        if handler.options.transactional and not suspect:
+        if handler.options.mode == "stored" or leasing is not None:
+            return (yield from self.store(handler, arrivals, leasing))
+        if handler.options.transactional:
             return (yield from self._protocol.deliver(handler, arrivals))
         return (yield from self._run_leased(handler, arrivals))
 
-    def store(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[dict[str, Settled]]:
-        """Store messages as pending, to be processed from the table; returns DEFERRED for new ones."""
+    def store(
+        self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None = None
+    ) -> Steps[dict[str, Settled]]:
+        """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones."""
         protocol, consumer = self._protocol, handler.consumer
         ordered = sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
         token = secrets.token_hex(16)
         settled: dict[str, Settled] = {}
+        rows_of: dict[str, Leased] = {}
         while True:
             yield Begin()
             fresh = yield from protocol.store.store(consumer, ordered, token=token)
             rows = yield from protocol.store.classify(
                 consumer, [own.message_id for own in ordered if own.message_id not in fresh]
             )
+            found: list[Leased] = []
+            if leasing is not None and fresh:
+                found = yield from protocol.store.lease_stored(
+                    consumer, sorted(fresh), token=leasing.token, lease=leasing.lease
+                )
             yield Commit()
+            rows_of.update((own.arrival.message_id, own) for own in found)
             gone: list[Arrival] = []
             for arrival in ordered:
                 if arrival.message_id in fresh:
@@ -134,25 +165,30 @@ class Intake:
                 else:
                     gone.append(arrival)
             if not gone:
-                return settled
+                break
             # pruned between the two statements: store again
             ordered = gone
+        if leasing is not None:
+            order = [own.message_id for own in arrivals if own.message_id in rows_of]
+            leasing.rows += [rows_of[own] for own in order]
+        return settled
 
     def _run_leased(
         self, handler: Handler, arrivals: Sequence[Arrival]
     ) -> Steps[dict[str, Settled]]:
-        """Store, lease and run at once, for work that must be counted, or be one worker's, before it begins."""
-        protocol = self._protocol
-        settled = yield from self.store(handler, arrivals)
+        """Store, lease and run at once, without heartbeats: the lease covers the handler's `timeout=`."""
+        lease, timeout = self._protocol.lease, handler.options.timeout
+        if timeout is not None:
+            lease = dataclasses.replace(lease, duration=lease.duration + timeout)
+        settled: dict[str, Settled] = {}
         for arrival in arrivals:
-            if settled[arrival.message_id].outcome is not Outcome.DEFERRED:
-                continue
-            token = secrets.token_hex(16)
-            leased = yield from protocol.store.lease_one(
-                handler.consumer, arrival.message_id, token=token, lease=protocol.lease
-            )
-            if leased is not None:
-                settled[arrival.message_id] = yield from protocol.run_leased(handler, leased, token)
+            # one by one: a lease must not run while another message has its turn
+            leasing = Leasing(lease)
+            settled.update((yield from self.store(handler, [arrival], leasing)))
+            for leased in leasing.rows:
+                settled[arrival.message_id] = yield from self._protocol.run_leased(
+                    handler, leased, leasing.token
+                )
         return settled
 
     def _quarantined(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -338,31 +337,6 @@ def test_suspect_rows_run_alone(shop: Shop) -> None:
 
     assert statuses(shop.raw) == {"processed": 12}
     assert set(most) == {1}
-
-
-def test_a_redelivery_is_counted_before_it_runs(shop: Shop) -> None:
-    """SEMANTICS 4.4: it may have killed the worker that had it, so it takes the leased path, alone."""
-    seen: list[Any] = []
-
-    def look(message: Message[Any], _tx: Any) -> None:
-        with closing(Raw(shop.url)) as other:
-            rows = other.rows("SELECT status, starts FROM txbox_inbox ORDER BY arrival")
-            seen.append((message.id, [tuple(row) for row in rows]))
-
-    shop.handler(look)
-    deliveries = [
-        Delivery(paid("again"), TOPIC, redelivered=True),
-        Delivery(paid("fresh"), TOPIC),
-    ]
-    source = Memory(deliveries)
-    shop.app.consume(source)
-
-    assert worker(shop.app, once=True).run() == 0
-
-    assert seen[0] == ("again", [("processing", 1)])
-    assert source.settled_ids == ["again", "fresh"]
-    assert statuses(shop.raw) == {"processed": 2}
-    assert shop.raw.value("SELECT sum(starts) FROM txbox_inbox") == 0
 
 
 def test_what_is_in_flight_is_tended(shop: Shop) -> None:

@@ -367,38 +367,37 @@ class InboxStore:
                 "suspect": suspect,
             },
         )
-        return (yield from self._taken(consumer, result.rows, token, lease_s))
+        if not result.rows:
+            yield Rollback()
+            return []
+        leased = yield from self._taken(consumer, result.rows, token, lease_s)
+        yield Commit()
+        return leased
 
-    def lease_one(
-        self, consumer: str, message_id: str, *, token: str, lease: Lease
-    ) -> Steps[Leased | None]:
-        """Lease one row that is due, in a transaction of its own."""
+    def lease_stored(
+        self, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
+    ) -> Steps[list[Leased]]:
+        """Lease rows that this open transaction has stored: nobody else ever sees them waiting."""
         lease_s = lease.duration.total_seconds()
-        yield Begin()
         result = yield self.dialect.statement(
-            "lease_one",
-            {"consumer": consumer, "message_id": message_id, "token": token, "lease_s": lease_s},
+            "lease_stored",
+            {"consumer": consumer, "token": token, "lease_s": lease_s},
+            {"message_id": ids},
         )
-        taken = yield from self._taken(consumer, result.rows, token, lease_s)
-        return taken[0] if taken else None
+        return (yield from self._taken(consumer, result.rows, token, lease_s))
 
     def _taken(
         self, consumer: str, rows: Sequence[Any], token: str, lease_s: float
     ) -> Steps[list[Leased]]:
-        if not rows:
-            yield Rollback()
-            return []
         if self.dialect.has("lease_take"):
             yield self.dialect.statement(
                 "lease_take",
                 {"consumer": consumer, "token": token, "lease_s": lease_s},
                 {"message_id": [row[0] for row in rows]},
             )
-        leased = sorted(
+        return sorted(
             (self.columns.arrival(consumer, row) for row in rows), key=lambda own: own.number
         )
-        yield Commit()
-        return leased
 
     def heartbeat(
         self, consumer: str, ids: Sequence[str], *, token: str, lease: Lease

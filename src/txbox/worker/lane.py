@@ -8,14 +8,17 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from txbox.app import App
 from txbox.brokers.base import Delivery
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
+from txbox.intake import Leasing
+from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.patience import CURABLE
 from txbox.protocol import Settled
@@ -96,7 +99,8 @@ class Lane:
             while not self._stop():
                 batch = self._next_batch()
                 if batch:
-                    yield from self._deliver(batch)
+                    deliver = self._deliver_leased if _is_leased(batch[0]) else self._deliver
+                    yield from deliver(batch)
                     if self._stop():
                         break
                 # in turns, so that neither the source nor the table starves
@@ -124,33 +128,27 @@ class Lane:
                 work = self._queue[0]
                 size += work.ticket.delivery.size_bytes
                 if batch and (
-                    work.ticket.delivery.redelivered
-                    or batch[0].ticket.delivery.redelivered
-                    or work.handler is not batch[0].handler
-                    or len(batch) >= self._batch_messages(batch[0].handler)
+                    work.handler is not batch[0].handler
+                    or _is_leased(work) != _is_leased(batch[0])
+                    or len(batch) >= self._batch_messages(batch[0])
                     or size > self._app.batching.payload_bytes
                 ):
                     break
                 batch.append(self._queue.popleft())
         return batch
 
-    def _batch_messages(self, handler: Handler) -> int:
+    def _batch_messages(self, work: Work) -> int:
         """The one place that decides how many deliveries share a transaction."""
-        if handler.options.batch or handler.options.mode == "stored":
+        options = work.handler.options
+        if _is_leased(work):
+            return min(self._app.lease.batch, self._app.batching.messages)
+        if options.batch or options.mode == "stored":
             return self._app.batching.messages
         return 1
 
     def _deliver(self, batch: list[Work]) -> Steps[None]:
-        handler = batch[0].handler
-        messages = [
-            work.ticket.delivery.message
-            for work in batch
-            if work.ticket.delivery.message is not None
-        ]
-        # it may have killed the worker that had it: alone, and its start counted first
-        suspect = batch[0].ticket.delivery.redelivered
         answers: list[Settled] = yield from self._app.taken(
-            handler, messages, suspect=suspect, stop=self._stop
+            batch[0].handler, _messages(batch), stop=self._stop
         )
         for work, settled in zip(batch, answers, strict=True):
             if settled.outcome.settles:
@@ -159,6 +157,35 @@ class Lane:
                     self._table.look_now()
             else:
                 self._hold(work)
+
+    def _deliver_leased(self, batch: list[Work]) -> Steps[None]:
+        """Store and lease a batch in one transaction, then run it here, in order, each row alone.
+
+        Nobody else sees these rows before this lane is done with them, so the order of the lane holds.
+        """
+        handler, leasing = batch[0].handler, Leasing(self._app.lease)
+        answers: list[Settled] = yield from self._app.taken(
+            handler, _messages(batch), leasing=leasing, stop=self._stop
+        )
+        rows = deque(Row(handler, own, leasing.token, False) for own in leasing.rows)
+        self._table.hold(rows)
+        waiting: list[Work] = []
+        for work, settled in zip(batch, answers, strict=True):
+            if settled.outcome is Outcome.DEFERRED and handler.options.transactional:
+                # a source that loses a partition waits for what is unsettled: order across workers
+                waiting.append(work)
+            else:
+                # stored is enough; a run outside a transaction may be longer than a broker waits
+                work.ticket.part_settled()
+        try:
+            while rows and not self._stop():
+                yield from self._run_row(rows.popleft())
+        finally:
+            self._table.put_back(rows)
+        if not leasing.rows:
+            self._table.look_now()
+        for work in waiting:
+            work.ticket.part_settled()
 
     def _hold(self, work: Work) -> None:
         """Keep a delivery that another transaction holds, and claim it again after a pause."""
@@ -194,3 +221,20 @@ class Lane:
         with self._lock:
             if self._waiter is waiter:
                 self._waiter = None
+
+
+def _is_leased(work: Work) -> bool:
+    """Say whether its run must be counted, or be one worker's, before it begins (SEMANTICS 4.4, 4.6).
+
+    A redelivery may have killed the worker that had it. Stored messages are counted anyway.
+    """
+    options = work.handler.options
+    return options.mode != "stored" and (
+        work.ticket.delivery.redelivered or not options.transactional
+    )
+
+
+def _messages(batch: Sequence[Work]) -> list[Message[Any]]:
+    return [
+        work.ticket.delivery.message for work in batch if work.ticket.delivery.message is not None
+    ]

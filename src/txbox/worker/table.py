@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,6 +100,17 @@ class Table:
             self._forget(row.token, row.message_id)
             if row.suspect:
                 self._suspects.release()
+
+    def hold(self, rows: Iterable[Row]) -> None:
+        """Keep the leases of rows that a lane has leased itself, until each has run."""
+        with self._lock:
+            for row in rows:
+                self._held.setdefault(row.token, set()).add(row.message_id)
+
+    def put_back(self, rows: Iterable[Row]) -> None:
+        """Take rows over that their lane does not run any more: `give_back` releases them."""
+        with self._lock:
+            self._rows.extend(rows)
 
     def heartbeat(self) -> Steps[None]:
         """Extend every lease held here."""
