@@ -84,6 +84,11 @@ class KafkaServer(ServerProcess):
             "share.coordinator.state.topic.min.isr": max(1, copies - 1),
             "auto.create.topics.enable": "false",  # a test that misspells a topic shall fail
             "group.initial.rebalance.delay.ms": 0,
+            # Members of KIP-848 groups leave these to the broker: one that dies is missed after so long.
+            "group.consumer.min.session.timeout.ms": 6000,
+            "group.consumer.session.timeout.ms": 6000,
+            "group.consumer.min.heartbeat.interval.ms": 1000,
+            "group.consumer.heartbeat.interval.ms": 1000,
             # A killed broker is noticed, and may come back under its name, after this long.
             "broker.session.timeout.ms": 4000,
             "broker.heartbeat.interval.ms": 500,
