@@ -11,12 +11,16 @@ from __future__ import annotations
 import base64
 import os
 import sqlite3
+from datetime import timedelta
 from typing import Any
 
-from txbox import App, Headers, Message, StoreError
+from txbox import App, Headers, Limits, Message, StoreUnavailable
 
 # made once for each execution environment, outside the function
-app = App(os.environ.get("DATABASE_URL", "sqlite:///lambda.db"))
+app = App(
+    os.environ.get("DATABASE_URL", "sqlite:///lambda.db"),
+    limits=Limits(unavailable_for=timedelta(seconds=3)),  # less than the function's time-out
+)
 
 
 @app.handler("orders", consumer="billing")
@@ -47,21 +51,25 @@ def message_of(record: dict[str, Any]) -> Message[Any]:
 
 
 def lambda_handler(event: dict[str, Any], _context: object) -> dict[str, Any]:
-    """Process a batch; returns what Lambda is to deliver again."""
+    """Process a batch; returns what Lambda is to deliver again.
+
+    What fails in its handler is not among it: that is parked in the table and deleted from the queue.
+    """
     again: list[str] = []
     blocked: set[str] = set()  # FIFO: after one that comes again, the rest of its group waits
+    away = False
     for record in event["Records"]:
         group = record["attributes"].get("MessageGroupId")
-        if group is None or group not in blocked:
+        settled = False
+        if not away and group not in blocked:
             try:
                 settled = app.process(message_of(record)).settles
-            except StoreError:
-                settled = False  # the database is away
-            if settled:
-                continue  # processed, seen before, or kept in the table, which retries it
-        if group is not None:
-            blocked.add(group)
-        again.append(record["messageId"])
+            except StoreUnavailable:
+                away = True  # nor will the rest of the batch find the database in time
+        if not settled:
+            again.append(record["messageId"])
+            if group is not None:
+                blocked.add(group)
     return {"batchItemFailures": [{"itemIdentifier": own} for own in again]}
 
 

@@ -1,8 +1,8 @@
-"""A webhook endpoint for GitHub: any ASGI server serves it, any ASGI framework mounts it.
+"""A webhook endpoint for GitHub: any ASGI server serves it, any ASGI framework takes it in.
 
     WEBHOOK_SECRET=… uvicorn webhook_service:hook
 
-In FastAPI or Starlette: `api.mount("/webhooks/github", hook)`.
+In FastAPI or Starlette: `api.router.routes.append(Route("/webhooks/github", hook))`; see fastapi_webhook.py.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.docs.pages import ROOT
+from txbox import Inbox
 
 
 def test_lambda_reports_what_is_to_come_again(tmp_path: Path) -> None:
@@ -51,3 +53,51 @@ def test_lambda_returns_everything_while_the_database_is_away(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("itemIdentifier") == 3
+
+
+# another process is in the middle of g1's first message: g1 waits as a whole, g2 goes on
+_HELD = """
+import aws_lambda_sqs as function
+from datetime import timedelta
+from txbox import Limits
+function.app.limits = Limits(lock_timeout=timedelta(seconds=0.1))
+def record(number, group):
+    own = {"stringValue": f"o-{number}", "dataType": "String"}
+    return {"messageId": f"sqs-{number}", "body": '{"id": %d, "amount": 5}' % number,
+            "attributes": {"MessageGroupId": group}, "messageAttributes": {"message-id": own},
+            "eventSourceARN": "arn:aws:sqs:eu-west-1:123456789012:orders.fifo"}
+batch = [record(1, "g1"), record(2, "g2"), record(3, "g1"), record(4, "g2")]
+print(function.lambda_handler({"Records": batch}, None))
+"""
+
+
+def test_lambda_keeps_the_order_of_a_group(tmp_path: Path, postgresql_url: str) -> None:
+    import psycopg
+
+    script = tmp_path / "held.py"
+    example = (ROOT / "examples" / "aws_lambda_sqs.py").read_text()
+    own = example.replace("VALUES (?, ?)", "VALUES (%s, %s)").replace(
+        '"orders", c', '"orders.fifo", c'
+    )
+    (tmp_path / "aws_lambda_sqs.py").write_text(own)
+    script.write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + _HELD)
+    with psycopg.connect(postgresql_url) as other:
+        other.execute("CREATE TABLE booking (order_id INTEGER, amount INTEGER)")
+        other.commit()
+        assert Inbox(consumer="billing").accept(other, "o-1", topic="orders.fifo", payload=b"")
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            env={**os.environ, "DATABASE_URL": postgresql_url},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == (
+            "{'batchItemFailures': [{'itemIdentifier': 'sqs-1'}, {'itemIdentifier': 'sqs-3'}]}"
+        )
+        other.rollback()
+        booked = other.execute("SELECT order_id FROM booking ORDER BY 1").fetchall()
+    assert booked == [(2,), (4,)]

@@ -1,0 +1,73 @@
+"""FastAPI: a route of your own around `process_async`, and GitHub's webhook beside it.
+
+    pip install fastapi uvicorn txbox
+    txbox init --database sqlite:///fastapi_webhook.db
+    WEBHOOK_SECRET=… API_TOKEN=… uvicorn fastapi_webhook:api
+
+A failed message is parked in the table and answered with 200: run `txbox run fastapi_webhook:app`
+beside the web server, it retries what is parked.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sqlite3
+from datetime import timedelta
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.routing import Route
+
+from txbox import App, Limits, Message, StoreUnavailable
+from txbox.brokers.webhook import GitHub, Webhook
+
+TOKEN = os.environ["API_TOKEN"]
+LONGEST_BODY = 1 << 20
+
+app = App(
+    os.environ.get("TXBOX_DATABASE_URL", "sqlite:///fastapi_webhook.db"),
+    limits=Limits(unavailable_for=timedelta(seconds=2)),  # a caller does not wait for half a minute
+)
+api = FastAPI()
+
+
+@app.handler("orders", type="order.paid", consumer="billing")
+def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+    """Book an order; what is written through `tx` commits together with the inbox row."""
+    order = message.body
+    tx.execute(
+        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+    )
+
+
+@app.handler("github", type="push", consumer="builds")
+def build(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+    tx.execute("INSERT INTO build (commit_id) VALUES (?)", (message.body["after"],))
+
+
+@api.post("/orders")
+async def orders(request: Request) -> Response:
+    """2xx only after the commit: the caller sends again whatever else it gets, or if it gets nothing."""
+    given = request.headers.get("authorization", "")
+    if not secrets.compare_digest(given.encode(), f"Bearer {TOKEN}".encode()):
+        return Response("who are you?", 401)
+    if int(request.headers.get("content-length", LONGEST_BODY + 1)) > LONGEST_BODY:
+        return Response("too long", 413)
+    message = Message[Any](
+        id=request.headers.get("x-event-id"),  # the sender's, the same when it sends again
+        topic="orders",
+        type=request.headers.get("x-event-type"),
+        payload=await request.body(),
+    )
+    try:
+        outcome = await app.process_async(message)
+    except StoreUnavailable:
+        return Response("the database is away", 503, {"Retry-After": "5"})
+    return Response(outcome.value, 200 if outcome.settles else 503)
+
+
+# Who sent it is what the signature says; `verify=` knows Stripe and Standard Webhooks too. A route
+# and no mount: that answers a URL without a slash at its end with a redirect, which GitHub does not follow.
+hook = Webhook(app.process_async, topic="github", verify=GitHub(os.environ["WEBHOOK_SECRET"]))
+api.router.routes.append(Route("/webhooks/github", hook))

@@ -1,0 +1,90 @@
+"""The FastAPI example, served by uvicorn in a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.examples.programs import database_for, rows, started
+from tests.webhook.senders import SECRET, github
+
+BODY = b'{"id": 1, "amount": 5}'
+PAID = {"Authorization": "Bearer t0ken", "X-Event-Type": "order.paid"}
+
+
+class Server:
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request("POST", path, body=body, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode().strip()
+        finally:
+            connection.close()
+
+    def order(self, own_id: str, body: bytes = BODY, **headers: str) -> tuple[int, str]:
+        return self.post("/orders", body, {**PAID, "X-Event-Id": own_id, **headers})
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return database_for(
+        tmp_path,
+        "CREATE TABLE booking (order_id INTEGER, amount INTEGER)",
+        "CREATE TABLE build (commit_id TEXT)",
+    )
+
+
+@pytest.fixture
+def server(tmp_path: Path, url: str) -> Iterator[Server]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # requests wait until it is up
+        own = listener.fileno()
+        env = {"TXBOX_DATABASE_URL": url, "API_TOKEN": "t0ken", "WEBHOOK_SECRET": SECRET}
+        uvicorn = ("uvicorn", "--fd", str(own), "--log-level", "warning", "fastapi_webhook:api")
+        with started(tmp_path, *uvicorn, env=env, keep=[own]) as process:
+            yield Server(listener.getsockname()[1])
+            process.terminate()
+            assert process.wait(30) in (0, -15)  # uvicorn raises the signal again when it is done
+
+
+def test_the_route_answers_after_the_commit(server: Server, tmp_path: Path) -> None:
+    assert server.order("o-1") == (200, "processed")
+    assert rows(tmp_path, "SELECT * FROM booking") == [(1, 5)]
+    assert server.order("o-1") == (200, "duplicate")
+    assert server.order("o-1", b'{"id": 1, "amount": 6}') == (200, "quarantined")
+    assert server.order("o-2", b'{"id": 2}') == (200, "failed")
+    assert server.order("o-3", Authorization="Bearer guessed")[0] == 401
+    assert server.order("o-3", b" " * (1 << 20) + b"1")[0] == 413
+    assert rows(tmp_path, "SELECT * FROM booking") == [(1, 5)]
+    assert rows(tmp_path, "SELECT message_id, status FROM txbox_inbox ORDER BY 1") == [
+        ("o-1", "processed"),
+        ("o-2", "failed"),
+    ]
+
+
+def test_the_webhook_verifies_and_processes(server: Server, tmp_path: Path) -> None:
+    push = b'{"after": "abc123"}'
+    for wanted in ("processed", "duplicate"):
+        assert server.post("/webhooks/github", push, github("d1", push)) == (200, wanted)
+    assert server.post("/webhooks/github", push, github("d2", push, secret="guessed"))[0] == 401
+    assert rows(tmp_path, "SELECT * FROM build") == [("abc123",)]
+
+
+def test_the_caller_sends_again_while_the_database_is_away(tmp_path: Path) -> None:
+    env = {
+        "TXBOX_DATABASE_URL": "postgresql://nobody@127.0.0.1:9/nothing",
+        "API_TOKEN": "t0ken",
+        "WEBHOOK_SECRET": SECRET,
+    }
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = listener.fileno()
+        uvicorn = ("uvicorn", "--fd", str(own), "--log-level", "warning", "fastapi_webhook:api")
+        with started(tmp_path, *uvicorn, env=env, keep=[own]):
+            assert Server(listener.getsockname()[1]).order("o-1")[0] == 503

@@ -1,0 +1,84 @@
+"""The FastStream example on a real RabbitMQ: nothing is acknowledged before it is in the database."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import aio_pika
+import pytest
+from pamqp.commands import Basic
+
+from tests.brokers.rabbitmq_support import declare, left, on_server, publish, publish_plain
+from tests.examples.programs import database_for, rows, started
+from tests.runtime.support import eventually
+
+pytestmark = pytest.mark.brokers
+
+BOOKED = "SELECT payment, amount FROM ledger ORDER BY 1"
+
+
+@pytest.fixture
+def queue(rabbitmq_url: str) -> Iterator[str]:
+    name = declare(rabbitmq_url)
+    yield name
+    on_server(rabbitmq_url, lambda channel: channel.queue_delete(name))
+
+
+@pytest.fixture
+def env(rabbitmq_url: str, queue: str, tmp_path: Path) -> dict[str, str]:
+    url = database_for(tmp_path, "CREATE TABLE ledger (payment INTEGER, amount INTEGER)")
+    return {"AMQP_URL": rabbitmq_url, "PAYMENTS_QUEUE": queue, "TXBOX_DATABASE_URL": url}
+
+
+def _payment(number: int, body: bytes | None = None) -> aio_pika.Message:
+    return aio_pika.Message(
+        b'{"id": %d, "amount": 5}' % number if body is None else body,
+        message_id=f"payment-{number}",
+        type="payment.made",
+        content_type="application/json",
+        headers={"attempt": 1, "region": "eu"},
+        delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+    )
+
+
+def _statuses(directory: Path) -> dict[str, str]:
+    return dict(rows(directory, "SELECT message_id, status FROM txbox_inbox"))
+
+
+def test_each_payment_is_booked_once(
+    rabbitmq_url: str, queue: str, env: dict[str, str], tmp_path: Path
+) -> None:
+    twice = [_payment(1), _payment(1), _payment(2, b'{"id": 2}'), _payment(3, b"{no json")]
+    publish(rabbitmq_url, queue, *twice)
+    nameless = Basic.Properties(message_type="payment.made", content_type="application/json")
+    publish_plain(rabbitmq_url, queue, (nameless, b'{"id": 4, "amount": 5}'))
+    ends = {"payment-1": "processed", "payment-2": "failed", "payment-3": "dead"}
+    with started(tmp_path, "faststream_rabbitmq", env=env) as process:
+        eventually(lambda: _statuses(tmp_path) == ends)
+        eventually(lambda: rows(tmp_path, "SELECT count(*) FROM txbox_quarantine") == [(1,)])
+        process.terminate()
+        assert process.wait(30) == 0
+    assert rows(tmp_path, BOOKED) == [(1, 5)]
+    # what it had not acknowledged would be back by now
+    assert left(rabbitmq_url, queue) == 0
+
+
+def test_nothing_is_acknowledged_before_the_commit(
+    rabbitmq_url: str, queue: str, env: dict[str, str], tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "example.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # nobody else can write
+        publish(rabbitmq_url, queue, _payment(1))
+        with started(tmp_path, "faststream_rabbitmq", env=env) as process:
+            eventually(lambda: left(rabbitmq_url, queue) == 0)
+            process.kill()
+            process.wait(30)
+        eventually(lambda: left(rabbitmq_url, queue) == 1)
+        other.execute("ROLLBACK")
+    with started(tmp_path, "faststream_rabbitmq", env=env) as process:
+        eventually(lambda: rows(tmp_path, BOOKED) == [(1, 5)])
+        process.terminate()
+        assert process.wait(30) == 0
