@@ -19,6 +19,7 @@ try:
     from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
     from confluent_kafka.admin import AdminClient
 
+    from txbox.brokers.kafka_options import consumer_options
     from txbox.brokers.kafka_partition import (
         ALL_BROKERS_DOWN,
         AUTHENTICATION,
@@ -32,6 +33,7 @@ try:
         checked_options,
         delivery_of,
     )
+    from txbox.brokers.kafka_publisher import KafkaPublisher
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         f"The client {error.name} is not installed: run pip install 'txbox[kafka]'."
@@ -55,7 +57,7 @@ class Kafka:
 
     Args:
         bootstrap_servers: "host:port", several separated by commas.
-        group: the consumer group; its committed offsets are the progress.
+        group: the consumer group; its committed offsets are the progress. Publishing needs none.
         revoke_wait: when a rebalance takes partitions away, how long to wait for what is in flight
             from them; what is not done by then is delivered to their next owner, too.
         options: of librdkafka, by their own names.
@@ -84,19 +86,20 @@ class Kafka:
         self,
         bootstrap_servers: str,
         *,
-        group: str,
+        group: str | None = None,
         revoke_wait: timedelta = timedelta(seconds=5),
         options: Mapping[str, Any] | None = None,
         **librdkafka: Any,
     ) -> None:
-        if not bootstrap_servers or not group:
+        if not bootstrap_servers:
             raise ConfigurationError(
-                'Kafka needs servers and a group: Kafka("localhost:9092", group="shop").'
+                'Kafka needs servers: Kafka("localhost:9092", group="shop"), without group= to publish only.'
             )
-        config = checked_options(options or {}, librdkafka)
+        self._servers, self._options = bootstrap_servers, checked_options(options or {}, librdkafka)
+        config = consumer_options(self._options)
         self._on_error = config.pop("error_cb", None)
-        self._config = config | {"bootstrap.servers": bootstrap_servers, "group.id": group}
-        self._group = group
+        self._config = config | {"bootstrap.servers": bootstrap_servers, "group.id": group or ""}
+        self._group = group or ""
         self._revoke_wait_s = revoke_wait.total_seconds()
         max_poll_s = self.redelivery_s
         if not 0 <= self._revoke_wait_s < max_poll_s:
@@ -119,16 +122,23 @@ class Kafka:
 
     @property
     def name(self) -> str:
-        return f"kafka:{self._group}"
+        return f"kafka:{self._group or self._servers}"
 
     @property
     def redelivery_s(self) -> float:
         """Seconds without a poll after which the group takes the partitions away; `tend` polls."""
         return int(self._config.get("max.poll.interval.ms", _MAX_POLL_MS)) / 1000
 
+    def publisher(self) -> KafkaPublisher:
+        return KafkaPublisher(self._servers, self._options)
+
     # -- the source ---------------------------------------------------------------------------
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:  # noqa: ARG002  # the group remembers
+        if not self._group:
+            raise ConfigurationError(
+                'To consume, Kafka needs a group: Kafka("localhost:9092", group="shop").'
+            )
         self._in_flight = in_flight
         self._closing = self._paused = False
         # the first receive finds out whether anybody answers

@@ -1,0 +1,80 @@
+"""Which options of Kafka(…) are the consumer's, which the producer's, and which nobody may set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from txbox.errors import ConfigurationError
+
+_DEFAULTS: dict[str, Any] = {
+    # what the JVM's clients do: a key lies in one partition, whoever publishes it
+    "partitioner": "murmur2_random",
+    # a topic that is not there is an answer within this, not only when the time is up
+    "topic.metadata.propagation.max.ms": 3_000,
+    "socket.timeout.ms": 10_000,
+}
+_FORCED: dict[str, Any] = {"acks": "all", "enable.idempotence": True}
+_ALL = ("all", "-1")
+_REFUSED = {
+    "transactional.id": "a transaction of Kafka does not contain that of the database; duplicates are for the inbox",
+    "delivery.report.only.error": "what is confirmed must be said",
+    "dr_cb": "delivery reports are for txbox",
+    "dr_msg_cb": "delivery reports are for txbox",
+    "on_delivery": "delivery reports are for txbox",
+    "queuing.strategy": "messages leave in their order",
+}
+#: Of librdkafka's options those that a producer does not know; it would warn about each.
+_CONSUMER_ONLY = frozenset({
+    "group.id", "group.instance.id", "group.protocol", "group.remote.assignor", "group.protocol.type",
+    "partition.assignment.strategy", "session.timeout.ms", "heartbeat.interval.ms",
+    "coordinator.query.interval.ms", "max.poll.interval.ms", "enable.auto.commit",
+    "auto.commit.interval.ms", "enable.auto.offset.store", "auto.commit.enable", "queued.min.messages",
+    "queued.max.messages.kbytes", "fetch.wait.max.ms", "fetch.queue.backoff.ms",
+    "fetch.message.max.bytes", "max.partition.fetch.bytes", "fetch.max.bytes", "fetch.min.bytes",
+    "fetch.error.backoff.ms", "isolation.level", "enable.partition.eof", "check.crcs",
+    "auto.offset.reset", "consume.callback.max.messages", "allow.auto.create.topics",
+})  # fmt: skip
+#: And those that only a producer knows.
+_PRODUCER_ONLY = frozenset({
+    "enable.idempotence", "enable.gapless.guarantee", "queue.buffering.max.messages",
+    "queue.buffering.max.kbytes", "queue.buffering.max.ms", "linger.ms", "message.send.max.retries",
+    "retries", "queue.buffering.backpressure.threshold", "compression.codec", "compression.type",
+    "compression.level", "batch.num.messages", "batch.size", "delivery.report.only.error",
+    "sticky.partitioning.linger.ms", "request.required.acks", "acks", "request.timeout.ms",
+    "message.timeout.ms", "delivery.timeout.ms", "queuing.strategy", "partitioner",
+    "transactional.id", "transaction.timeout.ms", "dr_cb", "dr_msg_cb", "on_delivery",
+})  # fmt: skip
+
+
+def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a producer among those of Kafka(…), with its defaults.
+
+    Raises:
+        ConfigurationError: one with which a confirmation would not mean that it is kept.
+    """
+    wanted = {name: value for name, value in given.items() if name not in _CONSUMER_ONLY}
+    for name, why in _REFUSED.items():
+        if name in wanted:
+            raise ConfigurationError(f"Kafka publishes without {name}: {why}.")
+    for name in ("acks", "request.required.acks"):
+        if str(wanted.pop(name, "all")).lower() not in _ALL:
+            raise ConfigurationError(
+                f"{name} must be all: a message that one broker alone has confirmed can be lost with it."
+            )
+    if str(wanted.pop("enable.idempotence", True)).lower() != "true":
+        raise ConfigurationError(
+            "enable.idempotence must be true: without it a retry inside the client changes the order."
+        )
+    for name in ("retries", "message.send.max.retries"):
+        if int(wanted.get(name, 1)) < 1:
+            raise ConfigurationError(f"{name} must be 1 or more: an idempotent producer needs it.")
+    for name in ("max.in.flight", "max.in.flight.requests.per.connection"):
+        if not 1 <= int(wanted.get(name, 5)) <= 5:
+            raise ConfigurationError(f"{name} must be 1 to 5: an idempotent producer needs it.")
+    return _DEFAULTS | wanted | _FORCED
+
+
+def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a consumer among those of Kafka(…)."""
+    return {name: value for name, value in given.items() if name not in _PRODUCER_ONLY}
