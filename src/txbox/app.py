@@ -83,8 +83,8 @@ class App:
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
         self.outbox = Outbox(schema=schema, codec=codec)
         self.events = Events(observers)
-        self.limits = limits or Limits()
         self.lease = lease or Lease()
+        self.limits = limits or Limits.within(self.lease)
         self.retention = retention or Retention()
         self.batching = batching or Batching()
         self.unmatched = unmatched

@@ -135,7 +135,8 @@ class Limits:
         quarantined_bytes: a payload larger than even this is cut to it in the quarantine.
         headers_bytes: larger headers are quarantined.
         error_bytes: error text and traceback are cut to this.
-        lock_timeout: the longest wait for another transaction that holds the same message id.
+        lock_timeout: the longest wait for another transaction that holds the same message id; an
+            App that is given no Limits takes half of its lease where that is shorter.
         conflict_retries: immediate retries after a deadlock or serialization failure.
         unavailable_for: how long `process` waits for the database before it raises; a worker waits on.
     """
@@ -147,6 +148,11 @@ class Limits:
     lock_timeout: timedelta = timedelta(seconds=5)
     conflict_retries: int = 10
     unavailable_for: timedelta = timedelta(seconds=30)
+
+    @classmethod
+    def within(cls, lease: Lease) -> Limits:
+        """The defaults, with a claim that gives up before a short lease runs out."""
+        return cls(lock_timeout=min(cls().lock_timeout, lease.duration / 2))
 
     def __post_init__(self) -> None:
         _check(self.payload_bytes >= 1, self, "payload_bytes", "1 or more")

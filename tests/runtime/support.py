@@ -36,6 +36,7 @@ class Memory:
 
     topics: Sequence[str] | None = None
     tend_every_s: float | None = None
+    redelivery_s: float | None = None
 
     def __init__(self, deliveries: Sequence[Message[Any] | Delivery], *, endless: bool = False):
         self.name = "memory"

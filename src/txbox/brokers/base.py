@@ -150,6 +150,15 @@ class Source(Protocol):
         """How often `tend` must be called at least; None for a source that needs none."""
         ...
 
+    @property
+    def redelivery_s(self) -> float | None:
+        """After how long the broker gives an unsettled delivery to another; None when never, or not known yet.
+
+        Where `tend_every_s` is a number, the time without `tend`; else the time since the delivery,
+        which no run may outlast. Asked before and after `open`.
+        """
+        ...
+
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         """Connect or look, without waiting for messages.
 

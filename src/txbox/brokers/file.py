@@ -202,6 +202,7 @@ class File:
         return self._ended and self._holding
 
     tend_every_s: float | None = None
+    redelivery_s: float | None = None
 
     def open(
         self,

@@ -23,6 +23,7 @@ class Local:
     topics: Sequence[str] | None = None
     exhausted = True
     tend_every_s: float | None = None
+    redelivery_s: float | None = None
 
     def open(
         self, topics: Sequence[str], progress: Progress, in_flight: InFlight | None = None

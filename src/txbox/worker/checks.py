@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 from txbox.app import App, Consumption
+from txbox.brokers.base import Source
 from txbox.errors import ConfigurationError, StoreError
 from txbox.worker.driving import Driver
 
@@ -54,6 +56,60 @@ def topics_of(app: App, consumption: Consumption) -> Sequence[str]:
     return wanted
 
 
+def check_time_outs(app: App) -> None:
+    """Check that whoever waits waits longer than what is waited for: claim < handler < lease.
+
+    The database ends an idle transaction of a handler after the lease (SEMANTICS 4.2), so the
+    transaction's own time-out has its place by itself.
+
+    Raises:
+        ConfigurationError: the sentence names both values.
+    """
+    claim, lease = app.limits.lock_timeout, app.lease.duration
+    if claim >= lease:
+        raise ConfigurationError(
+            f"Limits.lock_timeout is {_s(claim)} and Lease.duration {_s(lease)}: a claim must give up "
+            "before a lease runs out, make the first shorter or the second longer."
+        )
+    for handler in app.handlers:
+        timeout = handler.options.timeout
+        if timeout is None:
+            continue
+        if claim >= timeout:
+            raise ConfigurationError(
+                f"Limits.lock_timeout is {_s(claim)} and timeout= of {handler.name} {_s(timeout)}: waiting "
+                "for another run of a message must not take longer than a run may, make the first shorter."
+            )
+        if timeout >= lease:
+            raise ConfigurationError(
+                f"timeout= of {handler.name} is {_s(timeout)} and Lease.duration {_s(lease)}: a run must end "
+                "before its lease, make the second longer."
+            )
+
+
+def check_redelivery(app: App, source: Source) -> None:
+    """Check that the broker waits longer than a run may last, or than the worker lets it wait.
+
+    Raises:
+        ConfigurationError: the sentence names both values.
+    """
+    redelivery_s, tend_every_s = source.redelivery_s, source.tend_every_s
+    if redelivery_s is None:
+        return
+    if tend_every_s is not None and tend_every_s >= redelivery_s:
+        raise ConfigurationError(
+            f"{source.name} delivers again after {redelivery_s:g} s, but is told of what is in flight only "
+            f"every {tend_every_s:g} s: make its time-out longer."
+        )
+    lease = app.lease.duration
+    if tend_every_s is None and lease.total_seconds() >= redelivery_s:
+        raise ConfigurationError(
+            f"{source.name} delivers again after {redelivery_s:g} s and Lease.duration is {_s(lease)}: a run "
+            "must end before the broker gives its message to another, make the second shorter or the "
+            "broker's time-out longer."
+        )
+
+
 def check_database(app: App, driver: Driver) -> None:
     """Check that the database answers and holds tables that fit.
 
@@ -70,6 +126,10 @@ def check_database(app: App, driver: Driver) -> None:
             fault=error.fault,
             code=error.code,
         ) from error
+
+
+def _s(duration: timedelta) -> str:
+    return f"{duration.total_seconds():g} s"
 
 
 def _listed(topics: Sequence[str]) -> str:

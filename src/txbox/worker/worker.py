@@ -125,6 +125,9 @@ class Worker:
         """Check everything that can be checked, then open the sources, then start the lanes."""
         app = self._app
         checks.check_handlers(app)
+        checks.check_time_outs(app)
+        for consumption in self._consumptions:
+            checks.check_redelivery(app, consumption.source)
         topics = [checks.topics_of(app, consumption) for consumption in self._consumptions]
         checks.check_database(app, self._driver)
         self._make_lanes()
@@ -148,6 +151,9 @@ class Worker:
         self._handle_reports(0.0)
         if self._crash is not None:
             return
+        for consumption in self._consumptions:
+            # some ask their broker what it is set to
+            checks.check_redelivery(app, consumption.source)
         app.events.emit(
             WorkerStarted(
                 consumers=tuple(self._tables),
