@@ -6,19 +6,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, UnusableMessage
-from txbox.identity import message_id
+from txbox.brokers.base import Anchored, Delivery, InFlight, Progress
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    StoreError,
+)
 
 try:
     import confluent_kafka as client
-    from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
-    from confluent_kafka.admin import AdminClient
+    from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+    from txbox.brokers.kafka_anchor import Anchoring
     from txbox.brokers.kafka_options import consumer_options
     from txbox.brokers.kafka_partition import (
         ALL_BROKERS_DOWN,
@@ -32,8 +35,10 @@ try:
         Record,
         checked_options,
         delivery_of,
+        text_of,
     )
     from txbox.brokers.kafka_publisher import KafkaPublisher
+    from txbox.brokers.kafka_topic import TopicIds
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         f"The client {error.name} is not installed: run pip install 'txbox[kafka]'."
@@ -45,7 +50,6 @@ _client_log = logging.getLogger("txbox.kafka")
 _COMMIT_S = 0.5
 _TEND_S = 0.5
 _PROBE_S = 1.0
-_DESCRIBE_S = 5.0
 #: every topic but the internal ones, whose names begin with two underscores
 _ALL_TOPICS = "^_?[^_].*"
 _MAX_POLL_MS = 300_000
@@ -58,6 +62,8 @@ class Kafka:
     Args:
         bootstrap_servers: "host:port", several separated by commas.
         group: the consumer group; its committed offsets are the progress. Publishing needs none.
+        anchored: also keep how far each partition has come in the database, and after a failover
+            or a restore of the database read again what it has lost. The worker's database decides.
         revoke_wait: when a rebalance takes partitions away, how long to wait for what is in flight
             from them; what is not done by then is delivered to their next owner, too.
         options: of librdkafka, by their own names.
@@ -76,6 +82,10 @@ class Kafka:
     Guarantee: an offset is committed only after all messages delivered before it are stored. Commits
     are at most half a second behind, and are made up before partitions are given back. After a
     crash, or when a partition is lost, what was not committed comes again and is a duplicate.
+    `anchored`: an offset is committed only after the database has it, too; what a database without
+    its last transactions has lost comes again.
+
+    Source: docs/decisions/0016-anchored-offsets.md
     """
 
     topics: Sequence[str] | None = None
@@ -87,6 +97,7 @@ class Kafka:
         bootstrap_servers: str,
         *,
         group: str | None = None,
+        anchored: bool = False,
         revoke_wait: timedelta = timedelta(seconds=5),
         options: Mapping[str, Any] | None = None,
         **librdkafka: Any,
@@ -108,11 +119,13 @@ class Kafka:
                 f"({max_poll_s:g} s), after which the group goes on without this member."
             )
         self.tend_every_s = min(_TEND_S, max_poll_s / 4)
+        self._anchored = anchored
+        self._anchoring: Anchoring | None = None
+        self._topic_ids = TopicIds(self._config)
         self._consumer: client.Consumer | None = None
         self._in_flight: InFlight | None = None
         self._partitions: dict[_Key, Partition] = {}
         self._held: deque[tuple[client.Message, Partition, Record]] = deque()
-        self._uuids: dict[str, str | None] = {}
         self._trouble: KafkaError | None = None
         self._away = False
         self._paused = False
@@ -134,12 +147,18 @@ class Kafka:
 
     # -- the source ---------------------------------------------------------------------------
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:  # noqa: ARG002  # the group remembers
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         if not self._group:
             raise ConfigurationError(
                 'To consume, Kafka needs a group: Kafka("localhost:9092", group="shop").'
             )
         self._in_flight = in_flight
+        if self._anchored:
+            if not isinstance(progress, Anchored):
+                raise ConfigurationError(
+                    "Kafka(anchored=True) needs a worker that keeps anchors: run it by txbox run."
+                )
+            self._anchoring = Anchoring(self._group, progress.anchors, self._topic_ids)
         self._closing = self._paused = False
         # the first receive finds out whether anybody answers
         self._away = True
@@ -156,7 +175,7 @@ class Kafka:
         except (KafkaException, TypeError, ValueError) as error:
             self._consumer = None
             raise ConfigurationError(
-                f"Kafka refuses its options ({_text(error)}): correct those of Kafka(…)."
+                f"Kafka refuses its options ({text_of(error)}): correct those of Kafka(…)."
             ) from error
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
@@ -164,6 +183,7 @@ class Kafka:
         self._window = self._window or messages_max
         self._check_away()
         self._commit_if_due()
+        self._check_anchors()
         self._resume()
         if not self._held:
             # consume() would wait for the whole batch: one message is waited for, the rest is there
@@ -174,19 +194,8 @@ class Kafka:
                     for raw in consumer.consume(messages_max - 1, 0):
                         self._take(raw)
             self._polled_at = time.monotonic()
-        found: list[Delivery] = []
-        while self._held and len(found) < messages_max:
-            raw, partition, record = self._held[0]
-            if partition.ours:
-                delivery = delivery_of(raw, partition, record)
-                try:
-                    self._identify(delivery, partition, record)
-                except BrokerUnavailable:
-                    if found:
-                        return found
-                    raise
-                found.append(delivery)
-            self._held.popleft()
+        self._place(consumer)
+        found = self._handed_out(messages_max)
         if not found:
             self._raise_trouble()
         return found
@@ -194,6 +203,7 @@ class Kafka:
     def tend(self, deliveries: Sequence[Delivery]) -> None:  # noqa: ARG002  # a partition is kept as a whole
         consumer = self._open_consumer()
         self._commit_if_due()
+        self._check_anchors()
         if time.monotonic() - self._polled_at < (self.tend_every_s or 0.0) / 2:
             return
         self._poll_paused(consumer)
@@ -230,15 +240,37 @@ class Kafka:
         if error is None:
             self._away = False
             key = (raw.topic() or "", raw.partition() or 0)
-            partition = self._partitions.get(key)
-            if partition is None:
-                partition = self._partitions[key] = Partition(*key)
-            record = partition.deliver(raw.offset() or 0, raw.leader_epoch(), self._window)
+            offset = raw.offset() or 0
+            partition = self._partitions.get(key) or self._new(*key)
+            if offset <= partition.last:
+                # the log was cut, and reading starts again: what is in flight is of another past
+                partition = self._replace(partition)
+            record = partition.deliver(offset, raw.leader_epoch(), self._window)
             self._held.append((raw, partition, record))
         elif error.code() == MAX_POLL_EXCEEDED:
             _log.warning("%s: %s; the group is joined again.", self.name, error.str())
         elif error.code() != PARTITION_EOF:
             self._trouble = error
+
+    def _handed_out(self, messages_max: int) -> list[Delivery]:
+        found: list[Delivery] = []
+        kept: list[tuple[client.Message, Partition, Record]] = []
+        try:
+            while self._held and len(found) < messages_max:
+                raw, partition, record = self._held[0]
+                if partition.ours and not partition.placed:
+                    kept.append(self._held[0])
+                elif partition.ours:
+                    delivery = delivery_of(raw, partition, record, self.name)
+                    self._topic_ids.identify(delivery, partition.number, record.offset)
+                    found.append(delivery)
+                self._held.popleft()
+        except BrokerUnavailable:
+            if not found:
+                raise
+        finally:
+            self._held.extendleft(reversed(kept))
+        return found
 
     def _failed(self, error: KafkaError) -> None:
         """Called by the client inside poll; single connections that fail are its own business."""
@@ -269,49 +301,8 @@ class Kafka:
         try:
             consumer.list_topics("__consumer_offsets", timeout=_PROBE_S)
         except KafkaException as error:
-            raise BrokerUnavailable(f"No Kafka broker answers ({_text(error)}).") from error
+            raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
         self._away = False
-
-    def _identify(self, delivery: Delivery, partition: Partition, record: Record) -> None:
-        """Add the weak id of a message that has no other, and only then: it takes a question."""
-        message = delivery.message
-        if message is None:
-            return
-        try:
-            message_id(message)
-        except UnusableMessage:
-            uuid = self._uuid(partition.topic)
-        else:
-            return
-        if uuid is not None:
-            weak_id = f"{uuid}/{partition.number}/{record.offset}"
-            delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})
-
-    def _uuid(self, topic: str) -> str | None:
-        """The topic's incarnation: a topic that is deleted and made again has another."""
-        if topic not in self._uuids:
-            shared = (
-                "bootstrap.", "security.", "sasl.", "ssl.", "socket.", "client.", "broker.",
-                "enable.ssl", "oauth_cb", "metadata.", "https.",
-            )  # fmt: skip
-            config = {own: value for own, value in self._config.items() if own.startswith(shared)}
-            try:
-                admin = AdminClient(config, logger=_client_log)
-                asked: dict[str, Any] = admin.describe_topics(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                    TopicCollection([topic]), request_timeout=_DESCRIBE_S
-                )
-                uuid = str(asked[topic].result(_DESCRIBE_S + 1).topic_id)
-            except (KafkaException, TimeoutError) as error:
-                if isinstance(error, KafkaException) and error.args[0].code() in REFUSALS:
-                    _log.warning("%s: no weak ids for %s: %s", self.name, topic, _text(error))
-                    uuid = ""
-                else:
-                    raise BrokerUnavailable(
-                        f"Kafka does not describe the topic {topic} ({_text(error)})."
-                    ) from error
-            # brokers older than topic ids answer with zeros
-            self._uuids[topic] = uuid if uuid.strip("A=") else None
-        return self._uuids[topic]
 
     # -- pausing ------------------------------------------------------------------------------
 
@@ -344,10 +335,21 @@ class Kafka:
             self._commit(self._open_consumer(), self._partitions.values())
 
     def _commit(self, consumer: client.Consumer, among: Iterable[Partition]) -> None:
-        asked = [(own, own.front, offset) for own in among if (offset := own.to_commit())]
-        if not asked:
+        behind = [own for own in among if own.is_behind]
+        if not behind:
             return
         self._commit_at = time.monotonic() + _COMMIT_S
+        if self._anchoring is not None:
+            lost = self._anchoring.advance(behind)
+            self._read_again(lost)
+            behind = [own for own in behind if own not in lost]
+        asked = [
+            (own, own.front, own.offset_of(own.front, self._mark(own)))
+            for own in behind
+            if own.front is not None
+        ]
+        if not asked:
+            return
         try:
             answered = consumer.commit(offsets=[offset for *_, offset in asked], asynchronous=False)
         except KafkaException as error:
@@ -361,6 +363,9 @@ class Kafka:
             else:
                 self._refused(refusal)
 
+    def _mark(self, partition: Partition) -> str:
+        return "" if self._anchoring is None else self._anchoring.mark(partition)
+
     def _refused(self, error: KafkaError) -> None:
         if error.code() in MOVED_ON:
             # tried again after the rebalance, if the partition is still ours by then
@@ -370,6 +375,37 @@ class Kafka:
         else:
             raise BrokerUnavailable(f"Kafka did not take the commit ({error.str()}).")
 
+    # -- anchors ------------------------------------------------------------------------------
+
+    def _check_anchors(self) -> None:
+        if self._anchoring is not None:
+            placed = [own for own in self._partitions.values() if own.placed]
+            self._read_again(self._anchoring.check(placed))
+
+    def _read_again(self, lost: Iterable[Partition]) -> None:
+        """Forget what was delivered of partitions that the database has lost something of."""
+        for own in lost:
+            new = self._replace(own)
+            new.placed, new.moved, new.anchor = False, True, None
+
+    def _place(self, consumer: client.Consumer) -> None:
+        if self._anchoring is None:
+            return
+        unplaced = [own for own in self._partitions.values() if not own.placed]
+        if unplaced:
+            for own in self._anchoring.place(consumer, unplaced):
+                self._replace(own)
+
+    def _new(self, topic: str, number: int) -> Partition:
+        own = Partition(topic, number, placed=self._anchoring is None)
+        self._partitions[topic, number] = own
+        return own
+
+    def _replace(self, partition: Partition) -> Partition:
+        partition.ours = False
+        new = self._partitions[partition.topic, partition.number] = partition.again()
+        return new
+
     # -- rebalances: called by the client inside poll, consume and close ----------------------
 
     def _assigned(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
@@ -377,8 +413,8 @@ class Kafka:
             if old := self._partitions.get((own.topic, own.partition)):
                 # lost without a word: reading starts again at what was committed
                 self._forget([old])
-            self._partitions[own.topic, own.partition] = Partition(own.topic, own.partition)
-            self._uuids.pop(own.topic, None)
+            self._new(own.topic, own.partition)
+            self._topic_ids.forget(own.topic)
 
     def _revoked(self, consumer: client.Consumer, partitions: list[TopicPartition]) -> None:
         leaving = self._known(partitions)
@@ -393,7 +429,7 @@ class Kafka:
         try:
             if not self._away:
                 self._commit(consumer, leaving)
-        except BrokerError as error:
+        except (BrokerError, StoreError) as error:
             # the next owner starts at the last commit and finds duplicates
             _log.info("%s: revoked without a commit: %s", self.name, error)
         self._forget(leaving)
@@ -409,9 +445,3 @@ class Kafka:
         for own in list(partitions):
             own.ours = False
             self._partitions.pop((own.topic, own.number), None)
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, KafkaException):
-        return str(error.args[0].str())
-    return str(error) or type(error).__name__

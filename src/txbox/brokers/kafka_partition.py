@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import confluent_kafka as client
-from confluent_kafka import KafkaError, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from txbox.brokers.base import Delivery
+from txbox.brokers.base import Anchor, Delivery
 from txbox.errors import ConfigurationError
 from txbox.message import Headers, Message
 
@@ -69,7 +69,14 @@ class Record:
 
 @dataclass(slots=True, eq=False)
 class Partition:
-    """What of one partition was delivered since it was assigned, and the front of what is settled."""
+    """What of one partition was delivered since it was assigned, and the front of what is settled.
+
+    Args:
+        placed: it is known where reading starts; nothing is handed out before.
+        moved: reading is to start elsewhere, although it goes on.
+        floor: the first offset since the offsets are anchored.
+        anchor: as it was before anything was handed out that the front may come to stand for.
+    """
 
     topic: str
     number: int
@@ -78,10 +85,25 @@ class Partition:
     waiting: deque[Record] = field(default_factory=deque[Record])
     front: Record | None = None
     committed: Record | None = None
+    last: int = -1
+    placed: bool = True
+    moved: bool = False
+    floor: int | None = None
+    anchor: Anchor | None = None
+
+    def again(self) -> Partition:
+        """The partition anew, to be read from elsewhere: what was delivered is forgotten."""
+        return Partition(
+            self.topic, self.number, delivered=self.delivered,
+            placed=self.placed, moved=self.moved, floor=self.floor, anchor=self.anchor,
+        )  # fmt: skip
 
     def deliver(self, offset: int, epoch: int | None, window: int) -> Record:
         record = Record(offset, epoch, self.delivered < window)
         self.delivered += 1
+        self.last = offset
+        if self.floor is None:
+            self.floor = offset
         self.waiting.append(record)
         return record
 
@@ -91,13 +113,16 @@ class Partition:
         while self.waiting and self.waiting[0].settled:
             self.front = self.waiting.popleft()
 
-    def to_commit(self) -> TopicPartition | None:
-        front = self.front
-        if front is None or front is self.committed:
-            return None
+    @property
+    def is_behind(self) -> bool:
+        """Say whether there is a front that is not committed."""
+        return self.front is not None and self.front is not self.committed
+
+    def offset_of(self, front: Record, mark: str) -> TopicPartition:
+        offset = front.offset + 1
         if front.epoch is None:
-            return TopicPartition(self.topic, self.number, front.offset + 1)
-        return TopicPartition(self.topic, self.number, front.offset + 1, leader_epoch=front.epoch)
+            return TopicPartition(self.topic, self.number, offset, mark)
+        return TopicPartition(self.topic, self.number, offset, mark, leader_epoch=front.epoch)
 
 
 def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +142,7 @@ def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> 
     return defaults | given
 
 
-def delivery_of(raw: client.Message, partition: Partition, record: Record) -> Delivery:
+def delivery_of(raw: client.Message, partition: Partition, record: Record, source: str) -> Delivery:
     topic, tag = partition.topic, (partition, record)
     value = raw.value()
     try:
@@ -128,7 +153,9 @@ def delivery_of(raw: client.Message, partition: Partition, record: Record) -> De
             problem=f"Partition {partition.number}, offset {record.offset}: the name of a header is "
             f"not UTF-8 ({type(error).__name__}).",
         )  # fmt: skip
-    origin: dict[str, Any] = {"partition": partition.number, "offset": record.offset}
+    origin: dict[str, Any] = {
+        "source": source, "partition": partition.number, "offset": record.offset,
+    }  # fmt: skip
     message: Message[Any] = Message(
         topic=topic,
         payload=value,
@@ -140,6 +167,12 @@ def delivery_of(raw: client.Message, partition: Partition, record: Record) -> De
         origin=origin,
     )
     return Delivery(message, topic, tag, redelivered=record.first)
+
+
+def text_of(error: BaseException) -> str:
+    if isinstance(error, KafkaException):
+        return str(error.args[0].str())
+    return str(error) or type(error).__name__
 
 
 def _key(key: bytes | None) -> str | None:

@@ -1,0 +1,399 @@
+"""Anchored offsets: what a database has lost after a failover or a restore is read again."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from tests.brokers.kafka_support import Nothing, committed, new_topic, produce
+from tests.databases import Raw
+from tests.runtime.support import eventually, running, worker
+from tests.servers import server_urls
+from tests.shop import AT_ONCE, CONSUMER, add_effect, create_effects
+from txbox import App, Message
+from txbox.brokers import kafka, kafka_anchor
+from txbox.brokers.base import Anchor, Delivery
+from txbox.brokers.kafka import Kafka
+from txbox.errors import ConfigurationError, StoreError
+from txbox.worker.driving import Driver
+from txbox.worker.progress import StoredAnchors
+
+pytestmark = pytest.mark.brokers
+
+
+class Service:
+    """A worker on one partition, a database that can be taken back, and what it has seen."""
+
+    def __init__(self, bootstrap: str, url: str, *, anchored: bool = True) -> None:
+        self.bootstrap, self.url, self.anchored = bootstrap, url, anchored
+        self.topic = new_topic(bootstrap)
+        self.group = f"shop-{secrets.token_hex(4)}"
+        with Raw(url) as raw:
+            create_effects(raw)
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        app = App(self.url)
+
+        @app.handler(self.topic, consumer=CONSUMER, retry=AT_ONCE)
+        def handle(message: Message[Any], tx: Any) -> None:
+            add_effect(tx, message.id)
+
+        app.consume(Kafka(self.bootstrap, group=self.group, anchored=self.anchored))
+        with running(worker(app)) as codes:
+            yield
+        assert codes == [0]
+
+    def produce(self, first: int, last: int) -> None:
+        produce(self.bootstrap, self.topic, range(first, last))
+
+    def effects(self) -> dict[int, int]:
+        with Raw(self.url) as raw:
+            found = raw.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
+        return {int(own): int(count) for own, count in found}
+
+    def has(self, count: int) -> None:
+        """Each of the first so many messages has one effect."""
+        wanted = dict.fromkeys(range(count), 1)
+        eventually(lambda: len(self.effects()) >= count, f"{count} effects")
+        assert self.effects() == wanted
+
+    def has_committed(self, offset: int) -> None:
+        eventually(lambda: self.committed() == offset, f"the commit of {offset}")
+
+    def committed(self) -> int:
+        return committed(self.bootstrap, self.group, self.topic)
+
+    def anchor(self) -> int | None:
+        with Raw(self.url) as raw:
+            found = raw.rows("SELECT state FROM txbox_job WHERE name LIKE 'anchor:kafka:%'")
+        return int(found[0][0]) if found else None
+
+
+class Backup:
+    """A copy of a PostgreSQL database, made while its workers are locked out, as a stopped server does."""
+
+    def __init__(self, url: str) -> None:
+        self._name = urlsplit(url).path.lstrip("/")
+        self._admin = Raw(server_urls()["postgresql"])
+
+    def take(self) -> None:
+        with self._nobody_connected():
+            self._admin.execute(f'CREATE DATABASE "{self._name}_copy" TEMPLATE "{self._name}"')
+
+    def restore(self) -> None:
+        """What was committed since the copy was taken is gone."""
+        with self._nobody_connected():
+            self._admin.execute(f'ALTER DATABASE "{self._name}" RENAME TO "{self._name}_lost"')
+        self._admin.execute(f'ALTER DATABASE "{self._name}_copy" RENAME TO "{self._name}"')
+
+    @contextmanager
+    def _nobody_connected(self) -> Iterator[None]:
+        name = self._name
+        oid = self._admin.value("SELECT oid FROM pg_database WHERE datname = ?", (name,))
+        self._admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
+        self._admin.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datid = ?", (oid,)
+        )
+        yield
+        name = self._admin.value("SELECT datname FROM pg_database WHERE oid = ?", (oid,))
+        self._admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
+
+    def close(self) -> None:
+        for suffix in ("copy", "lost"):
+            self._admin.execute(f'DROP DATABASE IF EXISTS "{self._name}_{suffix}" WITH (FORCE)')
+        self._admin.close()
+
+
+@pytest.fixture
+def backup(postgresql_url: str) -> Iterator[Backup]:
+    own = Backup(postgresql_url)
+    yield own
+    own.close()
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_anchor, "_CHECK_S", 0.5)
+
+
+# -- whole workers ----------------------------------------------------------------------------
+
+
+def test_the_front_is_in_the_database_and_at_the_broker(
+    kafka_bootstrap: str, database_url: str
+) -> None:
+    shop = Service(kafka_bootstrap, database_url)
+    shop.produce(0, 20)
+    with shop.runs():
+        shop.has(20)
+        shop.has_committed(20)
+        assert shop.anchor() == 20
+        shop.produce(20, 30)
+        shop.has(30)
+    assert (shop.anchor(), shop.committed()) == (30, 30)
+    with shop.runs():
+        shop.produce(30, 31)
+        shop.has(31)
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+@pytest.mark.parametrize("when", ["stopped", "running"])
+def test_lost_transactions_are_processed_again(
+    when: str, anchored: bool, kafka_bootstrap: str, postgresql_url: str, backup: Backup
+) -> None:
+    shop = Service(kafka_bootstrap, postgresql_url, anchored=anchored)
+    shop.produce(0, 10)
+    with shop.runs():
+        shop.has(10)
+        shop.has_committed(10)
+        backup.take()
+        shop.produce(10, 30)
+        shop.has(30)
+        shop.has_committed(30)
+        if when == "running":
+            backup.restore()
+            shop.produce(30, 31)
+            eventually(lambda: 30 in shop.effects(), "an effect in the restored database")
+            if anchored:
+                shop.has(31)
+                shop.has_committed(31)
+    if when == "stopped":
+        backup.restore()
+        assert len(shop.effects()) == 10
+        shop.produce(30, 31)
+        with shop.runs():
+            eventually(lambda: 30 in shop.effects(), "an effect in the restored database")
+            shop.has_committed(31)
+    if anchored:
+        shop.has(31)
+    else:
+        # without anchors nobody knows: this is what the option is for
+        assert shop.effects() == dict.fromkeys([*range(10), 30], 1)
+
+
+def test_a_failover_is_noticed_without_traffic(
+    kafka_bootstrap: str, postgresql_url: str, backup: Backup
+) -> None:
+    shop = Service(kafka_bootstrap, postgresql_url)
+    shop.produce(0, 5)
+    with shop.runs():
+        shop.has_committed(5)
+        backup.take()
+        shop.produce(5, 10)
+        shop.has_committed(10)
+        backup.restore()
+        shop.has(10)
+
+
+def test_what_was_lost_since_the_last_anchor_is_noticed(
+    kafka_bootstrap: str, postgresql_url: str, backup: Backup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The anchor itself survives: only the history says that something after it may be gone."""
+    shop = Service(kafka_bootstrap, postgresql_url)
+    shop.produce(0, 5)
+    with shop.runs():
+        shop.has_committed(5)
+        backup.take()
+        monkeypatch.setattr(kafka, "_COMMIT_S", 3600.0)
+        shop.produce(5, 6)
+        shop.has_committed(6)  # from now on neither anchored nor committed
+        backup.restore()
+        shop.has(6)
+        assert shop.anchor() == 5
+        monkeypatch.setattr(kafka, "_COMMIT_S", 0.5)
+    assert (shop.anchor(), shop.committed()) == (6, 6)
+
+
+def test_a_database_older_than_its_first_anchor(
+    kafka_bootstrap: str, postgresql_url: str, backup: Backup
+) -> None:
+    shop = Service(kafka_bootstrap, postgresql_url)
+    backup.take()
+    shop.produce(0, 10)
+    with shop.runs():
+        shop.has_committed(10)
+    backup.restore()
+    assert (shop.effects(), shop.anchor()) == ({}, None)
+    with shop.runs():
+        shop.has(10)
+
+
+def test_offsets_that_an_operator_sets_forward_stay(kafka_bootstrap: str, sqlite_url: str) -> None:
+    shop = Service(kafka_bootstrap, sqlite_url)
+    shop.produce(0, 5)
+    with shop.runs():
+        shop.has_committed(5)
+    shop.produce(5, 10)
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    skipped = ConsumerGroupTopicPartitions(shop.group, [TopicPartition(shop.topic, 0, 8)])
+    admin.alter_consumer_group_offsets([skipped])[shop.group].result(20)
+    with shop.runs():
+        shop.has_committed(10)
+    assert set(shop.effects()) == {0, 1, 2, 3, 4, 8, 9}
+
+
+def test_a_lower_anchor_alone_is_noticed(kafka_bootstrap: str, database_url: str) -> None:
+    shop = Service(kafka_bootstrap, database_url)
+    shop.produce(0, 10)
+    with shop.runs():
+        shop.has_committed(10)
+        with Raw(database_url) as raw:
+            raw.execute("BEGIN")
+            raw.execute("DELETE FROM effect WHERE message_id IN ('7', '8', '9')")
+            raw.execute("DELETE FROM txbox_inbox WHERE message_id IN ('7', '8', '9')")
+            raw.execute("UPDATE txbox_job SET state = '7' WHERE name LIKE 'anchor:%'")
+            raw.execute("COMMIT")
+        shop.has(10)
+        eventually(lambda: shop.anchor() == 10, "the anchor")
+
+
+# -- the anchors ------------------------------------------------------------------------------
+
+
+def test_two_writers_never_move_an_anchor_back(database_url: str) -> None:
+    names = [f"kafka:shop:{number}" for number in range(3)]
+    apps = [App(database_url) for _ in range(2)]
+    stores = [StoredAnchors(app, Driver(app)) for app in apps]
+    start = stores[0].read(names)[names[0]]
+    assert start.position is None
+    seen: list[list[int]] = [[], []]
+
+    def write(own: int) -> None:
+        # the zombie's positions lag behind; both are facts
+        for position in range(10 - own * 3, 60, 2):
+            moves = {name: (max(position, 1), start) for name in names}
+            while True:
+                try:
+                    after = stores[own].advance(moves)
+                except StoreError:
+                    continue
+                break
+            seen[own].append(min(anchor.position or 0 for anchor in after.values()))
+
+    threads = [threading.Thread(target=write, args=(own,)) for own in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for own in range(2):
+        assert seen[own] == sorted(seen[own])
+    final = stores[1].read(names)
+    assert {anchor.position for anchor in final.values()} == {59}
+    # numbers, not text
+    assert stores[0].advance({names[0]: (9, start)})[names[0]].position == 59
+    assert stores[0].advance({names[0]: (100, start)})[names[0]].position == 100
+    for app in apps:
+        app.close()
+
+
+def test_nothing_is_anchored_in_a_database_that_has_lost_something(database_url: str) -> None:
+    with App(database_url) as app:
+        anchors = StoredAnchors(app, Driver(app))
+        history = anchors.read(["p"])["p"].history
+        anchors.advance({"p": (50, Anchor(None, history))})
+        for known in (Anchor(100, history), Anchor(50, "another server")):
+            after = anchors.advance({"p": (120, known)})["p"]
+            assert (after.position, known.is_missing_in(after)) == (50, True)
+        assert anchors.read(["p", "q"]) == {"p": Anchor(50, history), "q": Anchor(None, history)}
+
+
+def test_a_postgresql_that_was_copied_has_another_history(
+    postgresql_url: str, backup: Backup
+) -> None:
+    def history() -> str:
+        with App(postgresql_url) as app:
+            return StoredAnchors(app, Driver(app)).read(["p"])["p"].history
+
+    before = history()
+    assert history() == before
+    backup.take()
+    backup.restore()
+    assert history() != before
+
+
+# -- the source -------------------------------------------------------------------------------
+
+
+class Memory:
+    """Anchors that a test may take back."""
+
+    lease_s = 1.0
+
+    def __init__(self) -> None:
+        self.history = "first"
+        self.positions: dict[str, int] = {}
+
+    @property
+    def anchors(self) -> Memory:
+        return self
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Anchor]:
+        return {name: Anchor(self.positions.get(name), self.history) for name in names}
+
+    def advance(self, moves: Mapping[str, tuple[int, Anchor]]) -> Mapping[str, Anchor]:
+        for name, (position, known) in moves.items():
+            found = self.positions.get(name)
+            if not known.is_missing_in(Anchor(found, self.history)):
+                self.positions[name] = max(position, found or 0)
+        return self.read(list(moves))
+
+
+def offsets(deliveries: Sequence[Delivery]) -> list[int]:
+    return [own.message.origin["offset"] for own in deliveries if own.message is not None]
+
+
+def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
+    topic, group, progress = new_topic(kafka_bootstrap), f"g-{secrets.token_hex(4)}", Memory()
+    produce(kafka_bootstrap, topic, range(10))
+    source = Kafka(kafka_bootstrap, group=group, anchored=True)
+    given: Any = progress
+    source.open([topic], given, Nothing())
+
+    def take(count: int) -> list[Delivery]:
+        found: list[Delivery] = []
+
+        def enough() -> bool:
+            found.extend(source.receive(100, 0.2))
+            return len(found) >= count
+
+        eventually(enough, f"{count} deliveries")
+        return found
+
+    try:
+        before = take(10)
+        assert offsets(before) == list(range(10))
+        source.settle(before[:6])
+        eventually(lambda: source.receive(100, 0.1) or progress.positions)
+        assert list(progress.positions.values()) == [6]
+        # the anchor survives a failover, 6 to 9 are in flight: what they become nobody knows
+        progress.history = "second"
+        after = take(4)
+        assert offsets(after) == [6, 7, 8, 9]
+        source.settle(before[6:])
+        source.receive(100, 0.6)
+        assert list(progress.positions.values()) == [6]
+        source.settle(after)
+    finally:
+        source.close()
+    assert list(progress.positions.values()) == [10]
+    consumer = Consumer({"bootstrap.servers": kafka_bootstrap, "group.id": group})
+    (own,) = consumer.committed([TopicPartition(topic, 0)], timeout=20)
+    consumer.close()
+    assert own.offset == 10
+    mark, _, floor = str(own.metadata).rpartition(" ")
+    assert (mark.rpartition(" ")[0], floor) == ("txbox anchored", "0")
+
+
+def test_a_progress_without_anchors_is_refused() -> None:
+    progress: Any = None
+    with pytest.raises(ConfigurationError, match="anchors"):
+        Kafka("localhost:9092", group="shop", anchored=True).open(["orders"], progress, Nothing())
