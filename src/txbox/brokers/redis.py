@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, cast
 
 from txbox.brokers.base import Delivery, InFlight, Progress
@@ -22,6 +23,8 @@ try:
     from redis import exceptions
     from redis.backoff import NoBackoff
     from redis.retry import Retry
+
+    from txbox.brokers.redis_publisher import RedisPublisher
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         "The client redis is not installed: run pip install 'txbox[redis]'."
@@ -56,12 +59,15 @@ class RedisStreams:
 
     Args:
         url: as redis-py takes it: `redis://`, `rediss://` or `unix://`.
-        group: the consumer group; created where a stream lacks it, the stream as well.
+        group: the consumer group; created where a stream lacks it, the stream as well. Publishing
+            needs none.
         payload: the field that holds the payload. An entry without it has all its fields as a JSON
             object of texts for a payload.
         claim_idle: an entry that no consumer tended for so long is taken over, 1 second or more.
         start: where a group that is created here begins: "0" is the whole stream, "$" what comes next.
         incarnation: text for weak ids, see below.
+        maxlen: of publishing: trim each stream to about so many entries.
+        replicas: of publishing: how many replicas must have an entry before it counts as confirmed.
         options: passed to `redis.Redis.from_url`.
 
     Fields `message-id`, `type`, `key`, `content-type` and CloudEvents `ce_…` describe the message;
@@ -84,20 +90,27 @@ class RedisStreams:
         self,
         url: str,
         *,
-        group: str,
+        group: str | None = None,
         payload: str = "payload",
         claim_idle: timedelta = timedelta(seconds=60),
         start: str = "0",
         incarnation: str = "",
+        maxlen: int | None = None,
+        replicas: int = 0,
         **options: Any,
     ) -> None:
         for option, why in _REFUSED.items():
             if option in options:
                 raise ConfigurationError(f"RedisStreams takes no {option}=: {why}.")
-        if not group:
-            raise ConfigurationError("RedisStreams needs the name of a consumer group: group=.")
+        if (maxlen is not None and maxlen < 1) or replicas < 0:
+            raise ConfigurationError(
+                f"maxlen={maxlen}, replicas={replicas}: use 1 entry or more, and 0 replicas or more."
+            )
         if claim_idle < timedelta(seconds=1):
             raise ConfigurationError(f"claim_idle is {claim_idle}: it must be 1 second or more.")
+        self._published = partial(
+            RedisPublisher, url, dict(options), payload=payload, maxlen=maxlen, replicas=replicas
+        )
         options.setdefault("socket_timeout", _SOCKET_TIMEOUT_S)
         timeout_s: float | None = options["socket_timeout"]
         try:
@@ -117,7 +130,7 @@ class RedisStreams:
         self._block_max_s = math.inf if timeout_s is None else timeout_s / 2
         database = self._client.connection_pool.connection_kwargs.get("db") or 0
         self._weak_scope = f"redis:{incarnation}:{database}"
-        self._group = group
+        self._group = group or ""
         self._payload = payload.encode()
         self._claim_idle_s = claim_idle.total_seconds()
         self._start = start
@@ -136,7 +149,10 @@ class RedisStreams:
 
     @property
     def name(self) -> str:
-        return f"redis:{self._group}"
+        return f"redis:{self._group}" if self._group else self.publisher().name
+
+    def publisher(self) -> RedisPublisher:
+        return self._published()
 
     @property
     def tend_every_s(self) -> float | None:
@@ -153,6 +169,8 @@ class RedisStreams:
         progress: Progress,  # noqa: ARG002  # the group remembers
         in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes what is tended
     ) -> None:
+        if not self._group:
+            raise ConfigurationError("RedisStreams needs the name of a consumer group: group=.")
         if "*" in topics or not topics:
             raise ConfigurationError(
                 "RedisStreams reads streams by name: list them, app.consume(source, topics=[…])."

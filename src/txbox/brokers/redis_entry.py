@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from txbox.brokers.base import Delivery
+from txbox.brokers.plain import plain_time
 from txbox.message import Headers, Message
 
 #: An entry id and its fields; None for one that was trimmed or deleted.
@@ -73,7 +74,7 @@ def delivery_of(
         content_type=headers.text("content-type")
         or headers.text("ce_datacontenttype")
         or content_type,
-        time=_time(headers.text("ce_time"), entry_id),
+        time=plain_time(headers) or _time(headers.text("ce_time"), entry_id),
         origin=_origin(stream, entry_id, weak_scope),
     )
     return Delivery(message, stream, tag, redelivered=redelivered)
