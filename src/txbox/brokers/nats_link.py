@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -22,12 +22,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from txbox.brokers.base import Delivery
+from txbox.brokers.plain import plain_time
 from txbox.errors import BrokerUnavailable
 from txbox.message import Headers, Message
 
 _log = logging.getLogger("txbox")
 
 Result = TypeVar("Result")
+Connected = TypeVar("Connected", bound="Client")
 
 PULL_S = 5.0
 _REFUSED_S = 0.25
@@ -224,7 +226,14 @@ class Link:
 async def connect(
     servers: Sequence[str], options: Mapping[str, Any], buffer: deque[Delivery]
 ) -> Link:
-    """Connect to one of the servers.
+    """Connect to one of the servers, to pull."""
+    return Link(await connected(servers, options, Client), buffer)
+
+
+async def connected(
+    servers: Sequence[str], options: Mapping[str, Any], make: Callable[[], Connected]
+) -> Connected:
+    """Connect a new client to one of the servers.
 
     Raises:
         nats.errors.Error: the last one's answer.
@@ -232,7 +241,7 @@ async def connect(
     """
     failure: Exception | None = None
     for server in random.sample(list(servers), len(servers)):
-        client: Any = Client()
+        client = make()
         try:
             # a subscription that lived through a reconnect can fall silent: each connection has new ones
             await client.connect(
@@ -243,7 +252,7 @@ async def connect(
             failure = error
             await client.close()
         else:
-            return Link(client, buffer)
+            return client
     assert failure is not None
     raise failure
 
@@ -269,7 +278,8 @@ def delivery_of(got: Msg, topic: str) -> Delivery:
         key=_key(headers),
         headers=headers,
         content_type=headers.text("content-type") or headers.text("ce_datacontenttype"),
-        time=_time(headers.text("ce_time") or headers.text("ce-time"), stored_ns),
+        time=plain_time(headers)
+        or _time(headers.text("ce_time") or headers.text("ce-time"), stored_ns),
         origin={
             "stream": at.stream,
             "sequence": at.sequence.stream,
