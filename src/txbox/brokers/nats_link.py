@@ -241,7 +241,7 @@ async def connected(
     """
     failure: Exception | None = None
     for server in random.sample(list(servers), len(servers)):
-        client = make()
+        client: Any = make()
         try:
             # a subscription that lived through a reconnect can fall silent: each connection has new ones
             await client.connect(
@@ -252,7 +252,8 @@ async def connected(
             failure = error
             await client.close()
         else:
-            return client
+            connection: Connected = client
+            return connection
     assert failure is not None
     raise failure
 
