@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from txbox.brokers.base import Source
+from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import Database
 from txbox.errors import ConfigurationError, Fault, StoreError
@@ -80,6 +81,7 @@ class App:
         self.database: Database = _open(database, django, schema)
         self.handlers = Handlers()
         self.consumptions: list[Consumption] = []
+        self.webhooks: list[Webhook] = []
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
         self.outbox = Outbox(schema=schema, codec=codec)
         self.events = Events(observers)
@@ -192,8 +194,17 @@ class App:
     def _connections(self, handler: Handler) -> Connections | AsyncConnections | None:
         return self.database.asynchronous if handler.is_async else self.database.sync
 
-    def consume(self, source: Source, topics: Iterable[str] | None = None) -> None:
-        """Take messages from a source; `topics` default to those of the handlers."""
+    def consume(self, source: Source | Webhook, topics: Iterable[str] | None = None) -> None:
+        """Take messages from a source; `topics` default to those of the handlers.
+
+        A Webhook has its topic; `txbox run` serves it.
+        """
+        if isinstance(source, Webhook):
+            if topics is not None:
+                raise ConfigurationError("A Webhook has one topic: name it there, as topic=.")
+            source.bind(self._by_every_consumer)
+            self.webhooks.append(source)
+            return
         self.consumptions.append(Consumption(source, None if topics is None else tuple(topics)))
 
     # -- one message --------------------------------------------------------------------------
@@ -231,6 +242,14 @@ class App:
         return (
             await drive_async(self.database.asynchronous, self._processed(handler, message))
         ).outcome
+
+    async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Outcome]:
+        found = self.handlers.matching(message.topic, message.type)
+        if not found:
+            return {"": await self.process_async(message)}
+        return {
+            own.consumer: await self.process_async(message, consumer=own.consumer) for own in found
+        }
 
     def _one_handler(self, message: Message[Any], consumer: str | None) -> Handler | None:
         found = self.handlers.matching(message.topic, message.type, consumer)

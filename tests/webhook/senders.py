@@ -32,10 +32,12 @@ class Endpoint:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def post(self, headers: Headers, body: bytes, method: str = "POST") -> Answer:
+    def post(
+        self, headers: Headers, body: bytes, method: str = "POST", path: str = "/hook"
+    ) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
-            connection.request(method, "/hook", body=body, headers=dict(headers))
+            connection.request(method, path, body=body, headers=dict(headers))
             response = connection.getresponse()
             text = response.read().decode().strip()
             found = {name.lower(): value for name, value in response.getheaders()}

@@ -316,7 +316,7 @@ def test_a_fault_of_the_store_that_no_wait_cures_is_not_hidden() -> None:
 
 def test_github_events_each_delivered_twice(lite: Shop) -> None:
     lite.handler(mode="stored", payload_hash="raw")
-    bodies = _events()
+    bodies = events()
     with serving(hook(lite)) as endpoint:
         for _ in range(2):
             for own_id, event, body in bodies:
@@ -330,7 +330,7 @@ def test_github_events_each_delivered_twice(lite: Shop) -> None:
     assert {own_id for own_id, _ in counts} == {own_id for own_id, _, _ in bodies}
 
 
-def _events() -> list[tuple[str, str, bytes]]:
+def events() -> list[tuple[str, str, bytes]]:
     if not FILE.exists():
         return [
             (f"made-up-{number}", "push", json.dumps({"number": number}).encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from datetime import UTC, datetime
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
 from txbox.cli.application import opened, perform
@@ -23,6 +24,9 @@ from txbox.cli.output import print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.events import Event, MessageEvent
 from txbox.maintenance import JOBS, Report, Task, run_once
+
+if TYPE_CHECKING:
+    from txbox.worker.endpoints import Endpoints
 
 _log = logging.getLogger("txbox")
 
@@ -61,6 +65,21 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="on this address (default 127.0.0.1; 0.0.0.0 or :: for an orchestrator)",
     )
+    http = run.add_argument_group(
+        "webhooks (what the App consumes as Webhook; needs txbox[webhook])"
+    )
+    http.add_argument(
+        "--http-port",
+        type=port,
+        metavar="PORT",
+        help="serve them here (default 8000); 0 picks a port",
+    )
+    http.add_argument(
+        "--http-host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="on this address (default 127.0.0.1; 0.0.0.0 or :: for all)",
+    )
     # one of several processes: its parent says how it ended
     run.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     run.set_defaults(run=_run)
@@ -85,6 +104,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from txbox.worker import supervise
+    from txbox.worker.endpoints import Endpoints
 
     if args.path is not None:
         if args.app is not None or args.database is not None:
@@ -92,10 +112,11 @@ def _run(args: argparse.Namespace) -> int:
         args.app = args.path
     _start_logging(args)
     app = opened(args, handlers="runs handlers")
-    health = _health_socket(args)
+    health, http = _health_socket(args), _http_socket(args, app)
+    endpoints = None if http is None else Endpoints(app.webhooks, http)
     if args.processes > 1:
         # checked here once, so that a wrong path is one sentence and not one of each process
-        code = supervise(_child(args), args.processes, health=health)
+        code = supervise(_child(args), args.processes, http=http, health=health)
         if args.json:
             print_json({"exit": code})
         return code
@@ -103,22 +124,34 @@ def _run(args: argparse.Namespace) -> int:
     _observe(app)
     app.events.observers.append(tally)
     with app:
-        code = _work(app, args, health)
-    if args.child:
-        return code
-    if args.json:
+        code = _work(app, args, health, endpoints)
+    if args.json and not args.child:
         print_json({"exit": code, "events": tally.counts})
-    elif args.once and code == 0:
+    elif args.once and code == 0 and not args.child:
         print_line(tally.sentence())
+    _leave_behind(code)
     return code
 
 
-def _work(app: App, args: argparse.Namespace, listener: socket.socket | None) -> int:
+def _leave_behind(code: int) -> None:
+    """End at once when requests outlasted the grace: Python would wait for the threads they run in."""
+    if any(own.name.startswith("asyncio_") for own in threading.enumerate()):
+        sys.stdout.flush()
+        logging.shutdown()
+        os._exit(code)
+
+
+def _work(
+    app: App,
+    args: argparse.Namespace,
+    listener: socket.socket | None,
+    endpoints: Endpoints | None,
+) -> int:
     from txbox.worker import run
     from txbox.worker.health import Health
     from txbox.worker.health_server import HealthServer, routes_of
 
-    health = Health()
+    health = Health(app.webhooks)
     server: HealthServer | None = None
     if listener is not None:
         app.events.observers.append(health)
@@ -131,6 +164,7 @@ def _work(app: App, args: argparse.Namespace, listener: socket.socket | None) ->
             maintenance=not args.no_maintenance,
             grace=args.grace,
             health=health,
+            endpoints=endpoints,
         )
     finally:
         if server is not None:
@@ -147,6 +181,24 @@ def _health_socket(args: argparse.Namespace) -> socket.socket | None:
     return listening(
         args.health_host, args.health_port, "--health-port", "/livez, /readyz, /metrics"
     )
+
+
+def _http_socket(args: argparse.Namespace, app: App) -> socket.socket | None:
+    from txbox.worker.supervisor import HTTP_FD
+
+    if args.child:
+        return inherited(HTTP_FD)
+    if not app.webhooks or args.once:
+        if args.http_port is not None:
+            raise ConfigurationError(
+                "--http-port serves webhooks, and --once waits for none: give one of them."
+                if args.once
+                else "--http-port serves webhooks, but the App has none: app.consume(Webhook(…))."
+            )
+        return None
+    paths = ", ".join(own.path for own in app.webhooks)
+    chosen = 8000 if args.http_port is None else args.http_port
+    return listening(args.http_host, chosen, "--http-port", paths)
 
 
 def _child(args: argparse.Namespace) -> list[str]:
@@ -248,6 +300,11 @@ def _start_logging(args: argparse.Namespace) -> None:
         else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     )
     _log.addHandler(handler)
+    # what an endpoint raised
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.addHandler(handler)
+    uvicorn.setLevel(logging.ERROR)
+    uvicorn.propagate = False
     _log.setLevel(logging.DEBUG if args.verbose else logging.INFO)
     _log.propagate = False
 

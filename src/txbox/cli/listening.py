@@ -23,8 +23,11 @@ def listening(host: str, port: int, option: str, what: str) -> socket.socket:
     try:
         own = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
+        # a name that does not resolve has a number of its own kind
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror
         raise ConfigurationError(
-            f"Port {port} of {host} cannot be listened on ({error.strerror or error}): "
+            f"Port {port} of {host} cannot be listened on ({why}): "
             f"free it, or give another {option}."
         ) from error
     shown = f"[{host}]" if ":" in host else host

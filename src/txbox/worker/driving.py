@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from txbox.app import App
 from txbox.steps import Steps, drive, drive_async
@@ -33,6 +33,10 @@ class Driver:
         connections = self._app.database.asynchronous
         assert connections is not None, "checked at start"
         return asyncio.run_coroutine_threadsafe(drive_async(connections, steps), self._running())
+
+    def task(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._running())
 
     def start_thread(
         self, name: str, steps: Steps[None], ended: Callable[[BaseException | None], None]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
+from txbox.brokers.webhook import Webhook
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event
 from txbox.observers.counters import Counters, Metric
 from txbox.worker.driving import Driver
@@ -24,13 +25,15 @@ class Health:
     """What a worker and its events tell of it; an observer, and read from any thread.
 
     Args:
+        webhooks: whose answers are counted with the rest.
         stuck_s: a main thread or asyncio loop that has not come round for so long is not alive.
 
     Guarantee: a database or a broker that is away never makes a worker lifeless, only unready.
     """
 
-    def __init__(self, *, stuck_s: float = STUCK_S) -> None:
+    def __init__(self, webhooks: Sequence[Webhook] = (), *, stuck_s: float = STUCK_S) -> None:
         self.counters = Counters()
+        self._webhooks = webhooks
         #: The pumps of all sources, whether their source is open yet or not.
         self.pumps: list[Pump] = []
         self._stuck_s = stuck_s
@@ -115,7 +118,9 @@ class Health:
         if time.monotonic() < self._away_until:
             why.append("the database does not answer")
         for pump in self.pumps:
-            if pump.paused:
+            if pump.refusal is not None:
+                why.append(f"{pump.source.name} is paused: its messages have no ids")
+            elif pump.paused:
                 why.append(f"{pump.source.name} does not answer")
             elif pump.silent_s > _SILENT_S:
                 why.append(f"{pump.source.name} has been silent for {pump.silent_s:.0f} s")
@@ -140,6 +145,21 @@ class Health:
                 "rows_leased",
                 "Rows of the table that this process holds a lease of.",
                 [({"consumer": own.consumer}, own.leased) for own in self._tables],
+            ),
+            _gauge(
+                "webhook_in_flight",
+                "Requests at work.",
+                [({"path": own.path}, own.in_flight) for own in self._webhooks],
+            ),
+            Metric(
+                "txbox_webhook_answers_total",
+                "counter",
+                "Requests answered, by path and status.",
+                [
+                    ({"path": own.path, "status": str(status)}, count)
+                    for own in self._webhooks
+                    for status, count in own.answers.copy().items()
+                ],
             ),
         ]
 

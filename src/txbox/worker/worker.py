@@ -24,6 +24,7 @@ from txbox.steps import Steps
 from txbox.store import jobs
 from txbox.worker import checks
 from txbox.worker.driving import Driver, thread
+from txbox.worker.endpoints import Endpoints
 from txbox.worker.health import Health
 from txbox.worker.lane import Lane
 from txbox.worker.progress import StoredProgress
@@ -48,6 +49,7 @@ class Worker:
         grace: a drain that takes longer ends with status 1; None waits as long as a handler runs.
         consumptions: instead of those of the app.
         health: what is told how the worker is; the caller serves it.
+        endpoints: the webhooks to serve, from the start of consumption to the drain.
 
     Guarantee: whatever ends it, what was not settled is delivered again, and what was leased and
     not started goes back to the table (after SIGKILL: when its lease has run out).
@@ -63,6 +65,7 @@ class Worker:
         grace: timedelta | None = None,
         consumptions: Sequence[Consumption] | None = None,
         health: Health | None = None,
+        endpoints: Endpoints | None = None,
     ) -> None:
         self._app = app
         self._once = once
@@ -72,6 +75,7 @@ class Worker:
         self._consumptions = app.consumptions if consumptions is None else consumptions
         self._driver = Driver(app)
         self._health = health or Health()
+        self._endpoints = endpoints
         self._stopping = threading.Event()
         self._ended = threading.Event()
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
@@ -125,6 +129,8 @@ class Worker:
         """Check everything that can be checked, then open the sources, then start the lanes."""
         app = self._app
         checks.check_handlers(app)
+        if self._endpoints is not None:
+            self._endpoints.check(app.handlers.topics())
         checks.check_time_outs(app)
         for consumption in self._consumptions:
             checks.check_redelivery(app, consumption.source)
@@ -192,6 +198,9 @@ class Worker:
                     self._driver.start(lane.steps()).add_done_callback(self._task_ended)
                 else:
                     self._driver.start_thread(lane.name, lane.steps(), self._lane_ended)
+        if self._endpoints is not None:
+            self._lanes_alive += 1
+            self._driver.task(self._endpoints.serve()).add_done_callback(self._task_ended)
         self._beside.append(thread("txbox-heartbeat", self._beat, self._thread_ended))
         if self._maintenance:
             self._beside.append(thread("txbox-maintenance", self._maintain, self._thread_ended))
@@ -235,6 +244,8 @@ class Worker:
     def _drain(self) -> None:
         self._stopping.set()
         self._health.draining()
+        if self._endpoints is not None:
+            self._endpoints.stop()
         for lanes in self._lanes.values():
             for lane in lanes:
                 lane.wake()
@@ -395,6 +406,7 @@ def run(
     grace: timedelta | None = None,
     consumptions: Sequence[Consumption] | None = None,
     health: Health | None = None,
+    endpoints: Endpoints | None = None,
 ) -> int:
     """Run a worker in this process, with its signal handlers; returns the exit status of `Worker.run`.
 
@@ -407,4 +419,5 @@ def run(
         grace=grace,
         consumptions=consumptions,
         health=health,
+        endpoints=endpoints,
     ).run()

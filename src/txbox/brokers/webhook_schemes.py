@@ -1,0 +1,199 @@
+"""Who sent a webhook: the signatures of GitHub, Stripe and Standard Webhooks."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+from txbox.errors import ConfigurationError
+from txbox.message import Headers
+
+_TOLERANCE = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a genuine request says about its message; None is left to the headers and the handler."""
+
+    id: str | None = None
+    type: str | None = None
+    key: str | None = None
+    time: datetime | None = None
+
+
+#: Returns True or Verified for a genuine request; everything else refuses it.
+Verify = Callable[[Headers, bytes], Verified | bool]
+
+
+class GitHub:
+    """GitHub's `X-Hub-Signature-256`; the id is `X-GitHub-Delivery`, the type `X-GitHub-Event`.
+
+    Args:
+        secrets: one, or several while one replaces another.
+
+    GitHub signs the body alone, no header and no time: whoever has seen one genuine request can send
+    it again under another id. Where that matters, take the id from the body with `message_id=`.
+    """
+
+    def __init__(self, *secrets: str | bytes) -> None:
+        self._keys = [_bytes(secret) for secret in _some(secrets, "GitHub")]
+
+    def __call__(self, headers: Headers, body: bytes) -> Verified | bool:
+        given = (headers.text("x-hub-signature-256") or "").removeprefix("sha256=")
+        if not _genuine(self._keys, body, [_unhex(given)]):
+            return False
+        return Verified(
+            id=headers.text("x-github-delivery") or None, type=headers.text("x-github-event")
+        )
+
+
+class Stripe:
+    """Stripe's `Stripe-Signature` with `t=` and `v1=`; id, type and time are the event's own.
+
+    Args:
+        secrets: the endpoint's (`whsec_…`, used as it stands), or several while one replaces another.
+        tolerance: how far the signed time may be from this machine's clock.
+    """
+
+    def __init__(self, *secrets: str | bytes, tolerance: timedelta = _TOLERANCE) -> None:
+        self._keys = [_bytes(secret) for secret in _some(secrets, "Stripe")]
+        self._tolerance_s = _tolerance_s(tolerance)
+
+    def __call__(self, headers: Headers, body: bytes) -> Verified | bool:
+        parts = [
+            (name.strip(), value.strip())
+            for name, _, value in (
+                part.partition("=") for part in (headers.text("stripe-signature") or "").split(",")
+            )
+        ]
+        moment = next((value for name, value in parts if name == "t"), "")
+        given = [_unhex(value) for name, value in parts if name == "v1"]
+        if not _fresh(moment, self._tolerance_s):
+            return False
+        if not _genuine(self._keys, moment.encode() + b"." + body, given):
+            return False
+        event = _members(body)
+        created = event.get("created")
+        return Verified(
+            id=_text(event.get("id")),
+            type=_text(event.get("type")),
+            time=_moment(created) if type(created) is int else None,
+        )
+
+
+class StandardWebhooks:
+    """`webhook-id`, `webhook-timestamp` and `webhook-signature` of standardwebhooks.com, scheme v1.
+
+    Args:
+        secrets: base64 with or without `whsec_`, or the key itself as bytes; several while one
+            replaces another.
+        tolerance: how far the signed time may be from this machine's clock.
+    """
+
+    def __init__(self, *secrets: str | bytes, tolerance: timedelta = _TOLERANCE) -> None:
+        self._keys = [_decoded(secret) for secret in _some(secrets, "StandardWebhooks")]
+        self._tolerance_s = _tolerance_s(tolerance)
+
+    def __call__(self, headers: Headers, body: bytes) -> Verified | bool:
+        own_id, moment = headers.text("webhook-id"), headers.text("webhook-timestamp") or ""
+        if not own_id or not _fresh(moment, self._tolerance_s):
+            return False
+        given = [
+            _unbase64(value)
+            for scheme, _, value in (
+                part.partition(",") for part in (headers.text("webhook-signature") or "").split()
+            )
+            if scheme == "v1"
+        ]
+        if not _genuine(self._keys, f"{own_id}.{moment}.".encode() + body, given):
+            return False
+        return Verified(
+            id=own_id, type=_text(_members(body).get("type")), time=_moment(int(moment))
+        )
+
+
+def _genuine(keys: Sequence[bytes], content: bytes, given: Sequence[bytes | None]) -> bool:
+    genuine = False
+    for key in keys:
+        own = hmac.new(key, content, hashlib.sha256).digest()
+        for signature in given:
+            # no early end: the time must not tell which one came close
+            genuine |= hmac.compare_digest(own, signature or b"")
+    return genuine
+
+
+def _fresh(moment: str, tolerance_s: float) -> bool:
+    if not (moment.isascii() and moment.isdigit()) or len(moment) > 11:
+        return False
+    return abs(time.time() - int(moment)) <= tolerance_s
+
+
+def _some(secrets: Sequence[str | bytes], scheme: str) -> Sequence[str | bytes]:
+    if not secrets or not all(secrets):
+        raise ConfigurationError(
+            f"{scheme}() takes one secret or more, none of them empty: anybody can sign with an empty one."
+        )
+    return secrets
+
+
+def _tolerance_s(tolerance: timedelta) -> float:
+    if tolerance <= timedelta(0):
+        raise ConfigurationError("tolerance must be longer than nothing: clocks differ.")
+    return tolerance.total_seconds()
+
+
+def _bytes(secret: str | bytes) -> bytes:
+    return secret.encode() if isinstance(secret, str) else secret
+
+
+def _decoded(secret: str | bytes) -> bytes:
+    if isinstance(secret, bytes):
+        return secret
+    key = _unbase64(secret.removeprefix("whsec_"))
+    if not key:
+        raise ConfigurationError(
+            "A secret of StandardWebhooks() is not base64: copy it whole, with or without whsec_."
+        )
+    return key
+
+
+def _unhex(text: str) -> bytes | None:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return None
+
+
+def _unbase64(text: str) -> bytes | None:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _members(body: bytes) -> dict[str, Any]:
+    try:
+        members = json.loads(body)
+    except (ValueError, RecursionError):
+        # genuine, but no JSON: without an id the inbox sets it aside
+        return {}
+    return cast("dict[str, Any]", members) if isinstance(members, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _moment(seconds: int) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None

@@ -1,0 +1,282 @@
+"""`txbox run` serves the webhooks of its App: real requests to a real process."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import require
+from tests.databases import Raw, missing_server
+from tests.runtime.support import eventually
+from tests.servers.control import ThrowawayPostgres
+from tests.shop import Shop, create_effects, effects, quarantined, statuses
+from tests.webhook.running import TxboxRun
+from tests.webhook.senders import Answer, Endpoint, github, standard
+from tests.webhook.test_webhook import events
+from txbox import App, ConfigurationError
+from txbox.worker.endpoints import Endpoints
+
+BODY = b'{"number": 1}'
+HTTP = ("--http-port", "0")
+
+
+@pytest.fixture
+def lite(sqlite_url: str, raw: Callable[[str], Raw]) -> Raw:
+    own = raw(sqlite_url)
+    create_effects(own)
+    return own
+
+
+def _in_a_thread(endpoint: Endpoint, headers: dict[str, str]) -> tuple[threading.Thread, list[Any]]:
+    answers: list[Any] = []
+
+    def post() -> None:
+        try:
+            answers.append(endpoint.post(headers, BODY))
+        except (OSError, http.client.HTTPException) as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread, answers
+
+
+@pytest.mark.parametrize("mode", ["inline", "stored"])
+def test_github_events_each_delivered_twice_are_one_effect_each(
+    sqlite_url: str, lite: Raw, tmp_path: Path, mode: str
+) -> None:
+    bodies = events()
+    with TxboxRun(tmp_path, *HTTP, url=sqlite_url, mode=mode) as run:
+        for _ in range(2):
+            for own_id, event, body in bodies:
+                assert run.hook.post(github(own_id, body, event), body).status == 200
+        eventually(lambda: effects(lite) == len(bodies))
+        run.process.terminate()
+        assert run.ended() == 0
+    assert statuses(lite) == {"processed": len(bodies)}
+    found = lite.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
+    assert {own: int(count) for own, count in found} == {own_id: 1 for own_id, _, _ in bodies}
+
+
+def test_every_database(shop: Shop, tmp_path: Path) -> None:
+    with TxboxRun(tmp_path, *HTTP, url=shop.url, second_consumer=True) as run:
+        hook = run.hook
+        assert hook.post(github("d1", BODY), BODY).text == "processed"
+        # by then another connection sees what both consumers did
+        assert shop.effects("d1") == 2
+        assert hook.post(github("d1", BODY), BODY).text == "duplicate"
+        assert hook.post(github("d2", BODY, "bad"), BODY).text == "dead"
+        run.process.terminate()
+        assert run.ended() == 0
+    assert statuses(shop.raw) == {"processed": 2, "dead": 2}
+    assert shop.effects() == 2
+
+
+def test_what_is_refused_is_not_stored(sqlite_url: str, lite: Raw, tmp_path: Path) -> None:
+    options = {"body_bytes": 1000}
+    with TxboxRun(tmp_path, *HTTP, url=sqlite_url, options=options) as run:
+        hook = run.hook
+        long = b"x" * 1001
+        assert hook.post(github("d1", BODY, secret="wrong"), BODY).status == 401
+        assert hook.post({}, BODY).status == 401
+        assert hook.post(github("d1", long), long).status == 413
+        assert hook.post({}, b"", method="GET").status == 405
+        assert (
+            hook.post(standard("m1", BODY, age_s=400), BODY, path="/webhooks/orders").status == 401
+        )
+        assert hook.post(github("d1", BODY), BODY, path="/hook/").status == 404
+        assert (statuses(lite), quarantined(lite)) == ({}, [])
+        assert hook.post(standard("m1", BODY), BODY, path="/webhooks/orders").text == "processed"
+    assert statuses(lite) == {"processed": 1}
+
+
+def test_killed_in_a_request_then_redelivered_is_once(shop: Shop, tmp_path: Path) -> None:
+    with TxboxRun(tmp_path, *HTTP, url=shop.url) as run:
+        thread, answers = _in_a_thread(run.hook, github("d1", BODY, "hold"))
+        run.handling("d1")
+        run.process.kill()
+        thread.join(20)
+        assert not isinstance(answers[0], Answer)
+    assert shop.effects() == 0
+    with TxboxRun(tmp_path, *HTTP, url=shop.url) as run:
+        run.open_the_gate()
+        texts = [run.hook.post(github("d1", BODY, "hold"), BODY).text for _ in range(2)]
+        assert texts == ["processed", "duplicate"]
+    assert shop.effects() == 1
+
+
+@pytest.mark.parametrize("told_to_come_again", [False, True])
+def test_sigterm_finishes_what_is_at_work(
+    sqlite_url: str, lite: Raw, tmp_path: Path, told_to_come_again: bool
+) -> None:
+    with TxboxRun(tmp_path, *HTTP, url=sqlite_url, seconds=0.2 if told_to_come_again else 8) as run:
+        hook = run.hook
+        thread, answers = _in_a_thread(hook, github("d1", BODY, "hold"))
+        run.handling("d1")
+        if told_to_come_again:
+            thread.join(20)
+            assert answers[0].status == 503
+        run.process.terminate()
+        # nothing more is accepted, while the request is at work
+        eventually(lambda: _refused(hook.port), "a closed port")
+        assert run.process.poll() is None
+        run.open_the_gate()
+        assert run.ended() == 0
+        thread.join(20)
+        if not told_to_come_again:
+            assert answers[0].text == "processed"
+    assert effects(lite) == 1
+
+
+def _refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_a_drain_longer_than_its_grace_ends(sqlite_url: str, lite: Raw, tmp_path: Path) -> None:
+    with TxboxRun(tmp_path, *HTTP, "--grace", "200ms", url=sqlite_url) as run:
+        thread, answers = _in_a_thread(run.hook, github("d1", BODY, "hold"))
+        run.handling("d1")
+        run.process.terminate()
+        assert run.ended() == 1
+        thread.join(20)
+        assert not isinstance(answers[0], Answer)
+        run.says("did not end within its grace")
+    assert effects(lite) == 0
+
+
+def test_more_than_the_bound_come_again(sqlite_url: str, lite: Raw, tmp_path: Path) -> None:
+    with TxboxRun(tmp_path, *HTTP, url=sqlite_url, options={"in_flight_max": 1}) as run:
+        hook = run.hook
+        thread, answers = _in_a_thread(hook, github("d1", BODY, "hold"))
+        run.handling("d1")
+        refused = hook.post(github("d2", BODY), BODY)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        run.open_the_gate()
+        thread.join(20)
+        assert answers[0].text == "processed"
+        assert hook.post(github("d2", BODY), BODY).text == "processed"
+    assert effects(lite) == 2
+
+
+@pytest.mark.timeout(180)
+def test_the_database_is_away(tmp_path: Path) -> None:
+    require(missing_server("postgresql"))
+    with ThrowawayPostgres() as server:
+        with App(server.url) as app, Raw(server.url) as raw:
+            app.init()
+            create_effects(raw)
+        with TxboxRun(tmp_path, *HTTP, "--health-port", "0", url=server.url) as run:
+            hook = run.ready().hook
+            assert hook.post(github("d1", BODY), BODY).text == "processed"
+            server.stop(immediate=True)
+            answer = hook.post(github("d2", BODY), BODY)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+            eventually(lambda: run.because("/readyz") == ["the database does not answer"])
+            assert run.because("/livez") == []
+            server.start()
+            eventually(lambda: hook.post(github("d2", BODY), BODY).status == 200)
+            run.ready()
+            assert run.metrics()['txbox_pauses_total{source=""}'] >= 1
+            run.process.terminate()
+            assert run.ended() == 0
+        with Raw(server.url) as raw:
+            assert statuses(raw) == {"processed": 2}
+            assert effects(raw) == 2
+            assert raw.value("SELECT max(attempts) FROM txbox_inbox") == 0
+
+
+def test_two_processes_share_one_port(
+    postgresql_url: str, raw: Callable[[str], Raw], tmp_path: Path
+) -> None:
+    own = raw(postgresql_url)
+    create_effects(own)
+    words = (*HTTP, "--processes", "2", "--health-port", "0")
+    with TxboxRun(tmp_path, *words, url=postgresql_url) as run:
+        hook = run.ready().hook
+        held, answers = _in_a_thread(hook, github("held", BODY, "hold"))
+        run.handling("held")
+        number = 0
+
+        def both_have_worked() -> bool:
+            nonlocal number
+            number += 1
+            assert hook.post(github(f"d{number}", BODY), BODY).text == "processed"
+            return int(own.value("SELECT count(DISTINCT note) FROM effect")) == 2 or number > 300
+
+        # which of them accepts is up to the kernel
+        eventually(both_have_worked)
+        assert run.metrics()['txbox_process_up{process="2"}'] == 1
+        run.process.terminate()
+        eventually(lambda: _refused(hook.port), "a closed port")
+        run.open_the_gate()
+        assert run.ended() == 0
+        held.join(20)
+        assert answers[0].text == "processed"
+    assert statuses(own) == {"processed": number + 1}
+    assert effects(own) == number + 1
+
+
+def test_a_dead_process_loses_no_request_of_the_others(
+    postgresql_url: str, raw: Callable[[str], Raw], tmp_path: Path
+) -> None:
+    create_effects(raw(postgresql_url))
+    words = (*HTTP, "--processes", "2", "--health-port", "0")
+    with TxboxRun(tmp_path, *words, url=postgresql_url) as run:
+        hook = run.ready().hook
+        hook.post(github("d1", BODY), BODY)
+        pid = int(raw(postgresql_url).value("SELECT note FROM effect"))
+        os.kill(pid, signal.SIGKILL)
+        for number in range(2, 30):
+            assert hook.post(github(f"d{number}", BODY), BODY).text == "processed"
+        assert run.because("/livez") == []
+        run.says("started again")
+        run.ready()
+        run.process.terminate()
+        assert run.ended() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "plan", "sentence"),
+    [
+        (("--http-port", "{taken}"), {}, "cannot be listened on (Address already in use)"),
+        (("--health-port", "{taken}", *HTTP), {}, "free it, or give another --health-port."),
+        (("--health-port", "0", "--health-host", "192.0.2.1", *HTTP), {}, "192.0.2.1"),
+        (HTTP, {"webhooks": False}, "the App has none"),
+        ((*HTTP, "--once"), {}, "--once waits for none"),
+        (HTTP, {"topic": "nobody"}, "topic 'nobody', which no handler consumes"),
+        (HTTP, {"path": "/webhooks/orders"}, "Two webhooks have the path /webhooks/orders"),
+    ],
+)
+def test_wrong_configuration_is_one_sentence(
+    sqlite_url: str, tmp_path: Path, words: tuple[str, ...], plan: dict[str, Any], sentence: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = [own.replace("{taken}", port) for own in words]
+        with TxboxRun(tmp_path, *given, url=sqlite_url, **plan) as run:
+            assert run.ended() == 2
+            said = [line for line in run.lines if "Listening on" not in line]
+            assert len(said) == 1, run.lines
+            assert sentence in said[0]
+
+
+def test_without_uvicorn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(ConfigurationError, match="pip install 'txbox"),
+    ):
+        Endpoints([], listener)
