@@ -5,8 +5,10 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PY := $(BIN)/python
+# Most tests wait for a server or a process of theirs: more of them at once than cores.
+PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers crash bench docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow crash bench docs servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -32,11 +34,14 @@ format: dev ## Rewrite the files the way `make check` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: dev ## Start the database servers, run the whole suite on every database, stop the servers
-	@$(PY) -m tests.servers run -- $(BIN)/pytest $(ARGS)
+test: dev ## Start databases and brokers, run the whole suite on every one of them, stop them
+	@$(PY) -m tests.servers run -- $(PYTEST) $(ARGS)
 
-test-brokers: dev ## Sources against real brokers: Kafka, RabbitMQ, SQS, NATS, Redis
-	$(BIN)/pytest -m brokers tests/brokers $(ARGS)
+test-brokers: dev ## Only the sources against real brokers: Kafka, RabbitMQ, SQS, NATS, Redis
+	@$(PY) -m tests.servers run -- $(PYTEST) -m "brokers and not slow" $(ARGS)
+
+test-slow: dev ## What takes minutes, one by one: not part of `make test`
+	@$(PY) -m tests.servers run -- $(BIN)/pytest -m slow $(ARGS)
 
 crash: dev ## Kill real processes at every point, and print what became of each; wrong consumers too
 	@$(PY) -m tests.servers run -- $(BIN)/pytest -v tests/crash tests/runtime/test_killed.py tests/scenarios/test_crashes.py $(ARGS)
@@ -47,10 +52,10 @@ bench: dev ## Measure txbox beside a naive loop; prints and stores the result wi
 docs: dev ## Check that the documentation says what the code does
 	$(BIN)/pytest tests/docs $(ARGS)
 
-servers: dev ## Start the database servers and leave them running
+servers: dev ## Start databases and brokers and leave them running
 	@$(PY) -m tests.servers up
 
-servers-down: dev ## Stop the database servers that `make servers` started
+servers-down: dev ## Stop every server of this checkout, and what aborted tests left behind
 	@$(PY) -m tests.servers down
 
 clean: ## Remove the environment and every cache
