@@ -19,6 +19,7 @@ try:
     from nats.js.api import AckPolicy, ConsumerConfig
 
     from txbox.brokers.nats_link import Link, Loop, Pull, connect
+    from txbox.brokers.nats_publisher import NatsPublisher
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         f"The client {error.name} is not installed: run pip install 'txbox[nats]'."
@@ -61,7 +62,7 @@ class Nats:
         servers: URLs of one cluster.
         durable: the name of the consumer, which all workers of a service share. With several topics
             it is followed by "-" and the topic, in which each run of other characters than letters
-            and digits is "_"; a mapping gives the name for each topic instead.
+            and digits is "_"; a mapping gives the name for each topic instead. Publishing needs none.
         stream: the stream's name; without it, the one that has the topic among its subjects.
         ack_wait: how long the server waits for a consumer that is created here; one that exists
             keeps its own.
@@ -87,7 +88,7 @@ class Nats:
         self,
         servers: str | Sequence[str] = "nats://localhost:4222",
         *,
-        durable: str | Mapping[str, str],
+        durable: str | Mapping[str, str] | None = None,
         stream: str | None = None,
         ack_wait: timedelta = timedelta(seconds=30),
         confirm: bool = True,
@@ -102,10 +103,8 @@ class Nats:
                 raise ConfigurationError(f"consumer= of Nats takes no {option}: {why}.")
         if ack_wait < timedelta(seconds=1):
             raise ConfigurationError(f"ack_wait is {ack_wait}: it must be 1 second or more.")
-        if not durable:
-            raise ConfigurationError("Nats needs the name of a durable consumer: durable=.")
         self._servers = [servers] if isinstance(servers, str) else list(servers)
-        self._durable = durable
+        self._durable = durable or ""
         self._stream = stream
         self._confirm_s = _CONFIRM_S if confirm else None
         self._options = options
@@ -131,7 +130,10 @@ class Nats:
     def name(self) -> str:
         durable = self._durable
         own = durable if isinstance(durable, str) else "+".join(sorted(set(durable.values())))
-        return f"nats:{own}"
+        return f"nats:{own}" if own else self.publisher().name
+
+    def publisher(self) -> NatsPublisher:
+        return NatsPublisher(self._servers, self._options)
 
     @property
     def tend_every_s(self) -> float | None:
@@ -148,6 +150,8 @@ class Nats:
         progress: Progress,  # noqa: ARG002  # the server remembers
         in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes what is tended
     ) -> None:
+        if not self._durable:
+            raise ConfigurationError("Nats needs the name of a durable consumer: durable=.")
         if not topics:
             raise ConfigurationError("Nats was asked for no topic: name subjects.")
         self._names = self._consumer_names(["*"] if "*" in topics else topics)
