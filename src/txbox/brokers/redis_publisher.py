@@ -75,9 +75,8 @@ class RedisPublisher:
         self._timeout_s = 0.0
         self._field_bytes_max = _FIELD_BYTES_MAX
         known = self._new_client(1.0).connection_pool.connection_kwargs
-        self.name = (
-            f"redis:{known.get('path') or known.get('host', 'localhost')}:{known.get('db') or 0}"
-        )
+        where = known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
+        self.name = f"redis:{where}/{known.get('db') or 0}"
 
     def publish(
         self, messages: Sequence[Message[Any]], within_s: float
