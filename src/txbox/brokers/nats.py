@@ -122,6 +122,7 @@ class Nats:
         self._loop: Loop | None = None
         self._link: Link | None = None
         self._buffer: deque[Delivery] = deque()
+        self._unsettled: dict[Any, None] = {}  # how each that was handed out is acknowledged
 
     topics: Sequence[str] | None = None
     exhausted = False
@@ -156,6 +157,7 @@ class Nats:
             raise ConfigurationError("Nats was asked for no topic: name subjects.")
         self._names = self._consumer_names(["*"] if "*" in topics else topics)
         self._buffer.clear()
+        self._unsettled.clear()
         self._was_there = False
         self._loop = Loop(f"txbox-{self.name}")
         try:
@@ -190,7 +192,9 @@ class Nats:
                 self._call(self._ensure(link, pull))
                 pull.gone = False
         self._call(link.receive(messages_max, wait_s), wait_s)
-        return [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
+        found = [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
+        self._unsettled.update(dict.fromkeys(own.tag for own in found))
+        return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Tell the server that what is in flight is in progress; it then waits `ack_wait` anew."""
@@ -199,6 +203,9 @@ class Nats:
             self._call(self._connected().in_progress(replies))
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
+        # whatever becomes of this, it is not given back: if it fails they come again by themselves
+        for own in deliveries:
+            self._unsettled.pop(own.tag, None)
         # the subjects that acknowledge outlive the connection they came by
         link = self._connected()
         missing = self._call(
@@ -210,7 +217,10 @@ class Nats:
             )
 
     def close(self) -> None:
-        """Return what no handler has seen, and disconnect."""
+        """Return at once what was not settled, for whoever receives next, and disconnect.
+
+        The server counts that as a delivery, as it would when `ack_wait` has passed.
+        """
         loop, link = self._loop, self._link
         self._loop = self._link = None
         if loop is None:
@@ -222,11 +232,12 @@ class Nats:
             raise BrokerUnavailable(f"NATS cannot be used now: {error!r}") from error
         finally:
             self._buffer.clear()
+            self._unsettled.clear()
             loop.close()
 
     async def _close(self, link: Link) -> None:
         await link.unsubscribe()
-        await link.give_back([own.tag for own in self._buffer])
+        await link.give_back([*self._unsettled, *(own.tag for own in self._buffer)])
         await link.close()
 
     # -- the connection and the consumers -----------------------------------------------------

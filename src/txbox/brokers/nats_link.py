@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import nats.aio.client
 import nats.errors
+import nats.js.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -205,7 +206,14 @@ class Link:
         await self._publish(replies, _IN_PROGRESS)
 
     async def give_back(self, replies: Sequence[str]) -> None:
-        """Return what no handler has seen, to be delivered to another at once."""
+        """Return what was not processed, to be delivered to another at once."""
+        if not replies:
+            return
+        for pull in self.pulls:
+            # asked how a consumer is, the server drops the requests that nobody listens for any more;
+            # into one of those it would deliver what is returned, and lose count of it
+            with suppress(nats.js.errors.NotFoundError):
+                await self.js.consumer_info(pull.stream, pull.durable)
         await self._publish(replies, _NAK)
 
     async def _publish(self, replies: Sequence[str], word: bytes) -> None:
@@ -214,7 +222,7 @@ class Link:
         await self._client.flush(2)
 
     async def unsubscribe(self) -> None:
-        """Stop what is asked for; what still arrives is given back by `ack_wait`."""
+        """Listen no more; what is on its way comes again after `ack_wait`."""
         for pull in self.pulls:
             if pull.subscription is not None:
                 await pull.subscription.unsubscribe()
