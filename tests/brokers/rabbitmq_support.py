@@ -75,17 +75,20 @@ def publish(url: str, queue: str, *messages: aio_pika.Message) -> None:
     on_server(url, send)
 
 
-def publish_plain(url: str, queue: str, properties: Basic.Properties) -> None:
+def publish_plain(url: str, queue: str, *messages: tuple[Basic.Properties, bytes]) -> None:
     """Publish these properties and no others: the client would add a random message_id."""
 
     async def send(channel: AbstractChannel) -> None:
         plain: Any = await channel.get_underlay_channel()
-        frames: list[Any] = [
-            Basic.Publish(routing_key=queue), ContentHeader(body_size=1, properties=properties),
-            ContentBody(b"1"),
-        ]  # fmt: skip
-        await plain.write_queue.put(ChannelFrame.marshall(plain.number, frames))
-        await plain.queue_declare(queue, passive=True)  # answered after the publish
+        for tag, (properties, body) in enumerate(messages, start=1):
+            plain.confirmations[tag] = asyncio.get_running_loop().create_future()
+            frames: list[Any] = [
+                Basic.Publish(routing_key=queue),
+                ContentHeader(body_size=len(body), properties=properties),
+                *([ContentBody(body)] if body else []),
+            ]
+            await plain.write_queue.put(ChannelFrame.marshall(plain.number, frames))
+        await asyncio.gather(*plain.confirmations.values())
 
     on_server(url, send)
 

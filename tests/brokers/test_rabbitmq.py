@@ -93,7 +93,8 @@ def test_properties_become_the_message(rabbitmq_url: str, queue: str) -> None:
 def test_identity(
     rabbitmq_url: str, queue: str, property_id: str | None, headers: Any, expected: str
 ) -> None:
-    publish_plain(rabbitmq_url, queue, Basic.Properties(message_id=property_id, headers=headers))
+    properties = Basic.Properties(message_id=property_id, headers=headers)
+    publish_plain(rabbitmq_url, queue, (properties, b"1"))
     with opened_source(rabbitmq_url, queue) as source:
         (delivery,) = received(source, 1)
     assert delivery.message is not None

@@ -67,7 +67,7 @@ def test_without_an_id_it_is_quarantined(
     rabbitmq_url: str, queue: str, sqlite_url: str, weak: bool
 ) -> None:
     """Even by weak_ids: a delivery tag names nothing, and the same message would get another one."""
-    publish_plain(rabbitmq_url, queue, Basic.Properties())
+    publish_plain(rabbitmq_url, queue, (Basic.Properties(), b"1"))
     publish(rabbitmq_url, queue, note("m1"))
     with shop_on(sqlite_url, RabbitMQ(rabbitmq_url), queue, weak_ids=weak) as shop:
         with running(worker(shop.app)):
@@ -100,7 +100,9 @@ def test_what_no_database_keeps(
         "message_id": "m1", "content_type": "a\0b", "correlation_id": "a\0b", "reply_to": "\ufffe",
         "headers": {"a\0b": "c\0d", "nested": {"a\0b": ["\0", 1.5]}},
     }  # fmt: skip
-    publish_plain(rabbitmq_url, queue, Basic.Properties(**_amqp_names({**properties, **own})))
+    publish_plain(
+        rabbitmq_url, queue, (Basic.Properties(**_amqp_names({**properties, **own})), b"1")
+    )
     publish(rabbitmq_url, queue, note("m2"))
     with (
         shop_on(postgresql_url, RabbitMQ(rabbitmq_url), queue, mode=mode) as shop,
