@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from txbox.policy import Batching as Batching
     from txbox.policy import Lease as Lease
     from txbox.policy import Limits as Limits
+    from txbox.policy import RelayPolicy as RelayPolicy
     from txbox.policy import Retention as Retention
     from txbox.policy import RetryPolicy as RetryPolicy
 
@@ -40,7 +41,7 @@ _MODULES = {
     "outbox": ("Outbox", "Outgoing"),
     "message": ("Headers", "Message"),
     "outcome": ("Outcome", "Status"),
-    "policy": ("Batching", "Lease", "Limits", "Retention", "RetryPolicy"),
+    "policy": ("Batching", "Lease", "Limits", "RelayPolicy", "Retention", "RetryPolicy"),
     "errors": (
         "ConfigurationError",
         "MessageInProgress",

@@ -9,7 +9,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from txbox.brokers.base import Source
+from txbox.brokers.base import Destination, Source
+from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import Database
@@ -20,8 +21,9 @@ from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.outbox import Outbox
 from txbox.outcome import Outcome
-from txbox.policy import Batching, Lease, Limits, Retention, RetryPolicy
+from txbox.policy import Batching, Lease, Limits, RelayPolicy, Retention, RetryPolicy
 from txbox.protocol import InboxProtocol, Settled
+from txbox.routes import CloudEvents, Routes
 from txbox.steps import AsyncConnections, Connections, Steps, drive, drive_async
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
@@ -68,6 +70,7 @@ class App:
         lease: Lease | None = None,
         retention: Retention | None = None,
         batching: Batching | None = None,
+        relaying: RelayPolicy | None = None,
         unmatched: Literal["acknowledge", "quarantine"] = "acknowledge",
     ) -> None:
         if (database is None) == (django is None):
@@ -82,13 +85,16 @@ class App:
         self.handlers = Handlers()
         self.consumptions: list[Consumption] = []
         self.webhooks: list[Webhook] = []
+        #: Where staged messages go.
+        self.routes = Routes(self._consumes)
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
-        self.outbox = Outbox(schema=schema, codec=codec)
+        self.outbox = Outbox(schema=schema, codec=codec, routed=self.routes.knows)
         self.events = Events(observers)
         self.lease = lease or Lease()
         self.limits = limits or Limits.within(self.lease)
         self.retention = retention or Retention()
         self.batching = batching or Batching()
+        self.relaying = relaying or RelayPolicy()
         self.unmatched = unmatched
         self.store = InboxStore(self.database.dialect, Columns(codec))
         self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
@@ -206,6 +212,29 @@ class App:
             self.webhooks.append(source)
             return
         self.consumptions.append(Consumption(source, None if topics is None else tuple(topics)))
+
+    def publish(
+        self,
+        destination: Destination | Local,
+        topics: Iterable[str] | None = None,
+        *,
+        cloudevents: CloudEvents | None = None,
+        source: str | None = None,
+    ) -> None:
+        """Send staged messages of these topics to a broker; without topics, all that no other one takes.
+
+        What nobody publishes and a handler consumes goes to the handlers of this app (`Local`).
+
+        Args:
+            cloudevents: send "binary" or "structured" CloudEvents, from the service named by `source`.
+
+        Raises:
+            ConfigurationError: a topic has a destination already.
+        """
+        self.routes.add(destination, topics, cloudevents, source)
+
+    def _consumes(self, topic: str) -> bool:
+        return any(handler.topic in (topic, "*") for handler in self.handlers)
 
     # -- one message --------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
-"""CloudEvents in JSON: one event to one message, with its data as the bytes that were sent."""
+"""CloudEvents: an event in JSON to a message, with its data as the bytes that were sent; and back."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -165,3 +166,53 @@ def _time(value: object) -> datetime | None:
         # for people to read only; what came stays in the header ce_time
         return None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def as_binary(message: Message[Any], source: str, prefix: str) -> Message[Any]:
+    """Return the message with its CloudEvents attributes as headers; the payload stays as it is.
+
+    Args:
+        source: the service that the event comes from, a URI reference.
+        prefix: what the transport's binding puts before an attribute's name.
+    """
+    attributes = _attributes(message, source)
+    attributes.pop("datacontenttype", None)
+    return replace(
+        message,
+        headers=Headers(
+            (*message.headers, *((prefix + name, value) for name, value in attributes.items()))
+        ),
+    )
+
+
+def as_structured(message: Message[Any], source: str) -> Message[Any]:
+    """Return the message with the whole event, attributes and data, as its JSON payload."""
+    members: dict[str, Any] = dict(_attributes(message, source))
+    if message.payload is not None:
+        try:
+            text = message.payload.decode()
+            members["data"] = json.loads(text) if _is_json(message.content_type) else text
+        except ValueError:
+            members["data_base64"] = base64.b64encode(message.payload).decode()
+    return replace(
+        message,
+        payload=json.dumps(members, separators=(",", ":")).encode(),
+        content_type="application/cloudevents+json",
+    )
+
+
+def _attributes(message: Message[Any], source: str) -> dict[str, str]:
+    attributes = {
+        "specversion": "1.0",
+        "id": str(message.id),
+        "source": source,
+        # required there, and free here
+        "type": message.type or message.topic,
+    }
+    if message.key is not None:
+        attributes["subject"] = message.key
+    if message.time is not None:
+        attributes["time"] = message.time.isoformat()
+    if message.content_type is not None:
+        attributes["datacontenttype"] = message.content_type
+    return attributes

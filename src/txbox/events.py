@@ -110,6 +110,14 @@ class ConsumptionResumed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRefused(Event):
+    """The first messages of a source have no ids: nothing more is taken from it. Hang your alert here."""
+
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseExpired(MessageEvent):
     """A row whose worker went away was rescued; `dead` when it had killed too many workers."""
 
@@ -156,6 +164,50 @@ class RowsChanged(Event):
     action: str
     rows: int
     actor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingSent(Event):
+    """The broker has confirmed staged messages, and the outbox says so."""
+
+    publisher: str
+    count: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingFailed(MessageEvent):
+    """A staged message was not confirmed; it is sent again later, under the same id."""
+
+    publisher: str
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingDead(MessageEvent):
+    """A staged message was given up. Hang your alert here."""
+
+    publisher: str
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayPaused(Event):
+    """A broker cannot be reached: its messages wait in the outbox, and nothing is counted."""
+
+    publisher: str
+    reason: str
+    retry_in_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayResumed(Event):
+    """The broker confirms again."""
+
+    publisher: str
+    paused_s: float
 
 
 Observer = Callable[[Event], None]

@@ -110,6 +110,37 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayPolicy:
+    """How staged messages leave the outbox.
+
+    Args:
+        batch: rows leased and published together, 1 to 10,000.
+        lease: after this long the rows of a relay that went away may be sent by another.
+        confirm_within: how long a batch waits for its confirmations; less than half of the lease.
+        poll: the longest pause between two looks at an empty outbox.
+        retry: when a message that was refused is sent again, and when it is given up.
+        keep_sent: how long sent rows are kept; zero deletes them at once.
+    """
+
+    batch: int = 500
+    lease: timedelta = timedelta(seconds=30)
+    confirm_within: timedelta = timedelta(seconds=10)
+    poll: timedelta = timedelta(seconds=1)
+    retry: RetryPolicy = RetryPolicy(
+        max_attempts=20, base=timedelta(seconds=1), cap=timedelta(minutes=5)
+    )
+    keep_sent: timedelta = timedelta(0)
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.batch <= 10_000, self, "batch", "between 1 and 10,000")
+        _check_durations(self, "lease", "confirm_within", "poll")
+        _check(
+            self.confirm_within < self.lease / 2, self, "confirm_within", "under half of the lease"
+        )
+        _check(self.keep_sent >= timedelta(0), self, "keep_sent", "a timedelta of zero or more")
+
+
+@dataclass(frozen=True, slots=True)
 class Batching:
     """How many deliveries a lane takes at once.
 

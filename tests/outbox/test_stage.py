@@ -13,6 +13,7 @@ import pytest
 
 from tests.databases import Raw
 from txbox import App, Message, Outbox, Outcome, Outgoing, RetryPolicy, UnusableMessage
+from txbox.brokers.local import Local
 from txbox.store.codec import decode_headers
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -62,6 +63,7 @@ def test_many_are_staged_in_their_order(
 
 def test_what_a_handler_stages_commits_with_its_message(database_url: str, raw: Look) -> None:
     with App(database_url) as app:
+        app.publish(Local(), topics=["invoices"])
 
         @app.handler("orders", consumer="billing", retry=RetryPolicy(base=timedelta(0)))
         def bill(message: Message[Any], tx: Any) -> None:

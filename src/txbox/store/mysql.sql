@@ -482,17 +482,19 @@ SELECT CONVERT(id USING utf8mb4), number, CONVERT(topic USING utf8mb4), CONVERT(
  WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
    AND available_at >= COALESCE(:after_at, '1000-01-01')
    AND NOT (available_at = COALESCE(:after_at, '1000-01-01') AND number <= :after_number)
+   AND (topic IN ({:rows.topic})) = :named
  ORDER BY available_at, number
  LIMIT :limit
 
 -- name: relay_heads
 -- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
--- waits for its own first time counts once that has come.
+-- was staged with a delay counts once that is over; any other counts even if this transaction's clock,
+-- which stood still at its start, says that its time is yet to come.
 SELECT CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), MIN(number), COUNT(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND number <= :last
    AND (topic, `key`) IN ({(:rows.topic, :rows.key)})
-   AND (token IS NOT NULL OR attempts > 0 OR available_at <= UTC_TIMESTAMP(6))
+   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= UTC_TIMESTAMP(6))
  GROUP BY topic, `key`
 
 -- name: relay_lease
@@ -508,8 +510,8 @@ UPDATE txbox_outbox SET token = :token, available_at = UTC_TIMESTAMP(6) + INTERV
  WHERE id IN ({:rows.id})
 
 -- name: relay_release
--- Fenced: rows that were not sent, by no fault of theirs.
-UPDATE txbox_outbox SET token = NULL, available_at = UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND
+-- Fenced: rows that were not sent, by no fault of theirs; they keep their place before later ones.
+UPDATE txbox_outbox SET token = NULL, available_at = staged_at
  WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
 
 -- name: relay_sent

@@ -72,7 +72,16 @@ class OutboxStore:
         self._after: tuple[Any, int] = _START
         self._back_at = 0.0
 
-    def lease(self, *, token: str, limit: int, payload_bytes: int, lease_s: float) -> Steps[Look]:
+    def lease(
+        self,
+        *,
+        token: str,
+        limit: int,
+        payload_bytes: int,
+        lease_s: float,
+        topics: Sequence[str] = (),
+        others: bool = True,
+    ) -> Steps[Look]:
         """Lease rows that are due, in a transaction of its own.
 
         Of a key only its first open rows are taken, without a gap, so that no relay overtakes another
@@ -81,6 +90,7 @@ class OutboxStore:
         Args:
             limit: rows, 1 or more.
             payload_bytes: sum of payloads after which no more is taken.
+            topics: of these only; with `others`, of all but these.
         """
         look = Look()
         if time.monotonic() >= self._back_at:
@@ -88,7 +98,7 @@ class OutboxStore:
         yield Begin()
         for _ in range(_PAGES):
             before = self._after
-            page = yield from self._page(limit)
+            page = yield from self._page(limit, topics, others)
             look.more = len(page) == limit
             wanted = (yield from self._eligible(page)) if page else []
             fitting = _within(wanted, payload_bytes)
@@ -102,10 +112,18 @@ class OutboxStore:
         yield Commit() if look.rows else Rollback()
         return look
 
-    def _page(self, limit: int) -> Steps[list[_Candidate]]:
+    def _page(self, limit: int, topics: Sequence[str], others: bool) -> Steps[list[_Candidate]]:
         after_at, after_number = self._after
         found = yield self.dialect.statement(
-            "relay_page", {"after_at": after_at, "after_number": after_number, "limit": limit}
+            "relay_page",
+            {
+                "after_at": after_at,
+                "after_number": after_number,
+                "limit": limit,
+                "named": not others,
+            },
+            # no topic is empty: a list that must not be stands for none
+            {"topic": topics or [""]},
         )
         if found.rows:
             last = found.rows[-1]
@@ -159,7 +177,7 @@ class OutboxStore:
         }
         left = [row for row in rows if (row.message.topic, row.message.key) in overtaken]
         if left:
-            yield self._release([row.id for row in left], token, 0.0)
+            yield self.release([row.id for row in left], token=token)
         return [row for row in rows if (row.message.topic, row.message.key) not in overtaken]
 
     def _staged(self, row: Sequence[Any]) -> Staged:
@@ -202,16 +220,9 @@ class OutboxStore:
             },
         )
 
-    def release(self, ids: Sequence[str], *, token: str, delay_s: float = 0.0) -> Steps[None]:
-        """Give leased rows back, in a transaction of its own."""
-        yield Begin()
-        yield self._release(ids, token, delay_s)
-        yield Commit()
-
-    def _release(self, ids: Sequence[str], token: str, delay_s: float) -> Statement:
-        return self.dialect.statement(
-            "relay_release", {"token": token, "delay_s": delay_s}, {"id": ids}
-        )
+    def release(self, ids: Sequence[str], *, token: str) -> Statement:
+        """The statement that gives leased rows back at once."""
+        return self.dialect.statement("relay_release", {"token": token}, {"id": ids})
 
     def left(self) -> Steps[bool]:
         """Say whether rows are due or leased."""

@@ -540,17 +540,19 @@ SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0)
   FROM txbox_outbox
  WHERE status = 'pending' AND available_at <= now()
    AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
+   AND (topic = ANY(:rows.topic::text[])) = :named::boolean
  ORDER BY available_at, number
  LIMIT :limit::integer
 
 -- name: relay_heads
 -- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
--- waits for its own first time counts once that has come.
+-- was staged with a delay counts once that is over; any other counts even if this transaction's clock,
+-- which stood still at its start, says that its time is yet to come.
 SELECT topic, key, min(number), count(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND key IS NOT NULL AND number <= :last::bigint
    AND (topic, key) IN (SELECT m.topic, m.key FROM unnest(:rows.topic::text[], :rows.key::text[]) AS m(topic, key))
-   AND (token IS NOT NULL OR attempts > 0 OR available_at <= now())
+   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= now())
  GROUP BY topic, key
 
 -- name: relay_lease
@@ -571,9 +573,9 @@ RETURNING own.id, own.number, own.topic, own.type, own.key, own.content_type, ow
 -- relay_lease has taken the rows.
 
 -- name: relay_release
--- Fenced: rows that were not sent, by no fault of theirs.
+-- Fenced: rows that were not sent, by no fault of theirs; they keep their place before later ones.
 UPDATE txbox_outbox
-   SET token = NULL, available_at = clock_timestamp() + make_interval(secs => :delay_s::double precision)
+   SET token = NULL, available_at = staged_at
  WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
 
 -- name: relay_sent

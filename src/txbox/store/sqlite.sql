@@ -434,17 +434,19 @@ SELECT id, number, topic, key, available_at, coalesce(length(payload), 0)
   FROM txbox_outbox
  WHERE status = 'pending' AND available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
    AND (available_at, number) > (coalesce(:after_at, ''), :after_number)
+   AND (topic IN ({:rows.topic})) = :named
  ORDER BY available_at, number
  LIMIT :limit
 
 -- name: relay_heads
 -- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
--- waits for its own first time counts once that has come.
+-- was staged with a delay counts once that is over; any other counts even if this transaction's clock,
+-- which stood still at its start, says that its time is yet to come.
 SELECT topic, key, min(number), count(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND key IS NOT NULL AND number <= :last
    AND (topic, key) IN (VALUES {(:rows.topic, :rows.key)})
-   AND (token IS NOT NULL OR attempts > 0 OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
  GROUP BY topic, key
 
 -- name: relay_lease
@@ -457,9 +459,9 @@ RETURNING id, number, topic, type, key, content_type, headers, payload, key_id, 
 -- relay_lease has taken the rows.
 
 -- name: relay_release
--- Fenced: rows that were not sent, by no fault of theirs.
+-- Fenced: rows that were not sent, by no fault of theirs; they keep their place before later ones.
 UPDATE txbox_outbox
-   SET token = NULL, available_at = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s))
+   SET token = NULL, available_at = staged_at
  WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
 
 -- name: relay_sent

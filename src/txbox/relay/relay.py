@@ -1,0 +1,330 @@
+"""The relay: takes staged messages from the outbox to where they go.
+
+One relay serves one route. It leases rows, publishes them, waits for the confirmations, and only then
+marks them; a crash in between sends them again under the same ids. Several relays, in one process or
+on many machines, share the work by their leases.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from txbox import steps as points
+from txbox.app import App
+from txbox.brokers.base import Publisher
+from txbox.cloudevents import as_binary, as_structured
+from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, StoreError
+from txbox.events import (
+    OutgoingDead,
+    OutgoingFailed,
+    OutgoingSent,
+    RelayPaused,
+    RelayResumed,
+)
+from txbox.failure import printable
+from txbox.message import Message
+from txbox.patience import CURABLE
+from txbox.relay.local import LocalDelivery
+from txbox.routes import Route
+from txbox.steps import Begin, Commit, Statement, Steps
+from txbox.store.outbox import Look, OutboxStore, Staged
+
+T = TypeVar("T")
+
+_log = logging.getLogger("txbox")
+
+_BUSY_S = 0.02
+_PAUSE_S = (0.2, 10.0)
+_LOOK_S = 0.2
+_ERROR_BYTES = 1024
+
+
+class Perform(Protocol):
+    """Carries steps out and waits for their end."""
+
+    def __call__(self, steps: Steps[T]) -> T: ...
+
+
+class Relay:
+    """Sends the staged messages of one route until it is stopped.
+
+    Args:
+        stop: True when nothing more is to be leased; what is being published is still marked.
+
+    Guarantee: a committed row is published at least once, always under its own id; a row is marked
+    only after its confirmation; of one key a later row is published only after the confirmation, or
+    the death, of the earlier ones that were committed before it was leased.
+    """
+
+    def __init__(
+        self, app: App, route: Route, perform: Perform, *, stop: Callable[[], bool]
+    ) -> None:
+        self._app = app
+        self._route = route
+        self._perform = perform
+        self._stop = stop
+        self._policy = app.relaying
+        self._store = OutboxStore(app.store.dialect, app.store.columns)
+        self._publisher: Publisher | None = None
+        self._woken = threading.Event()
+        self._pause_s = _BUSY_S
+        self._paused_at: float | None = None
+        #: The destination for people and metrics.
+        self.name = "local"
+        if route.destination is not None:
+            self._publisher = route.destination.publisher()
+            self.name = self._publisher.name
+
+    def run(self) -> None:
+        """Relay until stopped; always close the publisher."""
+        try:
+            while not self._stop():
+                if not self.turn():
+                    self._wait()
+        finally:
+            self.close()
+
+    def wake(self) -> None:
+        """Look at the outbox soon: something may have been staged. From any thread."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """Give the publisher's connections back."""
+        if self._publisher is None:
+            return
+        try:
+            self._publisher.close()
+        except BrokerError as error:
+            # nothing is pending: every answer was waited for
+            _log.warning("The publisher %s did not close cleanly: %s", self.name, error)
+
+    def turn(self) -> bool:
+        """Lease and send one batch; returns whether there may be more to do at once."""
+        token = secrets.token_hex(16)
+        look = self._patiently(lambda: self._leased(token))
+        if look is None:
+            return False
+        if not look.rows:
+            return look.more
+        points.at("relay:leased")
+        self._pause_s = _BUSY_S
+        send = self._deliver if self._publisher is None else self._publish
+        return send(look.rows, token)
+
+    def _leased(self, token: str) -> Steps[Look]:
+        return self._store.lease(
+            token=token,
+            # while the broker is away, one row finds out
+            limit=self._policy.batch if self._paused_at is None else 1,
+            payload_bytes=self._app.batching.payload_bytes,
+            lease_s=self._policy.lease.total_seconds(),
+            topics=self._route.topics,
+            others=self._route.others,
+        )
+
+    def _wait(self) -> None:
+        if self._paused_at is not None:
+            # nothing that is staged brings the broker back
+            ends = time.monotonic() + self._pause_s
+            while not self._stop() and (left_s := ends - time.monotonic()) > 0:
+                time.sleep(min(left_s, _LOOK_S))
+            return
+        woken = self._woken.wait(self._pause_s * random.uniform(0.75, 1.25))
+        self._woken.clear()
+        idle_s = self._policy.poll.total_seconds()
+        # what woke it may commit only a moment later: look again soon, a few times
+        self._pause_s = _BUSY_S if woken else min(self._pause_s * 2, idle_s)
+
+    # -- to a broker --------------------------------------------------------------------------
+
+    def _publish(self, rows: Sequence[Staged], token: str) -> bool:
+        """Publish in waves, of one key one message a wave, and mark what became of them."""
+        started = time.monotonic()
+        within_s = self._policy.confirm_within.total_seconds()
+        # another may take over what would be confirmed after this
+        until = started + self._policy.lease.total_seconds() - 2 * within_s
+        confirmed: list[Staged] = []
+        failed: list[tuple[Staged, BrokerError]] = []
+        unsent: list[Staged] = []
+        left = list(rows)
+        reachable = True
+        while left:
+            wave, left = _wave(left)
+            answers = (
+                self._answers(wave, within_s)
+                if reachable and not self._stop() and time.monotonic() < until
+                else None
+            )
+            if answers is None:
+                reachable = False
+                unsent += wave
+                continue
+            for row, answer in zip(wave, answers, strict=True):
+                if answer is None:
+                    confirmed.append(row)
+                else:
+                    failed.append((row, answer))
+            blocked = {_key(row) for row, _ in failed if row.message.key is not None}
+            unsent += [row for row in left if _key(row) in blocked]
+            left = [row for row in left if _key(row) not in blocked]
+        points.at("relay:published")
+        statements = [
+            *self._sent([row.id for row in confirmed], token),
+            *self._failures(failed, token),
+            *self._released([row.id for row in unsent], token),
+        ]
+        self._patiently(lambda: _marked(statements))
+        points.at("relay:marked")
+        self._report(confirmed, failed, time.monotonic() - started)
+        return reachable
+
+    def _answers(
+        self, wave: Sequence[Staged], within_s: float
+    ) -> Sequence[BrokerError | None] | None:
+        """Publish one wave; None when the broker cannot be reached."""
+        assert self._publisher is not None
+        try:
+            answers = self._publisher.publish([self._outgoing(row) for row in wave], within_s)
+        except BrokerUnavailable as error:
+            self._broker_away(error)
+            return None
+        if self._paused_at is not None:
+            self._app.events.emit(
+                RelayResumed(publisher=self.name, paused_s=time.monotonic() - self._paused_at)
+            )
+            self._paused_at = None
+        return answers
+
+    def _outgoing(self, row: Staged) -> Message[Any]:
+        route, publisher = self._route, self._publisher
+        if route.cloudevents is None or publisher is None:
+            return row.message
+        assert route.source is not None
+        if route.cloudevents == "structured":
+            return as_structured(row.message, route.source)
+        return as_binary(row.message, route.source, publisher.event_prefix)
+
+    def _broker_away(self, error: BrokerError) -> None:
+        now = time.monotonic()
+        since = self._paused_at or now
+        self._paused_at = since
+        # as long again as it has been away
+        pause_s = min(max(now - since, _PAUSE_S[0]), _PAUSE_S[1])
+        self._app.events.emit(
+            RelayPaused(publisher=self.name, reason=str(error), retry_in_s=pause_s)
+        )
+        self._pause_s = pause_s
+
+    def _sent(self, ids: Sequence[str], token: str) -> Iterator[Statement]:
+        if ids:
+            yield self._store.sent(ids, token=token, keep=bool(self._policy.keep_sent))
+
+    def _released(self, ids: Sequence[str], token: str) -> Iterator[Statement]:
+        if ids:
+            yield self._store.release(ids, token=token)
+
+    def _failures(
+        self, failed: Sequence[tuple[Staged, BrokerError]], token: str
+    ) -> Iterator[Statement]:
+        for row, error in failed:
+            dead = self._gives_up(row, error)
+            yield self._store.failed(
+                row,
+                token=token,
+                dead=dead,
+                delay_s=0.0 if dead else self._policy.retry.delay_s(row.attempts + 1),
+                error_type=type(error).__name__,
+                error=_told(error),
+            )
+
+    def _gives_up(self, row: Staged, error: BrokerError) -> bool:
+        return (
+            isinstance(error, MessageRefused) or row.attempts + 1 >= self._policy.retry.max_attempts
+        )
+
+    def _report(
+        self,
+        confirmed: Sequence[Staged],
+        failed: Sequence[tuple[Staged, BrokerError]],
+        duration_s: float,
+    ) -> None:
+        emit = self._app.events.emit
+        if confirmed:
+            emit(OutgoingSent(publisher=self.name, count=len(confirmed), duration_s=duration_s))
+        for row, error in failed:
+            where = {"message_id": row.id, "topic": row.message.topic, "publisher": self.name}
+            kind = OutgoingDead if self._gives_up(row, error) else OutgoingFailed
+            emit(kind(**where, attempt=row.attempts + 1, error=_told(error)))
+
+    # -- to this app's own consumers ----------------------------------------------------------
+
+    def _deliver(self, rows: Sequence[Staged], token: str) -> bool:
+        started = time.monotonic()
+        keep = bool(self._policy.keep_sent)
+        count = self._patiently(
+            lambda: LocalDelivery(self._app, self._store, token, keep=keep).deliver(rows)
+        )
+        if count:
+            self._app.events.emit(
+                OutgoingSent(
+                    publisher=self.name, count=count, duration_s=time.monotonic() - started
+                )
+            )
+        return count is not None
+
+    def _patiently(self, operation: Callable[[], Steps[T]]) -> T | None:
+        """Carry an operation out; None when the database stays away past the lease, or on a stop.
+
+        What was published and not marked is then sent again, which its id makes a duplicate.
+        """
+        app = self._app
+        try:
+            return self._perform(
+                app.protocol.persistently(
+                    operation, for_s=self._policy.lease.total_seconds(), stop=self._stop
+                )
+            )
+        except StoreError as error:
+            if error.fault not in CURABLE:
+                raise
+            _log.info("Put off while the database is busy or away: %s", error)
+            return None
+
+
+def _told(error: BrokerError) -> str:
+    return printable(str(error), _ERROR_BYTES)
+
+
+def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:
+    """The first row of each key, and every row without one; and what is left."""
+    wave: list[Staged] = []
+    left: list[Staged] = []
+    keys: set[tuple[str, str | None]] = set()
+    for row in rows:
+        key = _key(row)
+        if row.message.key is not None and key in keys:
+            left.append(row)
+            continue
+        keys.add(key)
+        wave.append(row)
+    return wave, left
+
+
+def _key(row: Staged) -> tuple[str, str | None]:
+    return row.message.topic, row.message.key
+
+
+def _marked(statements: Sequence[Statement]) -> Steps[None]:
+    yield Begin(tuple(statements))
+    yield Commit()
+
+
+def relays(app: App, perform: Perform, *, stop: Callable[[], bool]) -> list[Relay]:
+    """Make the relays of an app, one a route; does no I/O."""
+    return [Relay(app, route, perform, stop=stop) for route in app.routes.all()]
