@@ -1,0 +1,73 @@
+"""What must be true when everything is quiet (the invariants of the design), read by a plain driver."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tests.brokers.crashes.service import AMOUNT, FAILS, MAX_ATTEMPTS, Job, unfinished
+from tests.databases import Raw
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found, and the invariants that are broken."""
+
+    sent: int
+    effects: int
+    lost: int
+    doubled: int
+    wrong: tuple[str, ...]
+
+
+def check(raw: Raw, job: Job, confirmed: Collection[str], *, kills: int, left: int) -> Checked:
+    """Compare the tables with what the broker had confirmed to the producer."""
+    ids = set(confirmed)
+    effects = Counter(_text(own) for (own,) in raw.rows("SELECT payment FROM ledger"))
+    rows = {
+        _text(own): more
+        for own, *more in raw.rows(
+            "SELECT message_id, status, attempts, starts, lease_until FROM txbox_inbox"
+        )
+    }
+    history = Counter(_text(own) for (own,) in raw.rows("SELECT message_id FROM txbox_attempt"))
+    aside = raw.value("SELECT count(*) FROM txbox_quarantine")
+    balance = raw.value("SELECT balance FROM account")
+    notes = job.notes()
+    failures = Counter(own.removeprefix("failed ") for own in notes if own.startswith("failed "))
+    lost = [own for own in ids if not effects[own]]
+    doubled = [own for own, count in effects.items() if count > 1]
+    found = {
+        "I1 doubled": doubled,
+        "I2 lost": lost,
+        "I2 nobody sent it": set(effects) - ids,
+        "I3 processed, no effect": any(
+            status == "processed" and not effects[own] for own, (status, *_) in rows.items()
+        ),
+        "I3 effect, not processed": any(
+            own not in rows or rows[own][0] != "processed" for own in effects
+        ),
+        "I4 dead": any(status == "dead" for status, *_ in rows.values()),
+        "I5 balance": balance != AMOUNT * effects.total(),
+        "I8 attempts": any(
+            not failures[own] <= attempts <= MAX_ATTEMPTS
+            # a lease that expired stands in the history, and is no attempt
+            or history[own] < attempts
+            or bool(attempts) != (own == FAILS)
+            for own, (_, attempts, *_) in rows.items()
+        ),
+        "I8 starts": any(starts > kills for _, _, starts, _ in rows.values()),
+        "I9 stuck": unfinished(raw) or any(until is not None for *_, until in rows.values()),
+        "I9 not acknowledged": left,
+        "quarantined": aside,
+        "error": any(own.startswith("error ") for own in notes),
+    }
+    return Checked(
+        len(ids), effects.total(), len(lost), len(doubled),
+        tuple(name for name, wrong in found.items() if wrong),
+    )  # fmt: skip
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
