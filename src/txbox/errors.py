@@ -62,6 +62,11 @@ class StoreUnavailable(StoreError):
 class BrokerError(TxboxError):
     """A broker refused an operation."""
 
+    def __init__(self, message: str, *, failed: int | None = None) -> None:
+        super().__init__(message)
+        #: Of the deliveries that were to be settled, how many were not; None stands for all of them.
+        self.failed = failed
+
 
 class BrokerUnavailable(BrokerError):
     """A broker cannot be reached; a retry may help."""

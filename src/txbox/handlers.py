@@ -116,16 +116,24 @@ class Handler:
         Raises:
             UnusableMessage: it has no usable id, or is too large, or holds what no database can keep.
         """
-        extract = self.options.message_id
-        path = functools.partial(_at_path, extract) if isinstance(extract, str) else extract
-        own_id = message_id(
-            message, extract=path, scope=self.options.id_scope, weak=self.options.weak_ids
-        )
+        own_id = self.id_of(message)
         _check_sizes(message, limits)
         if message.topic != self.topic or message.type or message.key or message.content_type:
             _check_texts(message)
         hashed = payload_hash(message, self.options.payload_hash)
         return Arrival(message, own_id, hashed)
+
+    def id_of(self, message: Message[Any]) -> str:
+        """The canonical id of a message, as the options say.
+
+        Raises:
+            UnusableMessage: it has none, or one that cannot be kept.
+        """
+        extract = self.options.message_id
+        path = functools.partial(_at_path, extract) if isinstance(extract, str) else extract
+        return message_id(
+            message, extract=path, scope=self.options.id_scope, weak=self.options.weak_ids
+        )
 
     def bound(self, arrival: Arrival) -> Message[Any]:
         """The message as the handler sees it.

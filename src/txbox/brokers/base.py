@@ -185,7 +185,11 @@ class Source(Protocol):
         ...
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        """Acknowledge deliveries, in any order; a source with a cursor moves it over the gapless front only."""
+        """Acknowledge deliveries, in any order; a source with a cursor moves it over the gapless front only.
+
+        Raises:
+            BrokerError: `failed` of them are not acknowledged and come again.
+        """
         ...
 
     def close(self) -> None:

@@ -213,7 +213,8 @@ class Nats:
         )
         if missing:
             raise BrokerError(
-                f"NATS did not confirm {missing} of {len(deliveries)} acknowledgements: they come again."
+                f"NATS did not confirm {missing} of {len(deliveries)} acknowledgements: they come again.",
+                failed=missing,
             )
 
     def close(self) -> None:

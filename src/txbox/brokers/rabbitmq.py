@@ -192,7 +192,8 @@ class RabbitMQ:
         except _TROUBLE as error:
             link.lose(shown(error))
             raise BrokerUnavailable(
-                f"{self.name} could not acknowledge ({shown(error)}): the messages come again."
+                f"{self.name} could not acknowledge ({shown(error)}): the messages come again.",
+                failed=len(tags),
             ) from error
 
     def close(self) -> None:

@@ -183,12 +183,25 @@ class SQS:
         receipts = [own.tag for own in deliveries if isinstance(own.tag, _Receipt)]
         for receipt in receipts:
             self._receipts.pop((receipt.queue.url, receipt.message_id), None)
-        left = self._in_batches(receipts, self._delete)
-        if left:
-            left = self._in_batches(left, self._delete)
+        deleted = 0
+
+        def delete(queue: _Queue, batch: Sequence[_Receipt]) -> list[_Receipt]:
+            nonlocal deleted
+            left = self._delete(queue, batch)
+            deleted += len(batch) - len(left)
+            return left
+
+        try:
+            left = self._in_batches(receipts, delete)
+            if left:
+                left = self._in_batches(left, delete)
+        except BrokerUnavailable as error:
+            error.failed = len(receipts) - deleted
+            raise
         if left:
             raise BrokerError(
-                f"SQS did not delete {len(left)} of {len(receipts)} messages: they come again as duplicates."
+                f"SQS did not delete {len(left)} of {len(receipts)} messages: they come again as duplicates.",
+                failed=len(left),
             )
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ _LEVELS: dict[type[Event], int] = {
     events.MessageQuarantined: logging.ERROR,
     events.MessageDead: logging.ERROR,
     events.ConsumptionPaused: logging.WARNING,
+    events.SourceRefused: logging.ERROR,
     events.LeaseExpired: logging.WARNING,
     events.SettleFailed: logging.WARNING,
 }

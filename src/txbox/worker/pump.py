@@ -17,12 +17,13 @@ from txbox import steps
 from txbox.app import App
 from txbox.brokers.base import Delivery, Progress, Source
 from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError
-from txbox.events import ConsumptionPaused, ConsumptionResumed, SettleFailed
+from txbox.events import ConsumptionPaused, ConsumptionResumed, SettleFailed, SourceRefused
 from txbox.handlers import Handler
 from txbox.intake import presentable
 from txbox.message import Message
 from txbox.patience import CURABLE
 from txbox.worker.driving import Driver
+from txbox.worker.first_ids import FirstIds
 from txbox.worker.lane import Lane, Ticket, Work
 
 _log = logging.getLogger("txbox")
@@ -92,6 +93,9 @@ class Pump:
         self._go = threading.Event()
         self._opened = threading.Event()
         self._paused_at: float | None = None
+        self._ids = FirstIds(source.name)
+        #: Why nothing more is received or settled; only another configuration ends that.
+        self.refusal: str | None = None
         self._round_at: float | None = None
 
     def run(self) -> None:
@@ -119,8 +123,8 @@ class Pump:
 
     @property
     def paused(self) -> bool:
-        """True while the source cannot be received from."""
-        return self._paused_at is not None
+        """True while the source is not received from, for whatever reason."""
+        return self._paused_at is not None or self.refusal is not None
 
     @property
     def silent_s(self) -> float:
@@ -151,8 +155,14 @@ class Pump:
         found = True
         while True:
             self._round_at = time.monotonic()
-            self._settle()
+            if self.refusal is None:
+                self._settle()
             self._tend()
+            if self.refusal is not None:
+                if self._finish:
+                    return
+                self._wait_for_finish()
+                continue
             if self._finish or (self.source.exhausted and not self._in_flight):
                 self._settle()
                 return
@@ -171,6 +181,12 @@ class Pump:
                 wait_s = _WAIT_S if self._stop() or self._full() else _WAIT_S / 10
                 self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
 
+    def _wait_for_finish(self) -> None:
+        """Keep what is in flight, so that it does not go round among workers that are set up alike."""
+        with self._changed:
+            if not self._finish:
+                self._changed.wait(min(_WAIT_S, self.source.tend_every_s or _WAIT_S))
+
     def _receive(self) -> bool:
         # with deliveries in flight, waiting belongs to their settlement
         wait_s = 0.0 if self._in_flight else _WAIT_S
@@ -181,10 +197,14 @@ class Pump:
             return False
         self._resumed()
         for delivery in received:
-            steps.at("received")
+            # all before the first is handed out, which may take until the database is back
             self._in_flight[delivery] = None
             self._bytes += delivery.size_bytes
+        for delivery in received:
+            steps.at("received")
             self._hand_out(delivery)
+            if self.refusal is not None:
+                break
         return bool(received)
 
     def _hand_out(self, delivery: Delivery) -> None:
@@ -196,8 +216,16 @@ class Pump:
         if not handlers:
             self._persist(delivery, [lambda: self._app.unmatched_message(message)])
             return
+        if not self._ids.found:
+            self._look_at_id(message, handlers)
         ticket = Ticket(delivery, len(handlers), self.ticket_settled)
         self._dispatch.hand_out(ticket, message, handlers)
+
+    def _look_at_id(self, message: Message[Any], handlers: Sequence[Handler]) -> None:
+        self.refusal = self._ids.missing(message, handlers)
+        if self.refusal is not None:
+            _log.error("%s", self.refusal)
+            self._app.events.emit(SourceRefused(source=self.source.name, reason=self.refusal))
 
     # -- what reaches no lane -----------------------------------------------------------------
 
@@ -224,14 +252,22 @@ class Pump:
         self, delivery: Delivery, operations: Sequence[Callable[[], steps.Steps[None]]]
     ) -> None:
         for operation in operations:
-            try:
-                self._driver.perform(self._app.protocol.persistently(operation, stop=self._stop))
-            except StoreError as error:
-                if self._stop() and error.fault in CURABLE:
+            while not self._persisted(operation):
+                if self._stop():
                     # draining while the database is away: it stays unsettled and comes again
                     return
-                raise
+                self._tend()
+        self._resumed()
         Ticket(delivery, 1, self.ticket_settled).part_settled()
+
+    def _persisted(self, operation: Callable[[], steps.Steps[None]]) -> bool:
+        self._round_at = time.monotonic()
+        try:
+            self._driver.perform(self._app.protocol.persistently(operation, for_s=0.0))
+        except StoreError as error:
+            self._pause(error)
+            return False
+        return True
 
     # -- settling -----------------------------------------------------------------------------
 
@@ -247,9 +283,12 @@ class Pump:
         except (BrokerError, StoreError) as error:
             if isinstance(error, StoreError) and error.fault not in CURABLE:
                 raise
-            self._app.events.emit(
-                SettleFailed(source=self.source.name, count=len(tickets), error=str(error))
-            )
+            failed = error.failed if isinstance(error, BrokerError) else None
+            count = len(tickets) if failed is None else failed
+            if count:
+                self._app.events.emit(
+                    SettleFailed(source=self.source.name, count=count, error=str(error))
+                )
         steps.at("after:ack")
         self._done([ticket.delivery for ticket in tickets])
 
@@ -260,6 +299,8 @@ class Pump:
 
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
         """Called by the source, in the pump's own thread, when it is about to lose deliveries."""
+        if self.refusal is not None:
+            return []
         deadline = time.monotonic() + within_s
         done: list[Delivery] = []
         while True:

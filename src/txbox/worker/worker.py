@@ -215,6 +215,9 @@ class Worker:
             self._handle_reports(_TICK_S)
             if self._crash is not None:
                 return
+            refusals = [own.refusal for own in self._pumps if own.refusal is not None]
+            if self._once and refusals:
+                raise ConfigurationError(refusals[0])
             if self._once and not any(self._pumps.values()) and not self._work_left():
                 return
 
