@@ -25,9 +25,10 @@ ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
 
 
 def base_directory() -> Path:
-    """The directory of this checkout's servers; another checkout has another one."""
+    """The directory of this checkout's servers; another checkout or user has another one."""
     digest = hashlib.sha256(str(ROOT).encode()).hexdigest()[:10]
-    return Path("/var/tmp") / f"txbox-servers-{digest}"
+    user = f"-{os.geteuid()}" if os.geteuid() else ""
+    return Path("/var/tmp") / f"txbox-servers-{digest}{user}"
 
 
 def free_port(preferred: int, span: int = 1) -> int:
