@@ -353,7 +353,7 @@ def test_a_body_that_is_no_text_is_a_problem(queue: Queue) -> None:
         {"visibility": timedelta(0)}, {"visibility": timedelta(hours=13)},
         {"wait": timedelta(seconds=21)}, {"wait": timedelta(0)}, {"client": object()},
     ],
-    ids=lambda own: "-".join(own),
+    ids="-".join,
 )  # fmt: skip
 def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
