@@ -202,15 +202,16 @@ def test_what_was_lost_since_the_last_anchor_is_noticed(
     shop.produce(0, 5)
     with shop.runs():
         shop.has_committed(5)
-        backup.take()
         monkeypatch.setattr(kafka, "_COMMIT_S", 3600.0)
         shop.produce(5, 6)
-        shop.has_committed(6)  # from now on neither anchored nor committed
+        shop.has_committed(6)  # what comes now is neither anchored nor committed
+        backup.take()
+        shop.produce(6, 9)
+        shop.has(9)
+        assert shop.anchor() == 6
         backup.restore()
-        shop.has(6)
-        assert shop.anchor() == 5
-        monkeypatch.setattr(kafka, "_COMMIT_S", 0.5)
-    assert (shop.anchor(), shop.committed()) == (6, 6)
+        shop.has(9)
+    assert (shop.anchor(), shop.committed()) == (9, 9)
 
 
 def test_a_database_older_than_its_first_anchor(
