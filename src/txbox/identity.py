@@ -150,7 +150,7 @@ def _found_id(message: Message[Any], extract: Callable[[Message[Any]], object] |
         own = headers.get("message-id")
         if own is not None:
             return own
-        for prefix in ("ce_", "ce-", "cloudEvents:"):
+        for prefix in ("ce_", "ce-", "cloudEvents:", "cloudEvents_"):
             identity, source = headers.text(prefix + "id"), headers.text(prefix + "source")
             if identity and source:
                 return scoped_id(source, identity)

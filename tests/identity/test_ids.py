@@ -203,6 +203,18 @@ def test_id_of_headers_and_cloudevents(shop: Shop) -> None:
     assert shop.effects() == 4
 
 
+def test_every_binding_of_cloudevents_gives_the_same_id(shop: Shop) -> None:
+    shop.handler()
+
+    def of(prefix: str) -> Message[Any]:
+        headers = Headers([(f"{prefix}id", b"1"), (f"{prefix}source", b"/shop")])
+        return Message(topic=TOPIC, headers=headers)
+
+    assert shop.deliver(of("ce_")) is Outcome.PROCESSED
+    for prefix in ("ce-", "cloudEvents:", "cloudEvents_"):
+        assert shop.deliver(of(prefix)) is Outcome.DUPLICATE
+
+
 def test_reserved_prefix_cannot_be_forged(shop: Shop) -> None:
     """A plain id that looks like the digest of a long one is another message."""
     long = "x" * 300
