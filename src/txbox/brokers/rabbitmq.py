@@ -27,6 +27,7 @@ try:
     from yarl import URL
 
     from txbox.brokers.rabbitmq_link import CLOSE_S, Connection, Link, MissingQueueError, shown
+    from txbox.brokers.rabbitmq_publisher import RabbitMQPublisher
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         f"The client {error.name} is not installed: run pip install 'txbox[rabbitmq]'."
@@ -74,13 +75,16 @@ class RabbitMQ:
             takes back what is unacknowledged for longer. None when it is switched off.
         arguments: of the consumers, such as {"x-priority": 10}.
         check: how long a silent consumer is trusted before the server is asked whether it exists.
+        exchange: where messages are published to, with the topic as routing key; "" is the default
+            exchange, on which the topic is the name of a queue.
         options: `ssl_context` and `client_properties` of `aio_pika.connect`.
 
     The id is the `message_id` property, else a `message-id` header or CloudEvents `id` and `source`
     (headers with `cloudEvents:`, `ce-` or `ce_`). There is no weak id: a delivery tag names nothing
     beyond its channel. The type is the `type` property, else a header `type` or the CloudEvents type;
-    the key is the CloudEvents `partitionkey`, else `subject`. Header values that are no text become
-    text: numbers, true and false, ISO times, JSON for tables and arrays; bytes stay bytes.
+    the key is a header `key`, else the CloudEvents `partitionkey`, else `subject`. Header values
+    that are no text become text: numbers, true and false, ISO times, JSON for tables and arrays;
+    bytes stay bytes.
 
     Guarantee: a message is acknowledged only after it is stored, on the channel that delivered it,
     and is never rejected or requeued. When the channel or its consumer dies, the source connects
@@ -99,6 +103,7 @@ class RabbitMQ:
         consumer_timeout: timedelta | None = timedelta(minutes=30),
         arguments: Mapping[str, Any] | None = None,
         check: timedelta = timedelta(seconds=30),
+        exchange: str = "",
         **options: Any,
     ) -> None:
         self._url = _checked_url(url)
@@ -112,6 +117,7 @@ class RabbitMQ:
         self._consumer_timeout = consumer_timeout
         self._arguments = dict(arguments or {})
         self._check_s = check.total_seconds()
+        self._exchange = exchange
         self._options = options
         self._queues: tuple[str, ...] = ()
         self._link: Link | None = None
@@ -134,6 +140,11 @@ class RabbitMQ:
     def redelivery_s(self) -> float | None:
         """Seconds after which the server takes an unacknowledged delivery back."""
         return None if self._consumer_timeout is None else self._consumer_timeout.total_seconds()
+
+    def publisher(self) -> RabbitMQPublisher:
+        return RabbitMQPublisher(
+            self._url, self._options, exchange=self._exchange, where=self._where
+        )
 
     @property
     def _where(self) -> str:

@@ -202,7 +202,8 @@ def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: o
         time=_time(properties.timestamp),
         origin=origin,
         type=properties.message_type or _first_text(headers, _TYPE_HEADERS),
-        key=_first_text(headers, [prefix + name for name in _KEYS for prefix in _CE_PREFIXES]),
+        key=_first_text(headers, ["key"])
+        or _first_text(headers, [prefix + name for name in _KEYS for prefix in _CE_PREFIXES]),
     )
     return Delivery(own, queue, tag, redelivered=redelivered)
 
