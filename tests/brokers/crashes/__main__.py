@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -72,6 +73,8 @@ def points_of(recorded: Sequence[Ended]) -> Iterator[Case]:
     """A case for each point that the undisturbed runs of one broker on one database passed."""
     known: set[str] = set()
     for own in recorded:
+        if own.case.mode == "stored":
+            own.points.update(dict.fromkeys(runs.HEARTBEAT, 1))
         for point, passes in own.points.items():
             if own.case.first is None or point not in known or point in _AGAIN:
                 yield replace(own.case, point=point, nth=max(1, passes // 2))
@@ -115,6 +118,10 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
         for done in _all(pool, list(selection.cases(server_urls())), selection.paths):
+            if isinstance(done, BaseException):
+                bad += 1
+                print("".join(traceback.format_exception(done)), flush=True)
+                continue
             own = as_result(done) if isinstance(done, Ended) else done
             results.add(own)
             # what was found stays, whatever ends this run
@@ -132,7 +139,7 @@ def main() -> int:
 
 def _all(
     pool: ProcessPoolExecutor, cases: Sequence[Case], paths: Sequence[str]
-) -> Iterator[Ended | Result]:
+) -> Iterator[Ended | Result | BaseException]:
     """Every case as it ends; those of a sweep begin when its undisturbed runs are over."""
     recording: dict[Future[Any], list[Future[Any]]] = {}
     waiting: set[Future[Any]] = set()
@@ -149,10 +156,10 @@ def _all(
     while waiting:
         ended, waiting = wait(waiting, return_when=FIRST_COMPLETED)
         for own in ended:
-            yield own.result()
+            yield own.exception() or own.result()
             sisters = recording.pop(own, None)
             if sisters and all(sister.done() for sister in sisters):
-                found = [sister.result() for sister in sisters]
+                found = [sister.result() for sister in sisters if not sister.exception()]
                 waiting |= {pool.submit(runs.run, case) for case in points_of(found)}
 
 

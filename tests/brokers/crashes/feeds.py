@@ -44,7 +44,7 @@ class Sent:
 class Feed(ABC):
     """A topic, queue or stream of one job. A process opens its own: no client survives a fork."""
 
-    #: `left` counts what is delivered and not acknowledged
+    #: `left` counts what this process holds and has not acknowledged
     sees_unacknowledged: ClassVar[bool] = True
 
     def __init__(self, url: str, name: str) -> None:
@@ -66,8 +66,8 @@ class Feed(ABC):
     def source(self, member: int) -> Source: ...
 
     @abstractmethod
-    def left(self) -> int:
-        """How many messages are not acknowledged yet."""
+    def left(self, workers: int = 0) -> int:
+        """How many messages are not acknowledged yet; 0 when so many workers alive may hold the rest."""
 
     def replay(self, messages: Sequence[Sent]) -> None:
         """Start again from the beginning; a queue that forgets is filled again."""
@@ -118,7 +118,7 @@ class KafkaFeed(Feed):
     def _partitions(self, offset: int = 0) -> list[TopicPartition]:
         return [TopicPartition(self.name, own, offset) for own in range(self.PARTITIONS)]
 
-    def left(self) -> int:
+    def left(self, workers: int = 0) -> int:
         consumer = Consumer(
             {"bootstrap.servers": self.url, "group.id": self.name, "log_level": 0}
         )  # it never joins
@@ -143,7 +143,6 @@ class KafkaFeed(Feed):
 
 
 class RabbitMQFeed(Feed):
-    # what is delivered is counted nowhere that AMQP tells
     sees_unacknowledged = False
     KIND = "classic"
 
@@ -157,8 +156,14 @@ class RabbitMQFeed(Feed):
     def source(self, member: int) -> Source:
         return RabbitMQ(self.url, queues=[self.name])
 
-    def left(self) -> int:
-        return rabbitmq_support.left(self.url, self.name)
+    def left(self, workers: int = 0) -> int:
+        # AMQP tells how many are not delivered, and how many consumers may hold the others: a dead
+        # one too, until the server has noticed
+        async def count(channel: aio_pika.abc.AbstractChannel) -> int:
+            own = (await channel.declare_queue(self.name, passive=True)).declaration_result
+            return (own.message_count or 0) + max(0, (own.consumer_count or 0) - workers)
+
+        return int(rabbitmq_support.on_server(self.url, count))
 
     def remove(self) -> None:
         async def delete(channel: aio_pika.abc.AbstractChannel) -> None:
@@ -209,7 +214,7 @@ class SQSFeed(Feed):
     def source(self, member: int) -> Source:
         return SQS(self.name, visibility=COMES_BACK, endpoint_url=self.url, **self._ACCESS)
 
-    def left(self) -> int:
+    def left(self, workers: int = 0) -> int:
         client = self._client()
         found = client.get_queue_attributes(QueueUrl=self._url(client), AttributeNames=["All"])
         counts = ("", "NotVisible", "Delayed")
@@ -251,7 +256,7 @@ class NatsFeed(Feed):
     def source(self, member: int) -> Source:
         return Nats(self.url, durable=GROUP, ack_wait=COMES_BACK)
 
-    def left(self) -> int:
+    def left(self, workers: int = 0) -> int:
         async def count(js: Any) -> int:
             try:
                 info = await js.consumer_info(self.name, GROUP)
@@ -290,7 +295,7 @@ class RedisFeed(Feed):
     def source(self, member: int) -> Source:
         return RedisStreams(self.url, group=GROUP, claim_idle=COMES_BACK)
 
-    def left(self) -> int:
+    def left(self, workers: int = 0) -> int:
         def count(client: Any) -> int:
             if not client.exists(self.name):
                 return 0

@@ -51,7 +51,7 @@ class WebhookFeed(Feed):
     def source(self, member: int) -> Source:
         raise AssertionError("a webhook has no source: its endpoint is served")
 
-    def left(self) -> int:
+    def left(self, workers: int = 0) -> int:
         return len(self._spool.read_bytes().splitlines()) - len(
             self._answered.read_bytes().splitlines()
         )

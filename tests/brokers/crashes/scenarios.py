@@ -86,7 +86,7 @@ def broker_killed_mid_batch(case: Case) -> Result:
 def workers_killed_under_load(case: Case) -> Result:
     """While messages keep coming, two workers die again and again: at random points, or at any moment."""
     chance = random.Random(f"{SEED} {case.broker} {case.database}")
-    with _run(case, handle_s=0.005, concurrency=2) as own:
+    with _run(case, handle_s=0.005, concurrency=2, workers=2) as own:
         own.job.feeding.touch()
         publisher = own.start(lambda: _publish_while_feeding(own))
         workers = [own.worker(member=member) for member in range(2)]
