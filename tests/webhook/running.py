@@ -126,5 +126,6 @@ class TxboxRun:
         if self.process.poll() is None:
             self.process.kill()
         self.ended()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        if not self._thread.is_alive():
+            assert self.process.stderr is not None
+            self.process.stderr.close()

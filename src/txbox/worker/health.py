@@ -58,7 +58,7 @@ class Health:
 
     # -- told by the worker -------------------------------------------------------------------
 
-    def consuming(self, tables: Iterable[Table], driver: Driver) -> None:
+    def consuming(self, tables: Iterable[Table], driver: Driver | None) -> None:
         """Sources are open, the schema fits: from here on, loops must come round."""
         self._tables = list(tables)
         self._driver = driver

@@ -81,6 +81,9 @@ class HealthServer:
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             # whoever it was gave up, or sends no request
             pass
+        except asyncio.CancelledError:
+            # the server ends, and this task with it: asyncio would log a cancelled one as a failure
+            pass
         finally:
             self._connections -= 1
             writer.close()
