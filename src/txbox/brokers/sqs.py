@@ -6,16 +6,19 @@ import importlib.util
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
 from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.plain import plain_time
+from txbox.brokers.sqs_body import read
+from txbox.brokers.sqs_publisher import SQSPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.identity import scoped_id
-from txbox.message import Headers, HeaderValue, Message
+from txbox.message import Headers, Message
 
 _log = logging.getLogger("txbox")
 
@@ -75,7 +78,8 @@ class SQS:
 
     The id is the message attribute `message-id`, or CloudEvents `ce-source` and `ce-id` (or with
     `ce_`). SQS's MessageId differs when a producer sends again: it counts only on handlers with
-    `weak_ids=True`. Attributes become headers, binary ones as bytes; the MessageGroupId is the key.
+    `weak_ids=True`. Attributes become headers, binary ones as bytes; the attribute `key`, else the
+    MessageGroupId, is the key. A body that is marked as base64 by txbox's publisher is decoded.
 
     Guarantee: a message is deleted only after it is settled. What could not be deleted comes again,
     and the inbox takes it as a duplicate. What is in flight at the end is given back at once.
@@ -131,6 +135,9 @@ class SQS:
     def tend_every_s(self) -> float | None:
         visible_s = self.redelivery_s
         return None if visible_s is None else visible_s / 3
+
+    def publisher(self) -> SQSPublisher:
+        return SQSPublisher(self._given, self._options, self._wanted)
 
     def open(
         self,
@@ -316,7 +323,7 @@ class SQS:
         return Delivery(message, queue.topic, receipt, redelivered=redelivered)
 
     def _message(self, queue: _Queue, own: dict[str, Any], counted: dict[str, str]) -> Message[Any]:
-        headers = Headers(_headers(own.get("MessageAttributes", {})))
+        payload, headers = read(str(own["Body"]), own.get("MessageAttributes", {}))
         group = counted.get("MessageGroupId")
         origin: dict[str, Any] = {
             "source": "sqs",
@@ -333,13 +340,14 @@ class SQS:
         sent = counted.get("SentTimestamp")
         return Message(
             topic=queue.topic,
-            payload=str(own["Body"]).encode(),
+            payload=payload,
             id=self._deduplication_id(queue, headers, counted),
             type=headers.text("type") or headers.text("ce_type") or headers.text("ce-type"),
-            key=group,
+            key=headers.text("key") or group,
             headers=headers,
             content_type=headers.text("content-type"),
-            time=None if sent is None else datetime.fromtimestamp(int(sent) / 1000, UTC),
+            time=plain_time(headers)
+            or (None if sent is None else datetime.fromtimestamp(int(sent) / 1000, UTC)),
             origin=origin,
         )
 
@@ -397,12 +405,6 @@ class SQS:
 
 def _topic(queue: str) -> str:
     return queue.rstrip("/").rpartition("/")[2]
-
-
-def _headers(attributes: dict[str, Any]) -> Iterator[tuple[str, HeaderValue]]:
-    for name, value in attributes.items():
-        binary = str(value.get("DataType", "")).startswith("Binary")
-        yield name, value.get("BinaryValue") if binary else value.get("StringValue")
 
 
 def _entry(index: int, receipt: _Receipt, visible_s: int | None = None) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""One message as SQS carries it: text, and ten attributes at most; what does not fit so is encoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, cast
+
+from txbox.brokers.plain import (
+    CONTENT_TYPE,
+    KEY,
+    MESSAGE_ID,
+    TIME,
+    TYPE,
+    Pair,
+    described,
+    payload_of,
+    utf8,
+)
+from txbox.errors import MessageRefused
+from txbox.message import Headers, HeaderValue, Message
+
+#: How the body is to be read: "base64", or "empty" for a body that SQS would not take.
+_BODY = "txbox-body"
+#: The headers that are no attributes, as JSON: [name, value] each, bytes as {"base64": "…"}.
+_HEADERS = "txbox-headers"
+_ATTRIBUTES_MAX = 10
+_NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_ATTRIBUTE = re.compile(r"(?!(?i:AWS\.|Amazon\.))(?!.*\.\.)(?!\.)[A-Za-z0-9_.-]{1,256}(?<!\.)")
+_TOKEN = re.compile(r"[A-Za-z0-9!\"#$%&'()*+,./:;<=>?@\[\\\]^_`{|}~-]{1,128}")
+
+
+def entry_of(message: Message[Any], *, fifo: bool) -> dict[str, Any]:
+    """Return the message as an entry of SendMessageBatch, without its Id.
+
+    Raises:
+        MessageRefused: SQS has no way to carry it.
+    """
+    body, encoding = _body(payload_of(message, "SQS"))
+    own = {} if encoding is None else {_BODY: _attribute(encoding)}
+    grouped = fifo and message.key is not None and _TOKEN.fullmatch(message.key) is not None
+    names = (MESSAGE_ID, TYPE, CONTENT_TYPE, *(() if grouped else (KEY,)), TIME)
+    attributes, rest = _divided(list(described(message, *names)), _ATTRIBUTES_MAX - len(own) - 1)
+    if rest:
+        own[_HEADERS] = _attribute(json.dumps([_packed(pair) for pair in rest]))
+    entry: dict[str, Any] = {"MessageBody": body, "MessageAttributes": attributes | own}
+    if fifo:
+        unique = _token(str(message.id))
+        entry["MessageDeduplicationId"] = unique
+        entry["MessageGroupId"] = unique if message.key is None else _token(message.key)
+    return entry
+
+
+def size_of(entry: Mapping[str, Any]) -> int:
+    """What SQS counts: the body, and of each attribute its name, type and value."""
+    size = len(entry["MessageBody"].encode())
+    for name, own in entry["MessageAttributes"].items():
+        value: str | bytes = own["BinaryValue"] if "BinaryValue" in own else own["StringValue"]
+        size += len(name) + len(own["DataType"])
+        size += len(value if isinstance(value, bytes) else value.encode())
+    return size
+
+
+def read(body: str, attributes: Mapping[str, Any]) -> tuple[bytes, Headers]:
+    """Return payload and headers of a received message; a stranger's are taken as they are."""
+    pairs = [(name, _value(own)) for name, own in attributes.items() if name != _HEADERS]
+    if _HEADERS in attributes:
+        try:
+            more = json.loads(attributes[_HEADERS]["StringValue"])
+            pairs += [(str(name), _unpacked(value)) for name, value in more]
+        except (ValueError, TypeError, KeyError):
+            pairs.append((_HEADERS, _value(attributes[_HEADERS])))
+    encoding = dict(pairs).get(_BODY)
+    payload = body.encode()
+    if encoding == "empty":
+        payload = b""
+    elif encoding == "base64":
+        try:
+            payload = base64.b64decode(body, validate=True)
+        except (binascii.Error, ValueError):
+            return payload, Headers(pairs)
+    else:
+        return payload, Headers(pairs)
+    return payload, Headers(pair for pair in pairs if pair[0] != _BODY)
+
+
+def _body(payload: bytes) -> tuple[str, str | None]:
+    if not payload:
+        return "-", "empty"
+    try:
+        text = payload.decode()
+    except UnicodeDecodeError:
+        text = "\0"
+    if _NO_TEXT.search(text):
+        return base64.b64encode(payload).decode(), "base64"
+    return text, None
+
+
+def _divided(pairs: list[Pair], room: int) -> tuple[dict[str, Any], list[Pair]]:
+    """Return attributes, and the headers that can be none: repeated, without a value, one too many."""
+    names = Counter(name for name, _ in pairs)
+    attributes: dict[str, Any] = {}
+    rest: list[Pair] = []
+    for name, value in pairs:
+        utf8(name)
+        fits = names[name] == 1 and _ATTRIBUTE.fullmatch(name) and name not in (_BODY, _HEADERS)
+        if isinstance(value, str):
+            utf8(value)
+            fits = fits and not _NO_TEXT.search(value)
+        if fits and value and len(attributes) < room:
+            attributes[name] = _attribute(value)
+        else:
+            rest.append((name, value))
+    return attributes, rest
+
+
+def _attribute(value: str | bytes) -> dict[str, Any]:
+    if isinstance(value, bytes):
+        return {"DataType": "Binary", "BinaryValue": value}
+    return {"DataType": "String", "StringValue": value}
+
+
+def _value(attribute: Mapping[str, Any]) -> HeaderValue:
+    binary = str(attribute.get("DataType", "")).startswith("Binary")
+    return cast("HeaderValue", attribute.get("BinaryValue" if binary else "StringValue"))
+
+
+def _packed(pair: Pair) -> list[Any]:
+    name, value = pair
+    return [
+        name,
+        {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value,
+    ]
+
+
+def _unpacked(value: Any) -> HeaderValue:
+    if isinstance(value, dict):
+        return base64.b64decode(cast("dict[str, str]", value)["base64"], validate=True)
+    if value is not None and not isinstance(value, str):
+        raise TypeError("no header value")
+    return value
+
+
+def _token(text: str) -> str:
+    """Return what SQS takes as a group or deduplication id: the text itself, or its digest."""
+    if _TOKEN.fullmatch(text):
+        return text
+    return hashlib.sha256(utf8(text)).hexdigest()
+
+
+def checked_queue(name: str) -> None:
+    """Raises MessageRefused: SQS has no such names."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}|(?=.{1,80}\Z)[A-Za-z0-9_-]+\.fifo", name):
+        raise MessageRefused(
+            f"{name!r} is no name of a queue: SQS allows 80 letters, digits, - and _, and .fifo at the end."
+        )
