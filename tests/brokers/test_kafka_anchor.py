@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from txbox import App, Message
 from txbox.brokers import kafka, kafka_anchor
 from txbox.brokers.base import Anchor, Delivery
 from txbox.brokers.kafka import Kafka
-from txbox.errors import ConfigurationError, StoreError
+from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.worker.driving import Driver
 from txbox.worker.progress import StoredAnchors
 
@@ -332,15 +333,19 @@ class Memory:
     def __init__(self) -> None:
         self.history = "first"
         self.positions: dict[str, int] = {}
+        self.away = False
 
     @property
     def anchors(self) -> Memory:
         return self
 
     def read(self, names: Sequence[str]) -> Mapping[str, Anchor]:
+        if self.away:
+            raise StoreError("The database is away.", fault=Fault.UNAVAILABLE)
         return {name: Anchor(self.positions.get(name), self.history) for name in names}
 
     def advance(self, moves: Mapping[str, tuple[int, Anchor]]) -> Mapping[str, Anchor]:
+        self.read(list(moves))
         for name, (position, known) in moves.items():
             found = self.positions.get(name)
             if not known.is_missing_in(Anchor(found, self.history)):
@@ -352,39 +357,44 @@ def offsets(deliveries: Sequence[Delivery]) -> list[int]:
     return [own.message.origin["offset"] for own in deliveries if own.message is not None]
 
 
+@contextmanager
+def opened_with(source: Kafka, topic: str, progress: Any) -> Iterator[None]:
+    source.open([topic], progress, Nothing())
+    try:
+        yield
+    finally:
+        source.close()
+
+
+def take(source: Kafka, count: int) -> list[Delivery]:
+    found: list[Delivery] = []
+
+    def enough() -> bool:
+        found.extend(source.receive(100, 0.2))
+        return len(found) >= count
+
+    eventually(enough, f"{count} deliveries")
+    return found
+
+
 def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
     topic, group, progress = new_topic(kafka_bootstrap), f"g-{secrets.token_hex(4)}", Memory()
     produce(kafka_bootstrap, topic, range(10))
     source = Kafka(kafka_bootstrap, group=group, anchored=True)
-    given: Any = progress
-    source.open([topic], given, Nothing())
-
-    def take(count: int) -> list[Delivery]:
-        found: list[Delivery] = []
-
-        def enough() -> bool:
-            found.extend(source.receive(100, 0.2))
-            return len(found) >= count
-
-        eventually(enough, f"{count} deliveries")
-        return found
-
-    try:
-        before = take(10)
+    with opened_with(source, topic, progress):
+        before = take(source, 10)
         assert offsets(before) == list(range(10))
         source.settle(before[:6])
-        eventually(lambda: source.receive(100, 0.1) or progress.positions)
+        eventually(lambda: source.receive(100, 0.1) or progress.positions, "the anchor")
         assert list(progress.positions.values()) == [6]
         # the anchor survives a failover, 6 to 9 are in flight: what they become nobody knows
         progress.history = "second"
-        after = take(4)
+        after = take(source, 4)
         assert offsets(after) == [6, 7, 8, 9]
         source.settle(before[6:])
         source.receive(100, 0.6)
         assert list(progress.positions.values()) == [6]
         source.settle(after)
-    finally:
-        source.close()
     assert list(progress.positions.values()) == [10]
     consumer = Consumer({"bootstrap.servers": kafka_bootstrap, "group.id": group})
     (own,) = consumer.committed([TopicPartition(topic, 0)], timeout=20)
@@ -392,6 +402,32 @@ def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
     assert own.offset == 10
     mark, _, floor = str(own.metadata).rpartition(" ")
     assert (mark.rpartition(" ")[0], floor) == ("txbox anchored", "0")
+
+
+def test_a_database_that_is_away_costs_no_membership(kafka_bootstrap: str) -> None:
+    topic, group, progress = new_topic(kafka_bootstrap), f"g-{secrets.token_hex(4)}", Memory()
+    produce(kafka_bootstrap, topic, range(3))
+    source = Kafka(
+        kafka_bootstrap, group=group, anchored=True,
+        session_timeout_ms=6000, max_poll_interval_ms=6000,
+    )  # fmt: skip
+    with opened_with(source, topic, progress):
+        found = take(source, 3)
+        progress.away = True
+        with suppress(StoreError):
+            source.settle(found)
+        ends = time.monotonic() + 8
+        while time.monotonic() < ends:
+            with suppress(StoreError):
+                source.tend(found)
+            with suppress(StoreError):
+                assert not source.receive(100, 0.1)
+        assert committed(kafka_bootstrap, group, topic) < 0
+        progress.away = False
+        eventually(lambda: source.receive(100, 0.1) or progress.positions, "the anchor")
+        assert list(progress.positions.values()) == [3]
+        assert not source.receive(100, 1.0)
+    assert committed(kafka_bootstrap, group, topic) == 3
 
 
 def test_a_progress_without_anchors_is_refused() -> None:

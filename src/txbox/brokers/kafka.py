@@ -202,11 +202,11 @@ class Kafka:
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:  # noqa: ARG002  # a partition is kept as a whole
         consumer = self._open_consumer()
+        # first: with the database away the rest raises, and the group must not miss this member
+        if time.monotonic() - self._polled_at >= (self.tend_every_s or 0.0) / 2:
+            self._poll_paused(consumer)
         self._commit_if_due()
         self._check_anchors()
-        if time.monotonic() - self._polled_at < (self.tend_every_s or 0.0) / 2:
-            return
-        self._poll_paused(consumer)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:

@@ -49,8 +49,9 @@ class Anchoring:
         """As `advance`, without storing, every few seconds: for partitions on which nothing happens."""
         if not partitions or time.monotonic() < self._check_at:
             return []
+        lost = self._compared(partitions, None)
         self._check_at = time.monotonic() + _CHECK_S
-        return self._compared(partitions, None)
+        return lost
 
     def _compared(
         self, partitions: Sequence[Partition], moves: dict[str, tuple[int, Anchor]] | None
