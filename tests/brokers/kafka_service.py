@@ -1,4 +1,7 @@
-"""A worker process on Kafka: `python -m tests.brokers.kafka_service '<plan as JSON>'`."""
+"""A worker process on Kafka: `python -m tests.brokers.kafka_service '<plan as JSON>'`.
+
+It prints a line for each handler call, event, rebalance and commit, in the order of their happening.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import confluent_kafka
+from confluent_kafka import KafkaException, TopicPartition
+
 from tests.shop import AT_ONCE, CONSUMER, add_effect
-from txbox import App, Lease, Message
+from txbox import App, Lease, Limits, Message
 from txbox.brokers.kafka import Kafka
+from txbox.events import Event
 from txbox.testing import install_from_environment
 from txbox.worker import Worker
 
@@ -22,17 +30,61 @@ def say(*what: object) -> None:
     os.write(1, (" ".join(map(str, what)) + "\n").encode())
 
 
+class Outspoken(confluent_kafka.Consumer):
+    """The client's consumer, which says what its group does to it and what it commits."""
+
+    def subscribe(self, topics: list[str], **callbacks: Any) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().subscribe(topics, **{name: _said(name, own) for name, own in callbacks.items()})
+
+    def commit(self, **own: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        asked = _fronts(own["offsets"])
+        try:
+            answered = super().commit(**own)
+        except KafkaException as error:
+            say("refused", error.args[0].name(), *asked)
+            raise
+        say("committed", *_fronts([one for one in answered or () if one.error is None]))
+        return answered
+
+
+def _said(name: str, callback: Callable[..., None]) -> Callable[..., None]:
+    def speak(consumer: confluent_kafka.Consumer, partitions: list[TopicPartition]) -> None:
+        say(name, *(own.partition for own in partitions))
+        callback(consumer, partitions)
+        say(f"{name}:done", *(own.partition for own in partitions))
+
+    return speak
+
+
+def _fronts(partitions: list[TopicPartition]) -> list[str]:
+    return [f"{own.partition}:{own.offset}" for own in partitions]
+
+
+def tell(event: Event) -> None:
+    say("event", type(event).__name__, getattr(event, "message_id", ""))
+
+
 def serve(plan: dict[str, Any]) -> int:
     # the first window after an assignment is leased before it runs (SEMANTICS 4.4): rows of a killed
     # worker come back when their lease has run out
-    app = App(plan["url"], lease=Lease(duration=timedelta(seconds=1), max_starts=20))
+    lease = timedelta(seconds=plan.get("lease_s", 2))
+    app = App(
+        plan["url"],
+        lease=Lease(duration=lease, max_starts=20),
+        limits=Limits(lock_timeout=lease / 2),
+        observers=[tell],
+    )
 
-    @app.handler(plan["topic"], consumer=CONSUMER, retry=AT_ONCE)
+    @app.handler(
+        plan["topic"], consumer=CONSUMER, retry=AT_ONCE, concurrency=plan.get("concurrency", 1)
+    )
     def handle(message: Message[Any], tx: Any) -> None:
         say("handling", message.id)
         add_effect(tx, message.id, str(os.getpid()))
         time.sleep(plan.get("handle_s", 0.0))
+        say("handled", message.id)
 
+    confluent_kafka.Consumer = Outspoken  # type: ignore[misc]
     app.consume(
         Kafka(plan["bootstrap"], group=plan["group"], options=plan.get("options", {})),
         topics=[plan["topic"]],

@@ -8,7 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,20 @@ from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, To
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from tests.databases import Raw
+from tests.runtime.support import eventually
 from tests.servers import ROOT
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
+from txbox.errors import BrokerUnavailable
 
 _WAIT_S = 20.0
+MakeRaw = Callable[[str], Raw]
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "eager": {"partition.assignment.strategy": "range"},
+    "cooperative": {"partition.assignment.strategy": "cooperative-sticky"},
+    "kip-848": {"group.protocol": "consumer"},
+}
 _OFFSET_COMMIT = 8
 
 
@@ -33,15 +42,25 @@ def new_topic(bootstrap: str, partitions: int = 1, copies: int = 1) -> str:
     return name
 
 
-def produce(bootstrap: str, topic: str, ids: Sequence[object], **more: Any) -> None:
-    """Returns once all are acknowledged; keys spread them over the partitions."""
+def new_group() -> str:
+    return f"shop-{secrets.token_hex(4)}"
+
+
+def produce(
+    bootstrap: str,
+    topic: str,
+    ids: Iterable[object],
+    keys: Mapping[Any, str] | None = None,
+    **more: Any,
+) -> None:
+    """Returns once all are acknowledged; keys (the ids, unless given) spread them over the partitions."""
     failures: list[object] = []
-    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all"})
+    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "enable.idempotence": True})
     for own in ids:
         producer.produce(
             topic,
             b'{"cents": 1}',
-            key=str(own).encode(),
+            key=str(own if keys is None else keys[own]).encode(),
             headers=[("message-id", str(own).encode())],
             on_delivery=lambda error, _: failures.append(error) if error else None,
             **more,
@@ -57,6 +76,25 @@ def committed(bootstrap: str, group: str, topic: str, partition: int = 0) -> int
         return own.offset
     finally:
         consumer.close()
+
+
+def lag(bootstrap: str, group: str, topic: str, partitions: int) -> int:
+    """Messages of a topic behind the group's committed offsets."""
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": group})
+    try:
+        behind = 0
+        every = [TopicPartition(topic, number) for number in range(partitions)]
+        for own in consumer.committed(every, timeout=_WAIT_S):
+            _, end = consumer.get_watermark_offsets(own, timeout=_WAIT_S)
+            behind += end - max(own.offset, 0)
+        return behind
+    finally:
+        consumer.close()
+
+
+def leader_of(bootstrap: str, topic: str, partition: int = 0) -> int:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    return admin.list_topics(topic, timeout=_WAIT_S).topics[topic].partitions[partition].leader
 
 
 def rewind(bootstrap: str, group: str, topic: str) -> None:
@@ -85,6 +123,47 @@ def opened(source: Kafka, topic: str) -> Iterator[Kafka]:
         source.close()
 
 
+def take(source: Kafka, count: int) -> list[Delivery]:
+    """Receive until so many have come."""
+    found: list[Delivery] = []
+
+    def enough() -> bool:
+        try:
+            found.extend(source.receive(100, 0.2))
+        except BrokerUnavailable:
+            return False
+        return len(found) >= count
+
+    eventually(enough, f"{count} deliveries")
+    assert len(found) == count
+    return found
+
+
+def notes(raw: Raw) -> dict[str, int]:
+    """Effects by id."""
+    return {
+        str(own): int(count)
+        for own, count in raw.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
+    }
+
+
+def each_once(raw: Raw, ids: Iterable[object]) -> None:
+    """Wait for the effects of these ids: none is missing, none is there twice."""
+    wanted = {str(own): 1 for own in ids}
+    eventually(lambda: len(notes(raw)) >= len(wanted), "an effect of every message")
+    assert notes(raw) == wanted
+
+
+def said(output: Path, *what: str) -> list[str]:
+    """The lines of a service that begin with one of these words."""
+    lines = output.read_text(errors="replace").splitlines()
+    return [line for line in lines if line.partition(" ")[0] in what]
+
+
+def handled(output: Path) -> list[str]:
+    return [line.split()[1] for line in said(output, "handled")]
+
+
 @contextmanager
 def service(
     plan: dict[str, Any], output: Path, crash: tuple[str, int] | None = None
@@ -109,13 +188,18 @@ def service(
         process.wait(_WAIT_S)
 
 
+def librdkafka() -> ctypes.CDLL:
+    """The C library that the client brings along."""
+    folder = Path(confluent_kafka.__file__).parent.parent / "confluent_kafka.libs"
+    (path,) = folder.glob("librdkafka*.so*")
+    return ctypes.CDLL(str(path))
+
+
 class MockCluster:
-    """librdkafka's mock cluster, by the symbols of the library that the client brings along."""
+    """librdkafka's mock cluster of one broker: fast, and it answers with the errors that are ordered."""
 
     def __init__(self) -> None:
-        folder = Path(confluent_kafka.__file__).parent.parent / "confluent_kafka.libs"
-        (path,) = folder.glob("librdkafka*.so*")
-        self._lib = ctypes.CDLL(str(path))
+        self._lib = librdkafka()
         for name in ("conf_new", "new", "mock_cluster_new", "mock_cluster_bootstraps"):
             getattr(self._lib, f"rd_kafka_{name}").restype = ctypes.c_void_p
         self._lib.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
@@ -140,6 +224,10 @@ class MockCluster:
             ctypes.c_size_t(len(codes)),
             (ctypes.c_int * len(codes))(*codes),
         )
+
+    def accept_commits(self) -> None:
+        """Forget the errors that were ordered and not answered yet."""
+        self._lib.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(_OFFSET_COMMIT))
 
     def broker(self, *, up: bool) -> None:
         call = "up" if up else "down"

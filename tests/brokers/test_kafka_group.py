@@ -1,0 +1,178 @@
+"""A consumer group on a real broker: members that come, leave, die, freeze and are slow."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.brokers.kafka_support import (
+    PROTOCOLS,
+    MakeRaw,
+    committed,
+    each_once,
+    handled,
+    lag,
+    new_group,
+    new_topic,
+    notes,
+    produce,
+    said,
+    service,
+)
+from tests.databases import Raw
+from tests.runtime.support import eventually
+from tests.servers.control import ThrowawayKafka
+from tests.shop import create_effects, statuses
+
+pytestmark = pytest.mark.brokers
+
+_SESSION = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500}
+
+
+@pytest.fixture
+def bootstrap(request: pytest.FixtureRequest) -> str:
+    """Of the shared broker; KIP-848 groups take one whose settings make dead members missed soon."""
+    if request.node.callspec.params["protocol"] == "kip-848":
+        own: ThrowawayKafka = request.getfixturevalue("own_kafka")
+        return own.bootstrap
+    shared: str = request.getfixturevalue("kafka_bootstrap")
+    return shared
+
+
+def options_of(protocol: str) -> dict[str, Any]:
+    return PROTOCOLS[protocol] | ({} if protocol == "kip-848" else _SESSION)
+
+
+class Load:
+    """Keeps so many messages waiting, until it is told that it was enough."""
+
+    def __init__(self, bootstrap: str, topic: str, database: Raw) -> None:
+        self._bootstrap, self._topic, self._database = bootstrap, topic, database
+        self.produced = 0
+
+    def more(self, count: int = 40) -> None:
+        produce(self._bootstrap, self._topic, range(self.produced, self.produced + count))
+        self.produced += count
+
+    def until_working(self, output: Path) -> None:
+        """Until a worker that prints to this file handles messages, from now on."""
+        before = len(said(output, "handling"))
+
+        def works() -> bool:
+            if self.produced - len(notes(self._database)) < 150:
+                self.more()
+            return len(said(output, "handling")) > before + 5
+
+        eventually(works, f"work of {output.name}")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_kafka_rebalance_mid_batch(
+    protocol: str, bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    topic, own, database = new_topic(bootstrap, 6), new_group(), raw(postgresql_url)
+    create_effects(database)
+    plan = {
+        "url": postgresql_url, "bootstrap": bootstrap, "group": own, "topic": topic,
+        "handle_s": 0.01, "options": options_of(protocol),
+    }  # fmt: skip
+    load = Load(bootstrap, topic, database)
+    one, two, three, four = (tmp_path / name for name in ("one", "two", "three", "four"))
+    with ExitStack() as stack:
+        leaves = stack.enter_context(service(plan, one))
+        load.until_working(one)
+        stack.enter_context(service(plan, two))
+        dies = stack.enter_context(service(plan, three))
+        load.until_working(two)
+        load.until_working(three)
+        dies.kill()
+        load.more()
+        stack.enter_context(service(plan, four))
+        load.until_working(four)
+        leaves.send_signal(signal.SIGTERM)
+        load.more()
+        each_once(database, range(load.produced))
+        assert leaves.wait(20) == 0
+        eventually(lambda: lag(bootstrap, own, topic, 6) == 0, "all is committed")
+    assert statuses(database) == {"processed": load.produced}
+    assert set(notes(database).values()) == {1}
+    # the third died while it held partitions: it gave nothing back
+    assert said(three, "on_assign:done")
+    assert not said(three, "event WorkerStopped")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_frozen_worker_commits_nothing_of_what_it_lost(
+    protocol: str, bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    topic, own, database = new_topic(bootstrap, 4), new_group(), raw(postgresql_url)
+    create_effects(database)
+    plan = {
+        "url": postgresql_url, "bootstrap": bootstrap, "group": own, "topic": topic,
+        "handle_s": 0.02, "options": options_of(protocol),
+    }  # fmt: skip
+    load = Load(bootstrap, topic, database)
+    one, two = tmp_path / "one", tmp_path / "two"
+    with service(plan, one) as freezes, service(plan, two):
+        load.until_working(two)
+        load.until_working(one)
+        freezes.send_signal(signal.SIGSTOP)
+        frozen_at = len(one.read_bytes())
+        load.more()
+        each_once(database, range(load.produced))  # the other has taken over, after the session
+        eventually(lambda: lag(bootstrap, own, topic, 4) == 0, "all is committed")
+        freezes.send_signal(signal.SIGCONT)
+        eventually(lambda: said(one, "on_lost:done"), "the loss is noticed")
+        load.more()
+        each_once(database, range(load.produced))
+        eventually(lambda: lag(bootstrap, own, topic, 4) == 0, "all is committed")
+    assert statuses(database) == {"processed": load.produced}
+    since = one.read_bytes()[frozen_at:].decode().splitlines()
+    lost = next(at for at, line in enumerate(since) if line.startswith("on_lost "))
+    back = [at for at, line in enumerate(since) if line.startswith("on_assign") and at > lost]
+    lonely = since[: back[0]] if back else since
+    assert not [line for line in lonely if line.startswith("committed")], lonely
+
+
+def test_a_handler_slower_than_the_poll_interval_runs_once(
+    kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    create_effects(database)
+    produce(kafka_bootstrap, topic, ["slow", "next"])
+    plan = {
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+        "handle_s": 8.0, "lease_s": 30, "options": _SESSION | {"max.poll.interval.ms": 6000},
+    }  # fmt: skip
+    output = tmp_path / "one"
+    with service(plan, output):
+        each_once(database, ["slow", "next"])
+        eventually(lambda: committed(kafka_bootstrap, own, topic) == 2, "the commit")
+    assert handled(output) == ["slow", "next"]
+    assert len(said(output, "handling")) == 2
+    assert len(said(output, "on_assign", "on_revoke", "on_lost")) == 1  # no rebalance
+    assert "MAXPOLL" not in output.read_text()
+
+
+@pytest.mark.parametrize("point", ["received", "before:ack", "after:ack"])
+def test_a_killed_worker_loses_and_doubles_nothing(
+    point: str, kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    create_effects(database)
+    produce(kafka_bootstrap, topic, range(30))
+    # static membership: the successor need not wait until the dead member's session ends
+    plan = {
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+        "options": {"group.instance.id": own},
+    }  # fmt: skip
+    with service(plan, tmp_path / "1", (point, 2)) as process:
+        assert process.wait(20) == -signal.SIGKILL
+    with service(plan, tmp_path / "2"):
+        each_once(database, range(30))
+        eventually(lambda: committed(kafka_bootstrap, own, topic) == 30, "the commit")
+    assert set(notes(database).values()) == {1}

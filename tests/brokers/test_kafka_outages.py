@@ -1,0 +1,188 @@
+"""Kafka while servers are away: the database, the broker, one broker of three; and a worker that drains."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.brokers.kafka_support import (
+    MakeRaw,
+    committed,
+    each_once,
+    handled,
+    lag,
+    leader_of,
+    new_group,
+    new_topic,
+    notes,
+    produce,
+    said,
+    service,
+)
+from tests.databases import Raw
+from tests.runtime.support import eventually
+from tests.servers.control import ThrowawayKafka, ThrowawayKafkaCluster, ThrowawayPostgres
+from tests.shop import create_effects, statuses
+from txbox import App
+
+pytestmark = pytest.mark.brokers
+
+_MOVED = ("on_assign", "on_revoke", "on_lost")
+
+
+@contextmanager
+def feeding(bootstrap: str, topic: str, pause_s: float = 0.1) -> Iterator[list[int]]:
+    """Produce until the block ends, ten at a time; the list holds what the brokers have acknowledged."""
+    fed: list[int] = []
+    enough = threading.Event()
+
+    def feed() -> None:
+        while not enough.wait(pause_s):
+            ten = range(len(fed), len(fed) + 10)
+            produce(bootstrap, topic, ten)
+            fed.extend(ten)
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    try:
+        yield fed
+    finally:
+        enough.set()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_database_that_is_away_costs_neither_messages_nor_membership(
+    kafka_bootstrap: str, tmp_path: Path
+) -> None:
+    topic, own, output = new_topic(kafka_bootstrap, 2), new_group(), tmp_path / "one"
+    with ThrowawayPostgres() as server:
+        with App(server.url) as app:
+            app.init()
+        with Raw(server.url) as database:
+            create_effects(database)
+        plan = {
+            "url": server.url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+            "handle_s": 0.02, "lease_s": 10,
+            # away for longer than both
+            "options": {"session.timeout.ms": 6000, "max.poll.interval.ms": 6000},
+        }  # fmt: skip
+        with service(plan, output) as process:
+            produce(kafka_bootstrap, topic, range(100))
+            eventually(lambda: len(handled(output)) > 10, "work")
+            server.stop(immediate=True)
+            stopped_at = time.monotonic()
+            eventually(lambda: "ConsumptionPaused" in output.read_text(), "the event")
+            produce(kafka_bootstrap, topic, range(100, 150))
+            eventually(lambda: time.monotonic() - stopped_at > 8, "longer than the poll interval")
+            assert process.poll() is None
+            server.start()
+            with Raw(server.url) as database:
+                each_once(database, range(150))
+                eventually(lambda: lag(kafka_bootstrap, own, topic, 2) == 0, "all is committed")
+                assert statuses(database) == {"processed": 150}
+                # an attempt counts when the handler failed
+                assert database.rows("SELECT DISTINCT attempts, error_type FROM txbox_inbox") == [
+                    (0, None)
+                ]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+    moved = said(output, *_MOVED)
+    assert [line.split()[0] for line in moved] == ["on_assign", "on_revoke"], moved  # start and end
+    assert "ConsumptionResumed" in output.read_text()
+    assert "MessageFailed" not in output.read_text()
+
+
+def test_consumption_goes_on_after_the_broker_was_killed_and_restarted(
+    own_kafka: ThrowawayKafka, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    topic, own, database = new_topic(own_kafka.bootstrap, 2), new_group(), raw(postgresql_url)
+    create_effects(database)
+    plan = {
+        "url": postgresql_url, "bootstrap": own_kafka.bootstrap, "group": own, "topic": topic,
+        "handle_s": 0.01,
+    }  # fmt: skip
+    output = tmp_path / "one"
+    produce(own_kafka.bootstrap, topic, range(300))
+    with service(plan, output) as process:
+        eventually(lambda: len(handled(output)) > 30, "work")
+        own_kafka.stop(immediate=True)
+        assert len(notes(database)) < 300  # in the middle
+        own_kafka.start()
+        produce(own_kafka.bootstrap, topic, range(300, 340))
+        each_once(database, range(340))
+        eventually(lambda: lag(own_kafka.bootstrap, own, topic, 2) == 0, "all is committed")
+        assert process.poll() is None
+    assert statuses(database) == {"processed": 340}
+
+
+def test_a_drained_worker_has_committed_what_is_settled_and_nothing_else(
+    kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    create_effects(database)
+    produce(kafka_bootstrap, topic, range(60))
+    plan = {
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+        "handle_s": 0.05,
+    }  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    with service(plan, one) as process:
+        eventually(lambda: len(handled(one)) > 10, "work")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert 10 < len(notes(database)) < 60
+    # settled: processed, or stored with its payload and waiting in the table
+    settled = database.value(
+        "SELECT count(*) FROM txbox_inbox WHERE status = 'processed' OR has_payload"
+    )
+    assert committed(kafka_bootstrap, own, topic) == settled < 60
+    with service(plan | {"handle_s": 0.0}, two):
+        each_once(database, range(60))
+        eventually(lambda: committed(kafka_bootstrap, own, topic) == 60, "the commit")
+    # the rest came again, and only the rest
+    assert sorted(map(int, handled(one) + handled(two))) == list(range(60))
+    assert len(said(one, "handling") + said(two, "handling")) == 60
+    assert "MessageDuplicate" not in two.read_text()
+
+
+def test_one_broker_of_three_is_killed_under_load_and_another_restarted(
+    own_kafka_cluster: ThrowawayKafkaCluster, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    cluster, database = own_kafka_cluster, raw(postgresql_url)
+    topic, own = new_topic(cluster.bootstrap, 6, copies=3), new_group()
+    create_effects(database)
+    plan = {
+        "url": postgresql_url, "bootstrap": cluster.bootstrap, "group": own, "topic": topic,
+        "handle_s": 0.005, "options": {"session.timeout.ms": 10_000},
+    }  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+
+    def goes_on(what: str) -> None:
+        before = len(notes(database))
+        eventually(lambda: len(notes(database)) > before + 100, what)
+
+    with service(plan, one), service(plan, two):
+        with feeding(cluster.bootstrap, topic) as fed:
+            goes_on("work at the start")
+            leader = leader_of(cluster.bootstrap, topic)
+            cluster.stop(leader, immediate=True)
+            assert leader_of(cluster.bootstrap, topic) in (1, 2, 3)
+            goes_on(f"work without broker {leader}")
+            cluster.start(leader)
+            goes_on(f"work with broker {leader} again")
+            other = leader % 3 + 1
+            cluster.stop(other)
+            cluster.start(other)
+            goes_on(f"work after broker {other} was restarted")
+        each_once(database, fed)
+        eventually(lambda: lag(cluster.bootstrap, own, topic, 6) == 0, "all is committed")
+    assert statuses(database) == {"processed": len(fed)}
+    assert handled(one)
+    assert handled(two)
