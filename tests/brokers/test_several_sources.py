@@ -1,97 +1,188 @@
-"""Several sources in one service: each delivers its own topics, and an id is one id on all of them."""
+"""Several sources in one worker: each topic to its handlers, each acknowledgement to its source."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from pamqp.commands import Basic
 
-from tests.brokers.rabbitmq_support import declare, left, note, on_server, publish
-from tests.databases import Raw
-from tests.runtime.support import eventually, running, worker
-from txbox import App, Message
+from tests.brokers.conftest import _own
+from tests.brokers.rabbitmq_support import declare, left, note, notes, on_server, publish
+from tests.brokers.rabbitmq_support import publish_plain as publish_nameless
+from tests.runtime.support import eventually, running, worker, write_events
+from tests.servers.control import ThrowawayRabbitMQ
+from tests.shop import AT_ONCE, CONSUMER, Shop, add_effect, effects, opened, statuses
+from txbox import Message
+from txbox.brokers.file import File
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.brokers.redis import RedisStreams
+from txbox.events import ConsumptionPaused, MessageProcessed, SourceRefused
 
 pytestmark = pytest.mark.brokers
+
+GROUP = "shop"
+
+
+@pytest.fixture
+def shop(postgresql_url: str) -> Iterator[Shop]:
+    with opened(postgresql_url) as own:
+        yield own
 
 
 @pytest.fixture
 def queue(rabbitmq_url: str) -> Iterator[str]:
-    name = declare(rabbitmq_url)
-    yield name
-    on_server(rabbitmq_url, lambda channel: channel.queue_delete(name))
+    own = declare(rabbitmq_url)
+    yield own
+    on_server(rabbitmq_url, lambda channel: channel.queue_delete(own))
+
+
+class Stream:
+    """A stream of this test alone."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.name = f"scans-{secrets.token_hex(6)}"
+        self.client: Any = redis.Redis.from_url(url)
+
+    def add(self, count: int, first: int = 0) -> None:
+        for number in range(first, first + count):
+            self.client.xadd(self.name, {"message-id": f"s{number}", "payload": b"{}"})
+
+    def pending(self) -> int:
+        return int(self.client.xpending(self.name, GROUP)["pending"])
 
 
 @pytest.fixture
-def stream(redis_url: str) -> Iterator[str]:
-    name = f"txbox-{secrets.token_hex(6)}"
-    yield name
-    with redis.Redis.from_url(redis_url) as client:
-        client.delete(name)
+def stream(redis_url: str) -> Iterator[Stream]:
+    own = Stream(redis_url)
+    yield own
+    own.client.delete(own.name)
+    own.client.close()
 
 
-def _add(url: str, stream: str, own_id: str) -> None:
-    with redis.Redis.from_url(url) as client:
-        client.xadd(stream, {"message-id": own_id, "payload": b'{"cents": 100}'})
+def consumer(shop: Shop, name: str, *topics: str, **options: Any) -> None:
+    """A consumer whose effects carry the topic that its handler was called for."""
+    for topic in topics:
+
+        def handle(message: Message[Any], tx: Any) -> None:
+            shop.calls.append(f"{name}:{message.topic}")
+            add_effect(tx, message.id, f"{name}:{message.topic}")
+
+        shop.app.handler(topic, consumer=name, retry=AT_ONCE, **options)(handle)
 
 
-def _pending(url: str, stream: str) -> int:
-    with redis.Redis.from_url(url) as client:
-        summary: Any = client.xpending(stream, "shop")
-        return int(summary["pending"])
+def booked(shop: Shop) -> dict[str, int]:
+    rows = shop.raw.rows("SELECT note, count(*) FROM effect GROUP BY note")
+    return {str(note): int(count) for note, count in rows}
 
 
-def test_each_source_delivers_its_topics(
-    sqlite_url: str, rabbitmq_url: str, queue: str, redis_url: str, stream: str
+def test_files_and_brokers_at_once(
+    shop: Shop, rabbitmq_url: str, queue: str, stream: Stream, tmp_path: Path
 ) -> None:
-    handled: list[tuple[str, str, object]] = []
-    publish(rabbitmq_url, queue, note("payment-1"))
-    _add(redis_url, stream, "click-1")
-    with App(sqlite_url) as app:
+    for name, count in (("orders", 30), ("invoices", 20)):
+        write_events(tmp_path / f"{name}.jsonl", [f"{name}{number}" for number in range(count)])
+        shop.app.consume(File(tmp_path / f"{name}.jsonl", follow=True))
+    publish(rabbitmq_url, queue, *notes(25))
+    shop.app.consume(RabbitMQ(rabbitmq_url), [queue])
+    stream.add(15)
+    shop.app.consume(RedisStreams(stream.url, group=GROUP), [stream.name])
+    consumer(shop, "billing", "orders", "invoices", queue)
+    consumer(shop, "audit", queue, stream.name, concurrency=3)
 
-        @app.handler(queue, consumer="ledger")
-        def pay(message: Message[Any], tx: Any) -> None:
-            handled.append(("ledger", message.topic, message.id))
+    with running(worker(shop.app)) as codes:
+        eventually(lambda: shop.effects() == 30 + 20 + 25 * 2 + 15, "every message")
+        eventually(lambda: stream.pending() == 0, "acknowledgements on Redis")
+    assert codes == [0]
 
-        @app.handler(stream, consumer="statistics")
-        def count(message: Message[Any], tx: Any) -> None:
-            handled.append(("statistics", message.topic, message.id))
+    assert booked(shop) == {
+        "billing:orders": 30, "billing:invoices": 20, f"billing:{queue}": 25,
+        f"audit:{queue}": 25, f"audit:{stream.name}": 15,
+    }  # fmt: skip
+    assert statuses(shop.raw) == {"processed": 115}
+    assert left(rabbitmq_url, queue) == 0, "acknowledged where it came from"
+    with opened_again(shop) as again:
+        # every source remembers how far it came: nothing comes twice
+        for name in ("orders", "invoices"):
+            again.app.consume(File(tmp_path / f"{name}.jsonl"))
+        again.app.consume(RabbitMQ(rabbitmq_url), [queue])
+        again.app.consume(RedisStreams(stream.url, group=GROUP), [stream.name])
+        consumer(again, "late", "orders", "invoices", queue, stream.name)
+        publish(rabbitmq_url, queue, note("last"))
+        stream.add(1, first=99)
+        with running(worker(again.app)):
+            eventually(lambda: again.effects() == 2, "what is new")
+        assert booked(again) == {f"late:{queue}": 1, f"late:{stream.name}": 1}
 
-        app.consume(RabbitMQ(rabbitmq_url), topics=[queue])
-        app.consume(RedisStreams(redis_url, group="shop"), topics=[stream])
-        with running(worker(app)):
-            eventually(lambda: len(handled) == 2)
-            eventually(lambda: not left(rabbitmq_url, queue) and not _pending(redis_url, stream))
-    assert sorted(handled) == [("ledger", queue, "payment-1"), ("statistics", stream, "click-1")]
-    with Raw(sqlite_url) as raw:
-        assert raw.rows("SELECT consumer, status FROM txbox_inbox ORDER BY 1") == [
-            ("ledger", "processed"),
-            ("statistics", "processed"),
-        ]
+
+@pytest.fixture
+def own_server() -> Iterator[ThrowawayRabbitMQ]:
+    yield from _own("rabbitmq", ThrowawayRabbitMQ())
 
 
-def test_an_id_that_came_from_one_broker_is_a_duplicate_from_another(
-    sqlite_url: str, rabbitmq_url: str, queue: str, redis_url: str, stream: str
+@pytest.mark.timeout(120)
+def test_a_source_that_is_down_does_not_stop_the_other(
+    shop: Shop, own_server: ThrowawayRabbitMQ, stream: Stream
 ) -> None:
-    handled: list[object] = []
-    with App(sqlite_url) as app:
-        for topic in (queue, stream):
+    queue = declare(own_server.url, "quorum")
+    own_server.wait_until_kept(queue)
+    publish(own_server.url, queue, *notes(5))
+    shop.app.consume(RabbitMQ(own_server.url), [queue])
+    shop.app.consume(RedisStreams(stream.url, group=GROUP), [stream.name])
+    consumer(shop, CONSUMER, queue, stream.name)
+    with running(worker(shop.app)) as codes:
+        eventually(lambda: shop.effects() == 5)
+        own_server.stop(immediate=True)
+        eventually(lambda: shop.emitted(ConsumptionPaused), "a pause of RabbitMQ")
+        stream.add(30)
+        eventually(lambda: shop.effects() == 35, "Redis goes on")
+        eventually(lambda: stream.pending() == 0, "acknowledgements on Redis")
+        own_server.start()
+        publish(own_server.url, queue, note("back"))
+        eventually(lambda: effects(shop.raw, "back") == 1, "RabbitMQ is back")
+    assert codes == [0]
+    assert all(own.source.startswith("rabbitmq:") for own in shop.emitted(ConsumptionPaused))
+    assert statuses(shop.raw) == {"processed": 36}
 
-            @app.handler(topic, consumer="ledger")
-            def pay(message: Message[Any], tx: Any) -> None:
-                handled.append(message.id)
 
-        app.consume(RabbitMQ(rabbitmq_url), topics=[queue])
-        app.consume(RedisStreams(redis_url, group="shop"), topics=[stream])
-        publish(rabbitmq_url, queue, note("payment-1"))
-        with running(worker(app)):
-            eventually(lambda: handled == ["payment-1"])
-            _add(redis_url, stream, "payment-1")
-            _add(redis_url, stream, "payment-2")
-            eventually(lambda: "payment-2" in handled)
-            eventually(lambda: not _pending(redis_url, stream))
-    assert handled == ["payment-1", "payment-2"]
+def test_a_source_without_ids_does_not_stop_the_other(
+    shop: Shop, rabbitmq_url: str, queue: str, stream: Stream
+) -> None:
+    bodies = [b'{"n": %d}' % number for number in range(120)]
+    publish_nameless(rabbitmq_url, queue, *((Basic.Properties(), own) for own in bodies))
+    shop.app.consume(RabbitMQ(rabbitmq_url), [queue])
+    shop.app.consume(RedisStreams(stream.url, group=GROUP), [stream.name])
+    consumer(shop, CONSUMER, queue, stream.name)
+    with running(worker(shop.app)) as codes:
+        eventually(lambda: shop.emitted(SourceRefused), "the pause")
+        stream.add(10)
+        eventually(lambda: shop.effects() == 10, "Redis goes on")
+    assert codes == [0]
+    (event,) = shop.emitted(SourceRefused)
+    assert "rabbitmq" in event.source
+    assert "weak_ids" not in event.reason, "a delivery tag names nothing"
+    assert left(rabbitmq_url, queue) >= 120 - len(acknowledged(shop))
+
+    with opened_again(shop) as again:
+        # with the option set, what was not acknowledged is processed
+        again.app.consume(RabbitMQ(rabbitmq_url), [queue])
+        consumer(again, CONSUMER, queue, message_id="body.n")
+        waiting = left(rabbitmq_url, queue)
+        assert waiting >= 20
+        with running(worker(again.app)):
+            eventually(lambda: again.effects() == waiting, "the rest of the queue")
+        assert len(again.emitted(MessageProcessed)) == waiting
+    assert left(rabbitmq_url, queue) == 0
+
+
+def acknowledged(shop: Shop) -> list[Any]:
+    return shop.raw.rows("SELECT hash FROM txbox_quarantine")
+
+
+def opened_again(shop: Shop) -> Any:
+    shop.raw.execute("DROP TABLE effect")
+    return opened(shop.url)
