@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import psycopg
@@ -10,8 +13,11 @@ import pytest
 
 from tests.conftest import NewDatabase, require
 from tests.databases import Raw
-from tests.servers import packages
+from tests.runtime.support import eventually
+from tests.servers import ROOT, packages
 from tests.servers.control import ThrowawayMariaDB, ThrowawayPostgres
+from tests.servers.leftovers import end_processes, remove_abandoned
+from tests.servers.process import ServerDirectory, alive, base_directory
 
 RawFactory = Callable[[str], Raw]
 
@@ -70,3 +76,48 @@ def test_mariadb_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
         server.start()
         assert raw(server.url).rows("SELECT v FROM t") == [(7,)]
     assert not server.directory.exists()
+
+
+_KILLED_WITH_A_SERVER = """
+import os, signal
+from tests.servers.control import ThrowawayPostgres
+with ThrowawayPostgres() as server:
+    print(server.name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_tests_server_is_stopped_and_deleted() -> None:
+    _require_package("postgresql")
+    with ThrowawayPostgres() as own:
+        done = subprocess.run(
+            [sys.executable, "-c", _KILLED_WITH_A_SERVER],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        left = ServerDirectory(done.stdout.strip())
+        assert left.running()
+        process = int((left.directory / "pid").read_text())
+        remove_abandoned()
+        assert not alive(process)
+        assert not left.directory.exists()
+        assert own.running()  # its process, this one, lives
+
+
+def test_processes_that_a_killed_command_started_are_ended() -> None:
+    mark = f"TXBOX_TEST_MARK={base_directory().name}-{os.getpid()}"
+    name, value = mark.split("=")
+    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); signal.pause()"
+    parent = (
+        f"import os, signal, subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {child!r}], "
+        "stdout=subprocess.PIPE); c.stdout.readline(); print(c.pid, flush=True); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", parent],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    orphan = int(done.stdout)
+    assert alive(orphan)
+    end_processes(mark, within_s=0.5)
+    eventually(lambda: not alive(orphan))

@@ -19,13 +19,13 @@ def throwaway_name(kind: str, number: int) -> str:
     return f"throwaway-{kind}-{os.getpid()}-{number}"
 
 
-def end_processes(mark: str) -> None:
-    """End every process that has `mark` in its environment: SIGTERM, then SIGKILL.
+def end_processes(mark: str, within_s: float = _PATIENCE_S) -> None:
+    """End every process that has `mark` in its environment: SIGTERM, then SIGKILL after `within_s`.
 
     A test process that is killed cannot end the workers it started; they inherit its environment.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + within_s
         for pid in (marked := _marked(mark)):
             kill(pid, number)
         while any(alive(pid) for pid in marked) and time.monotonic() < deadline:
