@@ -33,22 +33,33 @@ pytestmark = pytest.mark.brokers
 class Service:
     """A worker on one partition, a database that can be taken back, and what it has seen."""
 
-    def __init__(self, bootstrap: str, url: str, *, anchored: bool = True) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        url: str,
+        *,
+        anchored: bool = True,
+        partitions: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.bootstrap, self.url, self.anchored = bootstrap, url, anchored
-        self.topic = new_topic(bootstrap)
+        self.options = options
+        self.topic = new_topic(bootstrap, partitions)
         self.group = f"shop-{secrets.token_hex(4)}"
         with Raw(url) as raw:
             create_effects(raw)
 
     @contextmanager
-    def runs(self) -> Iterator[None]:
+    def runs(self, name: str = "") -> Iterator[None]:
         app = App(self.url)
 
         @app.handler(self.topic, consumer=CONSUMER, retry=AT_ONCE)
         def handle(message: Message[Any], tx: Any) -> None:
-            add_effect(tx, message.id)
+            add_effect(tx, message.id, name)
 
-        app.consume(Kafka(self.bootstrap, group=self.group, anchored=self.anchored))
+        app.consume(
+            Kafka(self.bootstrap, group=self.group, anchored=self.anchored, options=self.options)
+        )
         with running(worker(app)) as codes:
             yield
         assert codes == [0]
@@ -256,6 +267,46 @@ def test_a_lower_anchor_alone_is_noticed(kafka_bootstrap: str, database_url: str
             raw.execute("COMMIT")
         shop.has(10)
         eventually(lambda: shop.anchor() == 10, "the anchor")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition.assignment.strategy": "range"},
+        {"partition.assignment.strategy": "cooperative-sticky"},
+        {"group.protocol": "consumer"},
+    ],
+    ids=["eager", "cooperative", "kip-848"],
+)
+def test_partitions_that_move_keep_their_anchors(
+    options: dict[str, Any],
+    kafka_bootstrap: str,
+    postgresql_url: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shop = Service(kafka_bootstrap, postgresql_url, partitions=4, options=options)
+    produced = 0
+
+    def works(name: str) -> bool:
+        nonlocal produced
+        if produced - len(shop.effects()) < 40:
+            shop.produce(produced, produced + 20)
+            produced += 20
+        with Raw(shop.url) as raw:
+            return bool(raw.value("SELECT count(*) FROM effect WHERE note = ?", (name,)))
+
+    with shop.runs("first"):
+        eventually(lambda: works("first"), "work of the first")
+        with shop.runs("second"):
+            eventually(lambda: works("second"), "work of the second")
+        shop.produce(produced, produced + 20)
+        shop.has(produced + 20)
+    with Raw(shop.url) as raw:
+        anchors = raw.rows("SELECT state FROM txbox_job WHERE name LIKE 'anchor:kafka:%'")
+    assert len(anchors) == 4
+    assert sum(int(state) for (state,) in anchors) == produced + 20
+    # nothing is read again without a reason
+    assert not [own for own in caplog.records if "reads" in own.getMessage()]
 
 
 # -- the anchors ------------------------------------------------------------------------------
