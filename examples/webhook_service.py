@@ -1,8 +1,10 @@
-"""A webhook endpoint for GitHub: any ASGI server serves it, any ASGI framework takes it in.
+"""A webhook endpoint for GitHub.
 
-    WEBHOOK_SECRET=… uvicorn webhook_service:hook
+    WEBHOOK_SECRET=… txbox run webhook_service:app --http-port 8000
 
-In FastAPI or Starlette: `api.router.routes.append(Route("/webhooks/github", hook))`; see fastapi_webhook.py.
+serves it at /webhooks/github. Any ASGI server serves it, too (`uvicorn webhook_service:hook`), and any ASGI
+framework takes it in: in FastAPI or Starlette `api.router.routes.append(Route("/webhooks/github", hook))`,
+see fastapi_webhook.py.
 """
 
 from __future__ import annotations
@@ -22,4 +24,5 @@ def build(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
     tx.execute("INSERT INTO build (commit_id) VALUES (?)", (message.body["after"],))
 
 
-hook = Webhook(app.process_async, topic="github", verify=GitHub(os.environ["WEBHOOK_SECRET"]))
+hook = Webhook(topic="github", verify=GitHub(os.environ["WEBHOOK_SECRET"]))
+app.consume(hook)

@@ -195,6 +195,19 @@ def test_sources_that_open_late_or_go_away(shop: Shop) -> None:
     assert health.stuck() == []
 
 
+def test_a_source_that_is_refused(shop: Shop) -> None:
+    nameless = [Message(topic=TOPIC, payload=b"{}") for _ in range(100)]
+    source, health = Memory(nameless, endless=True), Health()
+    shop.handler()
+    shop.app.consume(source)
+    shop.app.events.observers.append(health)
+    with running(worker(shop.app, health=health)):
+        why = ["memory is paused: its messages have no ids"]
+        eventually(lambda: health.unready() == why)
+        assert health.stuck() == []
+        assert health.counters.value("sources_refused", source="memory") == 1
+
+
 def test_the_database_is_away_until_it_says_otherwise() -> None:
     health = _consuming(Health())
     assert health.unready() == []

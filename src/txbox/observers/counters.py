@@ -19,6 +19,7 @@ _HELP = {
     "txbox_settle_failures_total": "Deliveries whose acknowledgement failed.",
     "txbox_pauses_total": "Tries put off because the database (no source) or a source was away.",
     "txbox_paused_seconds_total": "Seconds that ended pauses took.",
+    "txbox_sources_refused_total": "Sources from which nothing is taken until they are configured otherwise.",
     "txbox_leases_expired_total": "Rows whose worker went away.",
     "txbox_rows_pruned_total": "Rows that prune deleted.",
 }
@@ -46,8 +47,8 @@ class Counters:
         match event:
             case events.LeaseExpired():
                 self.count("leases_expired", consumer=consumer)
-            case MessageEvent():
-                outcome = type(event).__name__.removeprefix("Message").lower()
+            case MessageEvent() if (name := type(event).__name__).startswith("Message"):
+                outcome = name.removeprefix("Message").lower()
                 self.count("messages", consumer=consumer, outcome=outcome)
                 if isinstance(event, events.MessageProcessed):
                     self.count("handler_seconds", event.duration_s, consumer=consumer)
@@ -59,6 +60,8 @@ class Counters:
                 self.count("pauses", source=event.source or "")
             case events.ConsumptionResumed():
                 self.count("paused_seconds", event.paused_s, source=event.source or "")
+            case events.SourceRefused():
+                self.count("sources_refused", source=event.source)
             case events.RowsPruned():
                 self.count("rows_pruned", event.rows)
             case _:
