@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from txbox.outcome import Outcome as Outcome
     from txbox.outcome import Status as Status
     from txbox.policy import Batching as Batching
+    from txbox.policy import GapPolicy as GapPolicy
     from txbox.policy import Lease as Lease
     from txbox.policy import Limits as Limits
     from txbox.policy import RelayPolicy as RelayPolicy
@@ -41,7 +42,15 @@ _MODULES = {
     "outbox": ("Outbox", "Outgoing"),
     "message": ("Headers", "Message"),
     "outcome": ("Outcome", "Status"),
-    "policy": ("Batching", "Lease", "Limits", "RelayPolicy", "Retention", "RetryPolicy"),
+    "policy": (
+        "Batching",
+        "GapPolicy",
+        "Lease",
+        "Limits",
+        "RelayPolicy",
+        "Retention",
+        "RetryPolicy",
+    ),
     "errors": (
         "ConfigurationError",
         "MessageInProgress",

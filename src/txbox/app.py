@@ -21,7 +21,7 @@ from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.outbox import Outbox
 from txbox.outcome import Outcome
-from txbox.policy import Batching, Lease, Limits, RelayPolicy, Retention, RetryPolicy
+from txbox.policy import Batching, GapPolicy, Lease, Limits, RelayPolicy, Retention, RetryPolicy
 from txbox.protocol import InboxProtocol, Settled
 from txbox.routes import CloudEvents, Routes
 from txbox.steps import AsyncConnections, Connections, Steps, drive, drive_async
@@ -118,7 +118,9 @@ class App:
         pipeline: bool = False,
         transactional: bool = True,
         ordered: bool = False,
+        dead_blocks: bool = False,
         sequence: Any = None,
+        gaps: GapPolicy | None = None,
         lock_key: Any = None,
         message_id: Any = None,
         weak_ids: bool = False,
@@ -143,10 +145,16 @@ class App:
             pipeline: the function reads no results.
             transactional: False for work outside a transaction: `(message)`, leased, at least once;
                 a worker stores its messages first and keeps the lease while it runs.
+            ordered: messages of one key are processed in the order of their arrival; one that fails
+                holds its key up until it is processed or dead.
+            dead_blocks: with `ordered`, a dead message holds its key up until somebody acts.
+            sequence: the version of the message's key, as a callable or a path; versions are
+                processed in their order, and one that is missing is waited for (`gaps`).
             message_id: a callable or a path like "body.order_id"; see SEMANTICS 1.2.
             id_scope: "topic" where ids are unique within a topic only.
             decode: a callable from Message to body, instead of the annotation.
             payload_hash: "raw", "json" or a callable; how copies are compared.
+            keep_result: keep what the function returned, as JSON, and give it to duplicates; see `answer`.
             keep_payload: "unfinished", "always", or how long processed rows keep their payload.
             mode: "stored" acknowledges once the payload is stored, and processes from the table.
 
@@ -164,7 +172,9 @@ class App:
             pipeline=pipeline,
             transactional=transactional,
             ordered=ordered,
+            dead_blocks=dead_blocks,
             sequence=sequence,
+            gaps=gaps or GapPolicy(),
             lock_key=lock_key,
             message_id=message_id,
             weak_ids=weak_ids,

@@ -86,6 +86,19 @@ class MessageUnmatched(MessageEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessageWaits(MessageEvent):
+    """A message was stored behind earlier ones of its key, or behind a version that is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceGap(MessageEvent):
+    """A version did not come in time: a later one was processed without it. Hang your alert here."""
+
+    expected: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionRetried(Event):
     """A deadlock or serialization failure; tried again at once, no attempt counted."""
 

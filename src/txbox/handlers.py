@@ -6,7 +6,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
 from txbox.identity import PayloadHash, checked_consumer, checked_text, message_id, payload_hash
 from txbox.message import Message
-from txbox.policy import Limits, RetryPolicy
+from txbox.policy import GapPolicy, Limits, RetryPolicy
 from txbox.store.codec import Arrival, encode_headers
 
 # what the narrowest column of the supported databases holds
@@ -35,7 +35,9 @@ class HandlerOptions:
     pipeline: bool = False
     transactional: bool = True
     ordered: bool = False
+    dead_blocks: bool = False
     sequence: IdOf | str | None = None
+    gaps: GapPolicy = field(default_factory=GapPolicy)
     lock_key: IdOf | str | None = None
     message_id: IdOf | str | None = None
     weak_ids: bool = False
@@ -60,13 +62,32 @@ class HandlerOptions:
         _check_keep(self.keep_payload)
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ConfigurationError("timeout must be above zero.")
-        for later in ("ordered", "keep_result"):
-            if getattr(self, later):
-                raise ConfigurationError(
-                    f"{later}=True is not supported by this version: leave it out."
-                )
-        if self.sequence is not None:
-            raise ConfigurationError("sequence= is not supported by this version: leave it out.")
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if self.dead_blocks and not self.ordered:
+            raise ConfigurationError(
+                "dead_blocks=True needs ordered=True: nothing waits without it."
+            )
+        if self.ordered and self.sequence is not None:
+            raise ConfigurationError(
+                "ordered=True and sequence= exclude one another: the order of arrival, or that of the versions."
+            )
+        if self.sequence is not None and self.batch:
+            raise ConfigurationError("sequence= takes one message at a time: leave batch=True out.")
+        if self.in_order and not self.transactional:
+            raise ConfigurationError(
+                "An order is decided in the handler's transaction: leave transactional=False out."
+            )
+        if self.keep_result and self.batch:
+            raise ConfigurationError(
+                "keep_result=True keeps what one message returned: leave batch=True out."
+            )
+
+    @property
+    def in_order(self) -> bool:
+        """True when a message may have to wait for others of its key."""
+        return self.ordered or self.sequence is not None
 
 
 def _check_keep(keep: object) -> None:
@@ -117,6 +138,8 @@ class Handler:
             UnusableMessage: it has no usable id, or is too large, or holds what no database can keep.
         """
         own_id = self.id_of(message)
+        if self.options.sequence is not None:
+            message = replace(message, sequence=self._sequence(message))
         _check_sizes(message, limits)
         if message.topic != self.topic or message.type or message.key or message.content_type:
             _check_texts(message)
@@ -130,10 +153,32 @@ class Handler:
             UnusableMessage: it has none, or one that cannot be kept.
         """
         extract = self.options.message_id
-        path = functools.partial(_at_path, extract) if isinstance(extract, str) else extract
+        path = _extractor(extract)
         return message_id(
             message, extract=path, scope=self.options.id_scope, weak=self.options.weak_ids
         )
+
+    def _sequence(self, message: Message[Any]) -> int:
+        """Read the version of a message.
+
+        Raises:
+            UnusableMessage: it has none, or no key that it is a version of.
+        """
+        extract = _extractor(self.options.sequence)
+        assert extract is not None
+        try:
+            found = extract(message)
+            number = int(found) if isinstance(found, (int, str)) else None
+        except Exception as error:
+            # an extractor is user code run on a message nobody has checked yet: the message is at fault
+            raise UnusableMessage(
+                f"sequence= raised {type(error).__name__} on this message: check the extractor against the payload."
+            ) from error
+        if number is None or message.key is None:
+            raise UnusableMessage(
+                "sequence= needs an integer version, and a key that it is a version of."
+            )
+        return number
 
     def bound(self, arrival: Arrival) -> Message[Any]:
         """The message as the handler sees it.
@@ -153,6 +198,10 @@ class Handler:
             origin=message.origin, consumer=self.consumer, attempt=message.attempt, received_at=message.received_at,
             body=body,
         )  # fmt: skip
+
+
+def _extractor(extract: IdOf | str | None) -> IdOf | None:
+    return functools.partial(_at_path, extract) if isinstance(extract, str) else extract
 
 
 def _check_sizes(message: Message[Any], limits: Limits) -> None:

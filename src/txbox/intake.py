@@ -129,7 +129,12 @@ class Intake:
     ) -> Steps[dict[str, Settled]]:
         """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones."""
         protocol, consumer = self._protocol, handler.consumer
-        ordered = sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
+        # ids sorted, so that two stores wait for each other instead of deadlocking, unless the order counts
+        ordered = (
+            list(arrivals)
+            if handler.options.in_order
+            else sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
+        )
         token = secrets.token_hex(16)
         settled: dict[str, Settled] = {}
         rows_of: dict[str, Leased] = {}

@@ -110,6 +110,24 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class GapPolicy:
+    """What a consumer with `sequence=` does about versions that are missing.
+
+    Args:
+        first: the version that a key begins with; smaller ones are never waited for. None takes
+            whatever comes first as the beginning.
+        wait: how long a message waits for the versions before it that have not arrived; then the
+            event SequenceGap is raised, and it is processed.
+    """
+
+    first: int | None = 1
+    wait: timedelta = timedelta(minutes=5)
+
+    def __post_init__(self) -> None:
+        _check_durations(self, "wait")
+
+
+@dataclass(frozen=True, slots=True)
 class RelayPolicy:
     """How staged messages leave the outbox.
 

@@ -7,6 +7,7 @@ statement boundary is a crash point. Chapter and verse: SEMANTICS 2 to 4.
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from txbox.events import (
     MessageInFlight,
     MessageProcessed,
     MessageQuarantined,
+    MessageWaits,
+    SequenceGap,
     TransactionRetried,
 )
 from txbox.failure import BROKEN, failure_of
@@ -39,6 +42,8 @@ T = TypeVar("T")
 
 _CONFLICT_PAUSE_S = 0.05
 _RELEASED_S = 1.0
+# a version whose predecessor is missing looks again this often; the predecessor's commit wakes it at once
+_GAP_LOOK_S = 2.0
 _AGAIN = (End.CONFLICT, End.AMBIGUOUS, End.LOST)
 
 
@@ -48,6 +53,8 @@ class Settled:
 
     outcome: Outcome
     attempt: int = 0
+    #: What the handler returned, as JSON, where it keeps that.
+    result: bytes | None = None
 
 
 class InboxProtocol:
@@ -73,14 +80,20 @@ class InboxProtocol:
         """
         held: list[str] = []
         settled: dict[str, Settled] = {}
+        keys: set[str] = set()
         try:
             for arrival in arrivals:
-                if self.in_flight.enter(handler.consumer, arrival.message_id) is None or (
+                if handler.options.in_order and arrival.message.key in keys:
+                    # a message that another thread works on holds its key
+                    settled[arrival.message_id] = self._waits(handler, arrival)
+                elif self.in_flight.enter(handler.consumer, arrival.message_id) is None or (
                     yield from self._entered(handler.consumer, arrival.message_id)
                 ):
                     held.append(arrival.message_id)
                 else:
                     settled[arrival.message_id] = self._waits(handler, arrival)
+                    if arrival.message.key is not None:
+                        keys.add(arrival.message.key)
             mine = [arrival for arrival in arrivals if arrival.message_id not in settled]
             if mine:
                 settled.update((yield from self._claim_and_run(handler, mine)))
@@ -107,8 +120,7 @@ class InboxProtocol:
         self, handler: Handler, arrivals: Sequence[Arrival]
     ) -> Steps[dict[str, Settled]]:
         """Claim and run; retries conflicts, isolates the culprit of a batch, claims again when in doubt."""
-        # sorted bytewise: two batches that share ids then wait for each other instead of deadlocking
-        waiting = sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
+        waiting = list(arrivals)
         settled: dict[str, Settled] = {}
         tries = 0
         while waiting:
@@ -117,10 +129,18 @@ class InboxProtocol:
             if ran.end is End.COMMITTED:
                 for arrival in waiting:
                     if arrival.message_id in ran.fresh:
-                        settled[arrival.message_id] = self._processed(handler, arrival, started)
+                        settled[arrival.message_id] = self._processed(
+                            handler, arrival, started, ran
+                        )
                     elif row := ran.existing.get(arrival.message_id):
                         settled[arrival.message_id] = yield from self.met(handler, arrival, row)
                 # an id that is neither fresh nor there was pruned between two statements: claim again
+                waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
+                continue
+            if ran.end is End.WAITS:
+                behind = [own for own in waiting if own.message_id in ran.waiting]
+                settled.update((yield from self._stored_behind(handler, behind)))
+                # what was there already is met by the next claim
                 waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
                 continue
             if ran.end in _AGAIN and (len(waiting) == 1 or not tries):
@@ -130,9 +150,7 @@ class InboxProtocol:
                 if (yield from self._may_try_again(handler, ran, tries)):
                     continue
             if len(waiting) > 1:
-                # the culprit of a batch costs only itself: from here each has a transaction of its own
-                for arrival in waiting:
-                    settled.update((yield from self._claim_and_run(handler, [arrival])))
+                settled.update((yield from self._one_by_one(handler, waiting)))
                 return settled
             (arrival,) = waiting
             if ran.end is End.LOCKED:
@@ -148,6 +166,40 @@ class InboxProtocol:
             # the row is somebody else's by now: claim again, which says whose
         return settled
 
+    def _one_by_one(
+        self, handler: Handler, arrivals: Sequence[Arrival]
+    ) -> Steps[dict[str, Settled]]:
+        """The culprit of a batch costs only itself: each has a transaction of its own, from left to right."""
+        settled: dict[str, Settled] = {}
+        keys: set[str] = set()
+        for arrival in arrivals:
+            if handler.options.in_order and arrival.message.key in keys:
+                settled[arrival.message_id] = self._waits(handler, arrival)
+                continue
+            settled.update((yield from self._claim_and_run(handler, [arrival])))
+            if not settled[arrival.message_id].outcome.settles and arrival.message.key is not None:
+                keys.add(arrival.message.key)
+        return settled
+
+    def _stored_behind(
+        self, handler: Handler, arrivals: Sequence[Arrival]
+    ) -> Steps[dict[str, Settled]]:
+        """Store messages behind what they wait for; returns those that were stored."""
+        by_version = handler.options.sequence is not None
+        yield Begin()
+        fresh = yield from self.store.store(
+            handler.consumer,
+            arrivals,
+            token=secrets.token_hex(16),
+            delay_s=_GAP_LOOK_S if by_version else 0.0,
+        )
+        yield Commit()
+        if self.events:
+            for arrival in arrivals:
+                if arrival.message_id in fresh:
+                    self.events.emit(MessageWaits(**_where(handler, arrival)))
+        return dict.fromkeys(fresh, Settled(Outcome.DEFERRED))
+
     def _may_try_again(self, handler: Handler, ran: Ran, tries: int) -> Steps[bool]:
         """Wait a moment outside of any transaction, unless the budget is spent."""
         if tries > self.limits.conflict_retries:
@@ -160,8 +212,18 @@ class InboxProtocol:
 
     # -- how it ended -------------------------------------------------------------------------
 
-    def _processed(self, handler: Handler, arrival: Arrival, started: float) -> Settled:
+    def _processed(
+        self, handler: Handler, arrival: Arrival, started: float, ran: Ran | None = None
+    ) -> Settled:
         attempt = arrival.message.attempt
+        if ran is not None and ran.gap is not None and self.events:
+            self.events.emit(
+                SequenceGap(
+                    **_where(handler, arrival),
+                    expected=ran.gap,
+                    sequence=arrival.message.sequence or 0,
+                )
+            )
         if self.events:
             self.events.emit(
                 MessageProcessed(
@@ -170,7 +232,8 @@ class InboxProtocol:
                     duration_s=time.monotonic() - started,
                 )
             )
-        return Settled(Outcome.PROCESSED, attempt)
+        result = ran.results.get(arrival.message_id) if ran is not None else None
+        return Settled(Outcome.PROCESSED, attempt, result)
 
     def met(self, handler: Handler, arrival: Arrival, row: Existing) -> Steps[Settled]:
         """Decide by the row that stands under this id (SEMANTICS 2.12)."""
@@ -184,7 +247,10 @@ class InboxProtocol:
         if row.status in (Status.PROCESSED, Status.DEAD, Status.DISCARDED):
             if self.events:
                 self.events.emit(MessageDuplicate(**where))
-            return Settled(Outcome.DUPLICATE)
+            result = None
+            if handler.options.keep_result and row.status == Status.PROCESSED:
+                result = yield from self.store.result(handler.consumer, arrival.message_id)
+            return Settled(Outcome.DUPLICATE, result=result)
         if row.status == Status.PROCESSING and not row.leased:
             # committed without a lease: only a handler that committed by itself leaves this (SEMANTICS 2.3)
             recorded = yield from self._recorded(handler, arrival, BROKEN, token=row.token or "")
@@ -277,9 +343,12 @@ class InboxProtocol:
             ran = yield from self.transaction.leased(handler, arrival, lease_token)
             if ran.end is End.COMMITTED:
                 if ran.fresh:
-                    return self._processed(handler, arrival, started)
+                    return self._processed(handler, arrival, started, ran)
                 # the fence matched nothing: the lease ran out and the row is another's
                 return Settled(Outcome.IN_PROGRESS)
+            if ran.end is End.WAITS:
+                yield from self._given_back(handler, arrival, lease_token, _GAP_LOOK_S)
+                return Settled(Outcome.DEFERRED)
             if ran.end in (End.CONFLICT, End.LOCKED, End.LOST):
                 tries += 1
                 if (yield from self._may_try_again(handler, ran, tries)):
@@ -291,10 +360,12 @@ class InboxProtocol:
             recorded = yield from self._recorded(handler, arrival, failure, token=lease_token)
             return recorded or Settled(Outcome.IN_PROGRESS)
 
-    def _given_back(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[int]:
+    def _given_back(
+        self, handler: Handler, arrival: Arrival, lease_token: str, delay_s: float = _RELEASED_S
+    ) -> Steps[int]:
         return self.persistently(
             lambda: self.store.release(
-                handler.consumer, [arrival.message_id], token=lease_token, delay_s=_RELEASED_S
+                handler.consumer, [arrival.message_id], token=lease_token, delay_s=delay_s
             )
         )
 
@@ -321,25 +392,30 @@ class InboxProtocol:
         """Run a handler outside any transaction and complete its row, fenced, afterwards."""
         started = time.monotonic()
         try:
-            yield from handled(handler, [arrival])
+            returned = yield from handled(handler, [arrival])
         except Raised as raised:
             failure = failure_of(raised.error, raised.store, handler.options, self.limits)
             recorded = yield from self._recorded(handler, arrival, failure, token=lease_token)
             return recorded or Settled(Outcome.IN_PROGRESS)
         return (
             yield from self.persistently(
-                lambda: self._completed(handler, arrival, lease_token, started)
+                lambda: self._completed(handler, arrival, lease_token, started, returned)
             )
         )
 
     def _completed(
-        self, handler: Handler, arrival: Arrival, lease_token: str, started: float
+        self,
+        handler: Handler,
+        arrival: Arrival,
+        lease_token: str,
+        started: float,
+        returned: list[Any],
     ) -> Steps[Settled]:
-        ran = yield from self.transaction.finished(handler, arrival, lease_token)
+        ran = yield from self.transaction.finished(handler, arrival, lease_token, returned)
         if ran.end is not End.COMMITTED:
             raise _lost(ran)
         if ran.fresh:
-            return self._processed(handler, arrival, started)
+            return self._processed(handler, arrival, started, ran)
         # another's by now, or committed by the COMMIT whose answer was lost
         return (yield from self._as_it_stands(handler, arrival, started))
 

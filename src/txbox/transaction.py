@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
 from txbox.policy import Lease, Limits
 from txbox.steps import Begin, Commit, Discard, Invoke, Raised, Rollback, Statement, Steps
+from txbox.store import order
 from txbox.store.codec import Arrival
 from txbox.store.inbox import Existing, InboxStore
 
@@ -27,6 +29,7 @@ class End(Enum):
     LOCKED = "locked"  # another transaction holds an id
     LOST = "lost"  # the connection is gone before COMMIT was sent: rolled back by the server
     AMBIGUOUS = "ambiguous"  # the COMMIT may have taken effect
+    WAITS = "waits"  # earlier messages of its key come first: nothing ran
 
 
 @dataclass(slots=True)
@@ -38,6 +41,12 @@ class Ran:
     existing: dict[str, Existing] = field(default_factory=dict[str, Existing])
     error: Exception | None = None
     store: StoreError | None = None
+    #: The ids that must wait.
+    waiting: set[str] = field(default_factory=set[str])
+    #: The version that was expected instead of this one, when it was not waited for any longer.
+    gap: int | None = None
+    #: What the handler returned, for each id, where it is kept.
+    results: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
 
 class HandlerTransaction:
@@ -53,29 +62,37 @@ class HandlerTransaction:
         self._lease = lease
 
     def fresh(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[Ran]:
-        """Run what is new among these messages, whose ids differ and are sorted."""
+        """Run what is new among these messages, whose ids differ, in their order."""
         token = secrets.token_hex(16)
         claim = self.store.claim(
             handler.consumer,
-            arrivals,
+            # sorted bytewise: two batches that share ids then wait for each other instead of deadlocking
+            sorted(arrivals, key=_bytewise) if len(arrivals) > 1 else arrivals,
             token=token,
             lock_timeout=self._limits.lock_timeout,
             idle_s=self._idle_s(handler),
             keep=handler.keeps_payload,
         )
-        return self.run(handler, arrivals, claim, token, keep=handler.keeps_payload)
+        checks = self._order_checks(handler, arrivals, token)
+        return self.run(handler, arrivals, claim, token, keep=handler.keeps_payload, checks=checks)
 
     def leased(self, handler: Handler, arrival: Arrival, lease: str) -> Steps[Ran]:
         """Run a row leased under `lease`; nothing is fresh when the lease is another's by now."""
         token = secrets.token_hex(16)
         claim = self._claim_leased(handler, arrival, lease, token)
-        return self.run(handler, [arrival], claim, token, keep=handler.keeps_payload)
+        # rows are leased in the order of their arrival, not of their versions
+        checks = self._order_checks(handler, [arrival], token) if handler.options.sequence else []
+        return self.run(handler, [arrival], claim, token, keep=handler.keeps_payload, checks=checks)
 
-    def finished(self, handler: Handler, arrival: Arrival, lease: str) -> Steps[Ran]:
+    def finished(
+        self, handler: Handler, arrival: Arrival, lease: str, returned: list[Any]
+    ) -> Steps[Ran]:
         """Complete a leased row whose handler has run outside of any transaction."""
         token = secrets.token_hex(16)
         claim = self._claim_leased(handler, arrival, lease, token)
-        return self.run(handler, [arrival], claim, token, keep=handler.keeps_payload, call=False)
+        return self.run(
+            handler, [arrival], claim, token, keep=handler.keeps_payload, returned=returned
+        )
 
     def replayed(self, handler: Handler, arrival: Arrival) -> Steps[Ran]:
         """Run a processed row once more; it keeps its payload."""
@@ -115,17 +132,22 @@ class HandlerTransaction:
         token: str,
         *,
         keep: bool,
-        call: bool = True,
+        checks: Sequence[Statement] = (),
+        returned: list[Any] | None = None,
     ) -> Steps[Ran]:
         """BEGIN and claim; the handler on what was claimed; close and COMMIT.
 
         Args:
-            call: False when the handler has run already.
+            checks: what is asked in the claim's round trip about messages that come first.
+            returned: what the handler has returned when it has run already.
         """
         store, consumer = self.store, handler.consumer
         ran = Ran(End.COMMITTED)
         try:
-            results = yield Begin(claim)
+            results = yield Begin((*claim, *checks) if checks else claim)
+            found = results[len(claim) :]
+            if checks:
+                results = results[: len(claim)]
             fresh = store.claimed(claim, results)
             if fresh is None or len(fresh) < len(arrivals):
                 won = fresh or ()
@@ -136,36 +158,88 @@ class HandlerTransaction:
             ran.fresh = fresh
         except StoreError as error:
             return (yield from self._not_claimed(error))
+        if checks:
+            self._look_at_order(handler, arrivals, ran, [own.rows for own in found])
+            if ran.waiting:
+                ran.end = End.WAITS
+                yield Rollback()
+                return ran
         mine = [arrival for arrival in arrivals if arrival.message_id in ran.fresh]
         if not mine:
             # nothing to keep; where the claim armed a guard in the database, only ROLLBACK lifts it,
             # elsewhere COMMIT is the cheaper way out
             yield Rollback() if store.dialect.has("arm") else Commit()
             return ran
-        if call:
+        if returned is None:
             try:
-                yield from handled(handler, mine)
+                returned = yield from handled(handler, mine)
             except Raised as raised:
                 yield from self._raised(ran, raised, token)
                 return ran
-        yield from self._close(ran, consumer, mine, token, keep)
+        if handler.options.keep_result:
+            ran.results = {
+                own.message_id: result for own, result in zip(mine, returned, strict=True)
+            }
+        yield from self._close(ran, handler, mine, token, keep)
         return ran
 
+    def _order_checks(
+        self, handler: Handler, arrivals: Sequence[Arrival], token: str
+    ) -> list[Statement]:
+        options, own = handler.options, self.store.dialect
+        if options.sequence is not None:
+            return [
+                order.sequence_state(own, handler.consumer, arrival, options.gaps)
+                for arrival in arrivals
+            ]
+        if not options.ordered:
+            return []
+        asked = order.waiting(
+            own, handler.consumer, arrivals, dead_blocks=options.dead_blocks, token=token
+        )
+        return [] if asked is None else [asked]
+
+    def _look_at_order(
+        self,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        ran: Ran,
+        found: Sequence[Sequence[Sequence[Any]]],
+    ) -> None:
+        gaps = handler.options.gaps
+        if handler.options.sequence is None:
+            blocked = {row[0] for row in found[0]}
+            ran.waiting = {
+                own.message_id
+                for own in arrivals
+                if own.message_id in ran.fresh and own.message.key in blocked
+            }
+            return
+        for own, rows in zip(arrivals, found, strict=True):
+            sequence, versions = own.message.sequence, order.Versions.read(rows)
+            if own.message_id not in ran.fresh or sequence is None:
+                continue
+            if versions.waits(sequence, gaps):
+                ran.waiting.add(own.message_id)
+            elif versions.gap(sequence, gaps):
+                ran.gap = versions.expected(gaps)
+
     def _close(
-        self, ran: Ran, consumer: str, mine: Sequence[Arrival], token: str, keep: bool
+        self, ran: Ran, handler: Handler, mine: Sequence[Arrival], token: str, keep: bool
     ) -> Steps[None]:
-        store = self.store
+        store, consumer = self.store, handler.consumer
+        last = self._last(ran, handler, mine)
         try:
             if store.dialect.refuses_commit:
-                yield Commit((store.close(token),))
+                yield Commit((store.close(token), *last))
             else:
                 # first the proof that this is still the claiming transaction: on a connection that a
                 # handler left in autocommit, `complete` would commit by itself. In one step, since a
                 # session writes what it put off, and releases its savepoint, before all of it
                 ids = [own.message_id for own in mine]
                 complete = store.complete(consumer, ids, token=token, keep=keep)
-                results = yield Commit((store.close(token), complete))
-                if results[-1].count != len(ids):
+                results = yield Commit((store.close(token), complete, *last))
+                if results[1].count != len(ids):
                     ran.end = End.BROKEN
         except Raised as raised:
             # a flush that the session put off until now
@@ -174,6 +248,15 @@ class HandlerTransaction:
             ran.error = ran.store = error
             ran.end = _end_of_commit(error)
             yield Discard() if ran.end in (End.AMBIGUOUS, End.BROKEN, End.LOST) else Rollback()
+
+    def _last(self, ran: Ran, handler: Handler, mine: Sequence[Arrival]) -> list[Statement]:
+        """What is written behind close: only the transaction that claimed comes this far."""
+        store, consumer = self.store, handler.consumer
+        last = [store.keep_result(consumer, own, result) for own, result in ran.results.items()]
+        if handler.options.sequence is not None:
+            for own in mine:
+                last += order.sequence_done(store.dialect, consumer, own)
+        return last
 
     def _raised(self, ran: Ran, raised: Raised, token: str) -> Steps[None]:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
@@ -209,20 +292,27 @@ class HandlerTransaction:
         raise error
 
 
-def handled(handler: Handler, arrivals: Sequence[Arrival]) -> Steps[None]:
-    """Call the handler: once for all in batch mode, else for each message in its order."""
+def handled(handler: Handler, arrivals: Sequence[Arrival]) -> Steps[list[Any]]:
+    """Call the handler: once for all in batch mode, else for each message in its order.
+
+    Returns: what it returned, as JSON where the handler keeps its results.
+    """
     timeout = handler.options.timeout
     timeout_s = timeout.total_seconds() if timeout else None
     if handler.options.batch:
-        yield Invoke(_call(handler, list(arrivals)), timeout_s)
-        return
+        return [(yield Invoke(_call(handler, list(arrivals)), timeout_s))]
+    returned: list[Any] = []
     for arrival in arrivals:
-        yield Invoke(_call(handler, arrival), timeout_s)
+        # a comprehension cannot yield
+        returned.append((yield Invoke(_call(handler, arrival), timeout_s)))  # noqa: PERF401
+    return returned
 
 
 def _call(handler: Handler, work: Arrival | list[Arrival]) -> Callable[[Any], Any]:
     """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
     function, transactional = handler.function, handler.options.transactional
+    # written inside of the call: what JSON cannot hold is the handler's failure
+    keep_result = handler.options.keep_result
 
     def bound() -> tuple[Run, Any]:
         if isinstance(work, list):
@@ -234,14 +324,24 @@ def _call(handler: Handler, work: Arrival | list[Arrival]) -> Callable[[Any], An
     def call(tx: Any) -> Any:
         run, given = bound()
         with run:
-            return function(given, tx) if transactional else function(given)
+            answer = function(given, tx) if transactional else function(given)
+        return as_json(answer) if keep_result else None
 
     async def call_async(tx: Any) -> Any:
         run, given = bound()
         with run:
-            return await (function(given, tx) if transactional else function(given))
+            answer = await (function(given, tx) if transactional else function(given))
+        return as_json(answer) if keep_result else None
 
     return call_async if handler.is_async else call
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _bytewise(arrival: Arrival) -> bytes:
+    return arrival.message_id.encode()
 
 
 def _end_of_handler(raised: Raised) -> End:

@@ -45,6 +45,13 @@ def _shown(value: object) -> str:
         return f"{seconds:g} s"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    if dataclasses.is_dataclass(value):
+        own = ", ".join(
+            f"{field.name}={_shown(getattr(value, field.name))}"
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        )
+        return f"{type(value).__name__}({own})"
     return repr(value).replace("'", '"')
 
 

@@ -23,7 +23,7 @@ _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _TOKEN = re.compile(r"--[^\n]*|'(?:[^']|'')*'|::|:([a-z_][a-z0-9_.]*)")
 _REGION = re.compile(r"\{([^{}]*)\}")
 _OBJECT = re.compile(
-    r"\btxbox_(?:inbox|attempt|quarantine|outbox|job|audit|schema|dead_letters|status|refuse|guard)\b(?!\s*\.)"
+    r"\btxbox_(?:inbox|attempt|quarantine|outbox|sequence|job|audit|schema|dead_letters|status|refuse|guard)\b(?!\s*\.)"
 )
 _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 

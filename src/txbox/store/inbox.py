@@ -192,6 +192,30 @@ class InboxStore:
             "complete", {"consumer": consumer, "token": token, "keep": keep}, {"message_id": ids}
         )
 
+    def keep_result(self, consumer: str, message_id: str, result: bytes) -> Statement:
+        """The statement that keeps what a handler returned."""
+        return self.dialect.statement(
+            "keep_result",
+            {
+                "consumer": consumer,
+                "message_id": message_id,
+                "result": self.columns.payload(result),
+                "key_id": self.columns.key_id,
+            },
+        )
+
+    def result(self, consumer: str, message_id: str) -> Steps[bytes | None]:
+        """Read what a handler returned, in a transaction of its own; None when nothing was kept."""
+        yield Begin()
+        found = yield self.dialect.statement(
+            "result", {"consumer": consumer, "message_id": message_id}
+        )
+        yield Commit()
+        if not found.rows:
+            return None
+        kept, key_id = found.rows[0]
+        return self.columns.payload_back(kept, key_id)
+
     def close(self, token: str) -> Statement:
         """The statement that fails unless this is still the claiming transaction."""
         return self.dialect.statement("close", {"token": token}, canary=token)
@@ -327,16 +351,32 @@ class InboxStore:
         found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
         return {own for own, row in found.items() if row.token == token}
 
-    def store(self, consumer: str, arrivals: Sequence[Arrival], *, token: str) -> Steps[set[str]]:
+    def store(
+        self,
+        consumer: str,
+        arrivals: Sequence[Arrival],
+        *,
+        token: str,
+        delay_s: float = 0.0,
+    ) -> Steps[set[str]]:
         """Insert messages as pending, payload included; returns the ids that were new.
 
-        The ids must be sorted and each once. For a transaction that is already open.
+        Each id once; sorted, unless their order is that in which they are to be processed. For a
+        transaction that is already open.
+
+        Args:
+            delay_s: they are due this much later.
         """
         if not arrivals:
             return set()
         result = yield self.dialect.statement(
             "store",
-            {"consumer": consumer, "token": token, "key_id": self.columns.key_id},
+            {
+                "consumer": consumer,
+                "token": token,
+                "key_id": self.columns.key_id,
+                "delay_s": delay_s,
+            },
             self.columns.whole(arrivals),
         )
         if self.dialect.returning:
@@ -345,28 +385,38 @@ class InboxStore:
         return {own for own, row in found.items() if row.token == token}
 
     def lease(
-        self, consumer: str, *, token: str, limit: int, lease: Lease, suspect: bool
+        self,
+        consumer: str,
+        *,
+        token: str,
+        limit: int,
+        lease: Lease,
+        suspect: bool,
+        heads_only: bool = False,
+        dead_blocks: bool = False,
     ) -> Steps[list[Leased]]:
         """Lease due rows in a transaction of its own, oldest due first.
 
         Args:
             suspect: take rows whose last run never ended; lease those one at a time.
+            heads_only: of each key take only the first row that is unfinished.
+            dead_blocks: with `heads_only`, a dead row stays the head of its key.
 
         Guarantee: the start is counted before a handler runs, so a message that kills its process
         still runs out of starts.
         """
         lease_s = lease.duration.total_seconds()
+        params: dict[str, Any] = {
+            "consumer": consumer,
+            "token": token,
+            "limit": limit,
+            "lease_s": lease_s,
+            "suspect": suspect,
+        }
+        if heads_only:
+            params["dead_blocks"] = dead_blocks
         yield Begin()
-        result = yield self.dialect.statement(
-            "lease",
-            {
-                "consumer": consumer,
-                "token": token,
-                "limit": limit,
-                "lease_s": lease_s,
-                "suspect": suspect,
-            },
-        )
+        result = yield self.dialect.statement("lease_ordered" if heads_only else "lease", params)
         if not result.rows:
             yield Rollback()
             return []

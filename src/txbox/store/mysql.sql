@@ -99,8 +99,8 @@ SET @txbox_lock_wait = CAST(COALESCE(@txbox_lock_wait, @@SESSION.innodb_lock_wai
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash,
                          next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
 VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
-         :rows.payload_hash, UTC_TIMESTAMP(6), :rows.content_type, :rows.headers, :rows.origin, :rows.payload,
-         TRUE, :key_id)}
+         :rows.payload_hash, UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND, :rows.content_type, :rows.headers,
+         :rows.origin, :rows.payload, TRUE, :key_id)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
 -- name: record_update
@@ -165,6 +165,23 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
+-- name: lease_ordered
+-- As lease, of each key only the first row that is unfinished.
+SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
+       content_type, headers, origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox AS own
+ WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+   AND next_attempt_at <= UTC_TIMESTAMP(6) AND (starts > 0) = :suspect
+   AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                    WHERE earlier.consumer = own.consumer AND earlier.`key` = own.`key`
+                      AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                      AND (earlier.status IN ('pending', 'failed', 'processing')
+                           OR (:dead_blocks AND earlier.status = 'dead')))
+ ORDER BY next_attempt_at, arrival
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
 -- name: lease_stored
 -- As lease, for rows that its caller has stored in this transaction.
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
@@ -180,6 +197,40 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = UTC_TIMESTAMP(6),
        lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
+
+-- name: order_waiting
+-- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
+SELECT DISTINCT CONVERT(`key` USING utf8mb4) FROM txbox_inbox
+ WHERE consumer = :consumer AND `key` IN ({:rows.key})
+   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND status = 'dead'))
+   AND NOT (token <=> :token)
+
+-- name: sequence_state
+-- The version processed last, locked until the transaction ends; whether an earlier one is on its way
+-- through the table; and whether this one has waited long enough.
+SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND `key` = :key FOR UPDATE),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND `key` = :key
+                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND message_id = :message_id
+                  AND received_at < UTC_TIMESTAMP(6) - INTERVAL :wait_s SECOND)
+
+-- name: sequence_done
+INSERT INTO txbox_sequence (consumer, `key`, last) VALUES (:consumer, :key, :sequence)
+ON DUPLICATE KEY UPDATE last = GREATEST(txbox_sequence.last, VALUES(last)), updated_at = UTC_TIMESTAMP(6)
+
+-- name: sequence_next
+-- The version behind the one that is done need not wait for its next look.
+UPDATE txbox_inbox SET next_attempt_at = UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND `key` = :key AND status = 'pending' AND sequence = :sequence + 1
+
+-- name: keep_result
+UPDATE txbox_inbox SET result = :result, key_id = :key_id
+ WHERE consumer = :consumer AND message_id = :message_id
+
+-- name: result
+SELECT result, key_id FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.

@@ -165,7 +165,8 @@ ROLLBACK TO SAVEPOINT txbox_accept
 -- Payload and key in one row; whoever comes second changes nothing.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, next_attempt_at,
                          content_type, headers, origin, payload, has_payload, key_id)
-SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.sequence, m.payload_hash, now(),
+SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.sequence, m.payload_hash,
+       now() + make_interval(secs => :delay_s::double precision),
        m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
   FROM unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
               :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
@@ -241,6 +242,26 @@ UPDATE txbox_inbox AS own
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
 
+-- name: lease_ordered
+-- As lease, of each key only the first row that is unfinished.
+UPDATE txbox_inbox AS own
+   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
+       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+  FROM (SELECT own.consumer, own.message_id FROM txbox_inbox AS own
+         WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
+           AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
+           AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                            WHERE earlier.consumer = own.consumer AND earlier.key = own.key
+                              AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                              AND (earlier.status IN ('pending', 'failed', 'processing')
+                                   OR (:dead_blocks::boolean AND earlier.status = 'dead')))
+         ORDER BY next_attempt_at, arrival
+         LIMIT :limit::integer
+           FOR UPDATE OF own SKIP LOCKED) AS due
+ WHERE own.consumer = due.consumer AND own.message_id = due.message_id
+RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+
 -- name: lease_stored
 -- As lease, for rows that its caller has stored in this transaction.
 UPDATE txbox_inbox AS own
@@ -252,6 +273,43 @@ RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.receiv
 
 -- name: lease_take
 -- lease has taken the rows.
+
+-- name: order_waiting
+-- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
+SELECT DISTINCT key FROM txbox_inbox
+ WHERE consumer = :consumer::text AND key = ANY(:rows.key::text[]) AND status <> 'processed'
+   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks::boolean AND status = 'dead'))
+   AND token IS DISTINCT FROM :token::text
+
+-- name: sequence_state
+-- The version processed last, locked until the transaction ends; whether an earlier one is on its way
+-- through the table; and whether this one has waited long enough.
+SELECT (SELECT last FROM txbox_sequence
+         WHERE consumer = :consumer::text AND key = :key::text FOR UPDATE),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed'
+                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence::bigint),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer::text AND message_id = :message_id::text
+                  AND received_at < clock_timestamp() - make_interval(secs => :wait_s::double precision))
+
+-- name: sequence_done
+INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer::text, :key::text, :sequence::bigint)
+ON CONFLICT ON CONSTRAINT txbox_sequence_pkey
+DO UPDATE SET last = greatest(txbox_sequence.last, excluded.last), updated_at = clock_timestamp()
+
+-- name: sequence_next
+-- The version behind the one that is done need not wait for its next look.
+UPDATE txbox_inbox SET next_attempt_at = clock_timestamp()
+ WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed' AND status = 'pending'
+   AND sequence = :sequence::bigint + 1
+
+-- name: keep_result
+UPDATE txbox_inbox SET result = :result::bytea, key_id = :key_id::text
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- name: result
+SELECT result, key_id FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.

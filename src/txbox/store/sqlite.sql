@@ -98,7 +98,7 @@ RETURNING message_id
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, next_attempt_at,
                          content_type, headers, origin, payload, has_payload, key_id)
 VALUES {(:consumer, :rows.message_id, 'pending', :rows.topic, :rows.type, :rows.key, :rows.sequence,
-         :rows.payload_hash, strftime('%Y-%m-%d %H:%M:%f', 'now'),
+         :rows.payload_hash, strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s)),
          :rows.content_type, :rows.headers, :rows.origin, :rows.payload, true, :key_id)}
 ON CONFLICT (consumer, message_id) DO NOTHING
 RETURNING message_id
@@ -164,6 +164,24 @@ UPDATE txbox_inbox
 RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
           content_type, headers, origin, payload, has_payload, key_id, arrival
 
+-- name: lease_ordered
+-- As lease, of each key only the first row that is unfinished.
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
+                    WHERE due.consumer = :consumer AND due.status <> 'processed' AND due.status IN ('pending', 'failed') AND due.has_payload
+                      AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND (due.starts > 0) = :suspect
+           AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                            WHERE earlier.consumer = due.consumer AND earlier.key = due.key
+                              AND earlier.arrival < due.arrival AND earlier.status <> 'processed'
+                              AND (earlier.status IN ('pending', 'failed', 'processing')
+                                   OR (:dead_blocks AND earlier.status = 'dead')))
+                    ORDER BY due.next_attempt_at, due.arrival
+                    LIMIT :limit)
+RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
+          content_type, headers, origin, payload, has_payload, key_id, arrival
+
 -- name: lease_stored
 -- As lease, for rows that its caller has stored in this transaction.
 UPDATE txbox_inbox
@@ -175,6 +193,42 @@ RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, att
 
 -- name: lease_take
 -- lease has taken the rows.
+
+-- name: order_waiting
+-- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
+SELECT DISTINCT key FROM txbox_inbox
+ WHERE consumer = :consumer AND key IN ({:rows.key}) AND status <> 'processed'
+   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND status = 'dead'))
+   AND token IS NOT :token
+
+-- name: sequence_state
+-- The version processed last; whether an earlier one is on its way through the table; and whether this
+-- one has waited long enough.
+SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND key = :key),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND key = :key AND status <> 'processed'
+                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND message_id = :message_id
+                  AND received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:wait_s)))
+
+-- name: sequence_done
+INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer, :key, :sequence)
+ON CONFLICT (consumer, key)
+DO UPDATE SET last = max(txbox_sequence.last, excluded.last), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+
+-- name: sequence_next
+-- The version behind the one that is done need not wait for its next look.
+UPDATE txbox_inbox SET next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE consumer = :consumer AND key = :key AND status <> 'processed' AND status = 'pending'
+   AND sequence = :sequence + 1
+
+-- name: keep_result
+UPDATE txbox_inbox SET result = :result, key_id = :key_id
+ WHERE consumer = :consumer AND message_id = :message_id
+
+-- name: result
+SELECT result, key_id FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: heartbeat
 UPDATE txbox_inbox

@@ -111,6 +111,16 @@ CREATE TABLE IF NOT EXISTS txbox_outbox (
     KEY txbox_outbox_key (topic(255), `key`(255), number)
 ) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
 
+-- The version of each key that was processed last, for consumers that watch for gaps; a key is bounded
+-- at the edge to what an index holds.
+CREATE TABLE IF NOT EXISTS txbox_sequence (
+    consumer        VARBINARY(255)  NOT NULL,
+    `key`           VARBINARY(1024) NOT NULL,
+    last            BIGINT          NOT NULL,
+    updated_at      DATETIME(6)     NOT NULL DEFAULT (UTC_TIMESTAMP(6)),
+    PRIMARY KEY (consumer, `key`)
+) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
 CREATE TABLE IF NOT EXISTS txbox_job (
     name            VARBINARY(255)  NOT NULL,
     token           VARCHAR(64)     CHARACTER SET ascii COLLATE ascii_bin,

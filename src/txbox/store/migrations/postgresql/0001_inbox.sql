@@ -41,6 +41,9 @@ CREATE TABLE txbox_inbox (
 -- the key. One and not one a status, and no CHECK on status: each costs a single-row claim 3 to 10 us.
 CREATE INDEX txbox_inbox_open ON txbox_inbox (consumer, status, next_attempt_at)
     WHERE status <> 'processed';
+-- What an ordered key waits for; like the one above, no inline success touches it.
+CREATE INDEX txbox_inbox_key ON txbox_inbox (consumer, key, arrival)
+    WHERE status <> 'processed' AND key IS NOT NULL;
 -- In arrival order, for replays; rows that keep no payload are not in it.
 CREATE INDEX txbox_inbox_kept ON txbox_inbox (consumer, arrival) WHERE has_payload;
 CREATE INDEX txbox_inbox_processed_at ON txbox_inbox USING brin (processed_at)
@@ -108,6 +111,15 @@ CREATE INDEX txbox_outbox_key ON txbox_outbox (topic, key, number)
     WHERE status = 'pending' AND key IS NOT NULL;
 CREATE INDEX txbox_outbox_ended ON txbox_outbox (status, number)
     WHERE status <> 'pending';
+
+-- The version of each key that was processed last, for consumers that watch for gaps.
+CREATE TABLE txbox_sequence (
+    consumer        text        COLLATE "C" NOT NULL,
+    key             text        COLLATE "C" NOT NULL,
+    last            bigint      NOT NULL,
+    updated_at      timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT txbox_sequence_pkey PRIMARY KEY (consumer, key)
+);
 
 CREATE TABLE txbox_job (
     name            text        COLLATE "C" NOT NULL PRIMARY KEY,

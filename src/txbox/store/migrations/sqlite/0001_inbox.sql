@@ -41,6 +41,9 @@ CREATE TABLE txbox_inbox (
     CONSTRAINT txbox_inbox_status CHECK
         (status IN ('pending', 'processing', 'processed', 'failed', 'dead', 'discarded'))
 );
+-- What an ordered key waits for.
+CREATE INDEX txbox_inbox_key ON txbox_inbox (consumer, key, arrival)
+    WHERE status <> 'processed' AND key IS NOT NULL;
 -- Partial, so that a processed row is in no index but the key; pruning reads in arrival order.
 CREATE INDEX txbox_inbox_open ON txbox_inbox (consumer, status, next_attempt_at)
     WHERE status <> 'processed';
@@ -108,6 +111,15 @@ CREATE INDEX txbox_outbox_key ON txbox_outbox (topic, key, number)
     WHERE status = 'pending' AND key IS NOT NULL;
 CREATE INDEX txbox_outbox_ended ON txbox_outbox (status, number)
     WHERE status <> 'pending';
+
+-- The version of each key that was processed last, for consumers that watch for gaps.
+CREATE TABLE txbox_sequence (
+    consumer        TEXT    NOT NULL,
+    key             TEXT    NOT NULL,
+    last            INTEGER NOT NULL,
+    updated_at      TEXT    NOT NULL DEFAULT (strftime('%Y-%m-%d %H:%M:%f', 'now')),
+    CONSTRAINT txbox_sequence_pkey PRIMARY KEY (consumer, key)
+);
 
 CREATE TABLE txbox_job (
     name            TEXT    NOT NULL PRIMARY KEY,
