@@ -1,0 +1,112 @@
+"""Kafka: the points of every publisher, and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from tests.brokers.publisher_conformance import (
+    HOSTILE,
+    TIME,
+    WITHIN_S,
+    PublisherConformance,
+    arrived,
+    confirmed,
+    ids,
+    message,
+    milliseconds,
+    publisher_of,
+    several,
+)
+from tests.brokers.rigs import Rig
+from tests.brokers.rigs.kafka import KafkaRig
+from tests.runtime.support import eventually
+from tests.servers.control import ThrowawayKafka
+from txbox.brokers.kafka import Kafka
+from txbox.errors import ConfigurationError, MessageRefused
+
+pytestmark = pytest.mark.brokers
+
+
+class TestKafkaPublisher(PublisherConformance):
+    headers = tuple(  # values are bytes
+        (name, value.encode() if isinstance(value, str) else value) for name, value in HOSTILE
+    )
+    tombstones = True
+    time = milliseconds(TIME)
+    faster = 10.0
+
+    @pytest.fixture
+    def rig(self, kafka_bootstrap: str) -> Iterator[Rig]:
+        with KafkaRig(kafka_bootstrap) as own:
+            yield own
+
+    @pytest.fixture
+    def own_rig(self, own_kafka: ThrowawayKafka) -> Iterator[Rig]:
+        with KafkaRig(own_kafka.bootstrap, own_kafka) as own:
+            yield own
+
+    def test_a_batch_that_is_too_large_is_no_message_that_is(self, rig: Rig) -> None:
+        """The topic's limit counts for a batch, which the broker refuses as a whole."""
+        topic = f"small-{rig.topic}"
+        new_topic(rig.address, topic, {"max.message.bytes": "2000"})
+        messages = [message(rig, number, topic=topic, key="k") for number in range(200)]
+        messages.insert(100, message(rig, "large", topic=topic, payload=b"x" * 5000))
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish(messages, WITHIN_S)
+        assert [at for at, own in enumerate(answers) if own is not None] == [100]
+        assert isinstance(answers[100], MessageRefused)
+
+    def test_a_topic_that_is_made_later_takes_messages_then(self, rig: Rig) -> None:
+        topic = f"later-{rig.topic}"
+        own = message(rig, "m1", topic=topic)
+        with publisher_of(rig) as publisher:
+            assert publisher.publish([own], WITHIN_S) != [None]
+            new_topic(rig.address, topic, {})
+            eventually(lambda: publisher.publish([own], WITHIN_S) == [None], "the new topic")
+
+    def test_without_a_group_it_publishes_and_with_one_it_does_both(self, rig: Rig) -> None:
+        with publisher_of(rig, linger_ms=1, acks=-1, session_timeout_ms=6000) as publisher:
+            confirmed(publisher, several(rig, 10))
+        alone = Kafka(rig.address).publisher()
+        confirmed(alone, several(rig, 10, first=10))
+        alone.close()
+        assert ids(arrived(rig, 20)) == {f"m{number}" for number in range(20)}
+
+    def test_a_name_that_is_no_topic_is_refused(self, rig: Rig) -> None:
+        with publisher_of(rig) as publisher:
+            refused, kept = publisher.publish(
+                [message(rig, "m1", topic="no topic!"), message(rig, "m2")], WITHIN_S
+            )
+        assert isinstance(refused, MessageRefused)
+        assert kept is None
+
+
+def new_topic(bootstrap: str, topic: str, config: dict[str, str]) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(topic, 1, 1, config=config)])[topic].result(20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"acks": 1}, {"request_required_acks": "0"}, {"enable_idempotence": False}, {"retries": 0},
+        {"transactional_id": "t"}, {"delivery_report_only_error": True}, {"queuing_strategy": "lifo"},
+        {"max_in_flight": 6},
+    ],
+)  # fmt: skip
+def test_options_with_which_a_confirmation_means_nothing_are_refused(
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"acks|idempoten|txbox|transaction|order|said"):
+        Kafka("localhost:1", **options).publisher()
+
+
+def test_to_consume_it_needs_a_group() -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigurationError, match="group"):
+        Kafka("localhost:1").open(["orders"], nothing, nothing)
