@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from tests.conftest import NewDatabase, require
 from tests.databases import Raw
 from tests.runtime.support import eventually
-from tests.servers import ROOT, packages
+from tests.servers import ROOT, VARIABLES, compose, packages
 from tests.servers.control import ThrowawayMariaDB, ThrowawayPostgres
 from tests.servers.leftovers import end_processes, remove_abandoned
 from tests.servers.process import ServerDirectory, alive, base_directory
@@ -121,3 +122,15 @@ def test_processes_that_a_killed_command_started_are_ended() -> None:
     assert alive(orphan)
     end_processes(mark, within_s=0.5)
     eventually(lambda: not alive(orphan))
+
+
+def test_compose_offers_every_server_on_the_ports_that_the_tests_use() -> None:
+    text = (ROOT / "compose.yaml").read_text().partition("\nservices:\n")[2]
+    sections = re.split(r"^  (\w+):$", text, flags=re.MULTILINE)
+    services = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert services.keys() == compose.URLS.keys()
+    assert services.keys() == {name for name in VARIABLES if not name.endswith("-durable")}
+    for name, section in services.items():
+        port = re.search(r":(\d+)(/|$)", compose.URLS[name])
+        assert port
+        assert f"127.0.0.1:{port[1]}:" in section, name
