@@ -196,7 +196,9 @@ def test_sources_that_open_late_or_go_away(shop: Shop) -> None:
 
 
 def test_a_source_that_is_refused(shop: Shop) -> None:
-    nameless = [Message(topic=TOPIC, payload=b"{}") for _ in range(100)]
+    nameless: list[Message[Any] | Delivery] = [
+        Message(topic=TOPIC, payload=b"{}") for _ in range(100)
+    ]
     source, health = Memory(nameless, endless=True), Health()
     shop.handler()
     shop.app.consume(source)

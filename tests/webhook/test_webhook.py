@@ -24,7 +24,7 @@ from tests.webhook.senders import (
     standard,
     stripe,
 )
-from txbox import App, Limits, Message, Outcome, Reject, StoreError
+from txbox import App, ConfigurationError, Limits, Message, Outcome, Reject, StoreError
 from txbox.brokers.webhook import GitHub, StandardWebhooks, Stripe, Verified, Verify, Webhook
 from txbox.message import Headers
 
@@ -340,3 +340,45 @@ def events() -> list[tuple[str, str, bytes]]:
         (own["id"], own["type"].split(".")[2], json.dumps(own["data"]).encode())
         for own in map(json.loads, FILE.read_text().splitlines())
     ]
+
+
+def test_what_is_consumed_goes_to_every_consumer_and_may_be_mounted(lite: Shop) -> None:
+    lite.handler()
+    lite.handler(lambda *_: _fail(), consumer="shipping")
+    own = Webhook(topic=TOPIC, verify=GitHub(SECRET))
+    with serving(own) as endpoint:
+        # nobody takes its messages yet
+        assert endpoint.post(github("d1", BODY), BODY).status == 500
+    lite.app.consume(own)
+    assert (lite.app.webhooks, own.path, own.in_flight) == ([own], f"/webhooks/{TOPIC}", 0)
+    with serving(own) as endpoint:
+        assert endpoint.post(github("d1", BODY), BODY).text == "processed, failed"
+        assert endpoint.post(github("d1", BODY), BODY).text == "duplicate, deferred"
+    assert lite.effects() == 1
+    assert own.answers == {200: 2}
+
+
+def _fail() -> None:
+    raise ValueError("no")
+
+
+def test_consume_keeps_the_process_that_was_given(lite: Shop) -> None:
+    lite.handler()
+    own = Webhook(lite.app.send_async, topic=TOPIC, verify=GitHub(SECRET))
+    lite.app.consume(own)
+    with serving(own) as endpoint:
+        assert endpoint.post(github("d1", BODY), BODY).text == "deferred"
+    assert lite.effects() == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"path": "hook"}, {"path": "/hook?x=1"}, {"in_flight_max": 0}, {"body_bytes": 0}]
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"path is|must be 1 or more"):
+        Webhook(topic=TOPIC, verify=GitHub(SECRET), **options)
+
+
+def test_a_webhook_is_consumed_without_topics(lite: Shop) -> None:
+    with pytest.raises(ConfigurationError, match="has one topic"):
+        lite.app.consume(Webhook(topic=TOPIC, verify=GitHub(SECRET)), ["another"])
