@@ -228,36 +228,41 @@ ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 
 
 -- name: lease
 -- Picks and takes in one statement. A row whose last run never ended is taken alone (`suspect`),
--- so that a message which kills its process takes no neighbour with it.
+-- so that a message which kills its process takes no neighbour with it. Materialised, here and wherever a
+-- LIMIT picks rows: scanned again by a join, the SELECT steps over rows that are taken, to others.
+WITH due AS MATERIALIZED (
+       SELECT consumer, message_id FROM txbox_inbox
+        WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
+          AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
+        ORDER BY next_attempt_at, arrival
+        LIMIT :limit::integer
+          FOR UPDATE SKIP LOCKED)
 UPDATE txbox_inbox AS own
    SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
        lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
-  FROM (SELECT consumer, message_id FROM txbox_inbox
-         WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
-           AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
-         ORDER BY next_attempt_at, arrival
-         LIMIT :limit::integer
-           FOR UPDATE SKIP LOCKED) AS due
+  FROM due
  WHERE own.consumer = due.consumer AND own.message_id = due.message_id
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
 
 -- name: lease_ordered
 -- As lease, of each key only the first row that is unfinished.
+WITH due AS MATERIALIZED (
+       SELECT own.consumer, own.message_id FROM txbox_inbox AS own
+        WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
+          AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
+          AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
+                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                             AND (earlier.status IN ('pending', 'failed', 'processing')
+                                  OR (:dead_blocks::boolean AND earlier.status = 'dead')))
+        ORDER BY next_attempt_at, arrival
+        LIMIT :limit::integer
+          FOR UPDATE OF own SKIP LOCKED)
 UPDATE txbox_inbox AS own
    SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
        lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
-  FROM (SELECT own.consumer, own.message_id FROM txbox_inbox AS own
-         WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
-           AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
-           AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                            WHERE earlier.consumer = own.consumer AND earlier.key = own.key
-                              AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                              AND (earlier.status IN ('pending', 'failed', 'processing')
-                                   OR (:dead_blocks::boolean AND earlier.status = 'dead')))
-         ORDER BY next_attempt_at, arrival
-         LIMIT :limit::integer
-           FOR UPDATE OF own SKIP LOCKED) AS due
+  FROM due
  WHERE own.consumer = due.consumer AND own.message_id = due.message_id
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
@@ -335,6 +340,13 @@ UPDATE txbox_inbox
 
 -- name: rescue
 -- The start stays counted: its run never ended. SKIP LOCKED: a locked row is alive.
+WITH expired AS MATERIALIZED (
+       SELECT consumer, message_id FROM txbox_inbox
+        WHERE status = 'processing' AND lease_until <= clock_timestamp()
+          AND (:consumer::text IS NULL OR consumer = :consumer::text)
+        ORDER BY lease_until
+        LIMIT :limit::integer
+          FOR UPDATE SKIP LOCKED)
 UPDATE txbox_inbox AS own
    SET status = CASE WHEN own.starts >= :max_starts::integer THEN 'dead' ELSE 'failed' END,
        lease_until = NULL, token = NULL, updated_at = clock_timestamp(), next_attempt_at = clock_timestamp(),
@@ -342,12 +354,7 @@ UPDATE txbox_inbox AS own
        error = CASE WHEN own.starts >= :max_starts::integer
                     THEN 'killed its process: ' || own.starts || ' runs never ended' ELSE 'lease expired' END,
        fingerprint = NULL
-  FROM (SELECT consumer, message_id FROM txbox_inbox
-         WHERE status = 'processing' AND lease_until <= clock_timestamp()
-           AND (:consumer::text IS NULL OR consumer = :consumer::text)
-         ORDER BY lease_until
-         LIMIT :limit::integer
-           FOR UPDATE SKIP LOCKED) AS expired
+  FROM expired
  WHERE own.consumer = expired.consumer AND own.message_id = expired.message_id
 RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.attempts, own.error_type, own.error
 
@@ -359,13 +366,15 @@ RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.a
 
 -- name: prune
 -- By the key, oldest completion first; SKIP LOCKED: a redelivery that is looking at a row goes first.
+WITH old AS MATERIALIZED (
+       SELECT consumer, message_id FROM txbox_inbox
+        WHERE status IN ('processed', 'discarded')
+          AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+          AND (:consumer::text IS NULL OR consumer = :consumer::text)
+        LIMIT :limit::integer
+          FOR UPDATE SKIP LOCKED)
 DELETE FROM txbox_inbox AS own
- USING (SELECT consumer, message_id FROM txbox_inbox
-         WHERE status IN ('processed', 'discarded')
-           AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
-           AND (:consumer::text IS NULL OR consumer = :consumer::text)
-         LIMIT :limit::integer
-           FOR UPDATE SKIP LOCKED) AS old
+ USING old
  WHERE own.consumer = old.consumer AND own.message_id = old.message_id
 RETURNING own.consumer, own.message_id
 
@@ -385,13 +394,15 @@ SELECT count(*) FROM txbox_inbox
 
 -- name: drop_payloads
 -- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
+WITH old AS MATERIALIZED (
+       SELECT consumer, message_id FROM txbox_inbox
+        WHERE consumer = :consumer::text AND status = 'processed' AND has_payload
+          AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+        LIMIT :limit::integer
+          FOR UPDATE SKIP LOCKED)
 UPDATE txbox_inbox AS own
    SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = false
-  FROM (SELECT consumer, message_id FROM txbox_inbox
-         WHERE consumer = :consumer::text AND status = 'processed' AND has_payload
-           AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
-         LIMIT :limit::integer
-           FOR UPDATE SKIP LOCKED) AS old
+  FROM old
  WHERE own.consumer = old.consumer AND own.message_id = old.message_id
 
 -- name: work_left
