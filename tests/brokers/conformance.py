@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.brokers.rigs import PAYLOAD, Note, Rig, notes, nothing_for, opened, take
+from tests.brokers.rigs.service import SHORT, process
 from tests.databases import Raw
 from tests.runtime.support import eventually, running, worker
 from tests.servers.control import ThrowawayPostgres
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.brokers
 
 #: One start that is counted, and not given back, kills the message: an innocent one must never die of it.
 STRICT = Lease(max_starts=1)
+UNFINISHED = "SELECT 1 FROM txbox_inbox WHERE status <> 'processed'"
 
 
 class Watched:
@@ -45,6 +47,10 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
+
+    @property
+    def idle(self) -> bool:
+        return len(self.settled) == len(self.received)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         found = self._source.receive(messages_max, wait_s)
@@ -352,7 +358,21 @@ class SourceConformance:
         each_once(shop, 10)
         assert rig.outstanding() == 0
 
-    @pytest.mark.slow
+    @pytest.mark.parametrize("crash", ["after:handler", "before:ack"])
+    def test_a_killed_worker_loses_and_doubles_nothing(
+        self, rig: Rig, postgresql_url: str, crash: str
+    ) -> None:
+        with opened_shop(postgresql_url, lease=SHORT) as shop:
+            watched = service(shop, rig, source=rig.impatient)
+            rig.publish(*notes(8))
+            with process(rig, postgresql_url, crash) as killed:
+                assert killed.wait(30) == -signal.SIGKILL
+            with running(worker(shop.app, maintenance=True)):
+                eventually(lambda: shop.effects() >= 8 and not shop.raw.rows(UNFINISHED))
+                eventually(lambda: watched.idle and rig.outstanding() == 0)
+            each_once(shop, 8)
+        assert rig.outstanding() == 0
+
     def test_a_server_that_is_killed_and_comes_back(self, own_rig: Rig, shop: Shop) -> None:
         server = own_rig.server
         assert server is not None
@@ -363,7 +383,7 @@ class SourceConformance:
                 half.set()
                 assert go.wait(60)
 
-        service(shop, own_rig, hold_at_half, source=own_rig.impatient)
+        watched = service(shop, own_rig, hold_at_half, source=own_rig.impatient)
         own_rig.publish(*notes(40))
         with running(worker(shop.app)) as codes:
             assert half.wait(30)
@@ -374,12 +394,10 @@ class SourceConformance:
             eventually(lambda: shop.effects() >= 40)
             own_rig.publish(*notes(5, first=40))
             eventually(lambda: shop.effects() >= 45)
+            # what was acknowledged into the void comes again, and is a duplicate
+            eventually(lambda: watched.idle and own_rig.outstanding() == 0)
             assert shop.emitted(events.ConsumptionResumed)
             assert codes == []
-        each_once(shop, 45)
-        # what was acknowledged into the void comes again, and is a duplicate
-        with running(worker(shop.app)):
-            eventually(lambda: own_rig.outstanding() == 0)
         each_once(shop, 45)
         assert own_rig.outstanding() == 0
 

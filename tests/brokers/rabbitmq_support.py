@@ -1,13 +1,9 @@
-"""Queues, publishers and sources for the tests of RabbitMQ; as a program, a worker that kills itself."""
+"""Queues, publishers and sources for the tests of RabbitMQ."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import secrets
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +18,10 @@ from pamqp.header import ContentHeader
 
 from tests.runtime.support import eventually
 from tests.shop import AT_ONCE, CONSUMER, Shop, add_effect, opened
-from txbox import App, Message, steps
+from txbox import App, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.errors import BrokerUnavailable
-from txbox.worker import Worker
 
 HOSTILE = b"\xff\xfe\xfd\xfc\xfb\xfa\xf9"
 STAND_IN = "HOSTILE"
@@ -159,28 +154,3 @@ def shop_on(database: str, source: RabbitMQ, topic: str, **options: Any) -> Iter
         shop.app.handler(topic, consumer=CONSUMER, **options)(handle)
         shop.app.consume(source)
         yield shop
-
-
-def serve_and_die(plan: dict[str, Any]) -> None:
-    """A worker that kills itself at the third passage of a point; run as a process of its own."""
-    passages = 0
-
-    def die(point: str) -> None:
-        nonlocal passages
-        passages += point == plan["point"]
-        if passages == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    app = App(plan["url"])
-
-    @app.handler(plan["queue"], consumer=CONSUMER, retry=AT_ONCE)
-    def handle(message: Message[Any], tx: Any) -> None:
-        add_effect(tx, message.id)
-
-    app.consume(RabbitMQ(plan["broker"]))
-    steps.crash_point = die
-    Worker(app, maintenance=False).run()
-
-
-if __name__ == "__main__":
-    serve_and_die(json.loads(sys.argv[1]))

@@ -35,7 +35,6 @@ class TestRabbitMQ(SourceConformance):
             with RabbitMQRig(server.url, server) as own:
                 yield own
 
-    @pytest.mark.slow
     def test_a_slow_handler_runs_once(self, impatient_rig: Rig, shop: Shop) -> None:
         """Nothing extends a delivery here: the server closes its channel, and delivers it again."""
         go = threading.Event()

@@ -77,8 +77,7 @@ class Rig(ABC):
         ("bytes", b"\xff\xfe\x80"), ("empty", ""), ("nul", "a\0b"), ("twice", "1"), ("twice", "2"),
         ("null", None),
     )  # fmt: skip
-    #: Options of `source` by which unacknowledged messages come again after `redelivery_s`.
-    impatient: ClassVar[Mapping[str, Any]] = {}
+    #: After so long the sources with `impatient` options get again what is not acknowledged.
     redelivery_s: ClassVar[float] = 1.0
 
     def __init__(self, address: str, server: Server | None = None) -> None:
@@ -97,6 +96,11 @@ class Rig(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.remove()
+
+    @property
+    def impatient(self) -> Mapping[str, Any]:
+        """Options of `source` by which what is not acknowledged comes again soon."""
+        return {}
 
     @abstractmethod
     def create(self) -> None:
@@ -121,7 +125,7 @@ class Rig(ABC):
 
     @abstractmethod
     def outstanding(self) -> int:
-        """How many messages are not acknowledged, delivered or not; asked when no source is open."""
+        """How many messages are not acknowledged; those that a source holds may be missing."""
 
     @contextmanager
     def rival(self) -> Iterator[Callable[[], Sequence[Delivery]]]:

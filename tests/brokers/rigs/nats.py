@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import nats
@@ -19,14 +19,18 @@ DURABLE = "shop"
 
 class NatsRig(Rig):
     native_ids = True
+    cloud_events = "ce-"
     # a line each: what ends a line cannot be in it
     headers = tuple(pair for pair in Rig.headers if pair[1] is not None)
-    impatient: ClassVar[Mapping[str, Any]] = {"ack_wait": timedelta(seconds=1)}
 
     def __init__(self, address: str, server: Server | None = None) -> None:
         super().__init__(address, server)
         self.stream = self.topic
         self.topic = f"{self.stream}.paid"
+
+    @property
+    def impatient(self) -> Mapping[str, Any]:
+        return {"ack_wait": timedelta(seconds=1)}
 
     def create(self) -> None:
         self.do(lambda js: js.add_stream(name=self.stream, subjects=[f"{self.stream}.>"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import redis
 
@@ -20,7 +20,10 @@ class RedisRig(Rig):
         for name, value in Rig.headers
         if value is not None
     )
-    impatient: ClassVar[Mapping[str, Any]] = {"claim_idle": timedelta(seconds=1)}
+
+    @property
+    def impatient(self) -> Mapping[str, Any]:
+        return {"claim_idle": timedelta(seconds=1)}
 
     def create(self) -> None:
         self.client: Any = redis.Redis.from_url(self.address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import boto3
 from types_boto3_sqs import SQSClient
@@ -20,9 +20,9 @@ ACCESS: dict[str, Any] = {
 
 
 class SqsRig(Rig):
+    cloud_events = "ce-"
     payloads = ("grüß dich \U0001f600".encode(),)
     headers = (("bytes", b"\xff\x00\xfe"), ("text", "é\U0001f600"))
-    impatient: ClassVar[Mapping[str, Any]] = {"visibility": timedelta(seconds=1)}
     redelivery_s = 2.0  # ElasticMQ looks at its clock once a second
 
     def __init__(
@@ -41,6 +41,10 @@ class SqsRig(Rig):
             self.topic += ".fifo"
             self.attributes["FifoQueue"] = "true"
 
+    @property
+    def impatient(self) -> Mapping[str, Any]:
+        return {"visibility": timedelta(seconds=1)}
+
     def create(self) -> None:
         made = self.client.create_queue(
             QueueName=self.topic, Attributes=cast("Any", self.attributes)
@@ -54,12 +58,13 @@ class SqsRig(Rig):
         for own in messages:
             self.send(own)
 
-    def send(self, note: Note, **more: Any) -> None:
+    def send(self, note: Note, attributes: Mapping[str, Any] | None = None, **more: Any) -> None:
         assert note.payload is not None
+        pairs = {name: attribute(value) for name, value in note.pairs}
         self.client.send_message(
             QueueUrl=self.url,
             MessageBody=note.payload.decode(),
-            MessageAttributes={name: attribute(value) for name, value in note.pairs},
+            MessageAttributes={**pairs, **(attributes or {})},
             **more,
         )
 
