@@ -12,7 +12,8 @@ from pamqp import commands, header
 
 from txbox.brokers.plain import KEY, described, payload_of, utf8
 from txbox.brokers.rabbitmq_link import shown
-from txbox.errors import BrokerError, MessageRefused
+from txbox.errors import BrokerError, MessageRefused, UnusableMessage
+from txbox.identity import message_id
 from txbox.message import HeaderValue, Message
 
 _PART = 1000
@@ -106,7 +107,7 @@ def _entry(at: int, message: Message[Any], frame_max: int) -> Entry:
         content_type=_short("content type", message.content_type),
         headers=headers,
         delivery_mode=_PERSISTENT,
-        message_id=None if message.id is None else _short("id", str(message.id)),
+        message_id=_short("id", _id(message)),
         timestamp=None if message.time is None else message.time.astimezone(UTC),
         message_type=_short("type", message.type),
     )
@@ -119,6 +120,16 @@ def _entry(at: int, message: Message[Any], frame_max: int) -> Entry:
             f"The headers have {len(frame)} bytes: RabbitMQ takes {frame_max} (frame_max). Make them smaller."
         )
     return Entry(at, message.topic, payload, properties)
+
+
+def _id(message: Message[Any]) -> str:
+    if message.id is not None:
+        return str(message.id)
+    try:
+        # the client would invent a random one, another each time
+        return message_id(message)
+    except UnusableMessage as error:
+        raise MessageRefused(f"The message cannot be sent without an id: {error}") from None
 
 
 def _value(value: HeaderValue) -> Any:

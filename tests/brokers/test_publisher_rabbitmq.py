@@ -1,0 +1,128 @@
+"""RabbitMQ: the points of every publisher, and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.brokers.publisher_conformance import (
+    HOSTILE,
+    TIME,
+    WITHIN_S,
+    PublisherConformance,
+    arrived,
+    ids,
+    message,
+    publisher_of,
+    several,
+    whole_seconds,
+)
+from tests.brokers.rabbitmq_support import on_server
+from tests.brokers.rigs import Rig
+from tests.brokers.rigs.rabbitmq import RabbitMQRig
+from tests.servers.control import ThrowawayRabbitMQ
+from txbox import Message
+from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
+
+pytestmark = pytest.mark.brokers
+
+
+class TestRabbitMQPublisher(PublisherConformance):
+    # a table has each name once: what is repeated becomes an array, which is JSON to the source
+    headers = (*(pair for pair in HOSTILE if pair[0] != "twice"), ("twice", '["1", "2"]'))
+    time = whole_seconds(TIME)
+
+    @pytest.fixture
+    def rig(self, rabbitmq_url: str) -> Iterator[Rig]:
+        with RabbitMQRig(rabbitmq_url) as own:
+            yield own
+
+    @pytest.fixture
+    def own_rig(self, own_rabbitmq: ThrowawayRabbitMQ) -> Iterator[Rig]:
+        with RabbitMQRig(own_rabbitmq.url, own_rabbitmq) as own:
+            yield own
+
+    @contextmanager
+    def too_large(self, rig: Rig) -> Iterator[Message[Any]]:
+        # 134 MB of payload would do as well: see below for what closes the channel
+        yield message(rig, "large", headers=(("h", "x" * 140_000),))
+
+    def test_the_message_that_closes_the_channel_is_found(self, rig: Rig) -> None:
+        bad = message(rig, "bad", headers=(("CC", "text where the server wants an array"),))
+        batch = [*several(rig, 40), bad, *several(rig, 40, first=40), bad]
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish(batch, WITHIN_S)
+        assert [at for at, own in enumerate(answers) if own is not None] == [40, 81]
+        assert isinstance(answers[40], MessageRefused)
+        assert isinstance(answers[81], MessageRefused)
+        found = arrived(rig, 80)
+        first = [own for at, own in enumerate(found) if own.id not in {o.id for o in found[:at]}]
+        # copies of what was on its way are behind their first, and the first of each are in order
+        assert [own.id for own in first] == [f"m{number}" for number in range(80)]
+
+    def test_one_id_for_two_topics_is_told_apart(self, rig: Rig) -> None:
+        """The client knows what is returned by its id alone."""
+        nowhere = self.unroutable(rig)
+        batch = [
+            message(rig, "m1", topic=nowhere),
+            message(rig, "m1"),
+            message(rig, "m1", topic=nowhere),
+        ]
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish(batch, WITHIN_S)
+        assert [own is None for own in answers] == [False, True, False]
+
+    def test_a_queue_that_is_full_is_an_error(self, rig: Rig) -> None:
+        queue = f"full-{rig.topic}"
+        arguments: Any = {"x-max-length": 1, "x-overflow": "reject-publish"}
+        on_server(
+            rig.address, lambda own: own.declare_queue(queue, durable=True, arguments=arguments)
+        )
+        try:
+            with publisher_of(rig) as publisher:
+                answers = publisher.publish(
+                    [message(rig, own, topic=queue) for own in ("m1", "m2", "m3")], WITHIN_S
+                )
+        finally:
+            on_server(rig.address, lambda own: own.queue_delete(queue))
+        assert answers[0] is None
+        assert all(isinstance(own, BrokerError) and "nack" in str(own) for own in answers[1:])
+
+    def test_on_an_exchange_the_topic_is_the_routing_key(self, rig: Rig) -> None:
+        on_server(rig.address, lambda own: bind(own, rig.topic, "amq.topic", f"{rig.topic}.#"))
+        with publisher_of(rig, exchange="amq.topic") as publisher:
+            kept, lost = publisher.publish(
+                [
+                    message(rig, "m1", topic=f"{rig.topic}.paid"),
+                    message(rig, "m2", topic="nowhere"),
+                ],
+                WITHIN_S,
+            )
+        assert kept is None
+        assert "nowhere" in str(lost)
+        assert "amq.topic" in str(lost)
+        assert ids(arrived(rig, 1)) == {"m1"}
+
+    def test_an_exchange_that_is_not_there_is_an_error_of_each_message(self, rig: Rig) -> None:
+        with publisher_of(rig, exchange=f"no-{rig.topic}") as publisher:
+            answers = publisher.publish(several(rig, 3), WITHIN_S)
+        assert all(
+            isinstance(own, BrokerError) and not isinstance(own, MessageRefused) for own in answers
+        )
+
+    def test_a_wrong_password_is_no_confirmation(self, rabbitmq_url: str) -> None:
+        url = rabbitmq_url.replace("guest:guest", "guest:wrong")
+        publisher = RabbitMQ(url).publisher()
+        with pytest.raises(BrokerUnavailable, match="cannot be used") as caught:
+            publisher.publish([Message(topic="orders", id="m1")], 3)
+        assert "wrong" not in str(caught.value)
+        publisher.close()
+
+
+async def bind(channel: Any, queue: str, exchange: str, key: str) -> None:
+    own = await channel.get_queue(queue)
+    await own.bind(exchange, key)
