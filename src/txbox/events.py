@@ -131,6 +131,16 @@ class SourceRefused(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesLost(Event):
+    """The broker dropped messages before anybody could process them. Hang your alert here."""
+
+    source: str
+    topic: str
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseExpired(MessageEvent):
     """A row whose worker went away was rescued; `dead` when it had killed too many workers."""
 

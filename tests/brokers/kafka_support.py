@@ -24,6 +24,7 @@ from tests.servers import ROOT
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.errors import BrokerUnavailable
+from txbox.events import Event
 
 _WAIT_S = 20.0
 MakeRaw = Callable[[str], Raw]
@@ -111,6 +112,9 @@ class Nothing:
 
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
         return [own for own in self.done if among(own)]
+
+    def report(self, event: Event) -> None:
+        return
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.redis import RedisStreams
 from txbox.errors import BrokerError, BrokerUnavailable
+from txbox.events import MessagesLost
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
@@ -145,13 +146,18 @@ def test_trimmed_entries_raise_an_alarm(stream: Stream, caplog: pytest.LogCaptur
 
 def test_own_pending_entries_that_were_trimmed_are_acknowledged(stream: Stream) -> None:
     stream.add("m0")
-    source = stream.opened()
+    alone = Alone()
+    source = stream.opened(alone)
     received(source)
     stream.client.xtrim(stream.topic, maxlen=0, approximate=False)
     source._held.clear()
     source._ready = False
     assert source.receive(10, 0) == []
     assert source.lost_upstream == 1
+    (event,) = alone.events
+    assert isinstance(event, MessagesLost)
+    assert (event.source, event.topic, event.count) == (source.name, stream.topic, 1)
+    assert "MAXLEN" in event.reason
     assert stream.pending() == 0
 
 

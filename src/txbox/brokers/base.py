@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from txbox.errors import BrokerError
+from txbox.events import Event
 from txbox.message import Message
 
 
@@ -110,7 +111,7 @@ class Anchored(Protocol):
 
 
 class InFlight(Protocol):
-    """The deliveries that a source has handed out and that are not settled yet."""
+    """The deliveries that a source has handed out and that are not settled yet; and who hears of them."""
 
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
         """Wait until all in-flight deliveries that match are done, at most so long; returns the done.
@@ -118,6 +119,10 @@ class InFlight(Protocol):
         For a source that is about to lose them (a partition revoked): what is returned is for the
         source to acknowledge now, `settle` will not be called for it.
         """
+        ...
+
+    def report(self, event: Event) -> None:
+        """Tell the app's observers what only the source can see, such as `MessagesLost`."""
         ...
 
 

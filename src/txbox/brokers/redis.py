@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.redis_entry import Entry, delivery_of, entries_of, entry_of
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from txbox.events import MessagesLost
 
 try:
     import redis
@@ -82,8 +83,8 @@ class RedisStreams:
     on several servers, and change it with a stream whose ids begin anew.
 
     Guarantee: an entry is acknowledged only when its outcome is on disk. An entry that was trimmed
-    or deleted while it was pending cannot be processed: it is logged as "lost upstream", counted in
-    `lost_upstream` and acknowledged. Redis 7 or later.
+    or deleted while it was pending cannot be processed: it is logged as "lost upstream", reported as
+    `MessagesLost`, counted in `lost_upstream` and acknowledged. Redis 7 or later.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class RedisStreams:
         self._claim_idle_s = claim_idle.total_seconds()
         self._start = start
         self._streams: tuple[str, ...] = ()
+        self._in_flight: InFlight | None = None
         self._ready = False
         self._broken = False
         self._consumer = ""
@@ -167,7 +169,7 @@ class RedisStreams:
         self,
         topics: Sequence[str],
         progress: Progress,  # noqa: ARG002  # the group remembers
-        in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes what is tended
+        in_flight: InFlight | None = None,
     ) -> None:
         if not self._group:
             raise ConfigurationError("RedisStreams needs the name of a consumer group: group=.")
@@ -176,6 +178,7 @@ class RedisStreams:
                 "RedisStreams reads streams by name: list them, app.consume(source, topics=[…])."
             )
         self._streams = tuple(topics)
+        self._in_flight = in_flight
         # two processes under one name would read each other's pending entries
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._ready = self._broken = False
@@ -348,11 +351,15 @@ class RedisStreams:
 
     def _lost(self, stream: str, entry_ids: Sequence[bytes]) -> None:
         self.lost_upstream += len(entry_ids)
-        _log.warning(
-            "lost upstream: %d entries of stream %s were trimmed or deleted before group %s could process them"
-            " (first %s): give the stream a longer MAXLEN.",
-            len(entry_ids), stream, self._group, entry_ids[0].decode(),
-        )  # fmt: skip
+        reason = (
+            f"lost upstream: {len(entry_ids)} entries of stream {stream} were trimmed or deleted before group "
+            f"{self._group} could process them (first {entry_ids[0].decode()}): give the stream a longer MAXLEN."
+        )
+        _log.warning("%s", reason)
+        if self._in_flight is not None:
+            self._in_flight.report(
+                MessagesLost(source=self.name, topic=stream, count=len(entry_ids), reason=reason)
+            )
 
     # -- acknowledging and keeping ------------------------------------------------------------
 

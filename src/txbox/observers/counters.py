@@ -19,6 +19,7 @@ _HELP = {
     "txbox_settle_failures_total": "Deliveries whose acknowledgement failed.",
     "txbox_pauses_total": "Tries put off because the database (no source) or a source was away.",
     "txbox_paused_seconds_total": "Seconds that ended pauses took.",
+    "txbox_lost_upstream_total": "Messages that a broker dropped before they could be processed.",
     "txbox_sources_refused_total": "Sources from which nothing is taken until they are configured otherwise.",
     "txbox_leases_expired_total": "Rows whose worker went away.",
     "txbox_rows_pruned_total": "Rows that prune deleted.",
@@ -60,6 +61,8 @@ class Counters:
                 self.count("pauses", source=event.source or "")
             case events.ConsumptionResumed():
                 self.count("paused_seconds", event.paused_s, source=event.source or "")
+            case events.MessagesLost():
+                self.count("lost_upstream", event.count, source=event.source)
             case events.SourceRefused():
                 self.count("sources_refused", source=event.source)
             case events.RowsPruned():

@@ -28,6 +28,7 @@ _LEVELS: dict[type[Event], int] = {
     events.MessageDead: logging.ERROR,
     events.ConsumptionPaused: logging.WARNING,
     events.SourceRefused: logging.ERROR,
+    events.MessagesLost: logging.ERROR,
     events.LeaseExpired: logging.WARNING,
     events.SettleFailed: logging.WARNING,
 }

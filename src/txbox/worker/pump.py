@@ -17,7 +17,13 @@ from txbox import steps
 from txbox.app import App
 from txbox.brokers.base import Delivery, Progress, Source
 from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError
-from txbox.events import ConsumptionPaused, ConsumptionResumed, SettleFailed, SourceRefused
+from txbox.events import (
+    ConsumptionPaused,
+    ConsumptionResumed,
+    Event,
+    SettleFailed,
+    SourceRefused,
+)
 from txbox.handlers import Handler
 from txbox.intake import presentable
 from txbox.message import Message
@@ -315,6 +321,10 @@ class Pump:
                 if left_s <= 0 or not any(among(own) for own in self._in_flight):
                     return done
                 self._changed.wait(min(left_s, _WAIT_S))
+
+    def report(self, event: Event) -> None:
+        """Called by the source."""
+        self._app.events.emit(event)
 
     # -- keeping what is in flight ------------------------------------------------------------
 
