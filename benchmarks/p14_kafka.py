@@ -45,6 +45,7 @@ class Memory:
 
     topics: Sequence[str] | None = None
     tend_every_s: float | None = None
+    redelivery_s: float | None = None
     name = "memory"
     exhausted = False
 
@@ -98,6 +99,10 @@ class Timed:
     @property
     def tend_every_s(self) -> float | None:
         return self._source.tend_every_s
+
+    @property
+    def redelivery_s(self) -> float | None:
+        return self._source.redelivery_s
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         self._source.open(topics, progress, in_flight)
