@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -25,9 +26,10 @@ from tests.brokers.publisher_conformance import (
 from tests.brokers.rigs import Rig
 from tests.brokers.rigs.kafka import KafkaRig
 from tests.runtime.support import eventually
-from tests.servers.control import ThrowawayKafka
+from tests.servers.control import ThrowawayKafka, ThrowawayKafkaCluster
+from txbox import Message
 from txbox.brokers.kafka import Kafka
-from txbox.errors import ConfigurationError, MessageRefused
+from txbox.errors import BrokerError, ConfigurationError, MessageRefused
 
 pytestmark = pytest.mark.brokers
 
@@ -77,6 +79,17 @@ class TestKafkaPublisher(PublisherConformance):
         alone.close()
         assert ids(arrived(rig, 20)) == {f"m{number}" for number in range(20)}
 
+    def test_a_producer_that_can_do_no_more_is_replaced(self, rig: Rig) -> None:
+        with publisher_of(rig) as publisher:
+            confirmed(publisher, [message(rig, "m1")])
+            first = publisher._producer
+            publisher._failed(
+                KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "gone", fatal=True)
+            )
+            confirmed(publisher, [message(rig, "m2")])
+            assert publisher._producer is not first
+        assert ids(arrived(rig, 2)) == {"m1", "m2"}
+
     def test_a_name_that_is_no_topic_is_refused(self, rig: Rig) -> None:
         with publisher_of(rig) as publisher:
             refused, kept = publisher.publish(
@@ -86,9 +99,36 @@ class TestKafkaPublisher(PublisherConformance):
         assert kept is None
 
 
-def new_topic(bootstrap: str, topic: str, config: dict[str, str]) -> None:
+def test_too_few_replicas_fail_their_message_alone(
+    own_kafka_cluster: ThrowawayKafkaCluster,
+) -> None:
+    bootstrap = own_kafka_cluster.bootstrap
+    for name, replicas in (("strict", "3"), ("mild", "2")):
+        new_topic(bootstrap, name, {"min.insync.replicas": replicas}, copies=3)
+    publisher = Kafka(bootstrap).publisher()
+    strict: Message[Any] = Message(topic="strict", id="m1")
+    mild: Message[Any] = Message(topic="mild", id="m2")
+    confirmed(publisher, [strict, mild])
+    own_kafka_cluster.stop(3, immediate=True)
+
+    def refused() -> bool:
+        lost, kept = publisher.publish([strict, mild], 5)
+        return isinstance(lost, BrokerError) and "strict" in str(lost) and kept is None
+
+    eventually(refused, "a topic with too few replicas")
+    # alone as well, when nothing is confirmed: the other brokers are there
+    (lost,) = publisher.publish([strict], 5)
+    assert isinstance(lost, BrokerError)
+    assert not isinstance(lost, MessageRefused)
+    own_kafka_cluster.start(3)
+    eventually(lambda: publisher.publish([strict, mild], 5) == [None, None], "three replicas")
+    publisher.close()
+
+
+def new_topic(bootstrap: str, topic: str, config: dict[str, str], copies: int = 1) -> None:
     admin = AdminClient({"bootstrap.servers": bootstrap})
-    admin.create_topics([NewTopic(topic, 1, 1, config=config)])[topic].result(20)
+    made = admin.create_topics([NewTopic(topic, 1, copies, config=config)])
+    made[topic].result(20)
 
 
 @pytest.mark.parametrize(

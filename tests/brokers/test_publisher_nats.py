@@ -75,6 +75,19 @@ class TestNatsPublisher(PublisherConformance):
             # what the stream has already it confirms, full or not
             confirmed(publisher, [message(rig, "m1")])
 
+    def test_headers_that_steer_the_server_stay_behind(self, rig: NatsRig) -> None:
+        rig.do(
+            lambda js: js.update_stream(
+                name=rig.stream, subjects=[f"{rig.stream}.>"], allow_rollup_hdrs=True
+            )
+        )
+        headers = (("Nats-Rollup", "all"), ("nats-msg-id", "another"), ("kept", "1"))
+        with publisher_of(rig) as publisher:
+            confirmed(publisher, [*several(rig, 5), message(rig, "last", headers=headers)])
+        found = {own.id: own for own in arrived(rig, 6)}
+        assert found["last"].headers.get_all("kept") == ["1"]
+        assert found["last"].headers.get_all("Nats-Msg-Id") == ["last"]
+
     def test_the_stream_keeps_one_of_what_is_published_again(self, rig: NatsRig) -> None:
         with publisher_of(rig) as publisher:
             for _ in range(3):

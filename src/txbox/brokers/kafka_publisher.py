@@ -154,6 +154,8 @@ class KafkaPublisher:
     # -- the producer -------------------------------------------------------------------------
 
     def _connected(self, until: float) -> client.Producer:
+        if self._producer is not None and self._ended:
+            self._end(self._producer)
         producer = self._producer
         if producer is None:
             try:

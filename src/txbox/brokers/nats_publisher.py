@@ -20,6 +20,8 @@ from txbox.message import Message
 
 _hpub: Any = cast("Any", _command).hpub_cmd  # untyped there
 _ID = "Nats-Msg-Id"
+#: With such a header a message would expire, replace others or depend on a sequence.
+_STEERING = "nats-"
 #: More unconfirmed at a time would only wait in the server, which refuses what is beyond its bound.
 _WINDOW = 1000
 _LAST_WORD_S = 0.5
@@ -39,7 +41,8 @@ class NatsPublisher:
     The id is `Nats-Msg-Id`: what a stream has of the last minutes (its duplicate window) it takes as
     confirmed and does not keep twice. Type, key, content type and time are headers `type`, `key`,
     `content-type` and `time`. Header values lose white space at both ends, one that is None
-    arrives as empty text; a line break in one is refused. There are no tombstones.
+    arrives as empty text; a line break in one is refused. Other headers that begin with `Nats-` steer
+    the server and are left out. There are no tombstones.
 
     Guarantee: what is confirmed is in the stream, as durable as the stream is: file storage, and
     `sync_interval: always` or several replicas where a power failure must not lose it.
@@ -200,7 +203,9 @@ def _frame(message: Message[Any], bytes_max: int) -> tuple[str, bytearray, bytes
     if message.id is not None:
         _add(block, _ID, str(message.id))
     for name, value in described(message, TYPE, KEY, CONTENT_TYPE, TIME):
-        if name.lower() != _ID.lower() or message.id is None:
+        if not name.lower().startswith(_STEERING) or (
+            name.lower() == _ID.lower() and not message.id
+        ):
             _add(block, name, value)
     block += b"\r\n"
     if len(block) + len(payload) > bytes_max:
