@@ -57,6 +57,10 @@ class Memory:
             for own in reversed(work.deliveries)
         ]
 
+    def keeps_order(self, topic: str) -> bool:
+        del topic
+        return True
+
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None: ...
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
@@ -103,6 +107,9 @@ class Timed:
     @property
     def redelivery_s(self) -> float | None:
         return self._source.redelivery_s
+
+    def keeps_order(self, topic: str) -> bool:
+        return self._source.keeps_order(topic)
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         self._source.open(topics, progress, in_flight)

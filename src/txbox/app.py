@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -14,6 +15,7 @@ from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import Database
+from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
 from txbox.handlers import Handler, HandlerOptions, Handlers
@@ -39,6 +41,14 @@ class Consumption:
 
     source: Source
     topics: tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a message, and what its handler returned where that is kept."""
+
+    outcome: Outcome
+    result: Any = None
 
 
 class App:
@@ -97,6 +107,10 @@ class App:
         self.relaying = relaying or RelayPolicy()
         self.unmatched = unmatched
         self.store = InboxStore(self.database.dialect, Columns(codec))
+        #: Stages external calls in a handler's transaction: `app.effects.stage(tx, name, body)`.
+        self.effects = Effects(
+            self.handlers, self.limits, schema=schema, columns=self.store.columns
+        )
         self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
         self.intake = Intake(self.protocol)
         self._checked = False
@@ -199,6 +213,36 @@ class App:
 
         return register
 
+    def effect(
+        self,
+        name: str,
+        *,
+        retry: RetryPolicy | None = None,
+        reject_on: Sequence[type[Exception]] = (),
+        timeout: timedelta | None = None,
+        concurrency: int = 1,
+    ) -> Callable[[F], F]:
+        """Register a function `(message)` that calls something outside of the database, after commit.
+
+        Its rows are those of the consumer `effect:<name>`; what it returns is kept as their result.
+
+        Args:
+            retry, reject_on, timeout, concurrency: as for `handler`.
+
+        Guarantee: carried out at least once for each `app.effects.stage(tx, name, …)` that commits.
+        Give `message.idempotency_key` to the other side, so that a repeated call is one.
+        """
+        return self.handler(
+            PREFIX + name,
+            consumer=PREFIX + name,
+            transactional=False,
+            keep_result=True,
+            retry=retry,
+            reject_on=reject_on,
+            timeout=timeout,
+            concurrency=concurrency,
+        )
+
     def _check_colour(self, handler: Handler) -> None:
         if handler.options.transactional and self._connections(handler) is None:
             colour, other = ("async", "def") if handler.is_async else ("sync", "async def")
@@ -289,6 +333,27 @@ class App:
         return {
             own.consumer: await self.process_async(message, consumer=own.consumer) for own in found
         }
+
+    def answer(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
+        """As `process`; also returns what the handler of `keep_result=True` returned, then or now.
+
+        A duplicate gets the answer that the first delivery got.
+        """
+        handler = self._one_handler(message, consumer)
+        if handler is None or handler.is_async:
+            return Answer(self.process(message, consumer=consumer))
+        return _answer(drive(self._any_sync(), self._processed(handler, message)))
+
+    async def answer_async(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
+        """The twin of `answer`; a sync handler runs in a thread."""
+        handler = self._one_handler(message, consumer)
+        if handler is None:
+            return Answer(await self.process_async(message, consumer=consumer))
+        if not handler.is_async or self.database.asynchronous is None:
+            return await asyncio.to_thread(self.answer, message, consumer=handler.consumer)
+        return _answer(
+            await drive_async(self.database.asynchronous, self._processed(handler, message))
+        )
 
     def _one_handler(self, message: Message[Any], consumer: str | None) -> Handler | None:
         found = self.handlers.matching(message.topic, message.type, consumer)
@@ -405,10 +470,9 @@ class App:
         if not self._checked:
             yield from self.check_schema()
         for handler, indexes in work.items():
-            stored = dataclasses.replace(
-                handler, options=dataclasses.replace(handler.options, mode="stored")
+            settled = yield from self.intake.take(
+                handler.stored, [messages[index] for index in indexes]
             )
-            settled = yield from self.intake.take(stored, [messages[index] for index in indexes])
             for index, own in zip(indexes, settled, strict=True):
                 answers[index][handler.consumer] = own.outcome
         return answers
@@ -463,6 +527,10 @@ class App:
         trace: TracebackType | None,
     ) -> None:
         await self.close_async()
+
+
+def _answer(settled: Settled) -> Answer:
+    return Answer(settled.outcome, None if settled.result is None else json.loads(settled.result))
 
 
 def _open(database: Any, django: str | None, schema: str | None) -> Database:

@@ -127,6 +127,11 @@ class Handler:
         return self.types is None or other.types is None or bool(self.types & other.types)
 
     @property
+    def stored(self) -> Handler:
+        """The same handler with `mode="stored"`."""
+        return replace(self, options=replace(self.options, mode="stored"))
+
+    @property
     def keeps_payload(self) -> bool:
         """True when processed rows of this consumer keep their payload."""
         return self.options.keep_payload != "unfinished"

@@ -59,6 +59,8 @@ class Outbox:
         self._schema = schema
         self._columns = Columns(codec)
         self._routed = routed
+        #: Called whenever something is staged in this process, before its commit.
+        self.staged: Callable[[], None] | None = None
 
     def stage(
         self,
@@ -167,6 +169,8 @@ class Outbox:
                 ],
             },
         )
+        if self.staged is not None:
+            self.staged()
         return ids
 
     def _check(self, messages: Iterable[Outgoing]) -> None:

@@ -120,7 +120,7 @@ class InboxProtocol:
         self, handler: Handler, arrivals: Sequence[Arrival]
     ) -> Steps[dict[str, Settled]]:
         """Claim and run; retries conflicts, isolates the culprit of a batch, claims again when in doubt."""
-        waiting = list(arrivals)
+        waiting: list[Arrival] = list(arrivals)
         settled: dict[str, Settled] = {}
         tries = 0
         while waiting:

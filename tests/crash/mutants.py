@@ -76,7 +76,8 @@ class _OwnTransaction(HandlerTransaction):
         token: str,
         *,
         keep: bool,
-        call: bool = True,
+        checks: Sequence[Statement] = (),
+        returned: list[Any] | None = None,
     ) -> Steps[Ran]:
         ran = Ran(End.COMMITTED)
         ids = [own.message_id for own in arrivals]
@@ -93,7 +94,7 @@ class _OwnTransaction(HandlerTransaction):
                 handler.consumer, [own.message_id for own in mine], token=token, keep=keep
             )
         yield Commit()
-        if mine and call:
+        if mine and returned is None:
             yield Begin()
             yield from handled(handler, mine)
             yield Commit()

@@ -17,7 +17,7 @@ from txbox import App, Message, Outbox, Outcome, Outgoing, RelayPolicy, RetryPol
 from txbox.brokers.local import Local
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused, RelayResumed
-from txbox.relay import Relay, relays
+from txbox.relay import Relay
 from txbox.steps import drive
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -28,12 +28,8 @@ NOW = RelayPolicy(retry=RetryPolicy(base=timedelta(0), max_attempts=3))
 def relay_of(app: App, stop: Callable[[], bool] = lambda: False) -> Relay:
     assert app.database.sync is not None
     connections = app.database.sync
-    (relay,) = (
-        own
-        for own in relays(app, lambda steps: drive(connections, steps), stop=stop)
-        if own.name != "local" or not len(app.routes)
-    )
-    return relay
+    route = app.routes.all()[0]
+    return Relay(app, route, lambda steps: drive(connections, steps), stop=stop)
 
 
 def drained(relay: Relay, turns: int = 200) -> None:
@@ -94,7 +90,10 @@ def test_a_topic_that_goes_elsewhere_is_left_alone(
         app.publish(other)
         assert app.database.sync is not None
         connections = app.database.sync
-        both = relays(app, lambda steps: drive(connections, steps), stop=lambda: False)
+        both = [
+            Relay(app, route, lambda steps: drive(connections, steps), stop=lambda: False)
+            for route in app.routes.all()
+        ]
         drained(both[0])
         assert len(one.sent) == 3
         assert not other.sent

@@ -58,6 +58,10 @@ class Memory:
     def settled_ids(self) -> list[Any]:
         return [own.message.id for own in self.settled if own.message is not None]
 
+    def keeps_order(self, topic: str) -> bool:
+        del topic
+        return True
+
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         self.threads.add(threading.current_thread().name)
         self.in_flight = in_flight

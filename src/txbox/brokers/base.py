@@ -164,6 +164,10 @@ class Source(Protocol):
         """
         ...
 
+    def keeps_order(self, topic: str) -> bool:
+        """Say whether the messages of a key come to one consumer at a time, in their order (SEMANTICS 5.1)."""
+        ...
+
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         """Connect or look, without waiting for messages.
 

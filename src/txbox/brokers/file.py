@@ -204,6 +204,10 @@ class File:
     tend_every_s: float | None = None
     redelivery_s: float | None = None
 
+    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
+        """A file is read from its beginning, by one process at a time."""
+        return True
+
     def open(
         self,
         topics: Sequence[str],  # noqa: ARG002  # one stream, one topic

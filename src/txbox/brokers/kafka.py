@@ -147,6 +147,10 @@ class Kafka:
 
     # -- the source ---------------------------------------------------------------------------
 
+    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
+        """A key has a partition, and a partition one consumer of the group."""
+        return True
+
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         if not self._group:
             raise ConfigurationError(

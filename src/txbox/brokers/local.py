@@ -25,6 +25,10 @@ class Local:
     tend_every_s: float | None = None
     redelivery_s: float | None = None
 
+    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
+        """The table keeps it."""
+        return True
+
     def open(
         self, topics: Sequence[str], progress: Progress, in_flight: InFlight | None = None
     ) -> None:

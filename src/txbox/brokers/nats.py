@@ -145,6 +145,10 @@ class Nats:
         """Seconds after which the server delivers again what nobody tends; after `open`, as the consumers have it."""
         return self._ack_wait_s
 
+    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
+        """A consumer shares a stream out message by message."""
+        return False
+
     def open(
         self,
         topics: Sequence[str],

@@ -75,6 +75,8 @@ class RabbitMQ:
             takes back what is unacknowledged for longer. None when it is switched off.
         arguments: of the consumers, such as {"x-priority": 10}.
         check: how long a silent consumer is trusted before the server is asked whether it exists.
+        single_active_consumer: the queues are declared with `x-single-active-consumer`, so that one
+            consumer at a time gets all messages, in their order; `ordered=True` needs it.
         exchange: where messages are published to, with the topic as routing key; "" is the default
             exchange, on which the topic is the name of a queue.
         options: `ssl_context` and `client_properties` of `aio_pika.connect`.
@@ -103,6 +105,7 @@ class RabbitMQ:
         consumer_timeout: timedelta | None = timedelta(minutes=30),
         arguments: Mapping[str, Any] | None = None,
         check: timedelta = timedelta(seconds=30),
+        single_active_consumer: bool = False,
         exchange: str = "",
         **options: Any,
     ) -> None:
@@ -117,6 +120,7 @@ class RabbitMQ:
         self._consumer_timeout = consumer_timeout
         self._arguments = dict(arguments or {})
         self._check_s = check.total_seconds()
+        self._single_active_consumer = single_active_consumer
         self._exchange = exchange
         self._options = options
         self._queues: tuple[str, ...] = ()
@@ -140,6 +144,10 @@ class RabbitMQ:
     def redelivery_s(self) -> float | None:
         """Seconds after which the server takes an unacknowledged delivery back."""
         return None if self._consumer_timeout is None else self._consumer_timeout.total_seconds()
+
+    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
+        """Several consumers of a queue take turns, message by message, unless one is active at a time."""
+        return self._single_active_consumer
 
     def publisher(self) -> RabbitMQPublisher:
         return RabbitMQPublisher(

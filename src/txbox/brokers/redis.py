@@ -165,6 +165,10 @@ class RedisStreams:
         """Seconds after which another consumer takes over what nobody tends."""
         return self._claim_idle_s
 
+    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
+        """A group shares a stream out entry by entry."""
+        return False
+
     def open(
         self,
         topics: Sequence[str],

@@ -139,6 +139,10 @@ class SQS:
     def publisher(self) -> SQSPublisher:
         return SQSPublisher(self._given, self._options, self._wanted)
 
+    def keeps_order(self, topic: str) -> bool:
+        """A FIFO queue has message groups; a group's next messages wait for those in flight."""
+        return topic.endswith(".fifo")
+
     def open(
         self,
         topics: Sequence[str],

@@ -10,21 +10,12 @@ from functools import partial
 from typing import Any
 
 from txbox.brokers.sqs_body import checked_queue, entry_of, size_of
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
+from txbox.brokers.sqs_call import DENIED, GONE, WORKERS, CallError, called, new_client
+from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.message import Message
 
 _BATCH_MAX = 10
 _BATCH_BYTES_MIN, _BYTES_MAX = 256 * 1024, 1024 * 1024
-_WORKERS = 8
-_GONE = frozenset({"QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue"})
-_DENIED = frozenset({
-    "UnrecognizedClientException", "InvalidClientTokenId", "SignatureDoesNotMatch", "InvalidAddress",
-    "MissingAuthenticationToken", "AccessDenied", "AccessDeniedException", "InvalidSecurity",
-    "AWS.SimpleQueueService.AccessDenied",
-})  # fmt: skip
-#: The caller shall slow down, or the server is in trouble: not for what the messages are.
-_LATER = ("Throttl", "RequestThrottled", "OverLimit", "ServiceUnavailable", "InternalError",
-          "InternalFailure", "RequestExpired", "ExpiredToken")  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -103,9 +94,9 @@ class SQSPublisher:
 
     def _connect(self, within_s: float) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="txbox-sqs")
+            self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="txbox-sqs")
         if self._client is None:
-            self._client = self._given or _new_client(self._options, within_s)
+            self._client = self._given or new_client(self._options, within_s)
 
     def _find(self, batch: _Batch, topic: str) -> None:
         if topic in self._queues:
@@ -115,9 +106,9 @@ class SQSPublisher:
         try:
             if "/" not in url:
                 checked_queue(url)
-                url = _called(lambda: self._client.get_queue_url(QueueName=topic))["QueueUrl"]
+                url = called(lambda: self._client.get_queue_url(QueueName=topic))["QueueUrl"]
             bytes_max = self._bytes_max(url)
-        except _CallError as error:
+        except CallError as error:
             batch.fail(at, error, topic)
         except MessageRefused as refusal:
             batch.answer(at, refusal)
@@ -126,13 +117,13 @@ class SQSPublisher:
 
     def _bytes_max(self, url: str) -> int:
         try:
-            known = _called(
+            known = called(
                 lambda: self._client.get_queue_attributes(
                     QueueUrl=url, AttributeNames=["MaximumMessageSize"]
                 )
             )
-        except _CallError as error:
-            if error.code not in _DENIED:
+        except CallError as error:
+            if error.code not in DENIED:
                 raise
             # a publisher may not be allowed to ask; then SQS itself refuses
             return _BYTES_MAX
@@ -159,16 +150,16 @@ class SQSPublisher:
             return
         entries = [{"Id": str(number), **entry} for number, (_, entry) in enumerate(part)]
         try:
-            answer = _called(
+            answer = called(
                 lambda: self._client.send_message_batch(QueueUrl=queue.url, Entries=entries)
             )
-        except _CallError as error:
+        except CallError as error:
             if error.of_the_messages and len(part) > 1:
                 half = len(part) // 2
                 self._send(batch, queue, part[:half])
                 self._send(batch, queue, part[half:])
                 return
-            if error.code in _GONE:
+            if error.code in GONE:
                 # looked for again by the next call
                 self._queues.pop(queue.topic, None)
             batch.fail([at for at, _ in part], error, queue.topic)
@@ -177,7 +168,7 @@ class SQSPublisher:
         for sent in answer.get("Successful", []):
             batch.answers[part[int(sent["Id"])][0]] = None
         for failed in answer.get("Failed", []):
-            why = _CallError(str(failed.get("Code", "")), sender=bool(failed.get("SenderFault")))
+            why = CallError(str(failed.get("Code", "")), sender=bool(failed.get("SenderFault")))
             batch.fail([part[int(failed["Id"])][0]], why, queue.topic)
 
 
@@ -220,7 +211,7 @@ class _Batch:
         for index in at:
             self.answers[index] = error
 
-    def fail(self, at: Sequence[int], error: _CallError, topic: str) -> None:
+    def fail(self, at: Sequence[int], error: CallError, topic: str) -> None:
         if error.away:
             self.away = BrokerUnavailable(
                 f"SQS cannot be reached for queue {topic!r} ({error.code})."
@@ -228,9 +219,9 @@ class _Batch:
             self.answer(at, self.away)
             return
         self.heard = True
-        if error.code in _GONE:
+        if error.code in GONE:
             answer = BrokerError(f"SQS has no queue {topic!r} ({error.code}): create it.")
-        elif error.code in _DENIED:
+        elif error.code in DENIED:
             answer = BrokerError(
                 f"Queue {topic!r} cannot be used ({error.code}): check the region and the permissions."
             )
@@ -246,18 +237,6 @@ class _Batch:
         self.answer(at, answer)
 
 
-class _CallError(Exception):
-    """SQS has refused a call or an entry of it, or was not reached."""
-
-    def __init__(self, code: str, *, sender: bool = True, away: bool = False) -> None:
-        super().__init__(code)
-        self.code = code
-        self.away = away
-        self.of_the_messages = (
-            sender and not away and code not in _GONE | _DENIED and not any(own in code for own in _LATER)
-        )  # fmt: skip
-
-
 def _parts(entries: Iterator[_Entry], bytes_max: int) -> Iterator[list[_Entry]]:
     part: list[_Entry] = []
     size = 0
@@ -270,44 +249,3 @@ def _parts(entries: Iterator[_Entry], bytes_max: int) -> Iterator[list[_Entry]]:
         size += own_size
     if part:
         yield part
-
-
-def _new_client(given: Mapping[str, Any], within_s: float) -> Any:
-    import boto3.session
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
-    options = dict(given)
-    config = Config(
-        connect_timeout=min(3.0, within_s),
-        read_timeout=within_s,
-        retries={"mode": "standard", "max_attempts": 2},
-        tcp_keepalive=True,
-        max_pool_connections=_WORKERS,
-    )
-    options["config"] = config.merge(options["config"]) if "config" in options else config
-    try:
-        session: Any = boto3.session.Session(profile_name=options.pop("profile_name", None))
-        return session.client("sqs", **options)
-    except (BotoCoreError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"boto3 makes no SQS client ({error}): check region, profile and options of SQS(…)."
-        ) from error
-
-
-def _called(call: Callable[[], Any]) -> Any:
-    from botocore import exceptions as boto
-    from botocore.parsers import ResponseParserError
-
-    try:
-        return call()
-    except boto.ParamValidationError as error:
-        raise _CallError("ParamValidation") from error
-    except boto.ClientError as error:
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400))
-        away = status >= 500 or any(own in code for own in _LATER)
-        raise _CallError(code, away=away) from error
-    except (boto.BotoCoreError, ResponseParserError) as error:
-        # connections, time-outs, credentials that cannot be had now
-        raise _CallError(type(error).__name__, away=True) from error

@@ -7,7 +7,14 @@ import sys
 from collections.abc import Sequence
 
 import txbox
-from txbox.cli import commands_change, commands_look, commands_run, commands_schema, commands_work
+from txbox.cli import (
+    commands_change,
+    commands_look,
+    commands_relay,
+    commands_run,
+    commands_schema,
+    commands_work,
+)
 from txbox.cli.options import HelpFormatter, Parser, common
 from txbox.cli.output import print_error
 from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
@@ -79,7 +86,14 @@ def make_parser() -> Parser:
         dest="command", metavar="COMMAND", title="commands", parser_class=_Command
     )
     shared = common()
-    for module in (commands_schema, commands_run, commands_look, commands_change, commands_work):
+    for module in (
+        commands_schema,
+        commands_run,
+        commands_relay,
+        commands_look,
+        commands_change,
+        commands_work,
+    ):
         module.add(commands, shared)
     return parser
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -12,13 +11,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from datetime import UTC, datetime
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
 from txbox.cli.application import opened, perform
 from txbox.cli.listening import inherited, listening
+from txbox.cli.logs import observe, start_logging, take_path
 from txbox.cli.options import count, duration, port
 from txbox.cli.output import print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
@@ -80,6 +79,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="on this address (default 127.0.0.1; 0.0.0.0 or :: for all)",
     )
+    run.add_argument(
+        "--no-relay", action="store_true", help="leave staged messages to `txbox relay`"
+    )
     # one of several processes: its parent says how it ended
     run.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     run.set_defaults(run=_run)
@@ -106,11 +108,8 @@ def _run(args: argparse.Namespace) -> int:
     from txbox.worker import supervise
     from txbox.worker.endpoints import Endpoints
 
-    if args.path is not None:
-        if args.app is not None or args.database is not None:
-            raise ConfigurationError("Give the App once: as MODULE:APP or with --app.")
-        args.app = args.path
-    _start_logging(args)
+    take_path(args)
+    start_logging(args)
     app = opened(args, handlers="runs handlers")
     health, http = _health_socket(args), _http_socket(args, app)
     endpoints = None if http is None else Endpoints(app.webhooks, http)
@@ -121,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
             print_json({"exit": code})
         return code
     tally = _Tally()
-    _observe(app)
+    observe(app)
     app.events.observers.append(tally)
     with app:
         code = _work(app, args, health, endpoints)
@@ -162,6 +161,7 @@ def _work(
             app,
             once=args.once,
             maintenance=not args.no_maintenance,
+            relay=not args.no_relay,
             grace=args.grace,
             health=health,
             endpoints=endpoints,
@@ -205,7 +205,7 @@ def _child(args: argparse.Namespace) -> list[str]:
     child = [sys.executable, "-m", "txbox", "run", "--child"]
     if args.app is not None:
         child += ["--app", args.app]
-    for name in ("once", "no_maintenance", "log_json", "verbose"):
+    for name in ("once", "no_maintenance", "no_relay", "log_json", "verbose"):
         if getattr(args, name):
             child.append(f"--{name.replace('_', '-')}")
     if args.grace is not None:
@@ -232,9 +232,9 @@ class _Tally:
 
 
 def _maintain(args: argparse.Namespace) -> int:
-    _start_logging(args)
+    start_logging(args)
     with opened(args) as app:
-        _observe(app)
+        observe(app)
         perform(app, app.check_schema())
         if args.once:
             reports = [run_once(app, job.name, Task()) for job in JOBS]
@@ -282,43 +282,3 @@ def _maintain_on(app: App) -> int:
         for own, handler in before.items():
             signal.signal(own, handler)
     return 0
-
-
-def _observe(app: App) -> None:
-    """Log events, unless the app has observers of its own."""
-    if not app.events.observers:
-        from txbox.observers.logging import LoggingObserver
-
-        app.events.observers.append(LoggingObserver())
-
-
-def _start_logging(args: argparse.Namespace) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _JsonLines()
-        if args.log_json
-        else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
-    _log.addHandler(handler)
-    # what an endpoint raised
-    uvicorn = logging.getLogger("uvicorn.error")
-    uvicorn.addHandler(handler)
-    uvicorn.setLevel(logging.ERROR)
-    uvicorn.propagate = False
-    _log.setLevel(logging.DEBUG if args.verbose else logging.INFO)
-    _log.propagate = False
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line: the fields of an event, or a message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = getattr(record, "txbox", None) or {"message": record.getMessage()}
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
-            "level": record.levelname.lower(),
-            **said,
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)

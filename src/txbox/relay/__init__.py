@@ -1,6 +1,6 @@
 """The relay: staged messages leave the outbox."""
 
 from txbox.relay.relay import Relay as Relay
-from txbox.relay.relay import relays as relays
+from txbox.relay.relays import Relays as Relays
 
-__all__ = ["Relay", "relays"]
+__all__ = ["Relay", "Relays"]

@@ -40,6 +40,7 @@ T = TypeVar("T")
 _log = logging.getLogger("txbox")
 
 _BUSY_S = 0.02
+_TOGETHER_S = 0.005
 _PAUSE_S = (0.2, 10.0)
 _LOOK_S = 0.2
 _ERROR_BYTES = 1024
@@ -56,6 +57,7 @@ class Relay:
 
     Args:
         stop: True when nothing more is to be leased; what is being published is still marked.
+        delivered: called when messages have reached consumers of this app itself.
 
     Guarantee: a committed row is published at least once, always under its own id; a row is marked
     only after its confirmation; of one key a later row is published only after the confirmation, or
@@ -63,12 +65,19 @@ class Relay:
     """
 
     def __init__(
-        self, app: App, route: Route, perform: Perform, *, stop: Callable[[], bool]
+        self,
+        app: App,
+        route: Route,
+        perform: Perform,
+        *,
+        stop: Callable[[], bool],
+        delivered: Callable[[], None] | None = None,
     ) -> None:
         self._app = app
         self._route = route
         self._perform = perform
         self._stop = stop
+        self._delivered = delivered
         self._policy = app.relaying
         self._store = OutboxStore(app.store.dialect, app.store.columns)
         self._publisher: Publisher | None = None
@@ -136,10 +145,13 @@ class Relay:
                 time.sleep(min(left_s, _LOOK_S))
             return
         woken = self._woken.wait(self._pause_s * random.uniform(0.75, 1.25))
-        self._woken.clear()
-        idle_s = self._policy.poll.total_seconds()
-        # what woke it may commit only a moment later: look again soon, a few times
-        self._pause_s = _BUSY_S if woken else min(self._pause_s * 2, idle_s)
+        if woken:
+            # what woke it commits a moment later, and seldom comes alone
+            time.sleep(_TOGETHER_S)
+            self._woken.clear()
+        self._pause_s = (
+            _BUSY_S if woken else min(self._pause_s * 2, self._policy.poll.total_seconds())
+        )
 
     # -- to a broker --------------------------------------------------------------------------
 
@@ -271,6 +283,8 @@ class Relay:
             lambda: LocalDelivery(self._app, self._store, token, keep=keep).deliver(rows)
         )
         if count:
+            if self._delivered is not None:
+                self._delivered()
             self._app.events.emit(
                 OutgoingSent(
                     publisher=self.name, count=count, duration_s=time.monotonic() - started
@@ -323,8 +337,3 @@ def _key(row: Staged) -> tuple[str, str | None]:
 def _marked(statements: Sequence[Statement]) -> Steps[None]:
     yield Begin(tuple(statements))
     yield Commit()
-
-
-def relays(app: App, perform: Perform, *, stop: Callable[[], bool]) -> list[Relay]:
-    """Make the relays of an app, one a route; does no I/O."""
-    return [Relay(app, route, perform, stop=stop) for route in app.routes.all()]

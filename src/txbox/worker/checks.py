@@ -87,6 +87,24 @@ def check_time_outs(app: App) -> None:
             )
 
 
+def check_order(app: App, source: Source, topics: Sequence[str]) -> None:
+    """Check that a source keeps the order that handlers ask for.
+
+    Raises:
+        ConfigurationError: it shares a topic's messages out among consumers without regard to keys.
+    """
+    for handler in app.handlers:
+        if not handler.options.ordered:
+            continue
+        for topic in topics if handler.topic == "*" else (handler.topic,):
+            if (topic in topics or "*" in topics) and not source.keeps_order(topic):
+                raise ConfigurationError(
+                    f"{handler.name} is ordered, but {source.name} may give messages of one key of topic "
+                    f"{topic!r} to several consumers at once: use a source that keeps them together "
+                    "(docs/howto/order.md), or order by version with sequence=."
+                )
+
+
 def check_redelivery(app: App, source: Source) -> None:
     """Check that the broker waits longer than a run may last, or than the worker lets it wait.
 

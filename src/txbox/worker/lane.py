@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from txbox.app import App
@@ -76,6 +77,8 @@ class Lane:
         # deliveries whose id another transaction holds: claimed again here, when their time has come
         self._again: list[tuple[float, int, Work]] = []
         self._order = itertools.count()
+        # of each key whose message is held: what came behind it
+        self._behind: dict[str, deque[Work]] = {}
         self._waiter: Future[None] | None = None
 
     @property
@@ -99,7 +102,9 @@ class Lane:
             while not self._stop():
                 batch = self._next_batch()
                 if batch:
-                    deliver = self._deliver_leased if _is_leased(batch[0]) else self._deliver
+                    deliver = (
+                        self._deliver_leased if _way(batch[0]) is Way.LEASED else self._deliver
+                    )
                     yield from deliver(batch)
                     if self._stop():
                         break
@@ -126,10 +131,13 @@ class Lane:
         with self._lock:
             while self._queue:
                 work = self._queue[0]
+                if (key := _ordered_key(work)) in self._behind:
+                    self._behind[key].append(self._queue.popleft())
+                    continue
                 size += work.ticket.delivery.size_bytes
                 if batch and (
                     work.handler is not batch[0].handler
-                    or _is_leased(work) != _is_leased(batch[0])
+                    or _way(work) is not _way(batch[0])
                     or len(batch) >= self._batch_messages(batch[0])
                     or size > self._app.batching.payload_bytes
                 ):
@@ -139,20 +147,25 @@ class Lane:
 
     def _batch_messages(self, work: Work) -> int:
         """The one place that decides how many deliveries share a transaction."""
-        options = work.handler.options
-        if _is_leased(work):
+        way = _way(work)
+        if way is Way.LEASED:
             return min(self._app.lease.batch, self._app.batching.messages)
-        if options.batch or options.mode == "stored":
+        if way is Way.STORED or work.handler.options.batch:
             return self._app.batching.messages
         return 1
 
     def _deliver(self, batch: list[Work]) -> Steps[None]:
+        handler = batch[0].handler
         answers: list[Settled] = yield from self._app.taken(
-            batch[0].handler, _messages(batch), stop=self._stop
+            handler.stored if _way(batch[0]) is Way.STORED else handler,
+            _messages(batch),
+            stop=self._stop,
         )
         for work, settled in zip(batch, answers, strict=True):
             if settled.outcome.settles:
                 work.ticket.part_settled()
+                if work.tries:
+                    self._let_go(work)
                 if settled.outcome is Outcome.DEFERRED:
                     self._table.look_now()
             else:
@@ -188,11 +201,27 @@ class Lane:
             work.ticket.part_settled()
 
     def _hold(self, work: Work) -> None:
-        """Keep a delivery that another transaction holds, and claim it again after a pause."""
+        """Keep a delivery that another transaction holds, and claim it again after a pause.
+
+        It holds its key, where a key's messages have an order.
+        """
+        key = _ordered_key(work)
+        if key in self._behind and not work.tries:
+            self._behind[key].append(work)
+            return
+        if key is not None:
+            self._behind.setdefault(key, deque())
         first_s, longest_s = _AGAIN_S
         pause_s = min(first_s * 2 ** min(work.tries, 10), longest_s) * random.uniform(0.5, 1.5)
         work.tries += 1
         heapq.heappush(self._again, (time.monotonic() + pause_s, next(self._order), work))
+
+    def _let_go(self, work: Work) -> None:
+        key = _ordered_key(work)
+        behind = self._behind.pop(key, None) if key is not None else None
+        if behind:
+            with self._lock:
+                self._queue.extendleft(reversed(behind))
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -223,15 +252,31 @@ class Lane:
                 self._waiter = None
 
 
-def _is_leased(work: Work) -> bool:
-    """Say whether its run must be counted, or be one worker's, before it begins (SEMANTICS 4.4, 4.6).
+class Way(Enum):
+    """How a delivery is taken in (SEMANTICS 4.4 to 4.6)."""
 
-    A redelivery may have killed the worker that had it. Stored messages are counted anyway.
-    """
-    options = work.handler.options
-    return options.mode != "stored" and (
-        work.ticket.delivery.redelivered or not options.transactional
+    INLINE = "inline"
+    LEASED = (
+        "leased"  # stored and leased, so that its run is counted, or one worker's, before it begins
     )
+    STORED = "stored"
+
+
+def _way(work: Work) -> Way:
+    """A redelivery may have killed the worker that had it: its run must be counted before it begins.
+
+    Rows of the table are counted anyway; where a key's messages have an order, the table keeps that.
+    """
+    options, redelivered = work.handler.options, work.ticket.delivery.redelivered
+    if options.mode == "stored" or (redelivered and options.in_order):
+        return Way.STORED
+    return Way.LEASED if redelivered or not options.transactional else Way.INLINE
+
+
+def _ordered_key(work: Work) -> str | None:
+    """The key that the delivery has a place in, where its handler keeps an order."""
+    message = work.ticket.delivery.message
+    return message.key if message is not None and work.handler.options.in_order else None
 
 
 def _messages(batch: Sequence[Work]) -> list[Message[Any]]:

@@ -65,6 +65,9 @@ class Table:
         self._leasing = False
         self._pause_s = _BUSY_S
         self._poll_at = 0.0
+        options = [own.options for own in app.handlers if own.consumer == consumer]
+        self._heads_only = any(own.ordered for own in options)
+        self._dead_blocks = any(own.dead_blocks for own in options)
 
     def next(self, is_async: bool, lane: int) -> Steps[Row | None]:
         """Return a row for this lane, leasing more when none is here and it is time to look."""
@@ -174,7 +177,13 @@ class Table:
         app = self._app
         found: list[Leased] = yield from app.protocol.persistently(
             lambda: app.store.lease(
-                self.consumer, token=token, limit=limit, lease=app.lease, suspect=suspect
+                self.consumer,
+                token=token,
+                limit=limit,
+                lease=app.lease,
+                suspect=suspect,
+                heads_only=self._heads_only,
+                dead_blocks=self._dead_blocks,
             ),
             stop=self._stop,
         )

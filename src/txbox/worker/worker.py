@@ -20,6 +20,7 @@ from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
 from txbox.maintenance import JOBS, Task
 from txbox.patience import CURABLE
+from txbox.relay import Relays
 from txbox.steps import Steps
 from txbox.store import jobs
 from txbox.worker import checks
@@ -36,6 +37,8 @@ _log = logging.getLogger("txbox")
 
 _TICK_S = 0.1
 _CLOSE_S = 5.0
+# a relay waits for the confirmations of what it has sent
+_RELAY_S = 15.0
 _AFTER_CRASH_S = 10.0
 
 
@@ -46,6 +49,7 @@ class Worker:
         once: end when all sources are exhausted and nothing is due or leased for its consumers.
         install_signals: SIGTERM and SIGINT drain; a second one ends the process at once.
         maintenance: run rescue, prune and the other jobs in the background.
+        relay: send what is staged in the outbox.
         grace: a drain that takes longer ends with status 1; None waits as long as a handler runs.
         consumptions: instead of those of the app.
         health: what is told how the worker is; the caller serves it.
@@ -62,6 +66,7 @@ class Worker:
         once: bool = False,
         install_signals: bool = True,
         maintenance: bool = True,
+        relay: bool = True,
         grace: timedelta | None = None,
         consumptions: Sequence[Consumption] | None = None,
         health: Health | None = None,
@@ -77,6 +82,8 @@ class Worker:
         self._health = health or Health()
         self._endpoints = endpoints
         self._stopping = threading.Event()
+        self._relay = relay
+        self._relays: Relays | None = None
         self._ended = threading.Event()
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -135,7 +142,17 @@ class Worker:
         for consumption in self._consumptions:
             checks.check_redelivery(app, consumption.source)
         topics = [checks.topics_of(app, consumption) for consumption in self._consumptions]
+        for consumption, wanted in zip(self._consumptions, topics, strict=True):
+            checks.check_order(app, consumption.source, wanted)
         checks.check_database(app, self._driver)
+        if self._relay:
+            self._relays = Relays(
+                app,
+                self._driver.perform,
+                stop=self._stopping.is_set,
+                ended=self._thread_ended,
+                delivered=self._look_at_tables,
+            )
         self._make_lanes()
         dispatch = Dispatch(app, self._lanes)
         lanes = sum(len(own) for own in self._lanes.values())
@@ -202,6 +219,8 @@ class Worker:
             self._lanes_alive += 1
             self._driver.task(self._endpoints.serve()).add_done_callback(self._task_ended)
         self._beside.append(thread("txbox-heartbeat", self._beat, self._thread_ended))
+        if self._relays is not None:
+            self._relays.start()
         if self._maintenance:
             self._beside.append(thread("txbox-maintenance", self._maintain, self._thread_ended))
         # not for processes that a handler starts: the descriptor is not theirs
@@ -234,7 +253,8 @@ class Worker:
     def _work_left(self) -> bool:
         try:
             with self._health.asking_the_database():
-                return any(
+                # the outbox first: what it holds may be rows of these tables a moment later
+                return (self._relays is not None and self._relays.left()) or any(
                     self._driver.perform(jobs.work_left(self._app.store.dialect, consumer=consumer))
                     for consumer in self._tables
                 )
@@ -252,6 +272,11 @@ class Worker:
         for lanes in self._lanes.values():
             for lane in lanes:
                 lane.wake()
+
+    def _look_at_tables(self) -> None:
+        for consumer, table in self._tables.items():
+            table.look_now()
+            self._wake(consumer)
 
     def _wake(self, consumer: str) -> None:
         for is_async in (False, True):
@@ -274,6 +299,8 @@ class Worker:
         )
         self._ended.set()
         self._health.closing()
+        if self._relays is not None:
+            clean = self._relays.join(_RELAY_S) and clean
         for own in self._beside:
             own.join(_CLOSE_S)
         try:
@@ -406,6 +433,7 @@ def run(
     *,
     once: bool = False,
     maintenance: bool = True,
+    relay: bool = True,
     grace: timedelta | None = None,
     consumptions: Sequence[Consumption] | None = None,
     health: Health | None = None,
@@ -419,6 +447,7 @@ def run(
         app,
         once=once,
         maintenance=maintenance,
+        relay=relay,
         grace=grace,
         consumptions=consumptions,
         health=health,

@@ -1,0 +1,94 @@
+"""relay: send what is staged in the outbox, without consuming."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections import Counter
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
+
+from txbox.cli.application import opened, perform
+from txbox.cli.logs import observe, start_logging, take_path
+from txbox.cli.output import print_json, print_line
+from txbox.events import Event, OutgoingDead, OutgoingFailed, OutgoingSent
+from txbox.relay import Relays
+from txbox.worker.driving import Driver
+
+_LOOK_S = 0.2
+_END_S = 15.0
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    relay = commands.add_parser(
+        "relay", parents=[common], help="send staged messages from the outbox to where they go",
+        description="Sends what app.outbox.stage has written, by the routes of the App (app.publish); `txbox run` does "
+        "the same beside its handlers. Several may run, on many machines. SIGTERM or Ctrl-C drains: what was "
+        "sent is marked, the rest is left. Exit status 0 stopped or idle, 1 something unexpected, 2 wrong set-up "
+        "or schema.",
+    )  # fmt: skip
+    relay.add_argument("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
+    relay.add_argument("--once", action="store_true", help="end when nothing is due")
+    relay.add_argument("--log-json", action="store_true", help="log lines as JSON")
+    relay.add_argument("--verbose", action="store_true", help="log every batch, not only trouble")
+    relay.set_defaults(run=_relay)
+
+
+class _Tally:
+    """Counts what became of staged messages, for the line at the end."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter(sent=0, failed=0, dead=0)
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            if isinstance(event, OutgoingSent):
+                self.counts["sent"] += event.count
+            elif isinstance(event, OutgoingFailed):
+                self.counts["failed"] += 1
+            elif isinstance(event, OutgoingDead):
+                self.counts["dead"] += 1
+
+
+def _relay(args: argparse.Namespace) -> int:
+    take_path(args)
+    start_logging(args)
+    with opened(args) as app:
+        tally = _Tally()
+        observe(app)
+        app.events.observers.append(tally)
+        perform(app, app.check_schema())
+        stopped = threading.Event()
+        ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        driver = Driver(app)
+
+        def ended(error: BaseException | None) -> None:
+            stopped.set()
+            ends.put(error)
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            stopped.set()
+
+        before = {own: signal.signal(own, stop) for own in (signal.SIGTERM, signal.SIGINT)}
+        relays = Relays(app, driver.perform, stop=stopped.is_set, ended=ended)
+        try:
+            relays.start()
+            while not stopped.wait(_LOOK_S):
+                if args.once and not relays.left():
+                    break
+        finally:
+            stopped.set()
+            clean = relays.join(_END_S)
+            for own, handler in before.items():
+                signal.signal(own, handler)
+        while not ends.empty():
+            if (error := ends.get()) is not None:
+                raise error
+    if args.json:
+        print_json(dict(tally.counts))
+    else:
+        print_line(", ".join(f"{count} {what}" for what, count in tally.counts.items()) + ".")
+    return 0 if clean else 1
