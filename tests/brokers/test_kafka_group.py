@@ -105,7 +105,9 @@ def test_kafka_rebalance_mid_batch(
     assert not said(three, "event WorkerStopped")
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "protocol", ["cooperative", pytest.param("eager", marks=pytest.mark.slow), "kip-848"]
+)
 def test_a_frozen_worker_commits_nothing_of_what_it_lost(
     protocol: str, bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
