@@ -130,7 +130,7 @@ def main() -> int:
             if bool(own.wrong) != (own.path == WRONG):
                 bad += 1
                 print("\n".join(getattr(done, "notes", ())), flush=True)
-    results.about = page.about()
+    results.about |= page.about(selection.databases)
     results.save()
     page.write(results)
     print(f"{bad} wrong" if bad else "nothing lost, nothing doubled")

@@ -121,7 +121,7 @@ def _run(case: Case, **more: Any) -> Iterator[Run]:
 def _result(case: Case, scenario: Callable[[Case], Result], own: Run, checked: Checked) -> Result:
     where = (case.broker, case.database, SCENARIO, scenario.__name__)
     if checked.wrong:
-        print("\n".join([*own.job.notes()[-20:], *own.errors()]), flush=True)
+        print("\n".join([*own.job.notes()[-40:], *own.errors()]), flush=True)
     return result(where, own.kills, checked)
 
 

@@ -19,7 +19,7 @@ from tests.crash.service import execute
 from tests.databases import Raw
 from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
 from txbox.brokers.base import Delivery, Source
-from txbox.events import Event, MessageFailed
+from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageFailed
 from txbox.steps import at
 from txbox.worker import Worker
 
@@ -127,6 +127,10 @@ def make(job: Job) -> App:
     def observe(event: Event) -> None:
         if isinstance(event, MessageFailed):
             job.note(f"failed {event.message_id}")
+        elif isinstance(event, ConsumptionPaused):
+            job.note(f"paused {event.reason}")
+        elif isinstance(event, ConsumptionResumed):
+            job.note("resumed")
 
     app = App(
         job.database_url,
@@ -190,7 +194,9 @@ def quiet(job: Job, watched: Watched | None) -> bool:
     """Say whether nothing is left: at the producer, in the table, in this process, in the broker."""
     if job.feeding.exists():
         return False
-    if watched is not None and not job.feed.sees_unacknowledged and not watched.done:
+    blind = watched if not job.feed.sees_unacknowledged else None
+    changed_at = blind.changed_at if blind is not None else 0.0
+    if blind is not None and not blind.done:
         return False
     try:
         if job.feed.left(job.workers):
@@ -200,7 +206,7 @@ def quiet(job: Job, watched: Watched | None) -> bool:
         return False
     # after the broker: what has left it is in the table. The tests' own view passes no crash point
     with Raw(job.database_url) as raw:
-        return not unfinished(raw)
+        return not unfinished(raw) and (blind is None or blind.changed_at == changed_at)
 
 
 def unfinished(raw: Raw) -> int:
