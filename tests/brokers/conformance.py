@@ -363,7 +363,7 @@ class SourceConformance:
         self, rig: Rig, postgresql_url: str, crash: str
     ) -> None:
         with opened_shop(postgresql_url, lease=SHORT) as shop:
-            watched = service(shop, rig, source=rig.impatient)
+            watched = service(shop, rig, source=rig.replaceable)
             rig.publish(*notes(8))
             with process(rig, postgresql_url, crash) as killed:
                 assert killed.wait(30) == -signal.SIGKILL

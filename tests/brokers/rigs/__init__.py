@@ -102,6 +102,11 @@ class Rig(ABC):
         """Options of `source` by which what is not acknowledged comes again soon."""
         return {}
 
+    @property
+    def replaceable(self) -> Mapping[str, Any]:
+        """Options of `source` by which a killed worker is soon followed by the next."""
+        return self.impatient
+
     @abstractmethod
     def create(self) -> None:
         """Make the topic."""

@@ -28,12 +28,14 @@ class KafkaRig(Rig):
 
     @property
     def impatient(self) -> Mapping[str, Any]:
-        # the classic protocol would not go below the session's 6 seconds; a static member is followed at
-        # once by the next of its name, a dead one would be missed after its session only
-        options = {
-            "group.protocol": "consumer", "max.poll.interval.ms": 1500, "group.instance.id": self.topic,
-        }  # fmt: skip
+        # the classic protocol would not go below the session's 6 seconds
+        options = {"group.protocol": "consumer", "max.poll.interval.ms": 1500}
         return {"options": options, "revoke_wait": timedelta(seconds=1)}
+
+    @property
+    def replaceable(self) -> Mapping[str, Any]:
+        # a dead member is missed after its session; the next of its name has its place at once
+        return {"options": {"group.instance.id": self.topic}}
 
     def create(self) -> None:
         self.admin = AdminClient({"bootstrap.servers": self.address})

@@ -59,7 +59,7 @@ def main(plan: dict[str, Any]) -> int:
     def handle(message: Message[Any], tx: Any) -> None:
         add_effect(tx, message.headers.text("message-id"))
 
-    app.consume(rig.source(**rig.impatient))
+    app.consume(rig.source(**rig.replaceable))
     return Worker(app).run()
 
 
