@@ -413,6 +413,8 @@ class Kafka:
     # -- rebalances: called by the client inside poll, consume and close ----------------------
 
     def _assigned(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
+        # one that was paused when it was lost comes back paused: the next receive resumes all there are
+        self._paused = True
         for own in partitions:
             if old := self._partitions.get((own.topic, own.partition)):
                 # lost without a word: reading starts again at what was committed
