@@ -519,3 +519,24 @@ def test_a_sync_handler_needs_sync_connections(
         app.consume(Memory([paid("m1")]))
         assert worker(app).run() == 2
     assert "no sync connections" in caplog.text
+
+
+def test_no_source_is_asked_for_effects(sqlite_url: str) -> None:
+    asked: list[str] = []
+
+    class Asked(Memory):
+        def open(self, topics: Sequence[str], *more: Any) -> None:
+            asked.extend(topics)
+            super().open(topics, *more)
+
+    with App(sqlite_url) as app:
+
+        @app.handler("orders", consumer="orders")
+        def order(message: Message[Any], tx: Any) -> None: ...
+
+        @app.effect("send-mail")
+        def send(message: Message[Any]) -> None: ...
+
+        app.consume(Asked([]))
+        assert worker(app, once=True).run() == 0
+    assert asked == ["orders"]

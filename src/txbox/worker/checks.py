@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from txbox.app import App, Consumption
 from txbox.brokers.base import Source
+from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, StoreError
 from txbox.worker.driving import Driver
 
@@ -41,7 +42,9 @@ def topics_of(app: App, consumption: Consumption) -> Sequence[str]:
     known, own = app.handlers.topics(), source.topics
     wanted = consumption.topics
     if wanted is None:
-        wanted = tuple(own) if own is not None else tuple(known)
+        # no broker has the effects: their rows are staged in the table
+        of_sources = tuple(topic for topic in known if not topic.startswith(PREFIX))
+        wanted = of_sources if own is None else tuple(own)
     for topic in wanted:
         if topic != "*" and "*" not in known and topic not in known:
             raise ConfigurationError(
