@@ -44,17 +44,29 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
 
     def text(self, name: str) -> str | None:
         """Return the first value under `name` as text, or None when absent or not UTF-8."""
-        value = self.get(name)
-        if isinstance(value, bytes):
-            try:
-                return value.decode()
-            except UnicodeDecodeError:
-                return None
-        return value
+        return _text(self.get(name))
+
+    def texts(self, *names: str) -> list[str | None]:
+        """As `text` for several names, which must be lower case, in one pass."""
+        found: dict[str, HeaderValue] = {}
+        for own, value in self:
+            lower = own.lower()
+            if lower in names:
+                found.setdefault(lower, value)
+        return [_text(found.get(name)) for name in names]
 
     def names(self) -> Iterator[str]:
         """Yield the names in order, repeats included."""
         return (name for name, _ in self)
+
+
+def _text(value: HeaderValue) -> str | None:
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return value
 
 
 if TYPE_CHECKING:

@@ -156,13 +156,14 @@ def delivery_of(raw: client.Message, partition: Partition, record: Record, sourc
     origin: dict[str, Any] = {
         "source": source, "partition": partition.number, "offset": record.offset,
     }  # fmt: skip
+    kind, event_kind, content_type = headers.texts("type", "ce_type", "content-type")
     message: Message[Any] = Message(
         topic=topic,
         payload=value,
-        type=headers.text("type") or headers.text("ce_type"),
+        type=kind or event_kind,
         key=_key(raw.key()),
         headers=headers,
-        content_type=headers.text("content-type"),
+        content_type=content_type,
         time=_time(raw.timestamp()),
         origin=origin,
     )

@@ -63,7 +63,7 @@ class TopicIds:
     def identify(self, delivery: Delivery, partition: int, offset: int) -> None:
         """Add the weak id of a message that has no other, and only then: it takes a question."""
         message = delivery.message
-        if message is None:
+        if message is None or message.headers.get("message-id"):
             return
         try:
             message_id(message)
