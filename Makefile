@@ -8,7 +8,7 @@ PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers test-slow crash bench docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow crash crash-brokers bench docs servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ test-slow: dev ## What takes minutes, one by one: not part of `make test`
 
 crash: dev ## Kill real processes at every point, and print what became of each; wrong consumers too
 	@$(PY) -m tests.servers run -- $(BIN)/pytest -v tests/crash tests/runtime/test_killed.py tests/scenarios/test_crashes.py $(ARGS)
+
+crash-brokers: dev ## The same with every broker: half an hour; writes docs/reliability/crashes.md
+	@$(PY) -m tests.servers run -- $(PY) -m tests.brokers.crashes $(ARGS)
 
 bench: dev ## Measure txbox beside a naive loop; prints and stores the result with machine and commit
 	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks $(ARGS)
