@@ -439,7 +439,8 @@ class App:
     def send(self, message: Message[Any]) -> dict[str, Outcome]:
         """Store a message for every consumer of its topic, to be processed from the table.
 
-        Returns: consumer → DEFERRED when stored, DUPLICATE when it was there before, QUARANTINED.
+        Returns: consumer → DEFERRED when stored, DUPLICATE when it was there before, QUARANTINED; IN_PROGRESS
+        when another transaction holds this id: send it again.
 
         Raises:
             ConfigurationError: no handler consumes its topic and type.

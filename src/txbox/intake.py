@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from txbox.errors import UnusableMessage
+from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import MessageDuplicate, MessageStored
 from txbox.failure import printable
 from txbox.handlers import Handler
@@ -17,7 +17,7 @@ from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.policy import Lease
 from txbox.protocol import InboxProtocol, Settled
-from txbox.steps import Begin, Commit, Steps
+from txbox.steps import Steps
 from txbox.store.codec import Arrival, Leased
 
 
@@ -139,17 +139,24 @@ class Intake:
         settled: dict[str, Settled] = {}
         rows_of: dict[str, Leased] = {}
         while True:
-            yield Begin()
-            fresh = yield from protocol.store.store(consumer, ordered, token=token)
-            rows = yield from protocol.store.classify(
-                consumer, [own.message_id for own in ordered if own.message_id not in fresh]
-            )
-            found: list[Leased] = []
-            if leasing is not None and fresh:
-                found = yield from protocol.store.lease_stored(
-                    consumer, sorted(fresh), token=leasing.token, lease=leasing.lease
+            try:
+                yield protocol.store.begin_bounded(protocol.limits.lock_timeout)
+                fresh = yield from protocol.store.store(consumer, ordered, token=token)
+                rows = yield from protocol.store.classify(
+                    consumer, [own.message_id for own in ordered if own.message_id not in fresh]
                 )
-            yield Commit()
+                found: list[Leased] = []
+                if leasing is not None and fresh:
+                    found = yield from protocol.store.lease_stored(
+                        consumer, sorted(fresh), token=leasing.token, lease=leasing.lease
+                    )
+                yield protocol.store.commit_bounded()
+            except StoreError as error:
+                if error.fault is not Fault.LOCK_TIMEOUT:
+                    raise
+                yield from protocol.store.lock_timed_out()
+                settled.update((yield from self._stored_apart(handler, ordered, leasing)))
+                return settled
             rows_of.update((own.arrival.message_id, own) for own in found)
             gone: list[Arrival] = []
             for arrival in ordered:
@@ -176,6 +183,23 @@ class Intake:
         if leasing is not None:
             order = [own.message_id for own in arrivals if own.message_id in rows_of]
             leasing.rows += [rows_of[own] for own in order]
+        return settled
+
+    def _stored_apart(
+        self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
+    ) -> Steps[dict[str, Settled]]:
+        """Store one by one, since another transaction holds the id of one; that one is not settled."""
+        if len(arrivals) == 1:
+            return {arrivals[0].message_id: self._protocol.held(handler, arrivals[0])}
+        settled: dict[str, Settled] = {}
+        keys: set[str | None] = set()
+        for arrival in arrivals:
+            if handler.options.in_order and arrival.message.key in keys:
+                settled[arrival.message_id] = self._protocol.held(handler, arrival)
+                continue
+            settled.update((yield from self.store(handler, [arrival], leasing)))
+            if not settled[arrival.message_id].outcome.settles and arrival.message.key is not None:
+                keys.add(arrival.message.key)
         return settled
 
     def _run_leased(

@@ -85,13 +85,13 @@ class InboxProtocol:
             for arrival in arrivals:
                 if handler.options.in_order and arrival.message.key in keys:
                     # a message that another thread works on holds its key
-                    settled[arrival.message_id] = self._waits(handler, arrival)
+                    settled[arrival.message_id] = self.held(handler, arrival)
                 elif self.in_flight.enter(handler.consumer, arrival.message_id) is None or (
                     yield from self._entered(handler.consumer, arrival.message_id)
                 ):
                     held.append(arrival.message_id)
                 else:
-                    settled[arrival.message_id] = self._waits(handler, arrival)
+                    settled[arrival.message_id] = self.held(handler, arrival)
                     if arrival.message.key is not None:
                         keys.add(arrival.message.key)
             mine = [arrival for arrival in arrivals if arrival.message_id not in settled]
@@ -111,7 +111,8 @@ class InboxProtocol:
             yield Wait(left_s, holder)
         return True
 
-    def _waits(self, handler: Handler, arrival: Arrival) -> Settled:
+    def held(self, handler: Handler, arrival: Arrival) -> Settled:
+        """The outcome of a message that another transaction holds, or whose key is held."""
         if self.events:
             self.events.emit(MessageInFlight(**_where(handler, arrival)))
         return Settled(Outcome.IN_PROGRESS)
@@ -154,7 +155,7 @@ class InboxProtocol:
                 return settled
             (arrival,) = waiting
             if ran.end is End.LOCKED:
-                return {arrival.message_id: self._waits(handler, arrival)}
+                return {arrival.message_id: self.held(handler, arrival)}
             if ran.end is End.AMBIGUOUS or (ran.end in _AGAIN and not ran.fresh):
                 # nothing of the handler's is known to have failed, so there is no attempt to record
                 raise _lost(ran)
@@ -174,7 +175,7 @@ class InboxProtocol:
         keys: set[str] = set()
         for arrival in arrivals:
             if handler.options.in_order and arrival.message.key in keys:
-                settled[arrival.message_id] = self._waits(handler, arrival)
+                settled[arrival.message_id] = self.held(handler, arrival)
                 continue
             settled.update((yield from self._claim_and_run(handler, [arrival])))
             if not settled[arrival.message_id].outcome.settles and arrival.message.key is not None:
@@ -186,14 +187,20 @@ class InboxProtocol:
     ) -> Steps[dict[str, Settled]]:
         """Store messages behind what they wait for; returns those that were stored."""
         by_version = handler.options.sequence is not None
-        yield Begin()
-        fresh = yield from self.store.store(
-            handler.consumer,
-            arrivals,
-            token=secrets.token_hex(16),
-            delay_s=_GAP_LOOK_S if by_version else 0.0,
-        )
-        yield Commit()
+        try:
+            yield self.store.begin_bounded(self.limits.lock_timeout)
+            fresh = yield from self.store.store(
+                handler.consumer,
+                arrivals,
+                token=secrets.token_hex(16),
+                delay_s=_GAP_LOOK_S if by_version else 0.0,
+            )
+            yield self.store.commit_bounded()
+        except StoreError as error:
+            if error.fault is not Fault.LOCK_TIMEOUT:
+                raise
+            yield from self.store.lock_timed_out()
+            return {arrival.message_id: self.held(handler, arrival) for arrival in arrivals}
         if self.events:
             for arrival in arrivals:
                 if arrival.message_id in fresh:

@@ -279,13 +279,10 @@ class HandlerTransaction:
 
     def _not_claimed(self, error: StoreError) -> Steps[Ran]:
         """The claim failed: nothing has run."""
-        yield Rollback()
         if error.fault is Fault.LOCK_TIMEOUT:
-            if not self.store.dialect.claim_bounds_wait:
-                # the bounded wait is a setting of the session there, and outlives the rollback
-                yield Begin((self.store.dialect.statement("restore_lock_timeout"),))
-                yield Rollback()
+            yield from self.store.lock_timed_out()
             return Ran(End.LOCKED, error=error, store=error)
+        yield Rollback()
         if error.fault in (Fault.CONFLICT, Fault.DUPLICATE):
             # DUPLICATE: the key's index is being rebuilt; reading again is what a duplicate needs
             return Ran(End.CONFLICT, error=error, store=error)
@@ -337,7 +334,8 @@ def _call(handler: Handler, work: Arrival | list[Arrival]) -> Callable[[Any], An
 
 
 def as_json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    # NaN is no JSON, though Python writes it
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _bytewise(arrival: Arrival) -> bytes:

@@ -24,12 +24,3 @@ class TestKafka(SourceConformance):
     def own_rig(self, own_kafka: ThrowawayKafka) -> Iterator[Rig]:
         with KafkaRig(own_kafka.bootstrap, own_kafka) as own:
             yield own
-
-    @pytest.mark.skip(
-        reason="the first messages of a partition are stored, and storing waits without a bound for "
-        "the transaction that holds an id (SEMANTICS 2.5)"
-    )
-    def test_what_another_transaction_holds_is_not_acknowledged(
-        self, rig: Rig, postgresql_url: str
-    ) -> None:
-        super().test_what_another_transaction_holds_is_not_acknowledged(rig, postgresql_url)

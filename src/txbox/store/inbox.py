@@ -153,6 +153,25 @@ class InboxStore:
             {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))},
         )
 
+    def begin_bounded(self, lock_timeout: timedelta) -> Begin:
+        """The BEGIN of a transaction whose every wait for a lock ends after `lock_timeout`."""
+        own = self.dialect
+        return Begin(
+            (self.bound_lock_timeout(lock_timeout),) if own.has("bound_lock_timeout") else ()
+        )
+
+    def commit_bounded(self) -> Commit:
+        """The COMMIT of such a transaction; where the bound is the session's, it ends as well."""
+        own = self.dialect
+        return Commit(() if own.claim_bounds_wait else (own.statement("restore_lock_timeout"),))
+
+    def lock_timed_out(self) -> Steps[None]:
+        """Roll a transaction back that waited too long; where the bound is the session's, end that."""
+        yield Rollback()
+        if not self.dialect.claim_bounds_wait:
+            yield Begin((self.dialect.statement("restore_lock_timeout"),))
+            yield Rollback()
+
     def claimed(self, statements: Sequence[Statement], results: Sequence[Any]) -> set[str] | None:
         """The ids that a claim won, where its own answer says so; else None: classify by token."""
         if not self.dialect.returning:

@@ -184,7 +184,9 @@ class Lane:
         self._table.hold(rows)
         waiting: list[Work] = []
         for work, settled in zip(batch, answers, strict=True):
-            if settled.outcome is Outcome.DEFERRED and handler.options.transactional:
+            if not settled.outcome.settles:
+                self._hold(work)
+            elif settled.outcome is Outcome.DEFERRED and handler.options.transactional:
                 # a source that loses a partition waits for what is unsettled: order across workers
                 waiting.append(work)
             else:
@@ -231,8 +233,9 @@ class Lane:
                 lambda: self._app.protocol.run_leased(row.handler, row.leased, row.token),
                 stop=self._stop,
             )
-        # a retry may be due at once, and a finished row makes room for the next
-        if row.suspect or row.handler.options.retry.base.total_seconds() == 0:
+        # a retry may be due at once, and a finished row makes room for the next, or for those behind it
+        options = row.handler.options
+        if row.suspect or options.in_order or options.retry.base.total_seconds() == 0:
             self._table.look_now()
 
     # -- waiting ------------------------------------------------------------------------------
