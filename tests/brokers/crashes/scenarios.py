@@ -37,7 +37,7 @@ _POINTS = (
 #: the kind of feed on the server that is killed
 _SERVERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "kafka": ("kafka", ThrowawayKafka),
-    "rabbitmq": ("quorum", ThrowawayRabbitMQ),
+    "rabbitmq": ("rabbitmq", ThrowawayRabbitMQ),
     "sqs": ("sqs", ThrowawayElasticMQ),
     "nats": ("nats", ThrowawayNats),
     "redis": ("redis", ThrowawayRedis),
@@ -69,8 +69,6 @@ def broker_killed_mid_batch(case: Case) -> Result:
         make() as server,
         _run(replace(case, broker=kind, broker_url=server.url), handle_s=0.02) as own,
     ):
-        if isinstance(server, ThrowawayRabbitMQ):
-            server.wait_until_kept(own.job.name)
         sent = messages(distinct=_MID_BATCH)
         own.publish(sent)
         worker = own.worker()

@@ -19,7 +19,7 @@ from tests.crash.service import execute
 from tests.databases import Raw
 from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
 from txbox.brokers.base import Delivery, Source
-from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageFailed
+from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, LeaseExpired, MessageFailed
 from txbox.steps import at
 from txbox.worker import Worker
 
@@ -127,6 +127,8 @@ def make(job: Job) -> App:
     def observe(event: Event) -> None:
         if isinstance(event, MessageFailed):
             job.note(f"failed {event.message_id}")
+        elif isinstance(event, LeaseExpired):
+            job.note(f"expired {event.message_id}")
         elif isinstance(event, ConsumptionPaused):
             job.note(f"paused {event.reason}")
         elif isinstance(event, ConsumptionResumed):
