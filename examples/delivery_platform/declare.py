@@ -36,7 +36,8 @@ def _topics(bootstrap: str) -> None:
     from confluent_kafka.cimpl import NewTopic
 
     wanted = [NewTopic(own, num_partitions=3, replication_factor=1) for own in (SCANS, STATUS)]
-    for created in AdminClient({"bootstrap.servers": bootstrap}).create_topics(wanted).values():
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for created in admin.create_topics(wanted).values():
         created.result(30)
 
 

@@ -20,6 +20,8 @@ NOTIFICATIONS_DATABASE = (
 )
 SCANS = os.environ.get("SCANS_TOPIC", "package.scans")
 STATUS = os.environ.get("STATUS_TOPIC", "package.status")
+#: of Kafka: another one reads both topics from their beginning, which is a replay of everything
+GROUP = os.environ.get("GROUP", "platform")
 SMTP = os.environ.get("SMTP_ADDRESS", "localhost:8025")
 
 #: how long what a killed process held is left alone; its processes start again within that
@@ -70,7 +72,7 @@ def broker(name: str) -> Any:
         # a static member that comes back is given its partitions at once
         instance = os.environ.get("INSTANCE")
         static = {"group.instance.id": f"{name}-{instance}"} if instance else {}
-        return Kafka(address, group=f"{STATUS}-{name}", options=static)
+        return Kafka(address, group=f"{GROUP}-{name}", options=static)
     from txbox.brokers.rabbitmq import RabbitMQ
 
     return RabbitMQ(BROKER)
