@@ -27,6 +27,7 @@ try:
         ALL_BROKERS_DOWN,
         AUTHENTICATION,
         AUTO_OFFSET_RESET,
+        FATAL,
         MAX_POLL_EXCEEDED,
         MOVED_ON,
         PARTITION_EOF,
@@ -292,7 +293,8 @@ class Kafka:
         error, self._trouble = self._trouble, None
         if error is None:
             return
-        if error.fatal() or error.code() == AUTO_OFFSET_RESET:
+        # as a message, a fatal error does not say of itself that it is fatal
+        if error.fatal() or error.code() in (AUTO_OFFSET_RESET, FATAL):
             raise BrokerError(f"Kafka ends the membership of group {self._group}: {error.str()}.")
         raise BrokerUnavailable(f"Kafka reports: {error.str()}. It is tried again.")
 

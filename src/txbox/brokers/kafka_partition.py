@@ -57,6 +57,7 @@ MAX_POLL_EXCEEDED = KafkaError._MAX_POLL_EXCEEDED  # noqa: SLF001
 ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
 AUTHENTICATION = KafkaError._AUTHENTICATION  # noqa: SLF001
 AUTO_OFFSET_RESET = KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001
+FATAL = KafkaError._FATAL  # noqa: SLF001
 
 
 @dataclass(slots=True, eq=False)

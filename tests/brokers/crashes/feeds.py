@@ -79,6 +79,7 @@ class Feed(ABC):
 
 class KafkaFeed(Feed):
     PARTITIONS = 2
+    STATIC = True
 
     @property
     def _admin(self) -> AdminClient:
@@ -105,14 +106,11 @@ class KafkaFeed(Feed):
 
     def source(self, member: int) -> Source:
         # static membership: the successor need not wait until the dead member's session ends
+        static = {"group.instance.id": f"{self.name}-{member}"} if self.STATIC else {}
         return Kafka(
             self.url,
             group=self.name,
-            options={
-                "group.instance.id": f"{self.name}-{member}",
-                "session.timeout.ms": 6000,
-                "log_level": 0,
-            },
+            options={"session.timeout.ms": 6000, "log_level": 0, **static},
         )
 
     def _partitions(self, offset: int = 0) -> list[TopicPartition]:
@@ -140,6 +138,12 @@ class KafkaFeed(Feed):
     def remove(self) -> None:
         admin = self._admin
         admin.delete_topics([self.name])[self.name].result(_WAIT_S)
+
+
+class DynamicFeed(KafkaFeed):
+    """A broker that was killed may take a static member that joins twice for another, and fence it."""
+
+    STATIC = False
 
 
 class RabbitMQFeed(Feed):
@@ -328,6 +332,7 @@ def _wait_until_empty(admin: AdminClient, group: str) -> None:
 
 FEEDS: dict[str, type[Feed]] = {
     "kafka": KafkaFeed,
+    "kafka-dynamic": DynamicFeed,
     "rabbitmq": RabbitMQFeed,
     "quorum": QuorumFeed,
     "sqs": SQSFeed,

@@ -36,7 +36,7 @@ _POINTS = (
 )  # fmt: skip
 #: the kind of feed on the server that is killed
 _SERVERS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "kafka": ("kafka", ThrowawayKafka),
+    "kafka": ("kafka-dynamic", ThrowawayKafka),
     "rabbitmq": ("rabbitmq", ThrowawayRabbitMQ),
     "sqs": ("sqs", ThrowawayElasticMQ),
     "nats": ("nats", ThrowawayNats),
