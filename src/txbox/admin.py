@@ -6,22 +6,24 @@ import asyncio
 import getpass
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+from txbox.admin_outbox import OutboxAdmin
 from txbox.connections import open_database
 from txbox.connections.base import Database
 from txbox.errors import ConfigurationError
 from txbox.events import Events, RowsChanged
 from txbox.failure import BROKEN
-from txbox.handlers import Handler, Handlers
+from txbox.handlers import Handler, HandlerOptions, Handlers
 from txbox.outcome import Status
 from txbox.policy import Lease, Limits
 from txbox.protocol import InboxProtocol
 from txbox.replay import Application, Progress, Replay, Replayed, ReplayFailure, again
 from txbox.steps import Steps, drive, drive_async
 from txbox.store import schema as tables
+from txbox.store import waits
 from txbox.store.codec import Columns
 from txbox.store.dialect import dialect
 from txbox.store.inbox import InboxStore
@@ -37,6 +39,7 @@ from txbox.store.rows import (
     RowFilter,
     ShownMessage,
 )
+from txbox.store.waits import Waits
 
 T = TypeVar("T")
 
@@ -58,6 +61,7 @@ __all__ = [
     "Replayed",
     "RowFilter",
     "ShownMessage",
+    "Waits",
 ]
 
 
@@ -79,10 +83,11 @@ class Changed:
 
 
 class Admin:
-    """The operator's view of one inbox.
+    """The operator's view of one inbox and outbox.
 
     Args:
-        target: an App; or a database URL, pool or engine, which is enough for everything but `replay`.
+        target: an App; or a database URL, pool or engine, which is enough for everything but `replay`,
+            and for what messages of an order wait for.
         schema: with a database: the PostgreSQL schema of the tables.
 
     Nothing connects before the first verb. A verb may be called from any thread, but not inside a
@@ -97,6 +102,8 @@ class Admin:
             self._app = _Bare(open_database(target, schema=schema))
             self._owned = True
         self._rows = InboxRows(self._app.store)
+        #: The same verbs for outgoing messages.
+        self.outbox = OutboxAdmin(self._app.store, self._drive, audit=_audit, changed=self._changed)
         self._runner: asyncio.Runner | None = None
         self._checked = False
 
@@ -109,12 +116,13 @@ class Admin:
     def list(
         self, where: RowFilter | None = None, *, limit: int = 50, before: int | None = None
     ) -> Sequence[ListedMessage]:
-        """Read messages, newest first.
+        """Read messages, newest first; of handlers with an order, what each one waits for.
 
         Args:
             before: the `arrival` of the last message of the page before.
         """
-        return self._drive(self._rows.page(where or RowFilter(), limit=limit, before=before))
+        page = self._drive(self._rows.page(where or RowFilter(), limit=limit, before=before))
+        return self._with_waits(page)
 
     def show(
         self, consumer: str, message_id: str, *, reveal: bool = False
@@ -124,13 +132,42 @@ class Admin:
         Args:
             reveal: include payload and header values, which may be personal or secret.
         """
-        return self._drive(self._rows.shown(consumer, message_id, reveal=reveal))
+        found, aside = self._drive(self._rows.shown(consumer, message_id, reveal=reveal))
+        if found is not None:
+            found = replace(found, message=self._with_waits([found.message])[0])
+        return found, aside
 
     def quarantined(
         self, consumer: str | None = None, *, limit: int = 50
     ) -> Sequence[QuarantinedMessage]:
         """Read the latest messages that were set aside."""
         return self._drive(self._rows.quarantined(consumer, limit=limit))
+
+    def _with_waits(self, page: Sequence[ListedMessage]) -> Sequence[ListedMessage]:
+        waiting: dict[tuple[str, str], Waits] = {}
+        for consumer, handlers in self._app.handlers.consumers().items():
+            options = next((own.options for own in handlers if own.options.in_order), None)
+            if options is None:
+                continue
+            ids = [
+                own.message_id
+                for own in page
+                if own.consumer == consumer
+                and own.status in (Status.PENDING, Status.FAILED)
+                and own.key is not None
+            ]
+            if ids:
+                found = self._drive(self._waits(consumer, options, ids))
+                waiting |= {(consumer, own): what for own, what in found.items()}
+        return [replace(own, waits_for=waiting.get((own.consumer, own.message_id))) for own in page]
+
+    def _waits(
+        self, consumer: str, options: HandlerOptions, ids: Sequence[str]
+    ) -> Steps[dict[str, Waits]]:
+        own = self._app.store.dialect
+        if options.ordered:
+            return waits.by_arrival(own, consumer, ids, dead_blocks=options.dead_blocks)
+        return waits.by_version(own, consumer, ids, first=options.gaps.first)
 
     # -- changing -----------------------------------------------------------------------------
 

@@ -158,6 +158,27 @@ def prune(app: App, task: Task) -> Steps[Report]:
     )
 
 
+def prune_outbox(app: App, task: Task) -> Steps[Report]:
+    """Delete outgoing messages that were sent or discarded and have been kept for their time.
+
+    Sent ones are kept for `RelayPolicy.keep_sent`; where that is zero, those that another policy has
+    left behind are kept as long as discarded ones, for `Retention.processed`.
+
+    Guarantee: never deletes what is still to be sent, or dead.
+    """
+    kept = task.older_than or app.retention.processed
+    sent_s = (task.older_than or app.relaying.keep_sent or kept).total_seconds()
+    own, discarded_s = app.store.dialect, kept.total_seconds()
+    if task.dry_run:
+        rows = yield from jobs.prunable_outbox(own, sent_s=sent_s, discarded_s=discarded_s)
+        return Report("prune-outbox", rows)
+
+    def batch(limit: int) -> Steps[int]:
+        return jobs.prune_outbox(own, sent_s=sent_s, discarded_s=discarded_s, limit=limit)
+
+    return (yield from _alone(app, task, "prune-outbox", [batch]))
+
+
 def drop_payloads(app: App, task: Task) -> Steps[Report]:
     """Drop the payloads that handlers keep for a time (`keep_payload=timedelta(…)`) once it is over.
 
@@ -194,7 +215,7 @@ def _alone(
     for batch in batches:
         rows = yield from _in_batches(app, task, lease, batch, rows)
     yield from lease.release()
-    if rows and name == "prune":
+    if rows and name in ("prune", "prune-outbox"):
         app.events.emit(
             RowsPruned(consumer=task.consumer, rows=rows, duration_s=time.monotonic() - started)
         )
@@ -247,6 +268,12 @@ JOBS = (
         "delete finished rows past the retention",
         lambda app: app.retention.every,
         prune,
+    ),
+    Job(
+        "prune-outbox",
+        "delete sent and discarded outgoing messages that were kept for their time",
+        lambda app: app.retention.every,
+        prune_outbox,
     ),
     Job(
         "drop-payloads",

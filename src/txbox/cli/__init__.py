@@ -10,6 +10,7 @@ import txbox
 from txbox.cli import (
     commands_change,
     commands_look,
+    commands_outbox,
     commands_relay,
     commands_run,
     commands_schema,
@@ -92,6 +93,7 @@ def make_parser() -> Parser:
         commands_relay,
         commands_look,
         commands_change,
+        commands_outbox,
         commands_work,
     ):
         module.add(commands, shared)

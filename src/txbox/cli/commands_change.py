@@ -9,11 +9,10 @@ from typing import Any
 
 from txbox.admin import Admin, Changed, Replayed, RowFilter
 from txbox.cli.application import admin_of
+from txbox.cli.consent import CONSENT, agreed
 from txbox.cli.options import add_audit, add_filter, filter_of
 from txbox.cli.output import (
-    confirmed,
     counted,
-    interactive,
     print_error,
     print_json,
     print_line,
@@ -23,11 +22,6 @@ from txbox.cli.output import (
 )
 from txbox.errors import ConfigurationError
 from txbox.outcome import Status
-
-_CONSENT = """\
-What is changed must be said: message ids, at least one filter, or --all.
-Message ids are changed at once. A filter is counted first and asked about;
-without a terminal it needs --yes. --dry-run changes nothing and asks nothing."""
 
 _DONE = {"retry": "retried", "discard": "discarded", "replay": "replayed"}
 
@@ -48,19 +42,19 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Gives messages a full new budget of attempts, due at once; a worker then runs them. "
         "A filter means dead messages, unless --status failed. Messages whose handler broke the "
         "transaction (what they wrote is unknown) are left alone unless named by id or with "
-        f"--error-type TransactionBroken.\n\n{_CONSENT}",
+        f"--error-type TransactionBroken.\n\n{CONSENT}",
     )  # fmt: skip
     discard = commands.add_parser(
         "discard", parents=[common], help="give messages up for good; a later copy is a duplicate",
         description="Gives messages up for good: they never run, and a copy that arrives later is a duplicate. "
-        f"A filter means dead messages, unless --status failed or --status pending.\n\n{_CONSENT}",
+        f"A filter means dead messages, unless --status failed or --status pending.\n\n{CONSENT}",
     )  # fmt: skip
     replay = commands.add_parser(
         "replay", parents=[common], help="run processed messages once more, or feed them to another consumer",
         description="Runs processed messages through their handler once more, here and now; their payload must have "
         "been kept (keep_payload=). A replay that fails leaves its message processed, and is reported. "
         "With --as, stores the messages in arrival order as pending ones of another consumer instead. "
-        f"Takes --app; with --as, --database is enough.\n\n{_CONSENT}",
+        f"Takes --app; with --as, --database is enough.\n\n{CONSENT}",
     )  # fmt: skip
     for command, names, statuses in (
         (retry, filters, ("dead", "failed")),
@@ -106,21 +100,6 @@ def _targets(args: argparse.Namespace) -> list[RowFilter]:
     return [where]
 
 
-def _agreed(args: argparse.Namespace, count: int, what: str) -> bool:
-    """Whether a change in bulk may go on.
-
-    Raises:
-        ConfigurationError: nobody can be asked and --yes is missing.
-    """
-    if args.yes or count == 0:
-        return True
-    if not interactive():
-        raise ConfigurationError(
-            f"This would {args.command} {counted(count)}: add --yes to do it without being asked, or --dry-run."
-        )
-    return confirmed(f"{args.command.capitalize()} {counted(count, what)}?")
-
-
 def _retry(args: argparse.Namespace) -> int:
     return _change(args, lambda admin: admin.retry)
 
@@ -140,7 +119,9 @@ def _change(args: argparse.Namespace, verb: Callable[[Admin], Callable[..., Chan
         else:
             (where,) = targets
             expected = change(where, dry_run=True).count
-            if not _agreed(args, expected, f"{where.status or 'dead'} message"):
+            if not agreed(
+                args.command, expected, f"{where.status or 'dead'} message", yes=args.yes
+            ):
                 print_line("Nothing was changed.")
                 return 1
             with progress(args.command, expected) as bar:
@@ -219,7 +200,7 @@ def _replay(args: argparse.Namespace) -> int:
         count = 0
         if bulk and not args.dry_run:
             count = admin.replay(targets[0], as_consumer=args.as_consumer, dry_run=True).count
-            if not _agreed(args, count, f"{targets[0].consumer} message"):
+            if not agreed(args.command, count, f"{targets[0].consumer} message", yes=args.yes):
                 print_line("Nothing was changed.")
                 return 1
         results: list[Replayed] = []

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from txbox.admin import ConsumerStatus, ListedMessage, QuarantinedMessage, ShownMessage
+from txbox.admin_outbox import TopicStatus
 from txbox.cli.application import admin_of
 from txbox.cli.options import add_filter, count, filter_of
 from txbox.cli.output import (
     age,
+    described,
+    payload_as_json,
     print_error,
     print_json,
     print_line,
     print_record,
     print_table,
     printable_lines,
+    readable,
     shown,
 )
 from txbox.errors import ConfigurationError
 from txbox.outcome import Status
+from txbox.store.outbox_rows import STATUSES
 
 _UNMATCHED = "(no consumer)"
 
@@ -28,12 +34,15 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     status = commands.add_parser(
         "status", parents=[common], help="count messages by consumer and status; oldest unfinished age",
         description="Counts the messages of every consumer by status, what is quarantined, and says how long ago the "
-        "oldest unfinished one (pending, processing, failed) was received.",
+        "oldest unfinished one (pending, processing, failed) was received. Counts the outgoing messages of "
+        "every topic by status, if there are any, and says how long ago the oldest was staged that a relay "
+        "should have sent.",
     )  # fmt: skip
     status.set_defaults(run=_status)
     listed = commands.add_parser(
         "list", parents=[common], help="list messages, newest first, with filters",
-        description="Lists messages, newest arrival first. Without payloads.",
+        description="Lists messages, newest arrival first. Without payloads. With --app, of handlers with an order, "
+        "what each message waits for.",
     )  # fmt: skip
     add_filter(
         listed,
@@ -74,10 +83,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _status(args: argparse.Namespace) -> int:
     with admin_of(args) as admin:
-        consumers = admin.status()
+        consumers, topics = admin.status(), admin.outbox.status()
     if args.json:
-        print_json({"consumers": consumers})
-    elif not consumers:
+        print_json({"consumers": consumers, "outbox": topics})
+        return 0
+    if not consumers:
         print_line("The inbox is empty.")
     else:
         names = ["pending", "processing", "failed", "dead", "processed", "discarded"]
@@ -85,7 +95,25 @@ def _status(args: argparse.Namespace) -> int:
             ["consumer", *names, "quarantined", "oldest unfinished"],
             [_status_row(own, names) for own in consumers],
         )
+    if topics:
+        print_line("\nOutbox:")
+        print_topics(topics)
     return 0
+
+
+def print_topics(topics: Sequence[TopicStatus]) -> None:
+    """The outbox by topic and status."""
+    print_table(
+        ["topic", *STATUSES, "oldest waiting"],
+        [
+            [
+                own.topic,
+                *(own.counts.get(name, 0) for name in STATUSES),
+                age(own.oldest_waiting_s) or "-",
+            ]
+            for own in topics
+        ],
+    )
 
 
 def _status_row(own: ConsumerStatus, names: list[str]) -> list[str | int | None]:
@@ -118,11 +146,14 @@ def _list(args: argparse.Namespace) -> int:
         print_line("No message matches." if where.criteria() else "The inbox is empty.")
     else:
         print_table(
-            ["consumer", "id", "status", "topic", "type", "key", "attempts", "received", "error"],
+            [
+                "consumer", "id", "status", "topic", "type", "key", "attempts", "received", "waits for",
+                "error",
+            ],
             [
                 [
                     own.consumer, own.message_id, own.status, own.topic, own.type, own.key,
-                    own.attempts, own.received_at, _error(own),
+                    own.attempts, own.received_at, _in_the_way(own), _error(own),
                 ]
                 for own in messages
             ],
@@ -130,6 +161,29 @@ def _list(args: argparse.Namespace) -> int:
         if more is not None:
             print_line(f"There may be more: add --before {more}.")
     return 0
+
+
+def _in_the_way(own: ListedMessage) -> str | None:
+    """The id of the message that this one waits for, or the version."""
+    if own.waits_for is None:
+        return None
+    if own.waits_for.message_id is None:
+        return f"version {own.waits_for.version}"
+    return own.waits_for.message_id
+
+
+def _waits_for(own: ListedMessage) -> str | None:
+    waits = own.waits_for
+    if waits is None:
+        return None
+    if waits.message_id is None:
+        return f"version {waits.version} of its key, which has not arrived"
+    at = (
+        f", next attempt {shown(waits.next_attempt_at)}"
+        if waits.status in (Status.FAILED, Status.PENDING) and waits.next_attempt_at is not None
+        else ""
+    )
+    return f"{waits.message_id} ({waits.status}{at})"
 
 
 def _error(own: ListedMessage) -> str | None:
@@ -184,7 +238,7 @@ def _show(args: argparse.Namespace) -> int:
         _print_quarantined(aside)
         for own in aside:
             if own.payload is not None:
-                print_line(f"\nPayload {own.hash[:12]}:\n{_readable(own.payload)}")
+                print_line(f"\nPayload {own.hash[:12]}:\n{readable(own.payload)}")
     return 0
 
 
@@ -206,6 +260,7 @@ def _print_message(found: ShownMessage) -> None:
             ("updated", own.updated_at),
             ("processed", own.processed_at),
             ("next attempt", own.next_attempt_at if own.status in ("failed", "pending") else None),
+            ("waits for", _waits_for(own)),
             ("leased until", own.lease_until),
             ("attempts", own.attempts),
             ("unfinished starts", own.starts or None),
@@ -233,24 +288,13 @@ def _print_message(found: ShownMessage) -> None:
             ],
         )  # fmt: skip
     if found.payload is not None:
-        print_line(f"\nPayload:\n{_readable(found.payload)}")
+        print_line(f"\nPayload:\n{readable(found.payload)}")
 
 
 def _described(found: ShownMessage) -> str:
     if not found.message.has_payload:
         return "not kept"
-    if found.payload_bytes is None:
-        return "empty (a tombstone)"
-    return f"{found.payload_bytes} bytes" + (
-        "" if found.payload is not None else " (--reveal prints it)"
-    )
-
-
-def _readable(payload: bytes) -> str:
-    try:
-        return printable_lines(payload.decode())
-    except UnicodeDecodeError:
-        return f"{payload.hex(' ')}"
+    return described(found.payload_bytes, revealed=found.payload is not None)
 
 
 def _as_json(found: ShownMessage) -> dict[str, Any]:
@@ -263,7 +307,7 @@ def _as_json(found: ShownMessage) -> dict[str, Any]:
         "origin": found.origin,
         "payload_hash": found.payload_hash,
         "payload_bytes": found.payload_bytes,
-        **_payload_as_json(found.payload),
+        **payload_as_json(found.payload),
     }
 
 
@@ -271,15 +315,5 @@ def _aside_as_json(own: QuarantinedMessage) -> dict[str, Any]:
     return {
         **_quarantined(own),
         "payload_bytes": own.payload_bytes,
-        **_payload_as_json(own.payload),
+        **payload_as_json(own.payload),
     }
-
-
-def _payload_as_json(payload: bytes | None) -> dict[str, Any]:
-    """Text as `payload`, other bytes as `payload_base64`."""
-    if payload is None:
-        return {"payload": None}
-    try:
-        return {"payload": payload.decode()}
-    except UnicodeDecodeError:
-        return {"payload": None, "payload_base64": payload}

@@ -36,12 +36,16 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Deletes processed and discarded messages, with their attempts, that were finished longer ago than "
         "the retention; never what is unfinished, dead or quarantined. Small batches; live traffic is not "
         "blocked. A copy of a deleted message that comes later is processed again, so less than the "
-        "retention of the App (or 30d with --database) is asked about, or needs --yes.",
+        "retention of the App (or 30d with --database) is asked about, or needs --yes. With --outbox, deletes "
+        "outgoing messages instead: sent ones that were kept for RelayPolicy.keep_sent, and discarded ones.",
     )  # fmt: skip
     prune.add_argument(
         "--older-than", type=duration, metavar="AGE", help="instead of the retention (30d, 12h)"
     )
     prune.add_argument("--consumer", metavar="TEXT", help="messages of this consumer only")
+    prune.add_argument(
+        "--outbox", action="store_true", help="sent and discarded outgoing messages instead"
+    )
     prune.add_argument("--dry-run", action="store_true", help="count, and delete nothing")
     prune.add_argument("--yes", action="store_true", help="do not ask")
     prune.set_defaults(run=_prune)
@@ -85,34 +89,48 @@ def _add_send(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    if args.outbox and args.consumer is not None:
+        raise ConfigurationError(
+            "Outgoing messages have no consumer: leave --consumer or --outbox out."
+        )
+    job, what = ("prune-outbox", "outgoing message") if args.outbox else ("prune", "message")
     with opened(args) as app:
         perform(app, app.check_schema())
-        retention = app.retention.processed
-        wanted: timedelta = args.older_than or retention
+        kept = app.retention.processed
+        if args.outbox:
+            kept = app.relaying.keep_sent or kept
+        wanted: timedelta | None = args.older_than
+        shorter = wanted is not None and wanted < kept
         task = Task(consumer=args.consumer, older_than=wanted, dry_run=True)
         count = None
-        if args.dry_run or wanted < retention:
-            count = run_once(app, "prune", task).rows
+        if args.dry_run or shorter:
+            count = run_once(app, job, task).rows
         if args.dry_run:
-            return _reported(args, Report("prune", count or 0), "would be deleted")
-        if wanted < retention and count and not args.yes and not _agreed(count, wanted, retention):
+            return _reported(args, Report(job, count or 0), "would be deleted", what)
+        if (
+            wanted is not None
+            and shorter
+            and count
+            and not args.yes
+            and not _agreed(counted(count, what), wanted, kept)
+        ):
             print_line("Nothing was deleted.")
             return 1
         with progress("prune", count) as bar:
             report = run_once(
-                app, "prune", Task(consumer=args.consumer, older_than=wanted, on_progress=bar)
+                app, job, Task(consumer=args.consumer, older_than=wanted, on_progress=bar)
             )
-    return _reported(args, report, "deleted")
+    return _reported(args, report, "deleted", what)
 
 
-def _agreed(count: int, wanted: timedelta, retention: timedelta) -> bool:
+def _agreed(number: str, wanted: timedelta, retention: timedelta) -> bool:
     shorter, usual = age(wanted.total_seconds()), age(retention.total_seconds())
     if not interactive():
         raise ConfigurationError(
-            f"{shorter} is less than the retention of {usual}: add --yes to delete {counted(count)} all the same, "
+            f"{shorter} is less than the retention of {usual}: add --yes to delete {number} all the same, "
             "or --dry-run."
         )
-    return confirmed(f"Delete {counted(count)} before the retention of {usual} is over?")
+    return confirmed(f"Delete {number} before the retention of {usual} is over?")
 
 
 def _rescue(args: argparse.Namespace) -> int:
@@ -122,7 +140,7 @@ def _rescue(args: argparse.Namespace) -> int:
     return _reported(args, report, "put back to work")
 
 
-def _reported(args: argparse.Namespace, report: Report, verb: str) -> int:
+def _reported(args: argparse.Namespace, report: Report, verb: str, what: str = "message") -> int:
     if args.json:
         print_json(
             {
@@ -134,7 +152,7 @@ def _reported(args: argparse.Namespace, report: Report, verb: str) -> int:
         print_line(f"Another process runs {report.job} right now: nothing to do.")
     else:
         dead = f", {report.dead} of them dead" if report.dead else ""
-        print_line(f"{counted(report.rows)} {verb}{dead}.")
+        print_line(f"{counted(report.rows, what)} {verb}{dead}.")
     return 0
 
 

@@ -86,7 +86,10 @@ def common() -> argparse.ArgumentParser:
 
 
 def add_filter(
-    parser: argparse.ArgumentParser, *names: str, statuses: Sequence[str] = tuple(Status)
+    parser: argparse.ArgumentParser,
+    *names: str,
+    statuses: Sequence[str] = tuple(Status),
+    since: str = "received",
 ) -> None:
     """Add the filter options that the command's query knows."""
     group = parser.add_argument_group("filter (all that are given must match)")
@@ -109,7 +112,7 @@ def add_filter(
                 option,
                 type=duration,
                 metavar="AGE",
-                help="received longer ago than this (90s, 5m, 2h, 7d)",
+                help=f"{since} longer ago than this (90s, 5m, 2h, 7d)",
             )
         else:
             group.add_argument(option, metavar="TEXT", help=helps[name])

@@ -149,6 +149,8 @@ def _print_rich(
 _STYLES = {
     "dead": "red",
     "failed": "yellow",
+    "sent": "green",
+    "leased": "cyan",
     "processed": "green",
     "processing": "cyan",
     "discarded": "dim",
@@ -166,6 +168,31 @@ def print_record(pairs: Sequence[tuple[str, Cell]]) -> None:
 def printable_lines(text: str) -> str:
     """Text of several lines for the terminal, without control characters."""
     return "\n".join(shown(line) for line in text.splitlines())
+
+
+def described(size_bytes: int | None, *, revealed: bool) -> str:
+    """How large a payload is, and how to see it."""
+    if size_bytes is None:
+        return "empty (a tombstone)"
+    return f"{size_bytes} bytes" + ("" if revealed else " (--reveal prints it)")
+
+
+def readable(payload: bytes) -> str:
+    """A payload for the terminal: text, or bytes in hexadecimal."""
+    try:
+        return printable_lines(payload.decode())
+    except UnicodeDecodeError:
+        return payload.hex(" ")
+
+
+def payload_as_json(payload: bytes | None) -> dict[str, Any]:
+    """Text as `payload`, other bytes as `payload_base64`."""
+    if payload is None:
+        return {"payload": None}
+    try:
+        return {"payload": payload.decode()}
+    except UnicodeDecodeError:
+        return {"payload": None, "payload_base64": payload}
 
 
 def interactive() -> bool:

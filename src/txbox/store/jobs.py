@@ -125,6 +125,24 @@ def prunable(own: Dialect, *, consumer: str | None, older_than_s: float) -> Step
     return int(found.rows[0][0])
 
 
+def prune_outbox(own: Dialect, *, sent_s: float, discarded_s: float, limit: int) -> Steps[int]:
+    """Delete one batch of outgoing rows that have ended; returns how many."""
+    yield Begin()
+    gone = yield own.statement(
+        "prune_outbox", {"sent_s": sent_s, "discarded_s": discarded_s, "limit": limit}
+    )
+    yield Commit()
+    return int(gone.count)
+
+
+def prunable_outbox(own: Dialect, *, sent_s: float, discarded_s: float) -> Steps[int]:
+    """Count the rows that `prune_outbox` would delete now."""
+    yield Begin()
+    found = yield own.statement("prunable_outbox", {"sent_s": sent_s, "discarded_s": discarded_s})
+    yield Commit()
+    return int(found.rows[0][0])
+
+
 def drop_payloads(own: Dialect, *, consumer: str, older_than_s: float, limit: int) -> Steps[int]:
     """Drop payload and headers of one batch of processed rows; returns how many rows."""
     yield Begin()
@@ -135,9 +153,21 @@ def drop_payloads(own: Dialect, *, consumer: str, older_than_s: float, limit: in
     return int(dropped.count)
 
 
-def work_left(own: Dialect, *, consumer: str) -> Steps[bool]:
-    """Say whether a consumer has rows that are due now or leased by anybody."""
+def work_left(
+    own: Dialect, *, consumer: str, order: tuple[bool, bool] = (False, False)
+) -> Steps[bool]:
+    """Say whether a consumer has rows that are due now or leased by anybody.
+
+    Args:
+        order: as `Handlers.order_of` says.
+    """
+    heads_only, dead_blocks = order
     yield Begin()
-    found = yield own.statement("work_left", {"consumer": consumer})
+    if heads_only:
+        found = yield own.statement(
+            "work_left_ordered", {"consumer": consumer, "dead_blocks": dead_blocks}
+        )
+    else:
+        found = yield own.statement("work_left", {"consumer": consumer})
     yield Commit()
     return bool(found.rows[0][0])

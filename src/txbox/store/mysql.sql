@@ -584,3 +584,130 @@ UPDATE txbox_outbox
 -- Whether anything is due or leased.
 SELECT EXISTS (SELECT 1 FROM txbox_outbox
                 WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= UTC_TIMESTAMP(6)))
+
+-- name: stage_notify
+-- Nobody listens: relays poll.
+
+-- name: outbox_status
+SELECT CONVERT(own.topic USING utf8mb4), own.state, count(*), TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6
+  FROM (SELECT topic, staged_at,
+               CASE WHEN status <> 'pending' THEN status WHEN available_at <= UTC_TIMESTAMP(6) THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
+          FROM txbox_outbox) AS own
+ GROUP BY own.topic, own.state ORDER BY own.topic, own.state
+
+-- name: outbox_list
+-- Keyset pages by number, newest first; each row with the one of its key that must leave before it, if any.
+SELECT CONVERT(own.id USING utf8mb4), own.number, own.state, CONVERT(own.topic USING utf8mb4),
+       CONVERT(own.type USING utf8mb4), CONVERT(own.`key` USING utf8mb4), own.attempts, own.staged_at, own.available_at,
+       own.sent_at, CONVERT(own.cause_consumer USING utf8mb4), CONVERT(own.cause_id USING utf8mb4), own.error_type,
+       own.error, own.key_id,
+       CASE WHEN own.`key` IS NOT NULL AND own.status = 'pending' THEN
+           (SELECT CONVERT(head.id USING utf8mb4) FROM txbox_outbox AS head
+             WHERE head.status = 'pending' AND head.topic = own.topic AND head.`key` = own.`key`
+               AND head.number < own.number
+               AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
+                    OR head.available_at <= UTC_TIMESTAMP(6))
+             ORDER BY head.number LIMIT 1) END
+  FROM (SELECT id, number, status, topic, type, `key`, attempts, staged_at, available_at, sent_at, cause_consumer,
+               cause_id, error_type, error, key_id,
+               CASE WHEN status <> 'pending' THEN status WHEN available_at <= UTC_TIMESTAMP(6) THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
+          FROM txbox_outbox
+         WHERE (:id IS NULL OR id = :id)
+           AND (:stored IS NULL OR status = :stored)
+           AND (:state IS NULL
+                OR CASE WHEN status <> 'pending' THEN status WHEN available_at <= UTC_TIMESTAMP(6) THEN 'due'
+                        WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+                   = :state)
+           AND (:topic IS NULL OR topic = :topic)
+           AND (:type IS NULL OR type = :type)
+           AND (:key IS NULL OR `key` = :key)
+           AND (:error_type IS NULL OR error_type = :error_type)
+           AND (:older_than_s IS NULL
+                OR staged_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND)
+           AND (:before IS NULL OR number < :before)
+         ORDER BY number DESC
+         LIMIT :limit) AS own
+ ORDER BY own.number DESC
+
+-- name: outbox_content
+SELECT content_type, headers, payload, key_id FROM txbox_outbox WHERE id = :id
+
+-- name: outbox_select
+-- The rows that an operator's command may touch now; SKIP LOCKED: what a relay is marking is left to it.
+SELECT CONVERT(id USING utf8mb4), number FROM txbox_outbox
+ WHERE (:id IS NULL OR id = :id)
+   AND status IN ('pending', 'dead')
+   AND CASE WHEN status <> 'pending' THEN status WHEN available_at <= UTC_TIMESTAMP(6) THEN 'due'
+            WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+       IN ({:rows.state})
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR `key` = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:older_than_s IS NULL
+        OR staged_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND)
+   AND number > :after
+ ORDER BY number
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
+-- name: outbox_retry
+-- A full new budget; available_at as staged, so that it is before the later rows of its key again.
+UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
+ WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
+
+-- name: outbox_discard
+-- Of a row that is no longer pending, available_at says when it was given up.
+UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = UTC_TIMESTAMP(6)
+ WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
+
+-- name: prune_outbox
+DELETE own FROM (SELECT id FROM txbox_outbox
+                  WHERE status IN ('sent', 'discarded')
+                    AND ((status = 'sent' AND sent_at < UTC_TIMESTAMP(6) - INTERVAL :sent_s SECOND)
+                         OR (status = 'discarded' AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
+                  LIMIT :limit
+                    FOR UPDATE SKIP LOCKED) AS old
+       STRAIGHT_JOIN txbox_outbox AS own ON own.id = old.id
+
+-- name: prunable_outbox
+SELECT count(*) FROM txbox_outbox
+ WHERE status IN ('sent', 'discarded')
+   AND ((status = 'sent' AND sent_at < UTC_TIMESTAMP(6) - INTERVAL :sent_s SECOND)
+        OR (status = 'discarded'
+            AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
+
+-- name: waits_order
+-- Of rows that have not run: the first row of their key that is in their way.
+SELECT CONVERT(own.message_id USING utf8mb4), CONVERT(head.message_id USING utf8mb4), head.status,
+       head.next_attempt_at
+  FROM (SELECT behind.message_id,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.`key` = behind.`key`
+                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (:dead_blocks AND earlier.status = 'dead'))
+                 ORDER BY earlier.arrival LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed')) AS own
+  JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
+
+-- name: waits_version
+-- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
+SELECT CONVERT(own.message_id USING utf8mb4), own.sequence, own.last, CONVERT(head.message_id USING utf8mb4),
+       head.status, head.next_attempt_at, head.sequence
+  FROM (SELECT behind.message_id, behind.sequence, done.last,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.`key` = behind.`key`
+                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
+                 ORDER BY earlier.sequence LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.`key` = behind.`key`
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id

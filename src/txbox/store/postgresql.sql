@@ -665,3 +665,143 @@ UPDATE txbox_outbox
 -- Whether anything is due or leased.
 SELECT EXISTS (SELECT 1 FROM txbox_outbox
                 WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= now()))
+
+-- name: stage_notify
+-- As stage, and at its commit whoever listens looks at the outbox; one round trip.
+WITH staged AS (
+    INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
+                              available_at)
+    SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
+           m.cause_id, now() + make_interval(secs => m.delay_s)
+      FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                  :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
+                  :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[])
+           WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
+                                position)
+     ORDER BY m.position
+    ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING)
+SELECT pg_notify('txbox_outbox', '')
+
+-- name: outbox_status
+SELECT own.topic, own.state, count(*), extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision
+  FROM (SELECT topic, staged_at,
+               CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
+          FROM txbox_outbox) AS own
+ GROUP BY own.topic, own.state ORDER BY own.topic, own.state
+
+-- name: outbox_list
+-- Keyset pages by number, newest first; each row with the one of its key that must leave before it, if any.
+SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts, own.staged_at, own.available_at,
+       own.sent_at, own.cause_consumer, own.cause_id, own.error_type, own.error, own.key_id,
+       CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN
+           (SELECT head.id FROM txbox_outbox AS head
+             WHERE head.status = 'pending' AND head.topic = own.topic AND head.key = own.key
+               AND head.number < own.number
+               AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
+                    OR head.available_at <= now())
+             ORDER BY head.number LIMIT 1) END
+  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
+               cause_id, error_type, error, key_id,
+               CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
+          FROM txbox_outbox
+         WHERE (:id::text IS NULL OR id = :id::text)
+           AND (:stored::text IS NULL OR status = :stored::text)
+           AND (:state::text IS NULL
+                OR CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
+                        WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+                   = :state::text)
+           AND (:topic::text IS NULL OR topic = :topic::text)
+           AND (:type::text IS NULL OR type = :type::text)
+           AND (:key::text IS NULL OR key = :key::text)
+           AND (:error_type::text IS NULL OR error_type = :error_type::text)
+           AND (:older_than_s::double precision IS NULL
+                OR staged_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
+           AND (:before::bigint IS NULL OR number < :before::bigint)
+         ORDER BY number DESC
+         LIMIT :limit::integer) AS own
+ ORDER BY own.number DESC
+
+-- name: outbox_content
+SELECT content_type, headers, payload, key_id FROM txbox_outbox WHERE id = :id::text
+
+-- name: outbox_select
+-- The rows that an operator's command may touch now; SKIP LOCKED: what a relay is marking is left to it.
+SELECT id, number FROM txbox_outbox
+ WHERE (:id::text IS NULL OR id = :id::text)
+   AND status IN ('pending', 'dead')
+   AND CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
+            WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+       = ANY(:rows.state::text[])
+   AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:key::text IS NULL OR key = :key::text)
+   AND (:error_type::text IS NULL OR error_type = :error_type::text)
+   AND (:older_than_s::double precision IS NULL
+        OR staged_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
+   AND number > :after::bigint
+ ORDER BY number
+ LIMIT :limit::integer
+   FOR UPDATE SKIP LOCKED
+
+-- name: outbox_retry
+-- A full new budget; available_at as staged, so that it is before the later rows of its key again.
+UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
+ WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')
+
+-- name: outbox_discard
+-- Of a row that is no longer pending, available_at says when it was given up.
+UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = clock_timestamp()
+ WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')
+
+-- name: prune_outbox
+WITH old AS MATERIALIZED (
+       SELECT id FROM txbox_outbox
+        WHERE status <> 'pending'
+          AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
+               OR (status = 'discarded'
+                   AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
+        LIMIT :limit::integer
+          FOR UPDATE SKIP LOCKED)
+DELETE FROM txbox_outbox AS own
+ USING old
+ WHERE own.id = old.id
+
+-- name: prunable_outbox
+SELECT count(*) FROM txbox_outbox
+ WHERE status <> 'pending'
+   AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
+        OR (status = 'discarded'
+            AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
+
+-- name: waits_order
+-- Of rows that have not run: the first row of their key that is in their way.
+SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
+  FROM (SELECT behind.message_id,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (:dead_blocks::boolean AND earlier.status = 'dead'))
+                 ORDER BY earlier.arrival LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
+           AND behind.status IN ('pending', 'failed')) AS own
+  JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
+
+-- name: waits_version
+-- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
+SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
+  FROM (SELECT behind.message_id, behind.sequence, done.last,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
+                 ORDER BY earlier.sequence LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
+         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id

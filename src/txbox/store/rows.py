@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store.codec import Arrival, Leased, decode_headers
-from txbox.store.dialect import as_time
+from txbox.store.dialect import Dialect, as_time
 from txbox.store.inbox import InboxStore
+from txbox.store.waits import Waits
 
 Change = Literal["retry", "discard"]
 
@@ -78,6 +79,7 @@ class ListedMessage:
     fingerprint: str | None
     has_payload: bool
     arrival: int
+    waits_for: Waits | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,16 +364,24 @@ class InboxRows:
         return len(fresh)
 
     def _audit(self, audit: Audit, action: str, where: RowFilter, affected: int) -> Statement:
-        return self._statement(
-            "audit",
-            {
-                "actor": audit.actor,
-                "action": action,
-                "filter": json.dumps(where.criteria(), sort_keys=True),
-                "affected": affected,
-                "reason": audit.reason,
-            },
-        )
+        own = self._store.dialect
+        return audit_statement(own, audit, action, where.criteria(), affected=affected)
+
+
+def audit_statement(
+    own: Dialect, audit: Audit, action: str, criteria: dict[str, str], *, affected: int
+) -> Statement:
+    """The statement that records a change."""
+    return own.statement(
+        "audit",
+        {
+            "actor": audit.actor,
+            "action": action,
+            "filter": json.dumps(criteria, sort_keys=True),
+            "affected": affected,
+            "reason": audit.reason,
+        },
+    )
 
 
 def _filter(where: RowFilter) -> dict[str, Any]:

@@ -537,3 +537,127 @@ UPDATE txbox_outbox
 -- Whether anything is due or leased.
 SELECT EXISTS (SELECT 1 FROM txbox_outbox
                 WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')))
+
+-- name: stage_notify
+-- Nobody listens: relays poll.
+
+-- name: outbox_status
+SELECT own.topic, own.state, count(*), (julianday('now') - julianday(min(own.staged_at))) * 86400.0
+  FROM (SELECT topic, staged_at,
+               CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
+          FROM txbox_outbox) AS own
+ GROUP BY own.topic, own.state ORDER BY own.topic, own.state
+
+-- name: outbox_list
+-- Keyset pages by number, newest first; each row with the one of its key that must leave before it, if any.
+SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts, own.staged_at, own.available_at,
+       own.sent_at, own.cause_consumer, own.cause_id, own.error_type, own.error, own.key_id,
+       CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN
+           (SELECT head.id FROM txbox_outbox AS head
+             WHERE head.status = 'pending' AND head.topic = own.topic AND head.key = own.key
+               AND head.number < own.number
+               AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
+                    OR head.available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+             ORDER BY head.number LIMIT 1) END
+  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
+               cause_id, error_type, error, key_id,
+               CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
+          FROM txbox_outbox
+         WHERE (:id IS NULL OR id = :id)
+           AND (:stored IS NULL OR status = :stored)
+           AND (:state IS NULL
+                OR CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+                        WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+                   = :state)
+           AND (:topic IS NULL OR topic = :topic)
+           AND (:type IS NULL OR type = :type)
+           AND (:key IS NULL OR key = :key)
+           AND (:error_type IS NULL OR error_type = :error_type)
+           AND (:older_than_s IS NULL
+                OR staged_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+           AND (:before IS NULL OR number < :before)
+         ORDER BY number DESC
+         LIMIT :limit) AS own
+ ORDER BY own.number DESC
+
+-- name: outbox_content
+SELECT content_type, headers, payload, key_id FROM txbox_outbox WHERE id = :id
+
+-- name: outbox_select
+-- The rows that an operator's command may touch now; BEGIN IMMEDIATE keeps every other writer out.
+SELECT id, number FROM txbox_outbox
+ WHERE (:id IS NULL OR id = :id)
+   AND status IN ('pending', 'dead')
+   AND CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+            WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+       IN ({:rows.state})
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR key = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:older_than_s IS NULL
+        OR staged_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+   AND number > :after
+ ORDER BY number
+ LIMIT :limit
+
+-- name: outbox_retry
+-- A full new budget; available_at as staged, so that it is before the later rows of its key again.
+UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
+ WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
+
+-- name: outbox_discard
+-- Of a row that is no longer pending, available_at says when it was given up.
+UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
+
+-- name: prune_outbox
+DELETE FROM txbox_outbox
+ WHERE number IN (SELECT old.number FROM txbox_outbox AS old
+                   WHERE old.status <> 'pending'
+                     AND ((old.status = 'sent'
+                           AND old.sent_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:sent_s)))
+                          OR (old.status = 'discarded'
+                              AND old.available_at < strftime('%Y-%m-%d %H:%M:%f', 'now',
+                                                              printf('%+.3f seconds', -:discarded_s))))
+                   LIMIT :limit)
+
+-- name: prunable_outbox
+SELECT count(*) FROM txbox_outbox
+ WHERE status <> 'pending'
+   AND ((status = 'sent' AND sent_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:sent_s)))
+        OR (status = 'discarded'
+            AND available_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:discarded_s))))
+
+-- name: waits_order
+-- Of rows that have not run: the first row of their key that is in their way.
+SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
+  FROM (SELECT behind.message_id,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (:dead_blocks AND earlier.status = 'dead'))
+                 ORDER BY earlier.arrival LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed')) AS own
+  JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
+
+-- name: waits_version
+-- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
+SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
+  FROM (SELECT behind.message_id, behind.sequence, done.last,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
+                 ORDER BY earlier.sequence LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id

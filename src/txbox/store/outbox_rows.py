@@ -1,0 +1,256 @@
+"""The operator's queries on the outbox as steps: counts, pages, one message, and changes in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from txbox.steps import Begin, Commit, Rollback, Steps
+from txbox.store.codec import decode_headers
+from txbox.store.dialect import as_time
+from txbox.store.inbox import InboxStore
+from txbox.store.rows import Audit, Change, audit_statement
+
+_ENCODED = "(encoded: `txbox outbox show` with --app can read it)"
+#: What becomes of an outgoing message, as people see it; the first four are `pending` in the table.
+STATUSES = ("due", "delayed", "leased", "failed", "dead", "sent", "discarded")
+_PENDING = STATUSES[:4]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingFilter:
+    """Which outgoing messages an operator means; what is None (or no status) is not asked for."""
+
+    message_id: str | None = None
+    status: str | None = None
+    topic: str | None = None
+    type: str | None = None
+    key: str | None = None
+    error_type: str | None = None
+    older_than: timedelta | None = None
+
+    def criteria(self) -> dict[str, str]:
+        """What is asked for, for people and for `txbox_audit`."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicStatus:
+    """One topic of the outbox.
+
+    Attributes:
+        counts: rows by status.
+        oldest_waiting_s: how long ago the oldest row was staged that is due, leased or failed.
+    """
+
+    topic: str
+    counts: dict[str, int]
+    oldest_waiting_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedOutgoing:
+    """One row of a page of the outbox.
+
+    Attributes:
+        status: `due`, `delayed` (staged for later), `leased` by a relay, `failed` (waits for its next
+            attempt), `dead`, `sent`, `discarded`.
+        next_attempt_at: when a delayed or failed one is due.
+        waits_for: the id of the message of its key that must leave before it.
+    """
+
+    message_id: str
+    number: int
+    status: str
+    topic: str
+    type: str | None
+    key: str | None
+    attempts: int
+    staged_at: datetime
+    next_attempt_at: datetime | None
+    lease_until: datetime | None
+    sent_at: datetime | None
+    cause_consumer: str | None
+    cause_id: str | None
+    error_type: str | None
+    error: str | None
+    waits_for: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownOutgoing:
+    """An outgoing message with everything that is known of it; payload and header values only when revealed.
+
+    Attributes:
+        waits_for: the message of its key that must leave before it.
+    """
+
+    message: ListedOutgoing
+    waits_for: ListedOutgoing | None
+    content_type: str | None
+    headers: tuple[tuple[str, str | None], ...]
+    payload_bytes: int | None
+    payload: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingBatch:
+    """One batch of a change: the ids it meant, and where the next one starts."""
+
+    ids: tuple[str, ...]
+    next_after: int | None
+
+
+class OutboxRows:
+    """The statements with which people look at the outbox and change it."""
+
+    def __init__(self, store: InboxStore) -> None:
+        self._store = store
+
+    def status(self) -> Steps[list[TopicStatus]]:
+        """Count the rows of every topic."""
+        counts: dict[str, dict[str, int]] = {}
+        ages: dict[str, float] = {}
+        yield Begin()
+        found = yield self._store.dialect.statement("outbox_status")
+        yield Commit()
+        for topic, status, count, age_s in found.rows:
+            counts.setdefault(topic, {})[status] = int(count)
+            if status in ("due", "leased", "failed"):
+                # a row that is staged between two clocks has no negative age
+                ages[topic] = max(ages.get(topic, 0.0), float(age_s))
+        return [
+            TopicStatus(topic=topic, counts=own, oldest_waiting_s=ages.get(topic))
+            for topic, own in sorted(counts.items())
+        ]
+
+    def page(
+        self, where: OutgoingFilter, *, limit: int, before: int | None
+    ) -> Steps[list[ListedOutgoing]]:
+        """Read rows, newest first."""
+        yield Begin()
+        listed = yield from self._listed(where, limit, before)
+        yield Commit()
+        return listed
+
+    def shown(self, message_id: str, *, reveal: bool) -> Steps[ShownOutgoing | None]:
+        """Read one message, and the one it waits for."""
+        yield Begin()
+        found = yield from self._listed(OutgoingFilter(message_id=message_id), 1, None)
+        if not found:
+            yield Rollback()
+            return None
+        (own,) = found
+        content = yield self._store.dialect.statement("outbox_content", {"id": message_id})
+        ahead: list[ListedOutgoing] = []
+        if own.waits_for is not None:
+            ahead = yield from self._listed(OutgoingFilter(message_id=own.waits_for), 1, None)
+        yield Commit()
+        if not content.rows:
+            return None
+        content_type, headers, payload, key_id = content.rows[0]
+        if reveal or key_id is None:
+            payload = self._store.columns.payload_back(payload, key_id)
+        return ShownOutgoing(
+            message=own,
+            waits_for=ahead[0] if ahead else None,
+            content_type=content_type,
+            headers=tuple(
+                (name, _text(value) if reveal else None) for name, value in decode_headers(headers)
+            ),
+            payload_bytes=None if payload is None else len(payload),
+            payload=bytes(payload) if reveal and payload is not None else None,
+        )
+
+    def _listed(
+        self, where: OutgoingFilter, limit: int, before: int | None
+    ) -> Steps[list[ListedOutgoing]]:
+        # the status of the table first: it is what an index knows
+        stored = "pending" if where.status in _PENDING else where.status
+        result = yield self._store.dialect.statement(
+            "outbox_list",
+            {
+                **_filter(where),
+                "id": where.message_id,
+                "stored": stored,
+                "state": where.status,
+                "before": before,
+                "limit": limit,
+            },
+        )
+        return [self._row(row) for row in result.rows]
+
+    def _row(self, row: Sequence[Any]) -> ListedOutgoing:
+        status, at = row[2], as_time(row[8])
+        error = self._store.columns.error_back(row[13], row[14])
+        return ListedOutgoing(
+            message_id=row[0], number=row[1], status=status, topic=row[3], type=row[4], key=row[5],
+            attempts=row[6], staged_at=_time(row[7]),
+            next_attempt_at=at if status in ("delayed", "failed") else None,
+            lease_until=at if status == "leased" else None,
+            sent_at=as_time(row[9]), cause_consumer=row[10], cause_id=row[11], error_type=row[12],
+            error=_ENCODED if error is not None and error.startswith("codec:") else error,
+            waits_for=row[15],
+        )  # fmt: skip
+
+    def change(
+        self,
+        action: Change,
+        where: OutgoingFilter,
+        statuses: Sequence[str],
+        audit: Audit | None,
+        *,
+        after: int,
+        limit: int,
+    ) -> Steps[OutgoingBatch]:
+        """Change one batch of rows in a transaction of its own, in the order of their numbers.
+
+        Args:
+            audit: None makes it a dry run, which is rolled back.
+
+        Guarantee: rows that a relay has leased or is marking are left to it, without waiting; the
+            change and its audit row are one commit.
+        """
+        own = self._store.dialect
+        yield Begin()
+        found = yield own.statement(
+            "outbox_select",
+            {**_filter(where), "id": where.message_id, "after": after, "limit": limit},
+            {"state": list(statuses)},
+        )
+        batch = OutgoingBatch(
+            tuple(row[0] for row in found.rows),
+            found.rows[-1][1] if len(found.rows) == limit else None,
+        )
+        if audit is None or not batch.ids:
+            yield Rollback()
+            return batch
+        yield own.statement(f"outbox_{action}", rows={"id": list(batch.ids)})
+        yield audit_statement(
+            own, audit, f"{action} outgoing", where.criteria(), affected=len(batch.ids)
+        )
+        yield Commit()
+        return batch
+
+
+def _filter(where: OutgoingFilter) -> dict[str, Any]:
+    return {
+        "topic": where.topic,
+        "type": where.type,
+        "key": where.key,
+        "error_type": where.error_type,
+        "older_than_s": None if where.older_than is None else where.older_than.total_seconds(),
+    }
+
+
+def _time(value: Any) -> datetime:
+    found = as_time(value)
+    assert found is not None
+    return found
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
