@@ -59,8 +59,8 @@ def tables(results: Results) -> Iterator[str]:
     yield "### Each point on each broker"
     yield ""
     yield (
-        "Kills / lost / doubled, over all databases and the three ways of a message: inline, stored, and redelivered "
-        "after an earlier kill."
+        "Workers killed there / lost / doubled, over all databases and the three ways of a message: inline, stored, and "
+        "redelivered after an earlier kill."
     )
     yield ""
     yield from _points(swept)
@@ -92,9 +92,8 @@ def tables(results: Results) -> Iterator[str]:
 def _cell(found: Sequence[Result]) -> str:
     if not found:
         return _NONE
-    kills, lost, doubled = (
-        sum(getattr(own, name) for own in found) for name in ("kills", "lost", "doubled")
-    )
+    kills = sum(not own.unpassed for own in found)
+    lost, doubled = sum(own.lost for own in found), sum(own.doubled for own in found)
     broken = sorted({name for own in found for name in own.wrong})
     return f"{kills} / {lost} / {doubled}" + (f" **{', '.join(broken)}**" if broken else "")
 
@@ -128,7 +127,7 @@ def _points(swept: Sequence[Result]) -> Iterator[str]:
     brokers = _brokers(swept)
     yield "| point | " + " | ".join(brokers) + " |"
     yield "|---|" + "---|" * len(brokers)
-    for point in sorted({own.point for own in swept}, key=_place):
+    for point in sorted({own.point for own in swept if own.point != "none"}, key=_place):
         cells = [
             _cell([own for own in swept if (own.broker, own.point) == (broker, point)])
             for broker in brokers

@@ -30,6 +30,7 @@ _MID_BATCH = 60
 _AWAY_S = 0.3
 _AT_ONCE = 20
 _PAUSE_S = 0.25
+_AHEAD = 100
 _POINTS = (
     "received", "before:begin", "after:begin", "before:handler", "between:writes", "after:handler",
     "before:commit", "after:commit", "before:ack", "after:ack",
@@ -131,6 +132,9 @@ def _publish_while_feeding(own: Run) -> None:
         own.confirm(sent)
         first += _AT_ONCE
         time.sleep(_PAUSE_S)
+        # a producer that runs far ahead would only make the end longer
+        while own.job.feeding.exists() and own.job.feed.left(own.job.workers) > _AHEAD:
+            time.sleep(_PAUSE_S)
 
 
 def _kill_after(pid: int, seconds: float) -> None:
