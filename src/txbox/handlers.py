@@ -290,9 +290,15 @@ class Handlers:
                     f"{handler.name} and {other.name} overlap: both consume topic {topic!r} with the same type as "
                     f"consumer {consumer!r}; give one of them another type= or consumer=."
                 )
+            _check_alike(handler, other)
         self._handlers.append(handler)
         self._matches.clear()
         return handler
+
+    def order_of(self, consumer: str) -> tuple[bool, bool]:
+        """Say whether a consumer's rows are taken by the heads of their keys, and whether dead ones stay heads."""
+        own = [handler.options for handler in self._handlers if handler.consumer == consumer]
+        return any(one.ordered for one in own), any(one.dead_blocks for one in own)
 
     def matching(self, topic: str, kind: str | None, consumer: str | None = None) -> list[Handler]:
         """Return the handlers for a topic and type, at most one a consumer."""
@@ -319,6 +325,21 @@ class Handlers:
     def topics(self) -> list[str]:
         """Return every topic that a handler names, each once."""
         return list(dict.fromkeys(handler.topic for handler in self._handlers))
+
+
+def _check_alike(handler: Handler, other: Handler) -> None:
+    """A key's messages share one lane and one order, whatever their types."""
+    if handler.consumer != other.consumer or not (handler.options.ordered or other.options.ordered):
+        return
+    ours, theirs = (
+        (own.options.ordered, own.options.dead_blocks, own.options.concurrency, own.is_async)
+        for own in (handler, other)
+    )
+    if ours != theirs:
+        raise ConfigurationError(
+            f"{handler.name} and {other.name} are handlers of the ordered consumer {handler.consumer!r}: give both the "
+            "same ordered=, dead_blocks= and concurrency=, and make both async or neither."
+        )
 
 
 def _check_function(function: Callable[..., Any], options: HandlerOptions) -> bool:

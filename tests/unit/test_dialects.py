@@ -20,6 +20,7 @@ SETTINGS = {"lock_timeout_ms", "idle_ms"}
 SPLIT: Mapping[str, str] = {
     "lease": "lease_take",
     "lease_stored": "lease_take",
+    "lease_ordered": "lease_take",
     "rescue": "rescue_take",
     "heartbeat": "heartbeat_take",
     "claim_leased": "complete",

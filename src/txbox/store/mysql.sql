@@ -206,9 +206,10 @@ SELECT DISTINCT CONVERT(`key` USING utf8mb4) FROM txbox_inbox
    AND NOT (token <=> :token)
 
 -- name: sequence_state
--- The version processed last, locked until the transaction ends; whether an earlier one is on its way
--- through the table; and whether this one has waited long enough.
-SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND `key` = :key FOR UPDATE),
+-- The version processed last; whether an earlier one is on its way through the table; and whether this
+-- one has waited long enough. Nothing is locked: a version whose predecessor has yet to commit is stored,
+-- instead of waiting here for as long as another's handler runs.
+SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND `key` = :key),
        EXISTS (SELECT 1 FROM txbox_inbox
                 WHERE consumer = :consumer AND `key` = :key
                   AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence),
@@ -341,6 +342,20 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
                             AND next_attempt_at <= UTC_TIMESTAMP(6))
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
+-- name: work_left_ordered
+-- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status IN ('pending', 'failed')
+                            AND own.has_payload AND own.next_attempt_at <= UTC_TIMESTAMP(6)
+                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                                           WHERE earlier.consumer = own.consumer AND earlier.`key` = own.`key`
+                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                                             AND (earlier.status IN ('pending', 'failed', 'processing')
+                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
             THEN 1 ELSE 0 END
 
 -- name: job_create
@@ -549,30 +564,39 @@ SELECT CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), MIN(number), 
  GROUP BY topic, `key`
 
 -- name: relay_lease
-SELECT CONVERT(id USING utf8mb4), number, CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+-- Joined to a list, here and below: of a small table the server would read every row for `id IN (…)`, and
+-- wait for those that others have staged and not yet committed.
+SELECT CONVERT(own.id USING utf8mb4), number, CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), content_type, headers, payload, key_id, staged_at, attempts
-  FROM txbox_outbox
- WHERE id IN ({:rows.id}) AND status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
+  FROM (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
+       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+ WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
    FOR UPDATE SKIP LOCKED
 
 -- name: relay_take
 -- Of rows that relay_lease has locked in this transaction.
-UPDATE txbox_outbox SET token = :token, available_at = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
- WHERE id IN ({:rows.id})
+UPDATE (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
+       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+   SET token = :token, available_at = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
 
 -- name: relay_release
 -- Fenced: rows that were not sent, by no fault of theirs; they keep their place before later ones.
-UPDATE txbox_outbox SET token = NULL, available_at = staged_at
- WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+UPDATE (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
+       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+   SET token = NULL, available_at = staged_at
+ WHERE token = :token AND status = 'pending'
 
 -- name: relay_sent
-DELETE FROM txbox_outbox WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+DELETE own FROM (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
+       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+ WHERE token = :token AND status = 'pending'
 
 -- name: relay_kept
 -- As relay_sent, for rows that are kept for a time.
-UPDATE txbox_outbox
+UPDATE (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
+       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
    SET status = 'sent', token = NULL, sent_at = UTC_TIMESTAMP(6), error_type = NULL, error = NULL
- WHERE id IN ({:rows.id}) AND token = :token AND status = 'pending'
+ WHERE token = :token AND status = 'pending'
 
 -- name: relay_failed
 UPDATE txbox_outbox

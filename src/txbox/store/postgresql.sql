@@ -287,10 +287,11 @@ SELECT DISTINCT key FROM txbox_inbox
    AND token IS DISTINCT FROM :token::text
 
 -- name: sequence_state
--- The version processed last, locked until the transaction ends; whether an earlier one is on its way
--- through the table; and whether this one has waited long enough.
+-- The version processed last; whether an earlier one is on its way through the table; and whether this
+-- one has waited long enough. Nothing is locked: a version whose predecessor has yet to commit is stored,
+-- instead of waiting here for as long as another's handler runs.
 SELECT (SELECT last FROM txbox_sequence
-         WHERE consumer = :consumer::text AND key = :key::text FOR UPDATE),
+         WHERE consumer = :consumer::text AND key = :key::text),
        EXISTS (SELECT 1 FROM txbox_inbox
                 WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed'
                   AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence::bigint),
@@ -412,6 +413,20 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
                             AND next_attempt_at <= clock_timestamp())
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer::text AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
+-- name: work_left_ordered
+-- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer::text AND own.status <> 'processed' AND own.status IN ('pending', 'failed')
+                            AND own.has_payload AND own.next_attempt_at <= clock_timestamp()
+                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
+                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                                             AND (earlier.status IN ('pending', 'failed', 'processing')
+                                                  OR (:dead_blocks::boolean AND earlier.status = 'dead'))))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer::text AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
             THEN 1 ELSE 0 END
 
 -- name: job_create

@@ -313,6 +313,20 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
             THEN 1 ELSE 0 END
 
+-- name: work_left_ordered
+-- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status IN ('pending', 'failed')
+                            AND own.has_payload AND own.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
+                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                                             AND (earlier.status IN ('pending', 'failed', 'processing')
+                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
 -- name: job_create
 INSERT INTO txbox_job (name) VALUES (:name) ON CONFLICT (name) DO NOTHING
 

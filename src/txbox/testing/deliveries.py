@@ -156,7 +156,9 @@ def _drained(app: App, is_async: bool, ignore_dates: bool) -> Steps[list[Outcome
                     consumer=consumer, max_starts=app.lease.max_starts, limit=_RESCUED_AT_ONCE
                 )
                 yield from _consumed(app, consumer, is_async, outcomes)
-        if not any(outcome is not Outcome.IN_PROGRESS for outcome in outcomes[before:]):
+        # a row that waits for another does not become more by being looked at again
+        waits = (Outcome.IN_PROGRESS, Outcome.DEFERRED)
+        if all(outcome in waits for outcome in outcomes[before:]):
             return outcomes
 
 
@@ -170,12 +172,14 @@ def _dates_forgotten(app: App, consumer: str) -> Steps[None]:
 
 def _consumed(app: App, consumer: str, is_async: bool, outcomes: list[Outcome]) -> Steps[None]:
     """Lease and run each row that is due, one by one; rows of handlers of the other colour are given back."""
+    heads_only, dead_blocks = app.handlers.order_of(consumer)
     for suspect in (True, False):
         while True:
             token = secrets.token_hex(16)
             leased = yield from app.store.lease(
-                consumer, token=token, limit=1, lease=app.lease, suspect=suspect
-            )
+                consumer, token=token, limit=1, lease=app.lease, suspect=suspect,
+                heads_only=heads_only, dead_blocks=dead_blocks,
+            )  # fmt: skip
             if not leased:
                 break
             (row,) = leased

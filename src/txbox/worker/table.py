@@ -65,9 +65,7 @@ class Table:
         self._leasing = False
         self._pause_s = _BUSY_S
         self._poll_at = 0.0
-        options = [own.options for own in app.handlers if own.consumer == consumer]
-        self._heads_only = any(own.ordered for own in options)
-        self._dead_blocks = any(own.dead_blocks for own in options)
+        self._heads_only, self._dead_blocks = app.handlers.order_of(consumer)
 
     def next(self, is_async: bool, lane: int) -> Steps[Row | None]:
         """Return a row for this lane, leasing more when none is here and it is time to look."""

@@ -255,7 +255,13 @@ class Worker:
             with self._health.asking_the_database():
                 # the outbox first: what it holds may be rows of these tables a moment later
                 return (self._relays is not None and self._relays.left()) or any(
-                    self._driver.perform(jobs.work_left(self._app.store.dialect, consumer=consumer))
+                    self._driver.perform(
+                        jobs.work_left(
+                            self._app.store.dialect,
+                            consumer=consumer,
+                            order=self._app.handlers.order_of(consumer),
+                        )
+                    )
                     for consumer in self._tables
                 )
         except StoreError as error:
