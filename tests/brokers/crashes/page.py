@@ -59,8 +59,8 @@ def tables(results: Results) -> Iterator[str]:
     yield "### Each point on each broker"
     yield ""
     yield (
-        "Workers killed there / lost / doubled, over all databases and the three ways of a message: inline, stored, and "
-        "redelivered after an earlier kill."
+        "Workers killed there / lost / doubled, over all databases and the three ways of a message: inline, "
+        "stored, and redelivered after an earlier kill."
     )
     yield ""
     yield from _points(swept)
