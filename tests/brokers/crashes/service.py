@@ -173,7 +173,7 @@ def work(
     watched: Watched | None = None
     if job.broker != "webhook":
         watched = Watched(job.feed.source(member))
-        source = watched if wrap is None else wrap(watched, app)
+        source: Any = watched if wrap is None else wrap(watched, app)
         app.consume(source, topics=[job.feed.topic])
     worker = Worker(app)
     threading.Thread(target=_stop_when_quiet, args=(job, worker, watched), daemon=True).start()
