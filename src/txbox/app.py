@@ -62,6 +62,10 @@ class App:
         schema: the PostgreSQL schema of the tables; None uses the search path.
         observers: called with every event; alerts hang here.
         codec: encrypts or compresses payloads and error texts at rest.
+        notify: on PostgreSQL, wake relays in other processes at the commit of what is staged, by NOTIFY,
+            instead of when they look next. It costs: transactions that notify commit one after the
+            other, over all databases of the server, so that they share no flush. Relays listen on a
+            connection of their own, if `database` is a URL for psycopg; all others look, as always.
         unmatched: what to do with a message that no handler consumes: acknowledge and count it, or
             keep it in the quarantine.
 
@@ -81,6 +85,7 @@ class App:
         retention: Retention | None = None,
         batching: Batching | None = None,
         relaying: RelayPolicy | None = None,
+        notify: bool = False,
         unmatched: Literal["acknowledge", "quarantine"] = "acknowledge",
     ) -> None:
         if (database is None) == (django is None):
@@ -98,7 +103,8 @@ class App:
         #: Where staged messages go.
         self.routes = Routes(self._consumes)
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
-        self.outbox = Outbox(schema=schema, codec=codec, routed=self.routes.knows)
+        self.outbox = Outbox(schema=schema, codec=codec, routed=self.routes.knows, notify=notify)
+        self.notify = notify
         self.events = Events(observers)
         self.lease = lease or Lease()
         self.limits = limits or Limits.within(self.lease)

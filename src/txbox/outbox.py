@@ -43,6 +43,7 @@ class Outbox:
         schema: the PostgreSQL schema of the tables, if they are not on the search path.
         codec: as given to App(codec=…).
         routed: says whether a topic has somewhere to go; `app.outbox` knows.
+        notify: as given to App(notify=…).
 
     Inside a handler a message is staged under an id that follows from the message being handled and
     from how many were staged before it: a run that is repeated stages the same ids. It carries the
@@ -55,10 +56,12 @@ class Outbox:
         schema: str | None = None,
         codec: Codec | None = None,
         routed: Callable[[str], bool] | None = None,
+        notify: bool = False,
     ) -> None:
         self._schema = schema
         self._columns = Columns(codec)
         self._routed = routed
+        self._notify = notify
         #: Called whenever something is staged in this process, before its commit.
         self.staged: Callable[[], None] | None = None
 
@@ -128,14 +131,15 @@ class Outbox:
     def stage_many(self, tx: Any, messages: Sequence[Outgoing]) -> list[str]:
         """As `stage` for many messages, in one statement and in their order."""
         executor = borrow(tx, schema=self._schema)
-        return run(executor, self._staged(executor.dialect, messages))
+        return run(executor, self.staging(executor.dialect, messages))
 
     async def stage_many_async(self, tx: Any, messages: Sequence[Outgoing]) -> list[str]:
         """The twin of `stage_many` for async connections and sessions."""
         executor = borrow_async(tx, schema=self._schema)
-        return await run_async(executor, self._staged(executor.dialect, messages))
+        return await run_async(executor, self.staging(executor.dialect, messages))
 
-    def _staged(self, own: Dialect, messages: Sequence[Outgoing]) -> Steps[list[str]]:
+    def staging(self, own: Dialect, messages: Sequence[Outgoing]) -> Steps[list[str]]:
+        """The steps of `stage_many`, for a transaction that is open."""
         if not messages:
             return []
         self._check(messages)
@@ -146,7 +150,7 @@ class Outbox:
             yield own.statement("stage_lock", {}, {"lock": locks})
         ids = [_own_id(*cause) for cause in causes]
         yield own.statement(
-            "stage",
+            "stage_notify" if self._notify and own.has("stage_notify") else "stage",
             {"key_id": self._columns.key_id},
             {
                 "id": ids,

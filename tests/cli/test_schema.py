@@ -101,7 +101,7 @@ def test_init_makes_a_named_schema(command: Command, new_database: NewDatabase, 
 
 def test_a_kind_of_role_that_is_none_is_refused(command: Command) -> None:
     refused = command("schema", "print", "--dialect", "mysql", "--grants", "boss=x", code=2)
-    assert "the kinds are consumer, maintenance, operator, readonly" in refused.sentence
+    assert "the kinds are consumer, relay, maintenance, operator, readonly" in refused.sentence
     assert (
         "SQLite has no roles" in command("schema", "print", "--dialect", "sqlite", "--grants").out
     )

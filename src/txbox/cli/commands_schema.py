@@ -61,7 +61,7 @@ def _add_print(actions: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     shown.add_argument(
         "--grants", nargs="*", metavar="KIND=ROLE",
-        help="print the rights that each kind of role needs instead: consumer, maintenance, operator, readonly; "
+        help="print the rights that each kind of role needs instead: consumer, relay, maintenance, operator, readonly; "
         "KIND=ROLE gives your name for one and leaves the others out",
     )  # fmt: skip
     shown.set_defaults(run=_print)

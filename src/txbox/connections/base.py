@@ -7,7 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from urllib.parse import urlsplit, urlunsplit
 
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
@@ -48,6 +48,20 @@ class Database(Protocol):
     def asynchronous(self) -> AsyncConnections | None: ...
     def close(self) -> None: ...
     async def close_async(self) -> None: ...
+
+
+class Listening(Protocol):
+    """A thread that waits for notifications."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+@runtime_checkable
+class Notifies(Protocol):
+    """A Database that can tell of what other processes commit."""
+
+    def listener(self, channel: str, heard: Callable[[], None]) -> Listening | None: ...
 
 
 class CallersConnection(Executor, Protocol):

@@ -9,7 +9,7 @@ Source: docs/decisions/0009-round-trips.md
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from psycopg.rows import tuple_row
 
 from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
 from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
+from txbox.connections.listening import Listener
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
@@ -80,6 +81,10 @@ class PsycopgDatabase:
     @property
     def asynchronous(self) -> _AsyncConnections | None:
         return self._async
+
+    def listener(self, channel: str, heard: Callable[[], None]) -> Listener | None:
+        """Listen on a connection of its own; None with a pool, whose connections are for work."""
+        return None if self.conninfo is None else Listener(self.conninfo, channel, heard)
 
     def close(self) -> None:
         if self._sync is not None:

@@ -23,6 +23,11 @@ _HELP = {
     "txbox_sources_refused_total": "Sources from which nothing is taken until they are configured otherwise.",
     "txbox_leases_expired_total": "Rows whose worker went away.",
     "txbox_rows_pruned_total": "Rows that prune deleted.",
+    "txbox_sequence_gaps_total": "Messages that were processed without a version that did not come.",
+    "txbox_outgoing_total": "Staged messages by publisher and by what became of a try to send them.",
+    "txbox_publish_seconds_total": "Seconds from lease to mark, of batches in which something was sent.",
+    "txbox_relay_pauses_total": "Tries put off because a publisher's broker was away.",
+    "txbox_relay_paused_seconds_total": "Seconds that ended pauses of relays took.",
 }
 
 
@@ -37,7 +42,7 @@ class Metric:
 
 
 class Counters:
-    """Counts events; an observer. Labels are consumers, sources and outcomes: never ids or topics."""
+    """Counts events; an observer. Labels are consumers, sources, publishers and outcomes: never ids or topics."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,6 +53,19 @@ class Counters:
         match event:
             case events.LeaseExpired():
                 self.count("leases_expired", consumer=consumer)
+            case events.OutgoingFailed():
+                self.count("outgoing", publisher=event.publisher, outcome="failed")
+            case events.OutgoingDead():
+                self.count("outgoing", publisher=event.publisher, outcome="dead")
+            case events.OutgoingSent():
+                self.count("outgoing", event.count, publisher=event.publisher, outcome="sent")
+                self.count("publish_seconds", event.duration_s, publisher=event.publisher)
+            case events.RelayPaused():
+                self.count("relay_pauses", publisher=event.publisher)
+            case events.RelayResumed():
+                self.count("relay_paused_seconds", event.paused_s, publisher=event.publisher)
+            case events.SequenceGap():
+                self.count("sequence_gaps", consumer=consumer)
             case MessageEvent() if (name := type(event).__name__).startswith("Message"):
                 outcome = name.removeprefix("Message").lower()
                 self.count("messages", consumer=consumer, outcome=outcome)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from txbox.app import App
+from txbox.connections.base import Listening, Notifies
 from txbox.relay.relay import Perform, Relay
 from txbox.store.outbox import OutboxStore
 
@@ -37,10 +38,15 @@ class Relays:
             Relay(app, route, perform, stop=stop, delivered=delivered) for route in app.routes.all()
         ]
         self._threads: list[threading.Thread] = []
+        self._listener: Listening | None = None
 
     def start(self) -> None:
-        """Start a thread for each route; what this process stages wakes them."""
+        """Start a thread for each route; what this process stages wakes them, or, with notify, any process."""
         self._app.outbox.staged = self.wake
+        if self._app.notify and isinstance(self._app.database, Notifies):
+            self._listener = self._app.database.listener("txbox_outbox", self.wake)
+            if self._listener is not None:
+                self._listener.start()
         for relay in self._relays:
             own = threading.Thread(
                 target=self._run, args=(relay,), name=f"txbox-relay-{relay.name}", daemon=True
@@ -68,6 +74,8 @@ class Relays:
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end; what they had leased is marked or given back by then."""
         self._app.outbox.staged = None
+        if self._listener is not None:
+            self._listener.stop()
         self.wake()
         for own in self._threads:
             own.join(timeout_s)

@@ -147,13 +147,22 @@ def grants(own: Dialect) -> dict[str, str]:
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
             ("SELECT, INSERT", "txbox_attempt"),
             ("SELECT, INSERT, UPDATE", "txbox_quarantine"),
-            ("INSERT", "txbox_outbox"),
+            # MySQL writes a row again that is there, instead of leaving it alone
+            ("SELECT, INSERT, UPDATE" if own.name == "mysql" else "SELECT, INSERT", "txbox_outbox"),
+            ("SELECT, INSERT, UPDATE", "txbox_sequence"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
+            ("SELECT", "txbox_schema"),
+        ],
+        "relay": [
+            ("SELECT, UPDATE, DELETE", "txbox_outbox"),
+            # MySQL shows what the check at start asks only to who may read the table
+            *([("SELECT", "txbox_inbox")] if own.name == "mysql" else []),
             ("SELECT", "txbox_schema"),
         ],
         "maintenance": [
             ("SELECT, UPDATE, DELETE", "txbox_inbox"),
             ("SELECT, INSERT, DELETE", "txbox_attempt"),
+            ("SELECT, UPDATE, DELETE", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
             ("SELECT", "txbox_schema"),
         ],
@@ -161,6 +170,8 @@ def grants(own: Dialect) -> dict[str, str]:
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
             ("SELECT", "txbox_attempt"),
             ("SELECT", "txbox_quarantine"),
+            ("SELECT, UPDATE", "txbox_outbox"),
+            ("SELECT", "txbox_sequence"),
             ("SELECT, INSERT", "txbox_audit"),
             ("SELECT", "txbox_dead_letters"),
             ("SELECT", "txbox_status"),
@@ -174,6 +185,8 @@ def grants(own: Dialect) -> dict[str, str]:
                 "txbox_inbox",
                 "txbox_attempt",
                 "txbox_quarantine",
+                "txbox_outbox",
+                "txbox_sequence",
                 "txbox_schema",
             )
         ],
