@@ -564,37 +564,37 @@ SELECT CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), MIN(number), 
  GROUP BY topic, `key`
 
 -- name: relay_lease
--- Joined to a list, here and below: of a small table the server would read every row for `id IN (…)`, and
+-- Joined to a list by the key, here and below: of a small table the server would else read every row, and
 -- wait for those that others have staged and not yet committed.
 SELECT CONVERT(own.id USING utf8mb4), number, CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), content_type, headers, payload, key_id, staged_at, attempts
   FROM (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
-       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = mine.id
  WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
    FOR UPDATE SKIP LOCKED
 
 -- name: relay_take
 -- Of rows that relay_lease has locked in this transaction.
 UPDATE (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
-       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = mine.id
    SET token = :token, available_at = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
 
 -- name: relay_release
 -- Fenced: rows that were not sent, by no fault of theirs; they keep their place before later ones.
 UPDATE (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
-       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = mine.id
    SET token = NULL, available_at = staged_at
  WHERE token = :token AND status = 'pending'
 
 -- name: relay_sent
 DELETE own FROM (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
-       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = mine.id
  WHERE token = :token AND status = 'pending'
 
 -- name: relay_kept
 -- As relay_sent, for rows that are kept for a time.
 UPDATE (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
-       STRAIGHT_JOIN txbox_outbox AS own ON own.id = mine.id
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = mine.id
    SET status = 'sent', token = NULL, sent_at = UTC_TIMESTAMP(6), error_type = NULL, error = NULL
  WHERE token = :token AND status = 'pending'
 
@@ -694,7 +694,7 @@ DELETE own FROM (SELECT id FROM txbox_outbox
                          OR (status = 'discarded' AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
                   LIMIT :limit
                     FOR UPDATE SKIP LOCKED) AS old
-       STRAIGHT_JOIN txbox_outbox AS own ON own.id = old.id
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = old.id
 
 -- name: prunable_outbox
 SELECT count(*) FROM txbox_outbox
