@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
 _log = logging.getLogger("txbox")
 
 _CALL_S = 10.0
+_SLACK_S = 5.0
 _HEARTBEAT_S = 20
 _RETRY_S = (0.1, 5.0)
 _STEADY_S = 10.0
@@ -288,7 +289,10 @@ class RabbitMQ:
         return BrokerUnavailable(reason)
 
     def _close(self, link: Link) -> None:
-        self._call(_close_quietly(link))
+        try:
+            self._call(_close_quietly(link))
+        except TimeoutError:
+            _log.warning("%s left a connection behind that did not close.", self.name)
 
     def _call(self, work: Coroutine[Any, Any, _T], within_s: float = _CALL_S) -> _T:
         assert self._loop is not None
@@ -297,8 +301,10 @@ class RabbitMQ:
             async with asyncio.timeout(within_s):
                 return await work
 
+        task = asyncio.run_coroutine_threadsafe(bounded(), self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result()
+            # the client may hold on to a cancellation while it closes what is dead already
+            return task.result(within_s + CLOSE_S + _SLACK_S)
         except FutureCancelledError:
             # the client cancels who waits on a connection that dies
             raise TimeoutError("the connection ended during the call") from None
