@@ -21,8 +21,9 @@ from txbox import App, ConfigurationError, Message, Outbox, Outgoing, RelayPolic
 from txbox.admin import Admin
 from txbox.admin_outbox import OutgoingFilter
 from txbox.errors import BrokerError, MessageRefused
-from txbox.events import Event, RowsChanged
+from txbox.events import Event, RelayPaused, RelayResumed, RowsChanged
 from txbox.maintenance import Task, run_once
+from txbox.observers.counters import Counters, render
 from txbox.policy import Retention
 from txbox.relay import Relay
 from txbox.steps import drive
@@ -267,6 +268,33 @@ def test_changes_in_bulk_are_batches_with_an_audit_row_each(
         rows = look.rows("SELECT affected FROM txbox_audit ORDER BY number")
         assert [row[0] for row in rows] == [500, 500, 203]
         assert look.value("SELECT count(*) FROM txbox_outbox WHERE status = 'pending'") == 1203
+
+
+def test_what_leaves_is_counted_by_publisher_and_outcome(
+    database_url: str, own_connection: Connect
+) -> None:
+    counters = Counters()
+    stage(database_url, own_connection, *(Outgoing(topic="t", body=n) for n in range(5)))
+
+    def answer(message: Message[Any]) -> BrokerError | None:
+        return refuses(0)(message) or fails(1)(message)
+
+    with App(database_url, relaying=LATER, observers=[counters]) as app:
+        app.publish(Recorder(answer))
+        relayed(app)
+    got = {
+        outcome: counters.value("outgoing", publisher="recorder", outcome=outcome)
+        for outcome in ("sent", "failed", "dead")
+    }
+    assert got == {"sent": 3, "failed": 1, "dead": 1}
+    assert counters.value("publish_seconds", publisher="recorder") > 0
+    counters(RelayPaused(publisher="p", reason="gone", retry_in_s=1.0))
+    counters(RelayResumed(publisher="p", paused_s=2.5))
+    text = render(counters.metrics())
+    assert 'txbox_outgoing_total{outcome="dead",publisher="recorder"} 1' in text
+    assert 'txbox_relay_pauses_total{publisher="p"} 1' in text
+    assert 'txbox_relay_paused_seconds_total{publisher="p"} 2.5' in text
+    assert "txbox_messages_total{" not in text
 
 
 def _aged(look: Raw, column: str, status: str, days: int) -> None:

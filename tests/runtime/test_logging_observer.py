@@ -22,6 +22,12 @@ WHERE = {"consumer": "billing", "message_id": "m 1\nERROR forged", "topic": "ord
         (events.MessageDead(**WHERE, attempt=8, error_type="E", error="x"), "ERROR"),
         (events.MessageQuarantined(**WHERE, reason="no id"), "ERROR"),
         (events.ConsumptionPaused(reason="gone", retry_in_s=1.0), "WARNING"),
+        (events.OutgoingSent(publisher="kafka", count=3, duration_s=0.1), "DEBUG"),
+        (events.OutgoingFailed(message_id="m", topic="t", publisher="kafka", attempt=1, error="x"), "WARNING"),
+        (events.OutgoingDead(message_id="m", topic="t", publisher="kafka", attempt=1, error="x"), "ERROR"),
+        (events.RelayPaused(publisher="kafka", reason="gone", retry_in_s=1.0), "WARNING"),
+        (events.RelayResumed(publisher="kafka", paused_s=1.0), "INFO"),
+        (events.SequenceGap(**WHERE, expected=2, sequence=3), "ERROR"),
         (events.WorkerStarted(consumers=("a", "b"), sources=("s",)), "INFO"),
     ],
 )  # fmt: skip
