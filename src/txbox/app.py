@@ -22,9 +22,10 @@ from txbox.handlers import Handler, HandlerOptions, Handlers
 from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.outbox import Outbox
-from txbox.outcome import Outcome
+from txbox.outcome import Answer, Outcome
 from txbox.policy import Batching, GapPolicy, Lease, Limits, RelayPolicy, Retention, RetryPolicy
 from txbox.protocol import InboxProtocol, Settled
+from txbox.replies import replied_again, replying
 from txbox.routes import CloudEvents, Routes
 from txbox.steps import AsyncConnections, Connections, Steps, drive, drive_async
 from txbox.store import schema as tables
@@ -41,14 +42,6 @@ class Consumption:
 
     source: Source
     topics: tuple[str, ...] | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a message, and what its handler returned where that is kept."""
-
-    outcome: Outcome
-    result: Any = None
 
 
 class App:
@@ -149,6 +142,8 @@ class App:
         payload_hash: Any = "raw",
         keep_payload: Any = "unfinished",
         keep_result: bool = False,
+        reply_to: str | Literal[True] | None = None,
+        reply_again: bool = False,
         mode: Literal["inline", "stored"] = "inline",
     ) -> Callable[[F], F]:
         """Register a handler for a topic; the function stays as it is.
@@ -175,6 +170,9 @@ class App:
             decode: a callable from Message to body, instead of the annotation.
             payload_hash: "raw", "json" or a callable; how copies are compared.
             keep_result: keep what the function returned, as JSON, and give it to duplicates; see `answer`.
+            reply_to: stage what the function returned, in its transaction, to this topic; True: to
+                the one that the message's `reply-to` header names. None is no reply.
+            reply_again: stage the kept result once more for a duplicate, under the same id.
             keep_payload: "unfinished", "always", or how long processed rows keep their payload.
             mode: "stored" acknowledges once the payload is stored, and processes from the table.
 
@@ -203,12 +201,14 @@ class App:
             payload_hash=payload_hash,
             keep_payload=keep_payload,
             keep_result=keep_result,
+            reply_to=reply_to,
+            reply_again=reply_again,
             mode=mode,
         )
 
         def register(function: F) -> F:
             added = self.handlers.add(
-                function,
+                replying(function, options, self.outbox),
                 topic=topic,
                 consumer=consumer,
                 types=[type] if type is not None else types,
@@ -332,12 +332,12 @@ class App:
             await drive_async(self.database.asynchronous, self._processed(handler, message))
         ).outcome
 
-    async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Outcome]:
+    async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Answer]:
         found = self.handlers.matching(message.topic, message.type)
         if not found:
-            return {"": await self.process_async(message)}
+            return {"": await self.answer_async(message)}
         return {
-            own.consumer: await self.process_async(message, consumer=own.consumer) for own in found
+            own.consumer: await self.answer_async(message, consumer=own.consumer) for own in found
         }
 
     def answer(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
@@ -401,13 +401,19 @@ class App:
         try:
             if not self._checked:
                 yield from self.protocol.persistently(self.check_schema, for_s=for_s, stop=stop)
-            return (
+            settled: list[Settled] = yield from self.protocol.persistently(
+                lambda: self.intake.take(handler, messages, leasing=leasing),
+                for_s=for_s,
+                stop=stop,
+            )
+            if handler.options.reply_again:
                 yield from self.protocol.persistently(
-                    lambda: self.intake.take(handler, messages, leasing=leasing),
+                    lambda: replied_again(
+                        self.store.dialect, self.outbox, handler, messages, settled
+                    ),
                     for_s=for_s,
                     stop=stop,
                 )
-            )
         except StoreError as error:
             if error.fault in (Fault.SCHEMA, Fault.OTHER):
                 # an undefined table has a remedy, and its sentence names the command
@@ -415,6 +421,8 @@ class App:
             if error.fault is Fault.SCHEMA:
                 raise tables.incomplete(error) from error
             raise
+        else:
+            return settled
 
     def check_schema(self) -> Steps[None]:
         """Check that this release can work with the tables; from then on their schema is known.
@@ -537,7 +545,8 @@ class App:
 
 
 def _answer(settled: Settled) -> Answer:
-    return Answer(settled.outcome, None if settled.result is None else json.loads(settled.result))
+    kept = settled.result
+    return Answer(settled.outcome, None if kept is None else json.loads(kept), kept)
 
 
 def _open(database: Any, django: str | None, schema: str | None) -> Database:

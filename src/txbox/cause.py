@@ -21,11 +21,15 @@ class Run:
     """One run of one handler: its messages, and how much each has caused so far.
 
     As a context manager it is the run that is going on, in this thread or task.
+
+    Args:
+        first: the ordinal of the first thing that each message causes.
     """
 
-    __slots__ = ("_caused", "_token", "consumer", "messages")
+    __slots__ = ("_caused", "_first", "_token", "consumer", "messages")
 
-    def __init__(self, consumer: str, messages: Sequence[Message[Any]]) -> None:
+    def __init__(self, consumer: str, messages: Sequence[Message[Any]], *, first: int = 0) -> None:
+        self._first = first
         self.consumer = consumer
         self.messages = messages
         self._caused: dict[str, int] = {}
@@ -39,7 +43,7 @@ class Run:
     def next_id(self, cause: Message[Any]) -> str:
         """The id of the next thing that this message causes: a run that is repeated gives the same ones."""
         own = str(cause.id)
-        ordinal = self._caused.get(own, 0)
+        ordinal = self._caused.get(own, self._first)
         self._caused[own] = ordinal + 1
         return derived_id(self.consumer, own, ordinal)
 

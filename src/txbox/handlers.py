@@ -46,6 +46,8 @@ class HandlerOptions:
     payload_hash: PayloadHash = "raw"
     keep_payload: timedelta | Literal["unfinished", "always"] = "unfinished"
     keep_result: bool = False
+    reply_to: str | Literal[True] | None = None
+    reply_again: bool = False
     mode: Literal["inline", "stored"] = "inline"
 
     def __post_init__(self) -> None:
@@ -63,6 +65,7 @@ class HandlerOptions:
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ConfigurationError("timeout must be above zero.")
         self._check_order()
+        self._check_reply()
 
     def _check_order(self) -> None:
         if self.dead_blocks and not self.ordered:
@@ -82,6 +85,22 @@ class HandlerOptions:
         if self.keep_result and self.batch:
             raise ConfigurationError(
                 "keep_result=True keeps what one message returned: leave batch=True out."
+            )
+
+    def _check_reply(self) -> None:
+        if self.reply_to is not None and (self.batch or not self.transactional):
+            raise ConfigurationError(
+                "reply_to= stages what one message returned in its transaction: leave batch=True and "
+                "transactional=False out."
+            )
+        named = isinstance(self.reply_to, str) and self.reply_to != ""
+        if self.reply_to not in (None, True) and not named:
+            raise ConfigurationError(
+                f"reply_to is {self.reply_to!r}: name a topic, or say True for the message's reply-to header."
+            )
+        if self.reply_again and not (self.reply_to and self.keep_result):
+            raise ConfigurationError(
+                "reply_again=True stages the kept result: it needs reply_to= and keep_result=True."
             )
 
     @property
@@ -360,7 +379,12 @@ def _check_function(function: Callable[..., Any], options: HandlerOptions) -> bo
             f"The handler {getattr(function, '__qualname__', function)} must take {shape}, "
             f"but its signature is {inspect.signature(function)}."
         ) from None
-    return inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(
+    return is_async_function(function)
+
+
+def is_async_function(function: Callable[..., Any]) -> bool:
+    """Say whether calling it gives a coroutine."""
+    return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
         getattr(type(function), "__call__", None)  # noqa: B004  # the colour, not whether it can be called
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Outcome(StrEnum):
@@ -21,6 +23,16 @@ class Outcome(StrEnum):
     def settles(self) -> bool:
         """True when the delivery may be acknowledged."""
         return self is not Outcome.IN_PROGRESS
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a message, and what its handler returned where that is kept."""
+
+    outcome: Outcome
+    result: Any = None
+    #: The result as it is kept; None when nothing was.
+    json: bytes | None = None
 
 
 class Status(StrEnum):

@@ -234,6 +234,6 @@ def test_crashes_leave_no_hole_and_no_copy(shop: Shop) -> None:
             shop.deliver(of(key, 1))
         shop.deliver(of(key, 1))
     drain(shop.app, ignore_dates=True)
-    assert "before:sequence_state" in running_points
+    assert "after:sequence_state" in running_points
     wrong = {key: found for key, found in done(shop.raw).items() if found != [1, 2]}
     assert wrong == {"warm": [1]}

@@ -14,7 +14,7 @@ from typing import Any
 from txbox.brokers.webhook_schemes import GitHub, StandardWebhooks, Stripe, Verified, Verify
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.message import Headers, HeaderValue, Message
-from txbox.outcome import Outcome
+from txbox.outcome import Answer, Outcome
 
 __all__ = ["GitHub", "StandardWebhooks", "Stripe", "Verified", "Verify", "Webhook"]
 
@@ -27,15 +27,17 @@ _NEVER_CURED = (Fault.SCHEMA, Fault.OTHER)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Process = Callable[[Message[Any]], Awaitable[Outcome | Mapping[str, Outcome]]]
+Answered = Outcome | Answer | Mapping[str, Outcome] | Mapping[str, Answer]
+Process = Callable[[Message[Any]], Awaitable[Answered]]
 
 
 class Webhook:
     """An ASGI application for one endpoint: `app.consume(hook)` and `txbox run` serve it, a framework mounts it.
 
     Args:
-        process: what takes the message in: `app.process_async`; or `app.send_async`, which only stores
-            it, for every consumer of the topic. Without it, `app.consume(hook)` gives it to every
+        process: what takes the message in: `app.process_async`; `app.answer_async`, whose kept result
+            is the answer's body; or `app.send_async`, which only stores it, for every consumer of the
+            topic. Without it, `app.consume(hook)` gives it to every
             consumer of its topic, one after the other.
         topic: of its messages.
         verify: GitHub(secret), Stripe(secret), StandardWebhooks(secret), or a callable
@@ -47,7 +49,9 @@ class Webhook:
             on, the sender is told to come again and then meets a duplicate.
         retry_after: what a 503 asks for.
 
-    200: processed, a duplicate, parked, set aside or stored; the text says which. 401: not genuine,
+    200: processed, a duplicate, parked, set aside or stored; the text says which. Where one consumer
+    takes the message and keeps its result (`keep_result=True`), the body is that, as JSON, also for
+    duplicates. 401: not genuine,
     nothing was stored. 413: too long. 408: the body did not come. 503 with Retry-After: in progress
     elsewhere, too many at once, or the database is away. A wrong program is an exception, which
     servers answer with 500.
@@ -91,7 +95,7 @@ class Webhook:
         self._body_bytes = body_bytes
         self._answer_s = answer_within.total_seconds()
         self._retry_after = str(math.ceil(retry_after.total_seconds())).encode()
-        self._running: set[asyncio.Future[Outcome | Mapping[str, Outcome]]] = set()
+        self._running: set[asyncio.Future[Answered]] = set()
 
     def bind(self, process: Process) -> None:
         """Take messages in with this, unless `process` was given."""
@@ -205,13 +209,21 @@ class Webhook:
             _log.warning("A webhook of %s was not taken: %s", self.topic, error)
             await self._come_again(send, "the database is away")
             return
-        outcomes = [answer] if isinstance(answer, Outcome) else list(answer.values())
+        answers: list[Outcome | Answer] = (
+            list(answer.values()) if isinstance(answer, Mapping) else [answer]
+        )
+        outcomes = [own.outcome if isinstance(own, Answer) else own for own in answers]
+        kept = [own.json for own in answers if isinstance(own, Answer) and own.json is not None]
         if all(outcome.settles for outcome in outcomes):
+            if kept and len(answers) == 1:
+                self.answers[200] += 1
+                await _send(send, 200, b"application/json", kept[0])
+                return
             await self._answer(send, 200, ", ".join(dict.fromkeys(outcomes)))
         else:
             await self._come_again(send, "in progress")
 
-    def _ended(self, running: asyncio.Future[Outcome | Mapping[str, Outcome]]) -> None:
+    def _ended(self, running: asyncio.Future[Answered]) -> None:
         self._running.discard(running)
         if not running.cancelled() and (error := running.exception()) is not None:
             # seen here, even when the answer was given before it
@@ -241,9 +253,14 @@ async def answer(
     send: Send, status: int, text: str, more: Sequence[tuple[bytes, bytes]] = ()
 ) -> None:
     """Send a whole answer."""
-    body = text.encode() + b"\n"
+    await _send(send, status, b"text/plain; charset=utf-8", text.encode() + b"\n", more)
+
+
+async def _send(
+    send: Send, status: int, kind: bytes, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
     headers = [
-        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-type", kind),
         (b"content-length", str(len(body)).encode()),
         *more,
     ]

@@ -112,6 +112,22 @@ class Columns:
             )
         return self._codec.decode(bytes(payload), key_id)
 
+    def result(self, result: bytes) -> bytes:
+        """Encode what a handler returned, with the key's name: the row's own is that of its payload."""
+        if self._codec is None:
+            return result
+        return b"\0" + self._codec.key_id.encode() + b"\0" + self._codec.encode(result)
+
+    def result_back(self, result: Any) -> bytes | None:
+        """Read a result column, as `payload_back` reads a payload."""
+        if result is None:
+            return None
+        kept = bytes(result)
+        if not kept.startswith(b"\0"):  # no JSON begins so
+            return kept
+        key_id, _, encoded = kept[1:].partition(b"\0")
+        return self.payload_back(encoded, key_id.decode())
+
     def single(self, arrival: Arrival) -> dict[str, Any]:
         """The values of `slim` for one message."""
         message = arrival.message

@@ -218,8 +218,7 @@ class InboxStore:
             {
                 "consumer": consumer,
                 "message_id": message_id,
-                "result": self.columns.payload(result),
-                "key_id": self.columns.key_id,
+                "result": self.columns.result(result),
             },
         )
 
@@ -232,8 +231,7 @@ class InboxStore:
         yield Commit()
         if not found.rows:
             return None
-        kept, key_id = found.rows[0]
-        return self.columns.payload_back(kept, key_id)
+        return self.columns.result_back(found.rows[0][0])
 
     def close(self, token: str) -> Statement:
         """The statement that fails unless this is still the claiming transaction."""

@@ -227,11 +227,11 @@ UPDATE txbox_inbox SET next_attempt_at = UTC_TIMESTAMP(6)
  WHERE consumer = :consumer AND `key` = :key AND status = 'pending' AND sequence = :sequence + 1
 
 -- name: keep_result
-UPDATE txbox_inbox SET result = :result, key_id = :key_id
+UPDATE txbox_inbox SET result = :result
  WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: result
-SELECT result, key_id FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
+SELECT result FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.

@@ -311,11 +311,11 @@ UPDATE txbox_inbox SET next_attempt_at = clock_timestamp()
    AND sequence = :sequence::bigint + 1
 
 -- name: keep_result
-UPDATE txbox_inbox SET result = :result::bytea, key_id = :key_id::text
+UPDATE txbox_inbox SET result = :result::bytea
  WHERE consumer = :consumer::text AND message_id = :message_id::text
 
 -- name: result
-SELECT result, key_id FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
+SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.

@@ -224,11 +224,11 @@ UPDATE txbox_inbox SET next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
    AND sequence = :sequence + 1
 
 -- name: keep_result
-UPDATE txbox_inbox SET result = :result, key_id = :key_id
+UPDATE txbox_inbox SET result = :result
  WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: result
-SELECT result, key_id FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
+SELECT result FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: heartbeat
 UPDATE txbox_inbox
