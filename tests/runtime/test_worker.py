@@ -13,7 +13,7 @@ from tests.databases import Raw
 from tests.runtime.support import Memory, eventually, running, worker
 from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, quarantined, statuses
 from txbox import App, Batching, Lease, Message, Retry, RetryPolicy
-from txbox.brokers.base import Delivery
+from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
 
@@ -525,9 +525,9 @@ def test_no_source_is_asked_for_effects(sqlite_url: str) -> None:
     asked: list[str] = []
 
     class Asked(Memory):
-        def open(self, topics: Sequence[str], *more: Any) -> None:
+        def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
             asked.extend(topics)
-            super().open(topics, *more)
+            super().open(topics, progress, in_flight)
 
     with App(sqlite_url) as app:
 
