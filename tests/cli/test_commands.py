@@ -311,7 +311,8 @@ _EVERY_COMMAND_AS_JSON = (
     ("init",), ("schema", "apply"), ("schema", "check"), ("schema", "print"), ("schema", "print", "--grants"),
     ("status",), ("list",), ("list", "--quarantined"), ("show", "billing", "1"), ("retry", "--all", "--yes"),
     ("discard", "--all", "--yes"), ("replay", "--consumer", "billing", "--yes"), ("prune",), ("rescue",),
-    ("prune", "--outbox"), ("relay", "--once"), ("outbox", "list"), ("outbox", "retry", "--all", "--yes"), ("outbox", "discard", "--all", "--yes"),
+    ("prune", "--outbox"), ("relay", "--once"), ("outbox", "list"), ("outbox", "retry", "--all", "--yes"),
+    ("outbox", "discard", "--all", "--yes"),
     ("maintain", "--once"), ("send", "orders", "--data", "{}"), ("run", "--once"),
 )  # fmt: skip
 
