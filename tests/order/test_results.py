@@ -29,14 +29,12 @@ class Reversed:
     def __init__(self, key_id: str) -> None:
         self.key_id = key_id
 
-    def encode(self, plain: bytes) -> bytes:
-        return self.key_id.encode() + plain[::-1]
+    def encode(self, data: bytes) -> bytes:
+        return self.key_id.encode() + data[::-1]
 
-    def decode(self, encoded: bytes, key_id: str) -> bytes:
-        assert encoded.startswith(key_id.encode()), (
-            "decoded with another key than it was encoded with"
-        )
-        return encoded[len(key_id) :][::-1]
+    def decode(self, data: bytes, key_id: str) -> bytes:
+        assert data.startswith(key_id.encode()), "decoded with another key than it was encoded with"
+        return data[len(key_id) :][::-1]
 
 
 def register(app: App, body: Body, **options: Any) -> list[Any]:
