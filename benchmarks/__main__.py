@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import p01_one_at_a_time, p14_kafka, report
+from benchmarks import p01_one_at_a_time, p14_kafka, relay, report
 from tests.servers import ServerError
 
 # one line a phase
 PHASES: dict[str, Callable[..., dict[str, Any]]] = {
     p01_one_at_a_time.NUMBER: p01_one_at_a_time.run,
     p14_kafka.NUMBER: p14_kafka.run,
+    relay.NUMBER: relay.run,
 }
 
 
