@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.sql import SQL, Identifier
 
 _log = logging.getLogger("txbox")
 
@@ -26,7 +27,7 @@ class Listener:
 
     def __init__(self, conninfo: str, channel: str, heard: Callable[[], None]) -> None:
         self._conninfo = make_conninfo("", **{**_ALIVE, **conninfo_to_dict(conninfo)})
-        self._listen = f"LISTEN {channel}"
+        self._listen = SQL("LISTEN {}").format(Identifier(channel))
         self._heard = heard
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="txbox-listener", daemon=True)
