@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from txbox.worker.driving import Driver
 Look = Callable[[str], Raw]
 ROOT = Path(__file__).parents[2]
 POLL_S = 5.0
+ARRIVED = "SELECT 1 FROM txbox_inbox WHERE message_id = ?"
 LISTENERS = (
     "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
 )
@@ -123,6 +127,44 @@ def test_a_commit_in_another_process_is_published_at_once(
         look.rows("SELECT pg_terminate_backend(?)", before)
         until(lambda: (now := look.rows(LISTENERS)) and now != [before])
         assert own.latency_s("again") < 1.0
+    assert not look.rows(LISTENERS)
+
+
+SHOP = """
+import os
+from datetime import timedelta
+from txbox import App, Message, RelayPolicy
+from txbox.relay import relay
+
+relay._BUSY_S = 5.0
+app = App(os.environ["SHOP_URL"], notify=True, relaying=RelayPolicy(poll=timedelta(seconds=5)))
+
+@app.handler("inside", consumer="inside")
+def inside(message: Message, tx): ...
+"""
+
+
+def test_the_command_is_woken_and_ends_when_it_is_told_to(
+    postgresql_url: str, raw: Look, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    look, outbox = raw(postgresql_url), Outbox(notify=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "txbox", "relay", "shop:app"],
+        cwd=tmp_path, env={**os.environ, "SHOP_URL": postgresql_url},
+    )  # fmt: skip
+    try:
+        until(lambda: look.rows(LISTENERS))
+        with psycopg.connect(postgresql_url) as tx:
+            for _ in range(3):
+                own = outbox.stage(tx, "inside", {})
+                tx.commit()
+                committed = time.monotonic()
+                until(partial(look.rows, ARRIVED, (own,)))
+                assert time.monotonic() - committed < 1.5
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
     assert not look.rows(LISTENERS)
 
 
