@@ -240,4 +240,4 @@ def test_a_worker_prunes_in_the_background(database_url: str) -> None:
 def test_an_unknown_job_is_refused(shop: Shop) -> None:
     with pytest.raises(ConfigurationError, match="'sweep'"):
         run_once(shop.app, "sweep")
-    assert [own.name for own in JOBS] == ["rescue", "prune", "drop-payloads"]
+    assert [own.name for own in JOBS] == ["rescue", "prune", "prune-outbox", "drop-payloads"]
