@@ -24,26 +24,28 @@ def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_kills_both_and_only_the_naive_books_are_wrong(tmp_path: Path) -> None:
-    small = ("--payments", "80", "--kills", "3", "--seconds", "5", "--seed", "7")
+    small = ("--payments", "80", "--kills", "4", "--seconds", "6", "--seed", "7")
     done = _demo(*small, "--json", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     naive, txbox = result["naive"], result["txbox"]
-    assert naive["kills"] >= 3
-    assert txbox["kills"] >= 3
+    assert naive["kills"] >= 4
+    assert txbox["kills"] >= 4
     assert txbox["right"]
     assert txbox["dead"] == ["pay-0026"]
     assert txbox["duplicates"] == result["deliveries"] - result["payments"]
     assert not naive["right"]
     assert naive["payments_doubled"] >= result["deliveries"] - result["payments"] - 1
     assert naive["payments_doubled_by_crashes"] >= 1
+    assert naive["receipts_lost"] >= 1
+    assert txbox["receipts_lost"] == txbox["receipts_doubled"] == 0
     assert (tmp_path / "txbox.db").exists()
 
 
 def test_the_demo_prints_plain_lines_and_how_to_look_further_when_there_is_no_terminal() -> None:
     done = _demo("--payments", "20", "--kills", "1", "--seconds", "1", "--no-keep")
     assert done.returncode == 0, done.stderr
-    assert "txbox: every customer was charged once." in done.stdout
+    assert "txbox: every customer was charged once, and got one receipt" in done.stdout
     assert "\x1b" not in done.stdout
 
 
@@ -69,8 +71,11 @@ def test_the_verdict_finds_doubled_and_lost_payments(tmp_path: Path) -> None:
                 (own_id, customer, amount),
             )
     books.close()
-    verdict = judge(database, stream)
+    receipts = [own for own in stream.payments if own not in (lost[0], rest[0][0])]
+    verdict = judge(database, stream, [*receipts, rest[1][0]])
     assert not verdict.right
+    assert verdict.receipts_lost == 1
+    assert verdict.receipts_doubled == 1
     assert verdict.payments_doubled == 1
     assert verdict.payments_lost == 1
     assert verdict.amount_too_much - verdict.amount_too_little == twice[1][1] - lost[1][1]

@@ -1,4 +1,4 @@
-"""`txbox demo`: a payment service is killed again and again, once with txbox and once without."""
+"""`txbox demo`: a payment service that sends receipts is killed again and again, once with txbox and once without."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of the demo."""
     parser = argparse.ArgumentParser(
         prog="txbox demo",
-        description="A payment service consumes a stream with duplicates while its process is killed with kill -9, "
-        "next to a naive consumer of the same stream. Exit status 1 when txbox's books are wrong.",
+        description="A payment service consumes a stream with duplicates, and sends a receipt for each payment to a "
+        "second consumer, while its process is killed with kill -9, next to a naive service on the same stream. "
+        "Exit status 1 when txbox's books are wrong.",
     )
     parser.add_argument("--payments", type=int, default=400, help="distinct payments (default 400)")
     parser.add_argument(
         "--duplicates", type=float, default=0.1, help="share sent twice (default 0.1)"
     )
-    parser.add_argument("--kills", type=int, default=9, help="of each process (default 9)")
+    parser.add_argument("--kills", type=int, default=12, help="of each process (default 12)")
     parser.add_argument("--seconds", type=float, default=16.0, help="the stream lasts (default 16)")
     parser.add_argument("--seed", type=int, default=None, help="for the same stream again")
     parser.add_argument(
@@ -79,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _race(directory: Path, options: argparse.Namespace, out: TextIO) -> dict[str, Any]:
     """Send the stream to both sides, kill both as often, wait until both are done, and judge."""
     from txbox.demo.business import build_stream
-    from txbox.demo.killing import COMMITTED, WRITTEN
+    from txbox.demo.killing import COMMITTED, SENDING, WRITTEN
     from txbox.demo.screen import screen
     from txbox.demo.sides import NaiveSide, TxboxSide
 
@@ -88,8 +89,8 @@ def _race(directory: Path, options: argparse.Namespace, out: TextIO) -> dict[str
     total = len(stream.deliveries)
     naive, txbox = NaiveSide(directory), TxboxSide(directory)
     sides = (naive, txbox)
-    # the moments take turns: after a commit, at any moment, before a commit
-    moments = [(COMMITTED, None, WRITTEN)[number % 3] for number in range(options.kills)]
+    # the moments take turns: after a commit, before receipts leave, at any moment, before a commit
+    moments = [(COMMITTED, SENDING, None, WRITTEN)[number % 4] for number in range(options.kills)]
     due = [
         options.seconds * (number + 0.7) / max(1, options.kills) for number in range(options.kills)
     ]
@@ -133,8 +134,8 @@ def _result(
 ) -> dict[str, Any]:
     from txbox.demo.verdict import judge
 
-    books = {side.name: judge(side.database, stream) for side in (naive, txbox)}
-    in_order = txbox.unfinished == 0 and set(txbox.dead) == stream.poison
+    books = {side.name: judge(side.database, stream, side.receipts) for side in (naive, txbox)}
+    in_order = txbox.unfinished + txbox.behind == 0 and set(txbox.dead) == stream.poison
     return {
         "payments": len(stream.payments) + len(stream.poison),
         "deliveries": len(stream.deliveries),
@@ -173,30 +174,34 @@ def _report(result: dict[str, Any], kept: bool, out: TextIO) -> None:
 
     out.write(
         f"\n{result['payments']} payments of {result['customers']} customers, delivered {result['deliveries']} times, "
-        f"{result['seconds']:.0f} s. Balances compared with the sum of the payments:\n\n"
+        f"{result['seconds']:.0f} s.\nBalances compared with the sum of the payments, receipts with the payments:\n\n"
     )
     print_table(
         out,
         ("", "naive", "txbox"),
         [
             ("killed with kill -9", str(naive["kills"]), str(txbox["kills"])),
-            row("customers charged too much", "customers_charged_too_much"),
-            row("    EUR too much", "amount_too_much"),
-            row("payments booked more than once", "payments_doubled"),
-            row("    because of a crash", "payments_doubled_by_crashes"),
-            row("customers charged too little", "customers_charged_too_little"),
-            row("payments lost", "payments_lost"),
-            ("duplicates recognised", "none", str(txbox["duplicates"])),
-            ("retries", str(naive["retries"]), str(txbox["retries"])),
+            ("1. payments are booked", "", ""),
+            row("   customers charged too much", "customers_charged_too_much"),
+            row("       EUR too much", "amount_too_much"),
+            row("   payments booked more than once", "payments_doubled"),
+            row("       because of a crash", "payments_doubled_by_crashes"),
+            row("   customers charged too little", "customers_charged_too_little"),
+            row("   payments lost", "payments_lost"),
+            ("   duplicates recognised", "none", str(txbox["duplicates"])),
+            ("   retries", str(naive["retries"]), str(txbox["retries"])),
             (
-                "the poison message",
+                "   the poison message",
                 "dropped" if naive["dropped"] else "none",
                 f"{len(txbox['dead'])} dead letter, kept",
             ),
+            ("2. receipts go to the next consumer", "", ""),
+            row("   payments without a receipt", "receipts_lost"),
+            row("   receipts sent more than once", "receipts_doubled"),
         ],
     )
     out.write(
-        "\ntxbox: every customer was charged once.\n"
+        "\ntxbox: every customer was charged once, and got one receipt for each payment.\n"
         if txbox["right"]
         else "\ntxbox's books are WRONG: please report this, with the directory below.\n"
     )

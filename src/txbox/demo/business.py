@@ -1,4 +1,7 @@
-"""The payment service of the demo: what a payment does, shared by both consumers, and the stream of payments."""
+"""The payment service of the demo: what a payment does, shared by both consumers, and the stream of payments.
+
+Step 1 books a payment, step 2 sends a receipt for it to a second consumer.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ WORK_S = 0.012  # how long a payment takes: long enough for kills to hit in the 
 TABLES = """
 CREATE TABLE account (customer INTEGER PRIMARY KEY, charged INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE payment (number INTEGER PRIMARY KEY, id TEXT NOT NULL, customer INTEGER NOT NULL, amount INTEGER NOT NULL);
+CREATE TABLE receipt (number INTEGER PRIMARY KEY, payment TEXT NOT NULL);
 """
 
 

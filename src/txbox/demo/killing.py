@@ -9,6 +9,7 @@ from pathlib import Path
 #: The moments that decide, in the words of the naive consumer; `None` is any moment.
 WRITTEN = "written, not yet committed"
 COMMITTED = "committed, not yet acknowledged"
+SENDING = "receipts are about to be sent"
 
 
 def request(side: Path, moment: str) -> None:

@@ -14,6 +14,7 @@ _EVERY_S = 2.0
 _ROWS = (
     "progress",
     "payments booked",
+    "receipts sent",
     "per second",
     "duplicates recognised",
     "retries",
@@ -74,6 +75,7 @@ class _Live:
         cells: list[list[Any]] = [
             [ProgressBar(total=max(total, 1), completed=min(side.done, total), width=24) for side in sides],
             [str(side.done) for side in sides],
+            [str(len(side.receipts)) for side in sides],
             [f"{self._rates.of(side):.0f}" for side in sides],
             ["it cannot know" if side.duplicates is None else str(side.duplicates) for side in sides],
             [str(side.retries) for side in sides],
@@ -102,10 +104,9 @@ class _Lines:
             return
         self._next_s = now + _EVERY_S
         parts = [
-            f"{side.name}: {side.done} booked, {side.retries} retries, killed {side.kills} times"
-            for side in sides
+            f"{side.name}: {side.done} booked, {len(side.receipts)} receipts" for side in sides
         ]
-        self._out.write(f"{' | '.join(parts)} | {note} (of {total})\n")
+        self._out.write(f"{'; '.join(parts)} (of {total}); {note}\n")
         self._out.flush()
 
 

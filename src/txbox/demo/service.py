@@ -9,14 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from txbox import App, Lease, Message, RetryPolicy, steps
+from txbox import App, Lease, Message, RelayPolicy, RetryPolicy, steps
 from txbox.brokers.local import Local
 from txbox.demo.business import charge
-from txbox.demo.killing import COMMITTED, WRITTEN, passing
+from txbox.demo.killing import COMMITTED, SENDING, WRITTEN, passing
 
 #: Where the databases of the demo are; set by its supervisor.
 DIRECTORY = "TXBOX_DEMO_DIRECTORY"
 TOPIC, CONSUMER = "payments", "billing"
+RECEIPTS, MAILROOM = "receipts", "mailroom"
 
 
 def build(directory: Path) -> App:
@@ -26,6 +27,9 @@ def build(directory: Path) -> App:
         # short, so that what a killed worker held is not waited for; and the demo kills far more
         # often than a message that crashes its process would be forgiven
         lease=Lease(duration=timedelta(seconds=1.5), max_starts=25, batch=5),
+        relaying=RelayPolicy(
+            lease=timedelta(seconds=1.5), confirm_within=timedelta(seconds=0.5), batch=20
+        ),
     )
 
     @app.handler(
@@ -35,6 +39,13 @@ def build(directory: Path) -> App:
     )
     def take_payment(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
         charge(tx, message.body, message.attempt)
+        receipt = {"payment": message.body["payment"], "amount": message.body["amount"]}
+        app.outbox.stage(tx, RECEIPTS, receipt, key=str(message.body["customer"]))
+
+    # nobody publishes this topic: the relay hands it to this consumer
+    @app.handler(RECEIPTS, consumer=MAILROOM)
+    def send_receipt(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+        tx.execute("INSERT INTO receipt (payment) VALUES (?)", (message.body["payment"],))
 
     app.consume(Local())
     return app
@@ -48,6 +59,8 @@ def _die_when_asked(side: Path) -> None:
         if point == "before:handler":
             lane.handling = True
         # "after:commit" also follows transactions without a payment in them; those do not count
+        if point == "relay:leased":
+            passing(side, SENDING)
         if point in moments and getattr(lane, "handling", False):
             lane.handling = point != "after:commit"
             passing(side, moments[point])

@@ -41,6 +41,7 @@ class Side(ABC):
         self.kills: int = 0
         self.retries: int = 0
         self.duplicates: int | None = None
+        self.receipts: Sequence[str] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._asked_until_s: float | None = None
         self._log: IO[bytes] | None = None
@@ -140,6 +141,8 @@ class NaiveSide(Side):
     def look(self) -> bool:
         with closing(connect(self.database)) as connection:
             ((self.done,),) = connection.execute("SELECT count(*) FROM payment")
+        sent = self.path.with_suffix(".receipts")
+        self.receipts = sent.read_text().split() if sent.exists() else ()
         log = self.path.with_suffix(".log")
         self.retries = log.read_bytes().count(b"retry ") if log.exists() else 0
         cursor = self.directory / "naive.offset"
@@ -165,7 +168,7 @@ class TxboxSide(Side):
         super().__init__(directory)
         self._app: App = build(directory)
         self._app.init()
-        self.unfinished = 0
+        self.unfinished = self.behind = 0
         self.dead: list[str] = []
 
     def send(self, delivery: Delivery) -> None:
@@ -177,7 +180,10 @@ class TxboxSide(Side):
         self.done, self.unfinished = state["processed"], state["unfinished"]
         self.retries, self.dead = state["attempts"], state["dead"]
         self.duplicates = self.sent - self.done - self.unfinished - len(self.dead)
-        return self.unfinished == 0
+        with closing(connect(self.database)) as connection:
+            self.receipts = [own for (own,) in connection.execute("SELECT payment FROM receipt")]
+        self.behind = state["behind"]
+        return self.unfinished + self.behind == 0
 
     def close(self) -> None:
         super().close()

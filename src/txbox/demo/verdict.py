@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from txbox.demo.business import Stream
+from txbox.demo.service import CONSUMER
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Verdict:
     payments_doubled: int
     payments_doubled_by_crashes: int
     payments_lost: int
+    receipts_lost: int
+    receipts_doubled: int
 
     @property
     def right(self) -> bool:
@@ -37,8 +40,9 @@ def connect(database: Path) -> sqlite3.Connection:
     return connection
 
 
-def judge(database: Path, stream: Stream) -> Verdict:
-    """Compare balances and payments with the stream."""
+def judge(database: Path, stream: Stream, receipts: Iterable[str]) -> Verdict:
+    """Compare balances, payments and the receipts that reached their consumer with the stream."""
+    sent = Counter(receipts)
     with closing(connect(database)) as connection:
         charged = dict(connection.execute("SELECT customer, charged FROM account"))
         booked = Counter(dict(connection.execute("SELECT id, count(*) FROM payment GROUP BY id")))
@@ -56,14 +60,24 @@ def judge(database: Path, stream: Stream) -> Verdict:
             1 for own, count in booked.items() if count > delivered[own]
         ),
         payments_lost=sum(1 for own in stream.payments if own not in booked),
+        receipts_lost=sum(1 for own in booked if own not in sent),
+        receipts_doubled=sum(1 for count in sent.values() if count > 1),
     )
 
 
 def rows(database: Path) -> Mapping[str, Any]:
-    """The state of the inbox: rows by status, recorded attempts, dead letters."""
+    """The state of inbox and outbox: payments by status, what is on its way behind them, dead letters."""
     with closing(connect(database)) as connection:
         by_status = dict(
-            connection.execute("SELECT status, count(*) FROM txbox_inbox GROUP BY status")
+            connection.execute(
+                "SELECT status, count(*) FROM txbox_inbox WHERE consumer = ? GROUP BY status",
+                (CONSUMER,),
+            )
+        )
+        ((behind,),) = connection.execute(
+            "SELECT (SELECT count(*) FROM txbox_outbox) + (SELECT count(*) FROM txbox_inbox "
+            "WHERE consumer <> ? AND status <> 'processed')",
+            (CONSUMER,),
         )
         ((attempts,),) = connection.execute(
             "SELECT count(*) FROM txbox_attempt WHERE status = 'failed'"
@@ -76,6 +90,7 @@ def rows(database: Path) -> Mapping[str, Any]:
     return {
         "processed": by_status.get("processed", 0),
         "unfinished": unfinished,
+        "behind": behind,
         "attempts": attempts,
         "dead": dead,
     }
