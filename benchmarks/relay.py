@@ -8,7 +8,7 @@ import statistics
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -89,7 +89,7 @@ class Contender:
         return Verified(lost, sum(count > 1 for count in arrived.values()), 0, int(row[0]))
 
 
-def staged(url: str, topic: str, rows: list[Delivery]) -> list[str]:
+def staged(url: str, topic: str, rows: Sequence[Delivery]) -> list[str]:
     """The rows in the outbox, and nothing else; keys as accounts are."""
     ids: list[str] = []
     with psycopg.connect(url) as tx:
@@ -199,7 +199,8 @@ def _kafka_ids(bootstrap: str, topic: str) -> Counter[str]:
         consumer.assign(every)
         while found.total() < left:
             for record in consumer.consume(min(1000, left - found.total()), timeout=_WAIT_S):
-                found[dict(record.headers() or ())["message-id"].decode()] += 1
+                own = dict(record.headers() or ())["message-id"]
+                found[own.decode() if isinstance(own, bytes) else str(own)] += 1
     finally:
         consumer.close()
     return found
@@ -217,7 +218,7 @@ def _queues(url: str) -> Any:
                 found[(await queue.get(no_ack=True)).message_id] += 1
             return found
 
-        return asyncio.run(on_channel(read))  # type: ignore[no-any-return]
+        return asyncio.run(on_channel(read))
 
     @contextmanager
     def topic() -> Iterator[tuple[str, _Ids]]:
