@@ -246,16 +246,20 @@ RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.receiv
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
 
 -- name: lease_ordered
--- As lease, of each key only the first row that is unfinished.
+-- As lease, of each key only the first row that is unfinished. That is looked up for each due row, by
+-- the key's index: as NOT EXISTS it became an anti join, which compares all rows of a key with each other.
 WITH due AS MATERIALIZED (
        SELECT own.consumer, own.message_id FROM txbox_inbox AS own
         WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
           AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
-          AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
-                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                             AND (earlier.status IN ('pending', 'failed', 'processing')
-                                  OR (:dead_blocks::boolean AND earlier.status = 'dead')))
+          AND (own.key IS NULL
+               OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
+                                  WHERE head.consumer = own.consumer AND head.key = own.key
+                                    AND head.status <> 'processed' AND head.key IS NOT NULL
+                                    AND (head.status IN ('pending', 'failed', 'processing')
+                                         OR (:dead_blocks::boolean AND head.status = 'dead'))
+                                  ORDER BY head.arrival
+                                  LIMIT 1))
         ORDER BY next_attempt_at, arrival
         LIMIT :limit::integer
           FOR UPDATE OF own SKIP LOCKED)
@@ -420,11 +424,14 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
                           WHERE own.consumer = :consumer::text AND own.status <> 'processed' AND own.status IN ('pending', 'failed')
                             AND own.has_payload AND own.next_attempt_at <= clock_timestamp()
-                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
-                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                                             AND (earlier.status IN ('pending', 'failed', 'processing')
-                                                  OR (:dead_blocks::boolean AND earlier.status = 'dead'))))
+                            AND (own.key IS NULL
+                                 OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
+                                                    WHERE head.consumer = own.consumer AND head.key = own.key
+                                                      AND head.status <> 'processed' AND head.key IS NOT NULL
+                                                      AND (head.status IN ('pending', 'failed', 'processing')
+                                                           OR (:dead_blocks::boolean AND head.status = 'dead'))
+                                                    ORDER BY head.arrival
+                                                    LIMIT 1)))
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer::text AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
             THEN 1 ELSE 0 END
