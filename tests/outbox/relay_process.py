@@ -55,6 +55,7 @@ class Log:
 
     def __init__(self, path: Path, publish_s: float) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(self._fd, f"ready {os.getpid()} {time.monotonic()}\n".encode())
         self._publish_s = publish_s
 
     def publisher(self) -> Log:
