@@ -12,7 +12,7 @@ import pytest
 from tests.order.support import add_step, again, create_steps, done, of, status_of
 from tests.runtime.support import Memory, eventually, running, worker
 from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, statuses
-from txbox import App, ConfigurationError, Limits, Message, Outcome, Retry, RetryPolicy
+from txbox import App, ConfigurationError, Limits, Message, Outcome, Retry, RetryPolicy, steps
 from txbox.admin import Admin
 from txbox.events import MessageWaits
 from txbox.store.rows import RowFilter
@@ -187,6 +187,19 @@ def test_through_a_worker_with_failures(
     assert done(shop.raw) == {key: list(range(1, 11)) for key in "abcd"}
     assert len(source.settled) == 40
     assert statuses(shop.raw) == {"processed": 40}
+
+
+def test_rows_behind_one_another_need_no_look_at_other_keys(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points: list[str] = []
+    ordered(shop, mode="stored")
+    shop.app.send_many([of("a", n) for n in range(1, 31)])
+    monkeypatch.setattr(steps, "crash_point", points.append)
+    drained(shop)
+    assert done(shop.raw) == {"a": list(range(1, 31))}
+    assert points.count("before:lease_next") == 29, "30, but for the end of the first look's share"
+    assert points.count("before:lease_ordered") < 29
 
 
 def test_redelivered_messages_keep_their_place(shop: Shop) -> None:

@@ -21,6 +21,7 @@ SPLIT: Mapping[str, str] = {
     "lease": "lease_take",
     "lease_stored": "lease_take",
     "lease_ordered": "lease_take",
+    "lease_next": "lease_take",
     "rescue": "rescue_take",
     "heartbeat": "heartbeat_take",
     "claim_leased": "complete",

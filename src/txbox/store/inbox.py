@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from txbox.errors import Fault, StoreError
 from txbox.message import Message
+from txbox.outcome import Status
 from txbox.policy import Lease, RetryPolicy
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store.codec import Arrival, Columns, Leased
@@ -238,9 +239,19 @@ class InboxStore:
         return self.dialect.statement("close", {"token": token}, canary=token)
 
     def record(
-        self, consumer: str, arrival: Arrival, failure: Failure, retry: RetryPolicy, *, token: str
+        self,
+        consumer: str,
+        arrival: Arrival,
+        failure: Failure,
+        retry: RetryPolicy,
+        *,
+        token: str,
+        dying: Callable[[Existing], Steps[None]] | None = None,
     ) -> Steps[Existing | None]:
         """Record a failure in a transaction of its own; returns the row as it then stands, if it was written.
+
+        Args:
+            dying: what else belongs into this transaction when the row becomes dead.
 
         None means that the row is somebody else's by now (processed, dead, leased by another, or of
         another payload): nothing was written, the caller classifies again.
@@ -285,6 +296,8 @@ class InboxStore:
             return None
         row = (yield from self.classify(consumer, [arrival.message_id]))[arrival.message_id]
         yield self.attempt(consumer, arrival, failure, status=row.status, attempt=row.attempts)
+        if dying is not None and row.status == Status.DEAD:
+            yield from dying(row)
         yield Commit()
         return row
 
@@ -441,6 +454,29 @@ class InboxStore:
         yield Commit()
         return leased
 
+    def lease_next(
+        self, consumer: str, key: str, *, token: str, lease: Lease, dead_blocks: bool
+    ) -> Steps[Leased | None]:
+        """Lease the row of a key whose turn it is, where it is due and no run of it was left unended."""
+        lease_s = lease.duration.total_seconds()
+        yield Begin()
+        result = yield self.dialect.statement(
+            "lease_next",
+            {
+                "consumer": consumer,
+                "key": key,
+                "token": token,
+                "lease_s": lease_s,
+                "dead_blocks": dead_blocks,
+            },
+        )
+        if not result.rows:
+            yield Rollback()
+            return None
+        (leased,) = yield from self._taken(consumer, result.rows, token, lease_s)
+        yield Commit()
+        return leased
+
     def lease_stored(
         self, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
     ) -> Steps[list[Leased]]:
@@ -498,8 +534,19 @@ class InboxStore:
         yield Commit()
         return int(result.count)
 
-    def rescue(self, *, consumer: str | None, max_starts: int, limit: int) -> Steps[list[Rescued]]:
-        """Put rows whose lease ran out back to `failed`, or to `dead` when too many runs never ended."""
+    def rescue(
+        self,
+        *,
+        consumer: str | None,
+        max_starts: int,
+        limit: int,
+        dying: Callable[[Rescued], Steps[None]] | None = None,
+    ) -> Steps[list[Rescued]]:
+        """Put rows whose lease ran out back to `failed`, or to `dead` when too many runs never ended.
+
+        Args:
+            dying: what else belongs into this transaction when a row becomes dead.
+        """
         own = self.dialect
         yield Begin()
         rescued: list[Rescued] = []
@@ -528,10 +575,31 @@ class InboxStore:
                     "fingerprint": None,
                 },
             )
+            if dying is not None and rescued[-1].dead:
+                yield from dying(rescued[-1])
         if own.has("rescue_broken"):
             yield own.statement("rescue_broken", {"consumer": consumer, "limit": limit})
         yield Commit()
         return rescued
+
+    def kept_message(self, consumer: str, message_id: str) -> Steps[Message[Any] | None]:
+        """Read a message whose row keeps its payload; for a transaction that is open."""
+        found = yield self.dialect.statement(
+            "replay_read",
+            {
+                "consumer": consumer,
+                "message_id": message_id,
+                "after": -1,
+                "limit": 1,
+                "status": None,
+                "topic": None,
+                "type": None,
+                "key": None,
+            },
+        )
+        if not found.rows:
+            return None
+        return self.columns.arrival(consumer, found.rows[0]).arrival.message
 
     def _rescue_params(self, consumer: str | None, max_starts: int, limit: int) -> dict[str, Any]:
         return {"consumer": consumer, "max_starts": max_starts, "limit": limit}

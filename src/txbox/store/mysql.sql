@@ -182,6 +182,22 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
+-- name: lease_next
+-- As lease_ordered, the row of one key whose turn it is: whoever has run its predecessor asks for it, and
+-- pays for no look at other keys.
+SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
+       content_type, headers, origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox AS own
+ WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+   AND next_attempt_at <= UTC_TIMESTAMP(6) AND starts = 0
+   AND own.`key` = :key
+   AND own.arrival = (SELECT MIN(head.arrival) FROM txbox_inbox AS head
+                       WHERE head.consumer = :consumer AND head.`key` = :key
+                         AND (head.status IN ('pending', 'failed', 'processing')
+                              OR (:dead_blocks AND head.status = 'dead')))
+   FOR UPDATE SKIP LOCKED
+
 -- name: lease_stored
 -- As lease, for rows that its caller has stored in this transaction.
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),

@@ -271,6 +271,30 @@ UPDATE txbox_inbox AS own
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
 
+-- name: lease_next
+-- As lease_ordered, the row of one key whose turn it is: whoever has run its predecessor asks for it, and
+-- pays for no look at other keys.
+WITH due AS MATERIALIZED (
+       SELECT own.consumer, own.message_id FROM txbox_inbox AS own
+        WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
+          AND next_attempt_at <= clock_timestamp() AND starts = 0
+          AND own.key = :key::text AND own.status <> 'processed'
+          AND own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
+                              WHERE head.consumer = :consumer::text AND head.key = :key::text
+                                AND head.status <> 'processed' AND head.key IS NOT NULL
+                                AND (head.status IN ('pending', 'failed', 'processing')
+                                     OR (:dead_blocks::boolean AND head.status = 'dead'))
+                              ORDER BY head.arrival
+                              LIMIT 1)
+          FOR UPDATE OF own SKIP LOCKED)
+UPDATE txbox_inbox AS own
+   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
+       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+  FROM due
+ WHERE own.consumer = due.consumer AND own.message_id = due.message_id
+RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+
 -- name: lease_stored
 -- As lease, for rows that its caller has stored in this transaction.
 UPDATE txbox_inbox AS own

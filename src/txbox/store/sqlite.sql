@@ -182,6 +182,22 @@ UPDATE txbox_inbox
 RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
           content_type, headers, origin, payload, has_payload, key_id, arrival
 
+-- name: lease_next
+-- As lease_ordered, the row of one key whose turn it is: whoever has run its predecessor asks for it, and
+-- pays for no look at other keys.
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE arrival = (SELECT head.arrival FROM txbox_inbox AS head
+                   WHERE head.consumer = :consumer AND head.key = :key AND head.status <> 'processed' AND head.key IS NOT NULL
+                     AND (head.status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND head.status = 'dead'))
+                   ORDER BY head.arrival
+                   LIMIT 1)
+   AND status IN ('pending', 'failed') AND has_payload AND starts = 0
+   AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
+          content_type, headers, origin, payload, has_payload, key_id, arrival
+
 -- name: lease_stored
 -- As lease, for rows that its caller has stored in this transaction.
 UPDATE txbox_inbox

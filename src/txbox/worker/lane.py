@@ -228,6 +228,15 @@ class Lane:
     # -- rows ---------------------------------------------------------------------------------
 
     def _run_row(self, row: Row) -> Steps[None]:
+        """Run a row, and after it those of its key that waited behind it, as many as a lease takes."""
+        following: Row | None = row
+        left = self._app.lease.batch
+        while following is not None:
+            yield from self._run_one(following)
+            left -= 1
+            following = (yield from self._table.behind(following)) if left else None
+
+    def _run_one(self, row: Row) -> Steps[None]:
         with self._table.running(row):
             yield from self._app.protocol.persistently(
                 lambda: self._app.protocol.run_leased(row.handler, row.leased, row.token),

@@ -78,6 +78,29 @@ class Table:
             row = self._pop(is_async, lane)
         return row
 
+    def behind(self, row: Row) -> Steps[Row | None]:
+        """Return the next row of an ordered row's key, once that has run; None where there is none to run now."""
+        key, app = row.leased.arrival.message.key, self._app
+        if not self._heads_only or key is None or self._stop():
+            return None
+        token = secrets.token_hex(16)
+        found: Leased | None = yield from app.protocol.persistently(
+            lambda: app.store.lease_next(
+                self.consumer, key, token=token, lease=app.lease, dead_blocks=self._dead_blocks
+            ),
+            stop=self._stop,
+        )
+        if found is None:
+            return None
+        message = found.arrival.message
+        handlers = app.handlers.matching(message.topic, message.type, self.consumer)
+        if not handlers:
+            yield from self._refuse([found], token)
+            return None
+        own = Row(handlers[0], found, token, False)
+        self.hold([own])
+        return own
+
     @property
     def leased(self) -> int:
         """Rows whose lease is held here."""
