@@ -15,6 +15,7 @@ from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import Database
+from txbox.dead_letters import DeadLetters
 from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
@@ -110,7 +111,10 @@ class App:
         self.effects = Effects(
             self.handlers, self.limits, schema=schema, columns=self.store.columns
         )
-        self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
+        self.dead_letters = DeadLetters(self.handlers, self.outbox)
+        self.protocol = InboxProtocol(
+            self.store, self.events, self.limits, self.lease, letters=self.dead_letters
+        )
         self.intake = Intake(self.protocol)
         self._checked = False
 
@@ -132,6 +136,7 @@ class App:
         transactional: bool = True,
         ordered: bool = False,
         dead_blocks: bool = False,
+        dead_letter_topic: str | None = None,
         sequence: Any = None,
         gaps: GapPolicy | None = None,
         lock_key: Any = None,
@@ -163,6 +168,7 @@ class App:
             ordered: messages of one key are processed in the order of their arrival; one that fails
                 holds its key up until it is processed or dead.
             dead_blocks: with `ordered`, a dead message holds its key up until somebody acts.
+            dead_letter_topic: where a copy of a message that is given up is sent, through the outbox.
             sequence: the version of the message's key, as a callable or a path; versions are
                 processed in their order, and one that is missing is waited for (`gaps`).
             message_id: a callable or a path like "body.order_id"; see SEMANTICS 1.2.
@@ -191,6 +197,7 @@ class App:
             transactional=transactional,
             ordered=ordered,
             dead_blocks=dead_blocks,
+            dead_letter_topic=dead_letter_topic,
             sequence=sequence,
             gaps=gaps or GapPolicy(),
             lock_key=lock_key,

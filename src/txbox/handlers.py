@@ -36,6 +36,7 @@ class HandlerOptions:
     transactional: bool = True
     ordered: bool = False
     dead_blocks: bool = False
+    dead_letter_topic: str | None = None
     sequence: IdOf | str | None = None
     gaps: GapPolicy = field(default_factory=GapPolicy)
     lock_key: IdOf | str | None = None
@@ -303,6 +304,10 @@ class Handlers:
             is_async=is_async,
             decode=options.decode or decoder_for(_body_annotation(function, options)),
         )
+        if handler.options.dead_letter_topic == topic:
+            raise ConfigurationError(
+                f"{handler.name} would consume its own dead letters: dead_letter_topic= must be another topic."
+            )
         for other in self._handlers:
             if handler.overlaps(other):
                 raise ConfigurationError(

@@ -14,6 +14,7 @@ from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import LeaseExpired, MessageDead, RowsPruned
 from txbox.steps import Discard, Steps, Wait, drive, drive_async
 from txbox.store import jobs
+from txbox.store.inbox import Rescued
 from txbox.store.jobs import JobLease
 
 _RESCUE_BATCH = 100
@@ -112,7 +113,10 @@ def rescue(app: App, task: Task) -> Steps[Report]:
         raise ConfigurationError("rescue has no dry run: leave --dry-run out.")
     while not task.stop():
         rescued = yield from app.store.rescue(
-            consumer=task.consumer, max_starts=app.lease.max_starts, limit=_RESCUE_BATCH
+            consumer=task.consumer,
+            max_starts=app.lease.max_starts,
+            limit=_RESCUE_BATCH,
+            dying=lambda row: _letter(app, row),
         )
         for row in rescued:
             rows, dead = rows + 1, dead + row.dead
@@ -127,6 +131,18 @@ def rescue(app: App, task: Task) -> Steps[Report]:
         if len(rescued) < _RESCUE_BATCH:
             break
     return Report("rescue", rows, dead)
+
+
+def _letter(app: App, row: Rescued) -> Steps[None]:
+    message = yield from app.store.kept_message(row.consumer, row.message_id)
+    if message is not None:
+        yield from app.dead_letters.staged(
+            app.store.dialect,
+            row.consumer,
+            message,
+            attempts=row.starts,
+            error_type=row.error_type,
+        )
 
 
 def prune(app: App, task: Task) -> Steps[Report]:

@@ -138,11 +138,17 @@ class Outbox:
         executor = borrow_async(tx, schema=self._schema)
         return await run_async(executor, self.staging(executor.dialect, messages))
 
-    def staging(self, own: Dialect, messages: Sequence[Outgoing]) -> Steps[list[str]]:
-        """The steps of `stage_many`, for a transaction that is open."""
+    def staging(
+        self, own: Dialect, messages: Sequence[Outgoing], *, routed: bool = True
+    ) -> Steps[list[str]]:
+        """The steps of `stage_many`, for a transaction that is open.
+
+        Args:
+            routed: False stages also what has nowhere to go.
+        """
         if not messages:
             return []
-        self._check(messages)
+        self._check(messages, routed=routed)
         bodies = [_encoded(message) for message in messages]
         causes = [cause_of(message.cause) for message in messages]
         locks = sorted({_lock(message) for message in messages if message.ordered})
@@ -177,7 +183,7 @@ class Outbox:
             self.staged()
         return ids
 
-    def _check(self, messages: Iterable[Outgoing]) -> None:
+    def _check(self, messages: Iterable[Outgoing], *, routed: bool) -> None:
         for message in messages:
             if not message.topic:
                 raise ConfigurationError("An outgoing message needs a topic.")
@@ -189,7 +195,7 @@ class Outbox:
                 text: str | None = getattr(message, what)
                 if text is not None:
                     checked_text(text, what)
-            if self._routed is not None and not self._routed(message.topic):
+            if routed and self._routed is not None and not self._routed(message.topic):
                 raise ConfigurationError(
                     f"Nobody publishes topic {message.topic!r} and no handler consumes it: name it in "
                     "app.publish(…, topics=[…]), or register a handler."

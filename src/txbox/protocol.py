@@ -10,8 +10,9 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.events import (
@@ -30,11 +31,13 @@ from txbox.events import (
 from txbox.failure import BROKEN, failure_of
 from txbox.handlers import Handler
 from txbox.in_flight import InFlight
+from txbox.message import Message
 from txbox.outcome import Outcome, Status
 from txbox.patience import persistently
 from txbox.policy import Lease, Limits
 from txbox.steps import Begin, Commit, Raised, Steps, Wait
 from txbox.store.codec import Arrival, Leased
+from txbox.store.dialect import Dialect
 from txbox.store.inbox import Existing, Failure, InboxStore
 from txbox.transaction import End, HandlerTransaction, Ran, handled
 
@@ -57,10 +60,33 @@ class Settled:
     result: bytes | None = None
 
 
+class Letters(Protocol):
+    """What is staged when a message is given up."""
+
+    def staged(
+        self,
+        own: Dialect,
+        consumer: str,
+        message: Message[Any],
+        *,
+        attempts: int,
+        error_type: str,
+    ) -> Steps[None]: ...
+
+
 class InboxProtocol:
     """Carries messages of one app through its inbox."""
 
-    def __init__(self, store: InboxStore, events: Events, limits: Limits, lease: Lease) -> None:
+    def __init__(
+        self,
+        store: InboxStore,
+        events: Events,
+        limits: Limits,
+        lease: Lease,
+        *,
+        letters: Letters | None = None,
+    ) -> None:
+        self.letters = letters
         self.store = store
         self.events = events
         self.limits = limits
@@ -300,7 +326,12 @@ class InboxProtocol:
     ) -> Steps[Settled | None]:
         """Park a failure, or None when the row is not ours to write."""
         row = yield from self.store.record(
-            handler.consumer, arrival, failure, handler.options.retry, token=token
+            handler.consumer,
+            arrival,
+            failure,
+            handler.options.retry,
+            token=token,
+            dying=partial(self._dying, handler, arrival, failure),
         )
         if row is None:
             return None
@@ -325,6 +356,19 @@ class InboxProtocol:
                     )
                 )  # fmt: skip
         return Settled(Outcome.DEAD if dead else Outcome.FAILED, row.attempts)
+
+    def _dying(
+        self, handler: Handler, arrival: Arrival, failure: Failure, row: Existing
+    ) -> Steps[None]:
+        """What else is written in the transaction that makes a message dead."""
+        if self.letters is not None and handler.options.dead_letter_topic is not None:
+            yield from self.letters.staged(
+                self.store.dialect,
+                handler.consumer,
+                replace(arrival.message, id=arrival.message_id),
+                attempts=row.attempts,
+                error_type=failure.error_type,
+            )
 
     # -- from the table -----------------------------------------------------------------------
 

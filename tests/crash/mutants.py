@@ -255,7 +255,7 @@ def _passes_before_record(app: App) -> int:
 
 
 def _record_unconditionally(
-    consumer: str, arrival: Arrival, failure: Any, retry: Any, *, token: str
+    consumer: str, arrival: Arrival, failure: Any, retry: Any, *, token: str, dying: object = None
 ) -> Steps[Any]:
     yield Begin()
     yield Statement(
