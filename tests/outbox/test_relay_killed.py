@@ -28,15 +28,16 @@ Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]
 KILLS = 50
 ROWS_A_ROUND = 24
+KEYS = 120
 LEASE_S = 0.6
 OPEN = "SELECT count(*) FROM txbox_outbox WHERE status = 'pending'"
 
 
 def stage(url: str, connect: Connect, topic: str, first: int, count: int) -> list[str]:
-    """Rows of 40 keys, numbered; every fifth has none."""
+    """Rows of some keys, numbered; every fifth has none."""
     numbers = range(first, first + count)
     messages = [
-        Outgoing(topic=topic, body=number, key=str(number % 40) if number % 5 else None)
+        Outgoing(topic=topic, body=number, key=str(number % KEYS) if number % 5 else None)
         for number in numbers
     ]
     with connect(url) as tx:
@@ -70,7 +71,7 @@ def keys_in_order(numbers: list[int]) -> bool:
     by_key: dict[int, list[int]] = defaultdict(list)
     for number in dict.fromkeys(numbers):
         if number % 5:
-            by_key[number % 40].append(number)
+            by_key[number % KEYS].append(number)
     return all(own == sorted(own) for own in by_key.values())
 
 
@@ -100,6 +101,8 @@ def test_relay_republishes(
         for nth in (1, 2)
         for point in ("relay:published", "relay:leased", "relay:marked")
     ]
+    # the second commit of a turn is that of the marks
+    points += [("before:commit", 2), ("after:commit", 2)]
     plan = Plan(url, LEASE_S, redis=redis_url, batch=10)
     ids = killed_again_and_again(plan, points, stream, own_connection)
     with started(plan):
