@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
+import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -89,6 +92,21 @@ def test_a_retried_effect_has_one_key_and_its_result_is_kept(shop: Shop) -> None
         bytes(shop.raw.value("SELECT result FROM txbox_inbox WHERE result IS NOT NULL"))
         == b'{"sent":"ann"}'
     )
+
+
+def test_the_operator_sees_the_result(shop: Shop, database_url: str) -> None:
+    mails(shop.app)
+    shopping(shop, "ann")
+    shop.deliver(paid("one"))
+    drain(shop.app)
+    ((own_id, _),) = effect_rows(shop)
+    show = [sys.executable, "-m", "txbox", "show", MAIL, own_id, "--database", database_url]
+    shown = subprocess.run(show, check=True, capture_output=True, text=True).stdout
+    assert "14 bytes (--reveal prints it)" in shown
+    revealed = subprocess.run(
+        [*show, "--json", "--reveal"], check=True, capture_output=True, text=True
+    ).stdout
+    assert json.loads(revealed)["message"]["result"] == {"sent": "ann"}
 
 
 def test_an_effect_may_die(shop: Shop) -> None:

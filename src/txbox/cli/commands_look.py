@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -269,6 +270,12 @@ def _print_message(found: ShownMessage) -> None:
             ("origin", ", ".join(f"{name}={value}" for name, value in found.origin.items())),
             ("payload", _described(found)),
             ("payload sha-256", found.payload_hash),
+            (
+                "result",
+                None
+                if found.result_bytes is None
+                else described(found.result_bytes, revealed=found.result is not None),
+            ),
             ("error type", own.error_type),
             ("fingerprint", own.fingerprint),
         ]
@@ -289,6 +296,8 @@ def _print_message(found: ShownMessage) -> None:
         )  # fmt: skip
     if found.payload is not None:
         print_line(f"\nPayload:\n{readable(found.payload)}")
+    if found.result is not None:
+        print_line(f"\nResult:\n{readable(found.result)}")
 
 
 def _described(found: ShownMessage) -> str:
@@ -308,6 +317,8 @@ def _as_json(found: ShownMessage) -> dict[str, Any]:
         "payload_hash": found.payload_hash,
         "payload_bytes": found.payload_bytes,
         **payload_as_json(found.payload),
+        "result_bytes": found.result_bytes,
+        "result": None if found.result is None else json.loads(found.result),
     }
 
 

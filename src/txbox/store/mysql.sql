@@ -474,7 +474,7 @@ SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash,
 SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, CONVERT(topic USING utf8mb4),
        CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), sequence, received_at, updated_at, processed_at,
        payload_hash, attempts, starts, next_attempt_at, lease_until, error_type, error, fingerprint, content_type,
-       headers, origin, payload, has_payload, key_id, arrival
+       headers, origin, payload, has_payload, key_id, arrival, result
   FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: show_attempts

@@ -124,6 +124,8 @@ class ShownMessage:
     payload_hash: str | None
     payload_bytes: int | None
     payload: bytes | None
+    result_bytes: int | None
+    result: bytes | None
     history: tuple[RecordedAttempt, ...]
 
 
@@ -235,6 +237,8 @@ class InboxRows:
             payload_hash=None if row[10] is None else bytes(row[10]).hex(),
             payload_bytes=None if content is None else len(content),
             payload=bytes(content) if reveal and content is not None else None,
+            result_bytes=None if row[25] is None else len(row[25]),
+            result=columns.result_back(row[25]) if reveal else None,
             history=tuple(
                 RecordedAttempt(
                     attempt=own[0], status=own[1], error_type=own[2], error=self._error(own[3], key_id),

@@ -434,7 +434,7 @@ SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, 
 -- name: show
 SELECT consumer, message_id, status, topic, type, key, sequence, received_at, updated_at, processed_at, payload_hash,
        attempts, starts, next_attempt_at, lease_until, error_type, error, fingerprint, content_type, headers, origin,
-       payload, has_payload, key_id, arrival
+       payload, has_payload, key_id, arrival, result
   FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: show_attempts
