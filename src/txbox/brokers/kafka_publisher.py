@@ -86,7 +86,7 @@ class KafkaPublisher:
         # a part of the time is for asking whether anybody is there at all
         until = time.monotonic() + within_s - min(_LAST_WORD_S, within_s / 4)
         producer = self._connected(until)
-        pending = BrokerError(f"Kafka has not confirmed the message within {within_s:g} s.")
+        pending = BrokerError("nothing was said of it")
         answers: list[_Answer] = [pending] * len(messages)
         for at, message in enumerate(messages):
             self._send(producer, message, until, partial(_report, answers, at))
@@ -98,7 +98,10 @@ class KafkaPublisher:
             if not any(_answered(own, pending) for own in answers):
                 self._check_there()
         self._proven = self._proven or None in answers
-        return [_sentence(own, message) for own, message in zip(answers, messages, strict=True)]
+        return [
+            _unconfirmed(message) if own is pending else _sentence(own, message)
+            for own, message in zip(answers, messages, strict=True)
+        ]
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
@@ -246,8 +249,12 @@ def _sentence(answer: _Answer, message: Message[Any]) -> BrokerError | None:
     if code in _UNKNOWN:
         return BrokerError(f"Kafka has no topic {topic!r} ({text}): create it.")
     if code in _PURGED:
-        return BrokerError(f"Kafka has not confirmed the message for topic {topic!r} in time.")
+        return _unconfirmed(message)
     return BrokerError(f"Kafka did not take the message for topic {topic!r} ({text}).")
+
+
+def _unconfirmed(message: Message[Any]) -> BrokerError:
+    return BrokerError(f"Kafka has not confirmed the message for topic {message.topic!r} in time.")
 
 
 def _text(error: BaseException) -> str:
