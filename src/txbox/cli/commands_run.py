@@ -32,11 +32,11 @@ _log = logging.getLogger("txbox")
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
-        "run", parents=[common], help="consume: sources, retries from the table, maintenance",
-        description="Runs the service: takes messages from the sources of the App and retries from its table, and does "
-        "maintenance in the background. SIGTERM or Ctrl-C drains: what runs is finished, the rest is left for "
-        "redelivery; a second one ends at once. Exit status 0 drained or idle, 1 something unexpected, 2 wrong "
-        "configuration, schema or an unreachable database at the start.",
+        "run", parents=[common], help="consume: sources, retries from the table, relay, maintenance",
+        description="Runs the service: takes messages from the sources of the App and retries from its table, sends what "
+        "is staged, and does maintenance in the background. SIGTERM or Ctrl-C drains: what runs is finished, the rest "
+        "is left for redelivery; a second one ends at once. Exit status 0 drained or idle, 1 something unexpected, 2 "
+        "wrong configuration, schema or an unreachable database at the start.",
     )  # fmt: skip
     run.add_argument("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
     run.add_argument(
