@@ -33,7 +33,7 @@ _log = logging.getLogger("txbox")
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
         "run", parents=[common], help="consume: sources, retries from the table, relay, maintenance",
-        description="Runs the service: takes messages from the sources of the App and retries from its table, sends what "
+        description="Runs the service: takes messages from the sources of the App, retries from its table, sends what "
         "is staged, and does maintenance in the background. SIGTERM or Ctrl-C drains: what runs is finished, the rest "
         "is left for redelivery; a second one ends at once. Exit status 0 drained or idle, 1 something unexpected, 2 "
         "wrong configuration, schema or an unreachable database at the start.",
