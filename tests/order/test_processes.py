@@ -46,7 +46,7 @@ class Workers:
             environment |= {"TXBOX_CRASH_AT": crash_at, "TXBOX_CRASH_NTH": str(nth)}
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.order.service", self._plan],
-            cwd=ROOT, env=environment, stderr=subprocess.DEVNULL,
+            cwd=ROOT, env=environment,
         )  # fmt: skip
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)

@@ -152,7 +152,8 @@ def test_a_drain_longer_than_its_grace_ends(sqlite_url: str, lite: Raw, tmp_path
         run.process.terminate()
         assert run.ended() == 1
         thread.join(20)
-        assert not isinstance(answers[0], Answer)
+        # cut off, or told to come again: whichever was first
+        assert not (isinstance(answers[0], Answer) and answers[0].status < 500)
         run.says("did not end within its grace")
     assert effects(lite) == 0
 

@@ -306,7 +306,8 @@ class Worker:
         self._ended.set()
         self._health.closing()
         if self._relays is not None:
-            clean = self._relays.join(_RELAY_S) and clean
+            # a drain that has used up its grace does not wait once more
+            clean = self._relays.join(_RELAY_S if clean else _TICK_S) and clean
         for own in self._beside:
             own.join(_CLOSE_S)
         try:
