@@ -39,7 +39,8 @@ def main() -> int:
     app = service(plan["url"], plan["way"])
     if plan.get("file"):
         app.consume(File(Path(plan["file"]), topic=TOPIC))
-    return Worker(app, once=True).run()
+    # with versions, all that is left may wait two seconds for its next look: `once` is idle then, and ends
+    return Worker(app, once=plan["way"] == "ordered").run()
 
 
 if __name__ == "__main__":
