@@ -148,9 +148,12 @@ ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id
 
 -- name: bound_lock_timeout
--- Only where accept was given a timeout: the caller's own setting is put back by restore_lock_timeout.
+-- For storing, and where accept was given a timeout: the caller's own setting is put back by
+-- restore_lock_timeout. What is stored is acknowledged next, so its commit is made durable.
 SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
-       set_config('lock_timeout', :lock_timeout_ms::text, true)
+       set_config('lock_timeout', :lock_timeout_ms::text, true),
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
 
 -- name: savepoint
 SAVEPOINT txbox_accept
@@ -213,11 +216,16 @@ UPDATE txbox_inbox
        next_attempt_at = coalesce(next_attempt_at, clock_timestamp()), updated_at = clock_timestamp()
  WHERE consumer = :consumer::text AND message_id = :message_id::text
    AND status IN ('pending', 'failed') AND NOT has_payload
+RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
 
 -- name: record_attempt
+-- An acknowledgement follows: here, in quarantine and in return_payload the commit is made durable.
 INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
 VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
         :error_type::text, :error::text, :fingerprint::text)
+RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
 
 -- name: quarantine
 INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
@@ -225,6 +233,8 @@ INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, 
 VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text)
 ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
+RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
 
 -- name: lease
 -- Picks and takes in one statement. A row whose last run never ended is taken alone (`suspect`),
