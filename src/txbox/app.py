@@ -113,7 +113,12 @@ class App:
         )
         self.dead_letters = DeadLetters(self.handlers, self.outbox)
         self.protocol = InboxProtocol(
-            self.store, self.events, self.limits, self.lease, letters=self.dead_letters
+            self.store,
+            self.events,
+            self.limits,
+            self.lease,
+            batching=self.batching,
+            letters=self.dead_letters,
         )
         self.intake = Intake(self.protocol)
         self._checked = False

@@ -165,14 +165,17 @@ class Batching:
     Args:
         messages: deliveries, 1 to 10,000.
         payload_bytes: sum of payloads after which a batch is closed.
+        duration: what a transaction of several messages may take; slower handlers get smaller batches.
     """
 
     messages: int = 100
     payload_bytes: int = 4 * 1024 * 1024
+    duration: timedelta = timedelta(milliseconds=50)
 
     def __post_init__(self) -> None:
         _check(1 <= self.messages <= 10_000, self, "messages", "between 1 and 10,000")
         _check(self.payload_bytes >= 1, self, "payload_bytes", "1 or more")
+        _check_durations(self, "duration")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ from txbox.in_flight import InFlight
 from txbox.message import Message
 from txbox.outcome import Outcome, Status
 from txbox.patience import persistently
-from txbox.policy import Lease, Limits
+from txbox.pace import Pace
+from txbox.policy import Batching, Lease, Limits
 from txbox.steps import Begin, Commit, Raised, Steps, Wait
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import Dialect
@@ -84,15 +85,24 @@ class InboxProtocol:
         limits: Limits,
         lease: Lease,
         *,
+        batching: Batching | None = None,
         letters: Letters | None = None,
     ) -> None:
         self.letters = letters
+        self.batching = batching or Batching()
         self.store = store
         self.events = events
         self.limits = limits
         self.lease = lease
         self.transaction = HandlerTransaction(store, limits, lease)
         self.in_flight = InFlight()
+        self._paces: dict[tuple[str, int], Pace] = {}
+
+    def pace(self, handler: Handler) -> Pace:
+        """How this handler's transactions are sized, for all lanes of this process."""
+        own = (handler.consumer, id(handler.function))
+        # two threads that come first together make two: the one kept is the one both find next
+        return self._paces.get(own) or self._paces.setdefault(own, Pace(self.batching))
 
     # -- deliveries ---------------------------------------------------------------------------
 
@@ -387,6 +397,16 @@ class InboxProtocol:
             return (yield from self._run_untransacted(handler, arrival, lease_token))
         finally:
             self.in_flight.leave(consumer, arrival.message_id)
+
+    def run_leased_many(
+        self, handler: Handler, rows: Sequence[Leased], lease_token: str
+    ) -> Steps[list[Settled]]:
+        """Process rows that this worker has leased together, in their order."""
+        settled: list[Settled] = []
+        for leased in rows:
+            # a comprehension cannot yield
+            settled.append((yield from self.run_leased(handler, leased, lease_token)))  # noqa: PERF401
+        return settled
 
     def _run_row(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[Settled]:
         started, tries = time.monotonic(), 0

@@ -1,0 +1,88 @@
+"""How many messages the next transaction of a consumer takes, and how finely a failing batch is divided.
+
+Nothing here waits for messages to come: a batch is what has arrived, up to this many.
+
+Source: docs/decisions/0022-batches.md
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+from txbox.policy import Batching
+
+# subtransactions past 64 overflow a backend's cache in PostgreSQL, and every snapshot pays for it
+_SAVEPOINTS_MAX = 64
+_ALONE_S = (1.0, 60.0)
+_FORGETS = 0.02
+# below this share of failures a failed batch is rare enough to be run twice
+_RARE = 0.0005
+
+
+class Pace:
+    """The size of one handler's transactions, learned from how they end.
+
+    It doubles from one while transactions of that size stay under half of `Batching.duration`, halves above
+    the whole, and drops to one after a conflict, for longer each time that conflicts come back: batches
+    that lock the same rows in different orders are slower than no batches at all.
+    """
+
+    def __init__(self, batching: Batching) -> None:
+        self._most = batching.messages
+        self._longest_s = batching.duration.total_seconds()
+        self._lock = threading.Lock()
+        self._size = 1
+        self._alone_until = 0.0
+        self._alone_s = 0.0
+        self._failures = 0.0
+
+    @property
+    def messages(self) -> int:
+        """Messages for the next transaction, 1 or more."""
+        if self._alone_until and time.monotonic() < self._alone_until:
+            return 1
+        return min(self._size, _SAVEPOINTS_MAX) if self._failures > _RARE else self._size
+
+    def committed(self, messages: int, took_s: float, failed: int = 0) -> None:
+        """A transaction of this many messages has committed, of which some had failed."""
+        with self._lock:
+            weight = 1 - (1 - _FORGETS) ** messages
+            self._failures += (failed / messages - self._failures) * weight
+            if took_s > self._longest_s:
+                self._size = max(1, messages // 2)
+            elif messages >= self._size and took_s < self._longest_s / 2:
+                self._size = min(self._size * 2, self._most)
+            if (
+                messages > 1
+                and self._alone_s
+                and time.monotonic() > self._alone_until + self._alone_s
+            ):
+                self._alone_s = 0.0
+
+    def conflicted(self, messages: int) -> None:
+        """A transaction lost against another one: one message a transaction for a while."""
+        if messages == 1:
+            return
+        with self._lock:
+            first_s, longest_s = _ALONE_S
+            self._alone_s = min(max(first_s, self._alone_s * 2), longest_s)
+            self._alone_until = time.monotonic() + self._alone_s
+            self._size = 1
+
+    def failed(self, messages: int) -> None:
+        """A transaction failed because of one of its messages."""
+        with self._lock:
+            self._failures += (1 / messages - self._failures) * (1 - (1 - _FORGETS) ** messages)
+
+    @property
+    def group(self) -> int:
+        """Messages that share a savepoint; 0 for none, where failures are rare.
+
+        With p failures a message, groups of 1/sqrt(p) balance the savepoints set against the messages
+        that run again because a neighbour failed.
+        """
+        if self._failures <= _RARE:
+            return 0
+        return max(1, min(_SAVEPOINTS_MAX, round(1 / math.sqrt(self._failures))))
