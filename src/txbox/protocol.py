@@ -33,8 +33,8 @@ from txbox.handlers import Handler
 from txbox.in_flight import InFlight
 from txbox.message import Message
 from txbox.outcome import Outcome, Status
-from txbox.patience import persistently
 from txbox.pace import Pace
+from txbox.patience import persistently
 from txbox.policy import Batching, Lease, Limits
 from txbox.steps import Begin, Commit, Raised, Steps, Wait
 from txbox.store.codec import Arrival, Leased
