@@ -1,0 +1,4 @@
+"""Measures txbox on a PostgreSQL server beside the textbook loop and the limit; `txbox bench`.
+
+Needs txbox[postgresql].
+"""
