@@ -205,6 +205,17 @@ class Handler:
             )
         return number
 
+    def lock_key(self, message: Message[Any]) -> str | None:
+        """What the handler locks for this message, as `lock_key=` says; None when that cannot be told."""
+        extract = _extractor(self.options.lock_key)
+        if extract is None:
+            return None
+        try:
+            found = extract(message)
+        except Exception:  # noqa: BLE001  # user code, on a message nobody has checked yet: its decoding will say
+            return None
+        return None if found is None else str(found)
+
     def bound(self, arrival: Arrival) -> Message[Any]:
         """The message as the handler sees it.
 

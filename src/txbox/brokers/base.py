@@ -183,7 +183,11 @@ class Source(Protocol):
         ...
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        """Return what is there, up to `messages_max`; wait at most `wait_s` seconds for the first."""
+        """Return what is there, up to `messages_max`; wait at most `wait_s` seconds for the first.
+
+        While deliveries are in flight `wait_s` is a few milliseconds, so that what comes next is here
+        before it is asked for. A source that cannot wait so briefly returns at once.
+        """
         ...
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:

@@ -8,54 +8,21 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
 from txbox.app import App
-from txbox.brokers.base import Delivery
 from txbox.errors import Fault, StoreError
-from txbox.handlers import Handler
 from txbox.intake import Leasing
-from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.patience import CURABLE
 from txbox.protocol import Settled
 from txbox.steps import Steps, Wait
 from txbox.worker.table import Row, Table
+from txbox.worker.work import Way, Work, settle
 
 _IDLE_S = 1.0
 _AGAIN_S = (0.1, 5.0)
-
-
-class Ticket:
-    """A delivery in work; it is settled after every consumer has settled its part."""
-
-    __slots__ = ("_lock", "_open", "_settled", "delivery")
-
-    def __init__(self, delivery: Delivery, parts: int, settled: Callable[[Ticket], None]) -> None:
-        self.delivery = delivery
-        self._open = parts
-        self._settled = settled
-        self._lock = threading.Lock()
-
-    def part_settled(self) -> None:
-        with self._lock:
-            self._open -= 1
-            last = self._open == 0
-        if last:
-            self._settled(self)
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One consumer's part of a delivery."""
-
-    ticket: Ticket
-    handler: Handler
-    tries: int = field(default=0)
 
 
 class Lane:
@@ -85,16 +52,17 @@ class Lane:
     def name(self) -> str:
         return f"txbox-{self._table.consumer}-{self._index}"
 
-    def put(self, work: Work) -> None:
+    def put(self, works: Iterable[Work] = ()) -> None:
+        """Add deliveries, in their order, and wake the lane."""
         with self._lock:
-            self._queue.append(work)
-        self.wake()
-
-    def wake(self) -> None:
-        with self._lock:
+            self._queue.extend(works)
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.set_result(None)
+
+    def wake(self) -> None:
+        """Have the lane look at what there is to do."""
+        self.put()
 
     def steps(self) -> Steps[None]:
         """Work until stopped; what is running then is brought to its end."""
@@ -102,9 +70,7 @@ class Lane:
             while not self._stop():
                 batch = self._next_batch()
                 if batch:
-                    deliver = (
-                        self._deliver_leased if _way(batch[0]) is Way.LEASED else self._deliver
-                    )
+                    deliver = self._deliver_leased if batch[0].way is Way.LEASED else self._deliver
                     yield from deliver(batch)
                     if self._stop():
                         break
@@ -123,65 +89,78 @@ class Lane:
     # -- deliveries ---------------------------------------------------------------------------
 
     def _next_batch(self) -> list[Work]:
-        now = time.monotonic()
-        if self._again and self._again[0][0] <= now:
+        """What has arrived and may share a transaction; nothing is waited for."""
+        if self._again and self._again[0][0] <= time.monotonic():
             return [heapq.heappop(self._again)[2]]
         batch: list[Work] = []
-        size = 0
+        queue, behind = self._queue, self._behind
+        first: Work | None = None
+        messages_max, bytes_left = 1, self._app.batching.payload_bytes
         with self._lock:
-            while self._queue:
-                work = self._queue[0]
-                if (key := _ordered_key(work)) in self._behind:
-                    self._behind[key].append(self._queue.popleft())
+            while queue:
+                work = queue[0]
+                if work.key is not None and work.key in behind:
+                    behind[work.key].append(queue.popleft())
                     continue
-                size += work.ticket.delivery.size_bytes
-                if batch and (
-                    work.handler is not batch[0].handler
-                    or _way(work) is not _way(batch[0])
-                    or len(batch) >= self._batch_messages(batch[0])
-                    or size > self._app.batching.payload_bytes
+                bytes_left -= work.delivery.size_bytes
+                if first is None:
+                    first, messages_max = work, self._batch_messages(work)
+                elif (
+                    len(batch) >= messages_max
+                    or work.route is not first.route
+                    or work.way is not first.way
+                    or bytes_left < 0
                 ):
                     break
-                batch.append(self._queue.popleft())
+                batch.append(queue.popleft())
+        if len(batch) > 1 and batch[0].route.lock_key:
+            # two transactions that lock the same rows take them in one order
+            batch.sort(key=_lock_key)
         return batch
 
-    def _batch_messages(self, work: Work) -> int:
+    def _batch_messages(self, first: Work) -> int:
         """The one place that decides how many deliveries share a transaction."""
-        way = _way(work)
-        if way is Way.LEASED:
-            return min(self._app.lease.batch, self._app.batching.messages)
-        if way is Way.STORED or work.handler.options.batch:
-            return self._app.batching.messages
+        app, handler = self._app, first.route.handler
+        if first.way is Way.LEASED:
+            return min(app.lease.batch, app.batching.messages)
+        if first.way is Way.STORED or handler.options.batch:
+            return app.batching.messages
         return 1
 
     def _deliver(self, batch: list[Work]) -> Steps[None]:
-        handler = batch[0].handler
+        handler = batch[0].route.handler
         answers: list[Settled] = yield from self._app.taken(
-            handler.stored if _way(batch[0]) is Way.STORED else handler,
-            _messages(batch),
+            handler.stored if batch[0].way is Way.STORED else handler,
+            [work.message for work in batch],
             stop=self._stop,
         )
+        done: list[Work] = []
+        deferred = False
         for work, settled in zip(batch, answers, strict=True):
-            if settled.outcome.settles:
-                work.ticket.part_settled()
-                if work.tries:
-                    self._let_go(work)
-                if settled.outcome is Outcome.DEFERRED:
-                    self._table.look_now()
-            else:
+            if not settled.outcome.settles:
                 self._hold(work)
+                continue
+            done.append(work)
+            if work.tries:
+                self._let_go(work)
+            if settled.outcome is Outcome.DEFERRED:
+                deferred = True
+        if deferred:
+            self._table.look_now()
+        settle(done)
 
     def _deliver_leased(self, batch: list[Work]) -> Steps[None]:
         """Store and lease a batch in one transaction, then run it here, in order, each row alone.
 
         Nobody else sees these rows before this lane is done with them, so the order of the lane holds.
         """
-        handler, leasing = batch[0].handler, Leasing(self._app.lease)
+        handler, leasing = batch[0].route.handler, Leasing(self._app.lease)
         answers: list[Settled] = yield from self._app.taken(
-            handler, _messages(batch), leasing=leasing, stop=self._stop
+            handler, [work.message for work in batch], leasing=leasing, stop=self._stop
         )
         rows = deque(Row(handler, own, leasing.token, False) for own in leasing.rows)
         self._table.hold(rows)
+        done: list[Work] = []
         waiting: list[Work] = []
         for work, settled in zip(batch, answers, strict=True):
             if not settled.outcome.settles:
@@ -191,7 +170,8 @@ class Lane:
                 waiting.append(work)
             else:
                 # stored is enough; a run outside a transaction may be longer than a broker waits
-                work.ticket.part_settled()
+                done.append(work)
+        settle(done)
         try:
             while rows and not self._stop():
                 yield from self._run_row(rows.popleft())
@@ -199,15 +179,14 @@ class Lane:
             self._table.put_back(rows)
         if not leasing.rows:
             self._table.look_now()
-        for work in waiting:
-            work.ticket.part_settled()
+        settle(waiting)
 
     def _hold(self, work: Work) -> None:
         """Keep a delivery that another transaction holds, and claim it again after a pause.
 
         It holds its key, where a key's messages have an order.
         """
-        key = _ordered_key(work)
+        key = work.key
         if key in self._behind and not work.tries:
             self._behind[key].append(work)
             return
@@ -219,8 +198,7 @@ class Lane:
         heapq.heappush(self._again, (time.monotonic() + pause_s, next(self._order), work))
 
     def _let_go(self, work: Work) -> None:
-        key = _ordered_key(work)
-        behind = self._behind.pop(key, None) if key is not None else None
+        behind = self._behind.pop(work.key, None) if work.key is not None else None
         if behind:
             with self._lock:
                 self._queue.extendleft(reversed(behind))
@@ -264,34 +242,5 @@ class Lane:
                 self._waiter = None
 
 
-class Way(Enum):
-    """How a delivery is taken in (SEMANTICS 4.4 to 4.6)."""
-
-    INLINE = "inline"
-    LEASED = (
-        "leased"  # stored and leased, so that its run is counted, or one worker's, before it begins
-    )
-    STORED = "stored"
-
-
-def _way(work: Work) -> Way:
-    """A redelivery may have killed the worker that had it: its run must be counted before it begins.
-
-    Rows of the table are counted anyway; where a key's messages have an order, the table keeps that.
-    """
-    options, redelivered = work.handler.options, work.ticket.delivery.redelivered
-    if options.mode == "stored" or (redelivered and options.in_order):
-        return Way.STORED
-    return Way.LEASED if redelivered or not options.transactional else Way.INLINE
-
-
-def _ordered_key(work: Work) -> str | None:
-    """The key that the delivery has a place in, where its handler keeps an order."""
-    message = work.ticket.delivery.message
-    return message.key if message is not None and work.handler.options.in_order else None
-
-
-def _messages(batch: Sequence[Work]) -> list[Message[Any]]:
-    return [
-        work.ticket.delivery.message for work in batch if work.ticket.delivery.message is not None
-    ]
+def _lock_key(work: Work) -> str:
+    return work.lock_key or ""

@@ -7,11 +7,9 @@ import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 from txbox import steps
 from txbox.app import App
@@ -24,38 +22,19 @@ from txbox.events import (
     SettleFailed,
     SourceRefused,
 )
-from txbox.handlers import Handler
 from txbox.intake import presentable
 from txbox.message import Message
 from txbox.patience import CURABLE
+from txbox.worker.dispatch import Dispatch
 from txbox.worker.driving import Driver
 from txbox.worker.first_ids import FirstIds
-from txbox.worker.lane import Lane, Ticket, Work
 
 _log = logging.getLogger("txbox")
 
 _WAIT_S = 0.5
+# with deliveries in flight their settlement is looked at this often, while the source is waited for
+_LOOK_S = (0.001, 0.02)
 _PAUSE_S = (0.1, 5.0)
-
-
-class Dispatch:
-    """Hands the parts of a delivery to lanes: one key, one lane; without a key, in turns."""
-
-    def __init__(self, app: App, lanes: dict[tuple[str, bool], list[Lane]]) -> None:
-        self._app = app
-        self._lanes = lanes
-        self._turn = 0
-
-    def hand_out(self, ticket: Ticket, message: Message[Any], handlers: Sequence[Handler]) -> None:
-        self._turn += 1
-        slot = (
-            self._turn
-            if message.key is None
-            else crc32(str(message.key).encode("utf-8", "surrogatepass"))
-        )
-        for handler in handlers:
-            lanes = self._lanes[handler.consumer, handler.is_async]
-            lanes[slot % handler.options.concurrency].put(Work(ticket, handler))
 
 
 class Pump:
@@ -90,11 +69,13 @@ class Pump:
         self._in_flight_max = in_flight_max
         self._bytes_max = 2 * app.batching.payload_bytes
         self._stop = stop
-        self._in_flight: dict[Delivery, None] = {}
+        # with what each weighs
+        self._in_flight: dict[Delivery, int] = {}
         self._bytes = 0
         self._tend_at = 0.0
         self._changed = threading.Condition()
-        self._settled: deque[Ticket] = deque()
+        self._settled: list[Delivery] = []
+        self._look_s = _LOOK_S[0]
         self._finish = False
         self._go = threading.Event()
         self._opened = threading.Event()
@@ -149,16 +130,15 @@ class Pump:
             self._changed.notify()
         self._go.set()
 
-    def ticket_settled(self, ticket: Ticket) -> None:
+    def deliveries_settled(self, deliveries: Sequence[Delivery]) -> None:
         """Called by the lane that settles the last part; the pump's own thread acknowledges."""
         with self._changed:
-            self._settled.append(ticket)
+            self._settled += deliveries
             self._changed.notify()
 
     # -- the loop -----------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        found = True
         while True:
             self._round_at = time.monotonic()
             if self.refusal is None:
@@ -172,19 +152,17 @@ class Pump:
             if self._finish or (self.source.exhausted and not self._in_flight):
                 self._settle()
                 return
-            if self._stop() or self._full() or (self._in_flight and not found):
-                self._wait_for_settled()
-                if self._stop() or self._full():
-                    continue
-            found = self._receive()
+            if self._stop() or self._full():
+                self._wait_for_settled(_WAIT_S)
+            else:
+                self._receive()
 
     def _full(self) -> bool:
         return len(self._in_flight) >= self._in_flight_max or self._bytes >= self._bytes_max
 
-    def _wait_for_settled(self) -> None:
+    def _wait_for_settled(self, wait_s: float) -> None:
         with self._changed:
             if not self._settled and not self._finish:
-                wait_s = _WAIT_S if self._stop() or self._full() else _WAIT_S / 10
                 self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
 
     def _wait_for_finish(self) -> None:
@@ -193,45 +171,63 @@ class Pump:
             if not self._finish:
                 self._changed.wait(min(_WAIT_S, self.source.tend_every_s or _WAIT_S))
 
-    def _receive(self) -> bool:
-        # with deliveries in flight, waiting belongs to their settlement
-        wait_s = 0.0 if self._in_flight else _WAIT_S
+    def _receive(self) -> None:
+        """Receive and hand out; with deliveries in flight the source is waited for in short looks.
+
+        What comes next is then here before the lanes ask for it, and acknowledgements, which nobody
+        waits for, are a look late. A source that does not wait leaves its look to the settlement.
+        """
+        in_flight = bool(self._in_flight)
+        wait_s = self._look_s if in_flight else _WAIT_S
+        asked_at = time.monotonic()
         try:
             received = self.source.receive(self._in_flight_max - len(self._in_flight), wait_s)
         except (BrokerUnavailable, StoreError) as error:
             self._pause(error)
-            return False
-        self._resumed()
-        for delivery in received:
-            # all before the first is handed out, which may take until the database is back
-            self._in_flight[delivery] = None
-            self._bytes += delivery.size_bytes
-        for delivery in received:
-            steps.at("received")
-            self._hand_out(delivery)
-            if self.refusal is not None:
-                break
-        return bool(received)
+            return
+        if self._paused_at is not None:
+            self._resumed()
+        if received:
+            self._look_s = _LOOK_S[0]
+            self._hand_out(received)
+        elif in_flight:
+            self._look_s = min(2 * self._look_s, _LOOK_S[1])
+            left_s = wait_s - (time.monotonic() - asked_at)
+            if left_s > 0:
+                self._wait_for_settled(left_s)
 
-    def _hand_out(self, delivery: Delivery) -> None:
-        message = delivery.message
-        if message is None:
-            self._set_aside(delivery)
-            return
-        handlers = self._app.handlers.matching(message.topic, message.type)
-        if not handlers:
-            self._persist(delivery, [lambda: self._app.unmatched_message(message)])
-            return
+    def _hand_out(self, received: Sequence[Delivery]) -> None:
+        sizes = [delivery.size_bytes for delivery in received]
+        # all before the first is handed out, which may take until the database is back
+        self._in_flight.update(zip(received, sizes, strict=True))
+        self._bytes += sum(sizes)
+        if steps.crash_point is not None:
+            for _ in received:
+                steps.at("received")
         if not self._ids.found:
-            self._look_at_id(message, handlers)
-        ticket = Ticket(delivery, len(handlers), self.ticket_settled)
-        self._dispatch.hand_out(ticket, message, handlers)
+            received = self._with_ids(received)
+        for delivery in self._dispatch.hand_out(self, received):
+            message = delivery.message
+            if message is None:
+                self._set_aside(delivery)
+            else:
+                self._persist(delivery, [partial(self._app.unmatched_message, message)])
 
-    def _look_at_id(self, message: Message[Any], handlers: Sequence[Handler]) -> None:
-        self.refusal = self._ids.missing(message, handlers)
-        if self.refusal is not None:
-            _log.error("%s", self.refusal)
-            self._app.events.emit(SourceRefused(source=self.source.name, reason=self.refusal))
+    def _with_ids(self, received: Sequence[Delivery]) -> Sequence[Delivery]:
+        """Return what came before it was plain that this source has no ids; that is all, nearly always."""
+        for index, delivery in enumerate(received):
+            message = delivery.message
+            handlers = message and self._app.handlers.matching(message.topic, message.type)
+            if message is None or not handlers:
+                continue
+            self.refusal = self._ids.missing(message, handlers)
+            if self.refusal is not None:
+                _log.error("%s", self.refusal)
+                self._app.events.emit(SourceRefused(source=self.source.name, reason=self.refusal))
+                return received[: index + 1]
+            if self._ids.found:
+                break
+        return received
 
     # -- what reaches no lane -----------------------------------------------------------------
 
@@ -264,7 +260,7 @@ class Pump:
                     return
                 self._tend()
         self._resumed()
-        Ticket(delivery, 1, self.ticket_settled).part_settled()
+        self.deliveries_settled([delivery])
 
     def _persisted(self, operation: Callable[[], steps.Steps[None]]) -> bool:
         self._round_at = time.monotonic()
@@ -278,30 +274,28 @@ class Pump:
     # -- settling -----------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        with self._changed:
-            tickets = list(self._settled)
-            self._settled.clear()
-        if not tickets:
+        # without the lock: what a lane adds meanwhile is seen in the next round
+        if not self._settled:
             return
+        with self._changed:
+            deliveries, self._settled = self._settled, []
         steps.at("before:ack")
         try:
-            self.source.settle([ticket.delivery for ticket in tickets])
+            self.source.settle(deliveries)
         except (BrokerError, StoreError) as error:
             if isinstance(error, StoreError) and error.fault not in CURABLE:
                 raise
             failed = error.failed if isinstance(error, BrokerError) else None
-            count = len(tickets) if failed is None else failed
+            count = len(deliveries) if failed is None else failed
             if count:
                 self._app.events.emit(
                     SettleFailed(source=self.source.name, count=count, error=str(error))
                 )
         steps.at("after:ack")
-        self._done([ticket.delivery for ticket in tickets])
+        self._done(deliveries)
 
     def _done(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            del self._in_flight[delivery]
-            self._bytes -= delivery.size_bytes
+        self._bytes -= sum(map(self._in_flight.pop, deliveries))
 
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
         """Called by the source, in the pump's own thread, when it is about to lose deliveries."""
@@ -311,10 +305,11 @@ class Pump:
         done: list[Delivery] = []
         while True:
             with self._changed:
-                tickets = [own for own in self._settled if among(own.delivery)]
-                for ticket in tickets:
-                    self._settled.remove(ticket)
-                taken = [ticket.delivery for ticket in tickets]
+                taken: list[Delivery] = []
+                others: list[Delivery] = []
+                for own in self._settled:
+                    (taken if among(own) else others).append(own)
+                self._settled = others
                 self._done(taken)
                 done += taken
                 left_s = deadline - time.monotonic()

@@ -24,12 +24,13 @@ from txbox.relay import Relays
 from txbox.steps import Steps
 from txbox.store import jobs
 from txbox.worker import checks
+from txbox.worker.dispatch import Dispatch
 from txbox.worker.driving import Driver, thread
 from txbox.worker.endpoints import Endpoints
 from txbox.worker.health import Health
 from txbox.worker.lane import Lane
 from txbox.worker.progress import StoredProgress
-from txbox.worker.pump import Dispatch, Pump
+from txbox.worker.pump import Pump
 from txbox.worker.supervisor import PARENT_FD
 from txbox.worker.table import Table
 

@@ -1,0 +1,74 @@
+"""Which lane a delivery goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from txbox.app import App
+from txbox.brokers.base import Delivery
+from txbox.message import Message
+from txbox.worker.lane import Lane
+from txbox.worker.work import Parts, Route, Settling, Work
+
+_ROUTES_MAX = 4096
+
+
+class Dispatch:
+    """Hands deliveries to lanes: one lock key or key, one lane; without either, in turns."""
+
+    def __init__(self, app: App, lanes: Mapping[tuple[str, bool], Sequence[Lane]]) -> None:
+        self._app = app
+        self._lanes = lanes
+        self._routes: dict[tuple[str, str | None], list[Route]] = {}
+        self._turn = 0
+
+    def hand_out(self, owner: Settling, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Hand a list out, to each lane at once and in its order; returns what no handler consumes."""
+        handed: dict[Lane, list[Work]] = {}
+        left: list[Delivery] = []
+        for delivery in deliveries:
+            message = delivery.message
+            if message is None:
+                left.append(delivery)
+                continue
+            routes = self._routes.get((message.topic, message.type))
+            if routes is None:
+                routes = self._found(message)
+            if not routes:
+                left.append(delivery)
+                continue
+            parts = Parts(len(routes)) if len(routes) > 1 else None
+            self._turn += 1
+            for route in routes:
+                work = Work(owner, delivery, route, parts)
+                if route.in_order:
+                    work.key = message.key
+                elif route.lock_key:
+                    work.lock_key = route.handler.lock_key(message)
+                lane = route.lanes[0] if len(route.lanes) == 1 else self._lane(work, message)
+                own = handed.get(lane)
+                if own is None:
+                    handed[lane] = [work]
+                else:
+                    own.append(work)
+        for lane, works in handed.items():
+            lane.put(works)
+        return left
+
+    def _lane(self, work: Work, message: Message[Any]) -> Lane:
+        lanes = work.route.lanes
+        key = work.lock_key if work.lock_key is not None else message.key
+        if key is None:
+            return lanes[self._turn % len(lanes)]
+        return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
+
+    def _found(self, message: Message[Any]) -> list[Route]:
+        handlers = self._app.handlers.matching(message.topic, message.type)
+        if len(self._routes) > _ROUTES_MAX:
+            # types come from strangers: the cache must not grow with them
+            self._routes.clear()
+        found = [Route(own, self._lanes[own.consumer, own.is_async]) for own in handlers]
+        self._routes[message.topic, message.type] = found
+        return found
