@@ -164,11 +164,12 @@ def ratios(
 
 
 def values(rounds: Sequence[Round], contender: str, figure: str) -> list[float]:
-    """A figure of the contender, round by round."""
-    return [getattr(own, figure) for own in rounds if own.contender == contender]
+    """A figure of the contender, round by round, as far as it is known."""
+    found = [getattr(own, figure) for own in rounds if own.contender == contender]
+    return [value for value in found if value is not None]
 
 
-def result(  # noqa: PLR0913  # all by name: the fields of the document
+def result(
     *,
     phase: str,
     title: str,

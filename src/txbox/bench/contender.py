@@ -1,0 +1,161 @@
+"""txbox itself: the worker that `txbox run` runs, fed from memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from txbox.app import App, Consumption
+from txbox.bench.place import Gauges, Place
+from txbox.bench.result import Round
+from txbox.bench.source import Memory, Stopwatch
+from txbox.bench.workload import CONSUMER, TOPIC, Tx, Work, verify
+from txbox.events import Event, MessageProcessed
+from txbox.policy import RetryPolicy
+from txbox.worker import Worker
+
+WAIT_S = 60.0
+
+# what fails is not tried again within a round, whatever the jitter draws
+_NOT_IN_THIS_ROUND = RetryPolicy(base=timedelta(days=36_500), cap=timedelta(days=36_500))
+
+
+class Txbox:
+    """One handler in an App of its own, run by a worker from memory.
+
+    Args:
+        handler: the function.
+        rate: deliveries that become due in a second; None has all of them wait from the start.
+        until_processed: time until the handlers are done, where the source's part is done before.
+        wait_s: a round that is not done by then is stopped, and shows how far it came.
+        options: of the handler.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        gauges: Gauges,
+        handler: Callable[..., Any],
+        *,
+        rate: float | None = None,
+        until_processed: bool = False,
+        wait_s: float = WAIT_S,
+        **options: Any,
+    ) -> None:
+        self.name = name
+        self.place = place
+        self.gauges = gauges
+        self._rate = rate
+        self._until_processed = until_processed
+        self._wait_s = wait_s
+        self._processed: Callable[[str], None] | None = None
+        self.app = App(place.url, observers=[self._observe] if until_processed else [])
+        self.app.handler(TOPIC, consumer=CONSUMER, retry=_NOT_IN_THIS_ROUND, **options)(handler)
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, MessageProcessed) and self._processed is not None:
+            self._processed(str(event.message_id))
+
+    def prepare(self) -> None:
+        self.app.init()
+        self.place.prepare()
+
+    def round(self, work: Work) -> Round:
+        self.prepare()
+        watch = Stopwatch(self.gauges)
+        source = Memory(work, watch, rate=self._rate)
+        if self._until_processed:
+            source.received = {}
+            self._processed = Processed(work, watch, source.received)
+        failure = self._consume(source, watch)
+        with self.place.connect() as admin:
+            verified = verify(admin, work, inbox_off_by(admin, work))
+        if watch.running:
+            watch.stop()
+            failure = failure or "ended before everything was done"
+        return watch.round(
+            self.name, verified, dead_tuples=self.place.dead_tuples(), failure=failure
+        )
+
+    def _consume(self, source: Memory, watch: Stopwatch) -> str | None:
+        """Run a worker until it ends by itself; returns why it did not."""
+        worker = Worker(
+            self.app,
+            once=True,
+            install_signals=False,
+            maintenance=False,
+            relay=False,
+            consumptions=[Consumption(source, None)],
+        )
+        ended: list[int] = []
+        thread = threading.Thread(target=lambda: ended.append(worker.run()), name="bench-worker")
+        thread.start()
+        deadline = time.monotonic() + self._wait_s
+        while thread.is_alive() and time.monotonic() < deadline:
+            watch.done.wait(0.1)
+            thread.join(0.1)
+        failure = None
+        if thread.is_alive():
+            failure = f"not done after {self._wait_s:.0f} s"
+            watch.stop()
+            source.given_up = True
+            worker.stop()
+            thread.join(self._wait_s)
+        if thread.is_alive():
+            raise RuntimeError(f"The worker of {self.name} does not stop.")
+        if ended != [0]:
+            failure = f"the worker ended with status {ended}: {worker.failure}"
+        return failure
+
+    def close(self) -> None:
+        self.app.close()
+
+
+class Processed:
+    """Notes when each message was processed, and stops the watch after the last one.
+
+    Args:
+        received: when each was received; it fills as they come.
+    """
+
+    def __init__(self, work: Work, watch: Stopwatch, received: dict[str, float]) -> None:
+        self._left = work.distinct - len(work.failing)
+        self._watch = watch
+        self._received = received
+        self._lock = threading.Lock()
+        watch.deliveries = len(work.deliveries)
+
+    def __call__(self, message_id: str) -> None:
+        now = time.perf_counter()
+        with self._lock:
+            self._watch.took_s.append(now - self._received[message_id])
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._watch.stop()
+
+
+def inbox_off_by(connection: Tx, work: Work) -> int:
+    """Rows that are not as they should be: processed, or failed once with the attempt recorded."""
+    rows = connection.execute(
+        "SELECT status, attempts, count(*), count(*) FILTER (WHERE message_id = ANY(%s)) "
+        "FROM txbox_inbox GROUP BY status, attempts",
+        (list(work.failing),),
+    ).fetchall()
+    processed = failed = others = 0
+    for status, attempts, count, failing in rows:
+        if status == "processed" and not failing:
+            processed += count
+        elif status == "failed" and attempts == 1 and count == failing:
+            failed += count
+        else:
+            others += count
+    return (
+        abs(work.distinct - len(work.failing) - processed)
+        + abs(len(work.failing) - failed)
+        + others
+    )

@@ -1,0 +1,25 @@
+"""The phases that need only a PostgreSQL URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from txbox.bench.phases import backlog, failures, lanes, latency, stored
+from txbox.bench.setting import Setting
+
+# one line a phase
+PHASES: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "P1": latency.p01,
+    "P2": backlog.p02,
+    "P3": backlog.p03,
+    "P4": backlog.p04,
+    "P6": latency.p06,
+    "P6b": latency.p06b,
+    "P7": lanes.p07,
+    "P10": stored.p10,
+    "P12": failures.p12,
+    "P13": backlog.p13,
+    "P17": backlog.p17,
+    "SNAPSHOT": stored.snapshot,
+}

@@ -1,0 +1,122 @@
+"""P2, P3, P4, P13 and P17: a backlog, which waits from the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from txbox.bench.beside import WithoutInbox
+from txbox.bench.result import Bar, Plot, Round, ratios, summary, values
+from txbox.bench.setting import Setting
+from txbox.bench.workload import in_sets, pay_and_read, reads, storm, writes
+
+_WAITING = "the whole workload waiting from the start, one worker with one lane"
+
+
+def _rates(name: str, title: str, rounds: list[Round]) -> Plot:
+    medians = summary(rounds)
+    lines = {own: [(0.0, figures["rate"])] for own, figures in medians.items()}
+    return Plot(name, title, "bars", "", "messages a second", lines)
+
+
+def p02(on: Setting) -> dict[str, Any]:
+    naive = on.naive(handler=pay_and_read)
+    own = on.txbox("txbox, ordinary handler", reads)
+    rounds = on.interleaved([(naive, on.work()), (own, on.work(3)), (on.limit(), on.work(5))])
+    return on.result(
+        "P2",
+        "Backlog, an ordinary handler that reads results",
+        f"{_WAITING}; the handler reads the balance that its UPDATE returns, naive's too",
+        [Bar("3 times naive", 3.0, ratios(rounds, own.name, "naive"))],
+        rounds,
+        plots=[_rates("p02", "Backlog, an ordinary handler", rounds)],
+    )
+
+
+def p03(on: Setting) -> dict[str, Any]:
+    own = on.txbox("txbox, pipeline=True", writes, pipeline=True)
+    rounds = on.interleaved([(on.naive(), on.work()), (own, on.work(5)), (on.limit(), on.work(5))])
+    found = ratios(rounds, own.name, "naive")
+    return on.result(
+        "P3",
+        "Backlog, one message a call, pipeline=True",
+        f"{_WAITING}; the handler writes through psycopg's own API and reads nothing",
+        [
+            Bar("12 times naive", 12.0, found),
+            Bar("18 times naive", 18.0, found, stretch=True),
+        ],
+        rounds,
+        plots=[_rates("p03", "Backlog, pipeline=True", rounds)],
+    )
+
+
+def p04(on: Setting) -> dict[str, Any]:
+    plain = on.txbox("txbox, batch=True", in_sets, batch=True)
+    piped = on.txbox("txbox, batch=True, pipeline=True", in_sets, batch=True, pipeline=True)
+    limit = on.limit()
+    times = on.work(10)
+    rounds = on.interleaved([(on.naive(), on.work()), (plain, times), (piped, times), (limit, times)])  # fmt: skip
+    return on.result(
+        "P4",
+        "Backlog, batch=True with set-based SQL",
+        f"{_WAITING}; batches of at most 100, two statements with unnest each; the limit does all of it in one "
+        "statement a batch, in autocommit, and what it reads in Python is the JSON",
+        [
+            bar
+            for own in (plain, piped)
+            for bar in (
+                Bar(f"{own.name}: 22 times naive", 22.0, ratios(rounds, own.name, "naive")),
+                Bar(
+                    f"{own.name}: 0.55 times the limit",
+                    0.55,
+                    ratios(rounds, own.name, limit.name),
+                ),
+            )
+        ],
+        rounds,
+        plots=[_rates("p04", "Backlog, batch=True", rounds)],
+    )
+
+
+def p13(on: Setting) -> dict[str, Any]:
+    new = on.txbox("all new", writes, pipeline=True)
+    old = on.txbox("99 % duplicates", writes, pipeline=True)
+    rounds = on.interleaved(
+        [(new, on.work(5, duplicates=0.0)), (old, on.work(5, make=storm))],
+    )
+    return on.result(
+        "P13",
+        "A storm of duplicates",
+        f"{_WAITING}; the handler of P3; of as many deliveries, each message comes a hundred times, in any order",
+        [Bar("2 times the rate of new messages", 2.0, ratios(rounds, old.name, new.name))],
+        rounds,
+    )
+
+
+def p17(on: Setting) -> dict[str, Any]:
+    own = on.txbox("txbox, batch=True", in_sets, batch=True)
+    bare = WithoutInbox(on.beside, on.gauges)
+    work = on.work(10, duplicates=0.0)
+    rounds = on.interleaved([(bare, work), (own, work)])
+    pairs = [
+        with_inbox - without
+        for with_inbox, without in zip(
+            cpu_us(rounds, own.name), cpu_us(rounds, bare.name), strict=True
+        )
+    ]
+    known = values(rounds, own.name, "server_cpu_us")
+    return on.result(
+        "P17",
+        "What the inbox costs",
+        f"{_WAITING}, no duplicates; the same set-based handler through the worker, and in a plain loop that reads the "
+        "JSON, calls the handler and commits every 100 messages. CPU of client and server, a message",
+        [Bar("8 us of CPU more than without an inbox", 8.0, pairs, "at most", "us")],
+        rounds,
+        notes=[] if known else ["The server's CPU is not known: only the client's is compared."],
+    )
+
+
+def cpu_us(rounds: list[Round], name: str) -> list[float]:
+    """CPU of client and, where it is known, server; microseconds a message, round by round."""
+    clients = values(rounds, name, "client_cpu_us")
+    servers = values(rounds, name, "server_cpu_us") or [0.0] * len(clients)
+    return [client + server for client, server in zip(clients, servers, strict=True)]

@@ -1,0 +1,217 @@
+"""P1, P6 and P6b: one message at a time, and open loops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import psycopg
+
+from txbox.app import App
+from txbox.bench.beside import Naive, consume
+from txbox.bench.contender import inbox_off_by
+from txbox.bench.place import Reading
+from txbox.bench.result import Bar, Plot, Round, ratios, summary, values
+from txbox.bench.setting import Setting
+from txbox.bench.workload import CONSUMER, TOPIC, Delivery, Work, order_paid, pay, verify, writes
+from txbox.events import Event
+from txbox.message import Message
+
+_TURN = 100
+#: Times the rate at which naive saturates.
+_OVERLOAD = 3.7
+
+
+class Turns:
+    """One way to consume a delivery, and what its turns have taken so far."""
+
+    def __init__(self, name: str, take: Callable[[Delivery], object]) -> None:
+        self.name = name
+        self.take = take
+        self.took_s: list[float] = []
+        self.client_s = self.server_s = 0.0
+        self.wal_bytes = 0
+        self.server_known = True
+
+    def turn(self, deliveries: Sequence[Delivery], read: Callable[[], Reading]) -> None:
+        clock, take, took = time.perf_counter, self.take, self.took_s
+        before = read()
+        cpu_began, last = time.process_time(), clock()
+        for delivery in deliveries:
+            take(delivery)
+            now = clock()
+            took.append(now - last)
+            last = now
+        self.client_s += time.process_time() - cpu_began
+        after = read()
+        if before.server_cpu_s is None or after.server_cpu_s is None:
+            self.server_known = False
+        else:
+            self.server_s += after.server_cpu_s - before.server_cpu_s
+        if before.wal_bytes is not None and after.wal_bytes is not None:
+            self.wal_bytes += after.wal_bytes - before.wal_bytes
+
+    def round(self, work: Work, on: Setting) -> Round:
+        own = self.name != "naive"
+        place, count = (on.own if own else on.beside), len(self.took_s)
+        with place.connect() as admin:
+            off = inbox_off_by(admin, work) if own else _naive_off_by(admin, work)
+            verified = verify(admin, work, off)
+        took = sorted(self.took_s)
+        return Round(
+            contender=self.name,
+            messages=count,
+            rate=count / sum(took),
+            p50_ms=took[count // 2] * 1e3,
+            p99_ms=took[count * 99 // 100] * 1e3,
+            client_cpu_us=self.client_s / count * 1e6,
+            server_cpu_us=self.server_s / count * 1e6 if self.server_known else None,
+            wal_bytes=self.wal_bytes / count,
+            dead_tuples=None,
+            verified=verified,
+        )
+
+
+def _naive_off_by(admin: Any, work: Work) -> int:
+    row = admin.execute("SELECT count(*) FROM inbox").fetchone()
+    return int(row[0]) - work.distinct
+
+
+def _listen(_event: Event) -> None:
+    """An observer: with one, events are made and emitted."""
+
+
+def _one_round(on: Setting, work: Work, name: str, **options: Any) -> list[Round]:
+    """Naive and one App, delivery by delivery, in turns of a hundred."""
+    with ExitStack() as stack:
+        app = stack.enter_context(App(on.own.url, observers=[_listen]))
+        app.handler(TOPIC, consumer=CONSUMER, **options)(writes)
+        app.init()
+        on.own.prepare()
+        Naive(on.beside, on.gauges).prepare()
+        tx = stack.enter_context(psycopg.connect(on.beside.url))
+
+        def by_txbox(own: Delivery) -> None:
+            app.process(Message(topic=TOPIC, id=own.id, payload=own.payload))
+
+        def by_naive(own: Delivery) -> None:
+            consume(own, tx, pay)
+
+        both = [Turns("naive", by_naive), Turns(name, by_txbox)]
+        # statements are prepared in the first turn
+        for number, start in enumerate(range(0, len(work.deliveries), _TURN)):
+            # who goes first alternates, so that both meet the same disturbances of the machine
+            for own in both[:: -1 if number % 2 else 1]:
+                own.turn(work.deliveries[start : start + _TURN], on.gauges.read)
+        return [own.round(work, on) for own in both]
+
+
+def p01(on: Setting) -> dict[str, Any]:
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("txbox, ordinary handler", {}),
+        ("txbox, pipeline=True", {"pipeline": True}),
+    ]
+    done: list[Round] = []
+    bars: list[Bar] = []
+    for name, options in kinds:
+        pairs: list[Round] = []
+        for number in range(on.rounds):
+            on.report(f"{name}, round {number + 1} of {on.rounds}")
+            pairs += _one_round(on, on.work()(number + 1), name, **options)
+        bars.append(Bar(f"{name}: 1.0 times naive", 1.0, ratios(pairs, name, "naive")))
+        done += pairs
+    return on.result(
+        "P1",
+        "One message at a time, no backlog, full protocol",
+        "naive and txbox alternating every 100 deliveries, closed loop, a connection each. app.process with guard, "
+        "payload hash and events (an observer listens); the same handler declared ordinary and pipeline=True",
+        bars,
+        sorted(done, key=lambda own: own.contender),
+    )
+
+
+def _offered(on: Setting, rate: float, seconds: float) -> Callable[[int], Work]:
+    return on.work(rate * seconds / 1.1 / on.messages, make=order_paid)
+
+
+def p06(on: Setting) -> dict[str, Any]:
+    rounds: list[Round] = []
+    bars: list[Bar] = []
+    for rate in (200, 1000):
+        # --messages scales the time that each rate is kept up: 4 s by default
+        work = _offered(on, rate, on.messages / 1000)
+        naive = on.naive(name=f"naive, {rate:,}/s", rate=rate)
+        own = [
+            on.txbox(f"txbox, {rate:,}/s", writes, rate=rate),
+            on.txbox(f"txbox, pipeline=True, {rate:,}/s", writes, rate=rate, pipeline=True),
+        ]
+        found = on.interleaved([(naive, work), *((one, work) for one in own)])
+        rounds += found
+        bars += [
+            Bar(
+                f"{one.name}: p50 1.2 times naive",
+                1.2,
+                ratios(found, one.name, naive.name, "p50_ms"),
+                "at most",
+            )
+            for one in own
+        ]
+    return on.result(
+        "P6",
+        "Open loop at 200 and 1,000 messages a second",
+        f"{on.messages / 1000:.0f} s each; latency from when a message is due to when it is acknowledged, naive: "
+        "committed; naive on one connection; one worker with one lane",
+        bars,
+        rounds,
+    )
+
+
+def p06b(on: Setting) -> dict[str, Any]:
+    """Open loops in multiples of what naive can do."""
+    saturated: list[float] = []
+    naive = on.naive(name="naive, closed loop")
+    on.report("how fast naive is")
+    closed = [naive.round(on.work()(number)) for number in range(1, 3)]
+    saturated = values(closed, naive.name, "rate")
+    most = sum(saturated) / len(saturated)
+    rounds = list(closed)
+    points: dict[str, list[tuple[float, float]]] = {}
+    bar: list[float] = []
+    for times in (0.1, 0.5, 0.9, 2.0, _OVERLOAD):
+        rate = times * most
+        work = _offered(on, rate, 0.5 * on.messages / 1000)
+        own = on.txbox(f"txbox, pipeline=True, {times:g} times", writes, rate=rate, pipeline=True)
+        beside = on.naive(
+            name=f"naive, {4 if times > 1 else 1} connections, {times:g} times",
+            rate=rate,
+            connections=4 if times > 1 else 1,
+        )
+        found = on.interleaved([(own, work), (beside, work)], warm=False)
+        rounds += found
+        for name, line in ((own.name, "txbox"), (beside.name, "naive")):
+            figures = summary(found)[name]
+            for figure in ("p50_ms", "p99_ms"):
+                points.setdefault(f"{line} {figure[:3]}", []).append((rate, figures[figure]))
+        if times == _OVERLOAD:
+            bar = values(found, own.name, "p99_ms")
+    return on.result(
+        "P6b",
+        "Open loop up to 3.7 times the rate at which naive saturates",
+        f"{0.5 * on.messages / 1000:.1f} s each; naive saturates on one connection at {most:,.0f} messages a second in "
+        "this run; it gets 4 connections above that. Latency from when a message is due to when it is acknowledged",
+        [Bar("p99 of 5 ms at 3.7 times", 5.0, bar, "at most", "ms")],
+        rounds,
+        plots=[
+            Plot(
+                "p06b",
+                "Latency over offered rate",
+                "lines",
+                "messages a second offered",
+                "ms",
+                points,
+                "xy",
+            )
+        ],
+    )

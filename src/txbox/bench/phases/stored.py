@@ -1,0 +1,66 @@
+"""P10, and stored mode while another session holds an old snapshot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+from txbox.bench.result import Bar, Round, ratios
+from txbox.bench.setting import Setting
+from txbox.bench.workload import Work, in_sets, writes
+
+_STORED: dict[str, Any] = {"mode": "stored", "until_processed": True}
+
+
+def p10(on: Setting) -> dict[str, Any]:
+    one = on.txbox("stored, pipeline=True", writes, pipeline=True, **_STORED)
+    sets = on.txbox("stored, batch=True", in_sets, batch=True, **_STORED)
+    rounds = on.interleaved([(on.naive(), on.work()), (one, on.work(4)), (sets, on.work(4))])
+    return on.result(
+        "P10",
+        "mode='stored': acknowledged once the payload is stored, processed from the table",
+        "the whole workload waiting from the start, one worker with one lane; timed from the first message received to "
+        "the last one processed, latency likewise",
+        [
+            Bar(f"{one.name}: 7 times naive", 7.0, ratios(rounds, one.name, "naive")),
+            Bar(f"{sets.name}: 8 times naive", 8.0, ratios(rounds, sets.name, "naive")),
+        ],
+        rounds,
+    )
+
+
+class Snapshot:
+    """A contender while another session holds a snapshot from before its round."""
+
+    def __init__(self, on: Setting, inner: Any) -> None:
+        self.name = f"{inner.name}, snapshot held"
+        self._url, self._inner = on.url, inner
+
+    def round(self, work: Work) -> Round:
+        with psycopg.connect(self._url) as other:
+            other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            other.execute("SELECT count(*) FROM pg_class")
+            return self._inner.round(work)  # type: ignore[no-any-return]
+
+
+def snapshot(on: Setting) -> dict[str, Any]:
+    plain = on.txbox("stored, pipeline=True", writes, pipeline=True, **_STORED)
+    held = Snapshot(on, plain)
+    work = on.work(10)
+    rounds = on.interleaved([(plain, work), (held, work)])
+    return on.result(
+        "SNAPSHOT",
+        "mode='stored' while another session holds an old snapshot",
+        "the handler of P10; the other session is in a REPEATABLE READ transaction that began before the round, so "
+        "that nothing that dies in it can be removed",
+        [
+            Bar(
+                "0.5 times the rate without",
+                0.5,
+                ratios(rounds, held.name, plain.name),
+                stretch=True,
+            )
+        ],
+        rounds,
+    )
