@@ -33,6 +33,7 @@ from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
 from txbox.store.dialect import dialect
 from txbox.store.inbox import InboxStore
+from txbox.store.partitions import Kind, Partitioning
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -506,17 +507,25 @@ class App:
 
     # -- life ---------------------------------------------------------------------------------
 
-    def init(self) -> tuple[int, int]:
-        """Apply the schema (as `txbox init` does); returns the versions before and after."""
-        return drive(self._any_sync(), tables.apply(self.store.dialect, self.database.schema))
+    def init(self, *, partition: Kind | None = None) -> tuple[int, int]:
+        """Apply the schema (as `txbox init` does); returns the versions before and after.
 
-    async def init_async(self) -> tuple[int, int]:
+        Args:
+            partition: on PostgreSQL, when the tables are made: partition the inbox by the time in its
+                ids ("uuid7", "ulid"), so that retention drops whole partitions, or by "hash".
+        """
+        return drive(self._any_sync(), self._init(partition))
+
+    async def init_async(self, *, partition: Kind | None = None) -> tuple[int, int]:
         """The twin of `init`."""
         if self.database.asynchronous is None:
-            return await asyncio.to_thread(self.init)
-        return await drive_async(
-            self.database.asynchronous, tables.apply(self.store.dialect, self.database.schema)
-        )
+            return await asyncio.to_thread(self.init, partition=partition)
+        return await drive_async(self.database.asynchronous, self._init(partition))
+
+    def _init(self, partition: Kind | None) -> Steps[tuple[int, int]]:
+        kept = self.retention
+        wanted = None if partition is None else Partitioning(partition, kept.partition, kept.ahead)
+        return tables.apply(self.store.dialect, self.database.schema, wanted)
 
     def _any_sync(self) -> Connections:
         if self.database.sync is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import time, timedelta
 
 from txbox.errors import ConfigurationError
 
@@ -26,6 +26,18 @@ def _check_durations(policy: object, *fields: str) -> None:
             field,
             "a timedelta above zero",
         )
+
+
+def _are_utc_times(window: object) -> bool:
+    match window:
+        case (time() as begins, time() as ends):
+            return begins != ends and begins.tzinfo is None and ends.tzinfo is None
+        case _:
+            return False
+
+
+def _second_of_day(own: time) -> float:
+    return own.hour * 3600 + own.minute * 60 + own.second + own.microsecond / 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +108,42 @@ class Retention:
     Args:
         processed: age by completion time after which processed and discarded rows may be pruned;
             it must be longer than the longest replay of any of your brokers.
-        batch: rows deleted in one transaction at first; it adapts.
+        batch: most rows deleted in one transaction; it begins with fewer, and adapts to the time they take.
         every: pause between two prune runs of `txbox run`.
+        window: from when to when, by the UTC clock of the database, `txbox run` and `txbox maintain` may
+            prune: `(time(1), time(5))`, or over midnight; None for always.
+        partition: the time that one partition holds, in a table that is partitioned by the time in its
+            ids: a whole number of hours.
+        ahead: how many partitions are made ahead, 1 to 100.
     """
 
     processed: timedelta = timedelta(days=30)
     batch: int = 1000
-    every: timedelta = timedelta(minutes=5)
+    every: timedelta = timedelta(minutes=15)
+    window: tuple[time, time] | None = None
+    partition: timedelta = timedelta(days=1)
+    ahead: int = 7
 
     def __post_init__(self) -> None:
-        _check_durations(self, "processed", "every")
+        _check_durations(self, "processed", "every", "partition")
         _check(1 <= self.batch <= 100_000, self, "batch", "between 1 and 100,000")
+        _check(
+            self.window is None or _are_utc_times(self.window),
+            self,
+            "window",
+            "two different times of the day, in UTC and without a time zone, or None",
+        )
+        _check(not self.partition % timedelta(hours=1), self, "partition", "whole hours")
+        _check(1 <= self.ahead <= 100, self, "ahead", "between 1 and 100")
+
+    def open_at(self, second: float) -> bool:
+        """Say whether pruning may run at this second of the database's UTC day."""
+        if self.window is None:
+            return True
+        begins, ends = (_second_of_day(own) for own in self.window)
+        if begins < ends:
+            return begins <= second < ends
+        return second >= begins or second < ends
 
 
 @dataclass(frozen=True, slots=True)

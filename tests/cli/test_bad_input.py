@@ -64,7 +64,7 @@ def test_missing_tables_name_the_command(command: Command, empty_database_url: s
         ended = command(*words, "--database", empty_database_url, code=2)
         assert "run `txbox init`" in ended.sentence
     command("init", "--database", empty_database_url)
-    assert "version 1" in command("schema", "check", "--database", empty_database_url).out
+    assert "version 2" in command("schema", "check", "--database", empty_database_url).out
 
 
 def test_tables_of_a_later_release_name_the_upgrade(command: Command, sqlite_url: str) -> None:

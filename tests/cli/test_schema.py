@@ -205,20 +205,22 @@ def test_a_readonly_role_looks_and_cannot_write(command: Command, roles: Roles) 
 def test_a_later_version_is_printed_and_applied_from_the_one_before(
     sqlite_url: str, raw: RawOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """With a second migration beside the first, the upgrade is that migration alone."""
+    """With one more migration beside those there are, the upgrade is that migration alone."""
+    before, after = tables.VERSION, tables.VERSION + 1
     folder = tmp_path / "package" / "migrations" / "sqlite"
     folder.mkdir(parents=True)
-    (folder / "0002_more.sql").write_text(
-        "CREATE TABLE txbox_more (id TEXT);\nINSERT INTO txbox_schema (version, compatible_from) VALUES (2, 1);\n"
+    (folder / f"{after:04}_more.sql").write_text(
+        "CREATE TABLE txbox_more (id TEXT);\n"
+        f"INSERT INTO txbox_schema (version, compatible_from) VALUES ({after}, 1);\n"
     )
     (folder / "0001_inbox.sql").write_text("SELECT 'not this one';\n")
     monkeypatch.setattr(tables, "files", lambda _package: tmp_path / "package")
-    monkeypatch.setattr(tables, "VERSION", 2)
-    monkeypatch.setattr(tables.migration_text, "__defaults__", (0, 2))
+    monkeypatch.setattr(tables, "VERSION", after)
+    monkeypatch.setattr(tables.migration_text, "__defaults__", (0, after))
     with App(sqlite_url) as app:
-        text = tables.migration_text(app.store.dialect, None, after=1)
+        text = tables.migration_text(app.store.dialect, None, after=before)
         assert text.startswith("CREATE TABLE txbox_more")
         assert "not this one" not in text
-        assert app.init() == (1, 2)
-        assert app.init() == (2, 2)
+        assert app.init() == (before, after)
+        assert app.init() == (after, after)
     assert raw(sqlite_url).value("SELECT count(*) FROM txbox_more") == 0

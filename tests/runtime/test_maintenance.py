@@ -16,7 +16,7 @@ from txbox.events import LeaseExpired, MessageDead, RowsPruned
 from txbox.maintenance import JOBS, Task, run_once
 from txbox.steps import Steps, drive
 from txbox.store import jobs
-from txbox.store.jobs import JobLease
+from txbox.store.jobs import Batch, JobLease
 
 DAY = timedelta(days=1)
 
@@ -157,18 +157,18 @@ def test_slow_and_refused_batches_get_smaller_and_grow_back(
     limits: list[int] = []
     clock = [0.0]
 
-    def batch(own: Any, *, consumer: Any, older_than_s: float, limit: int) -> Steps[int]:
+    def batch(own: Any, *, sent_s: float, discarded_s: float, limit: int) -> Steps[Batch]:
         limits.append(limit)
         if len(limits) == 2:
             raise StoreError("too long", fault=Fault.TIMEOUT)
         clock[0] += 0.2 if len(limits) <= 3 else 0.01
         yield from ()
-        return limit if len(limits) < 12 else 0
+        return Batch(limit, True) if len(limits) < 12 else Batch(0, False)
 
-    monkeypatch.setattr(jobs, "prune", batch)
-    monkeypatch.setattr("txbox.maintenance.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(jobs, "prune_outbox", batch)
+    monkeypatch.setattr("txbox.pruning.time.monotonic", lambda: clock[0])
 
-    run_once(shop.app, "prune")
+    run_once(shop.app, "prune-outbox")
 
     assert limits[:4] == [10, 5, 2, 1]
     assert limits[4:] == sorted(limits[4:])
@@ -240,4 +240,6 @@ def test_a_worker_prunes_in_the_background(database_url: str) -> None:
 def test_an_unknown_job_is_refused(shop: Shop) -> None:
     with pytest.raises(ConfigurationError, match="'sweep'"):
         run_once(shop.app, "sweep")
-    assert [own.name for own in JOBS] == ["rescue", "prune", "prune-outbox", "drop-payloads"]
+    assert [own.name for own in JOBS] == [
+        "rescue", "partitions", "prune", "prune-outbox", "drop-payloads",
+    ]  # fmt: skip

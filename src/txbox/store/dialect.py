@@ -23,7 +23,8 @@ _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _TOKEN = re.compile(r"--[^\n]*|'(?:[^']|'')*'|::|:([a-z_][a-z0-9_.]*)")
 _REGION = re.compile(r"\{([^{}]*)\}")
 _OBJECT = re.compile(
-    r"\btxbox_(?:inbox|attempt|quarantine|outbox|sequence|job|audit|schema|dead_letters|status|refuse|guard)\b(?!\s*\.)"
+    r"\btxbox_(?:inbox|attempt|quarantine|outbox|sequence|job|audit|schema|dead_letters|status|refuse|guard"
+    r"|partition_bound|partition_make|partition_drop)\b(?!\s*\.)"
 )
 _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 
@@ -41,6 +42,7 @@ class Dialect:
             cannot, the claim writes `processing` and `complete` makes it `processed`.
         claim_bounds_wait: the claim's own statement bounds how long it waits for a rival.
         transactional_ddl: DDL does not end a transaction.
+        cheap_savepoints: a savepoint takes no round trip: each message of a batch gets its own.
         faults: SQLSTATE, its first two characters, or the error number → what it means.
     """
 
@@ -51,6 +53,7 @@ class Dialect:
     refuses_commit: bool
     claim_bounds_wait: bool
     transactional_ddl: bool
+    cheap_savepoints: bool
     faults: Mapping[str, Fault] = field(repr=False)
 
     def statement(
@@ -198,6 +201,7 @@ _CAPABILITIES: dict[str, dict[str, bool]] = {
         "refuses_commit": True,
         "claim_bounds_wait": True,
         "transactional_ddl": True,
+        "cheap_savepoints": False,
     },
     "mysql": {
         "arrays": False,
@@ -205,6 +209,7 @@ _CAPABILITIES: dict[str, dict[str, bool]] = {
         "refuses_commit": False,
         "claim_bounds_wait": False,
         "transactional_ddl": False,
+        "cheap_savepoints": False,
     },
     "sqlite": {
         "arrays": False,
@@ -212,6 +217,7 @@ _CAPABILITIES: dict[str, dict[str, bool]] = {
         "refuses_commit": True,
         "claim_bounds_wait": True,
         "transactional_ddl": True,
+        "cheap_savepoints": True,
     },
 }
 

@@ -103,6 +103,9 @@ VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type
          :rows.origin, :rows.payload, TRUE, :key_id)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
+-- name: store_leased
+-- Nothing tells here what an INSERT wrote: store, then lease_stored.
+
 -- name: record_update
 -- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
 UPDATE txbox_inbox
@@ -131,6 +134,22 @@ VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dea
         CASE WHEN :final OR 1 >= :max_attempts THEN NULL ELSE UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND END,
         :error_type, :error, :fingerprint,
         :content_type, :headers, :origin, :payload, :has_payload, :key_id)
+
+-- name: record_own
+-- Over the row that this very transaction has claimed, as its token says.
+UPDATE txbox_inbox
+   SET next_attempt_at = CASE WHEN :final OR attempts + 1 >= :max_attempts
+                                OR received_at < UTC_TIMESTAMP(6) - INTERVAL :max_age_s SECOND
+                              THEN NULL ELSE UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND END,
+       status = CASE WHEN :final OR attempts + 1 >= :max_attempts
+                       OR received_at < UTC_TIMESTAMP(6) - INTERVAL :max_age_s SECOND
+                     THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1, processed_at = NULL,
+       lease_until = NULL, token = NULL, updated_at = UTC_TIMESTAMP(6),
+       error_type = :error_type, error = :error, fingerprint = :fingerprint,
+       content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = :has_payload, key_id = :key_id
+ WHERE consumer = :consumer AND message_id = :message_id AND status = 'processing' AND token = :token
 
 -- name: return_payload
 -- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
@@ -324,6 +343,9 @@ SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4)
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
+-- name: prune_blocks
+-- prune finds the rows in the order that is best here.
+
 -- name: prune_take
 -- Of rows that prune has locked in this transaction.
 DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
@@ -340,6 +362,24 @@ SELECT count(*) FROM txbox_inbox
  WHERE status IN ('processed', 'discarded')
    AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
    AND (:consumer IS NULL OR consumer = :consumer)
+
+-- name: partitions
+-- There are no partitions here.
+
+-- name: partition_make
+-- There are no partitions here.
+
+-- name: partition_rows
+-- There are no partitions here.
+
+-- name: partition_drop
+-- There are no partitions here.
+
+-- name: prune_orphans
+-- There are no partitions here.
+
+-- name: second_of_day
+SELECT TIME_TO_SEC(UTC_TIME())
 
 -- name: drop_payloads
 -- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
@@ -442,6 +482,13 @@ SELECT CONVERT(own.consumer USING utf8mb4),
 -- name: quarantine_status
 SELECT CONVERT(own.consumer USING utf8mb4), count(*), min(own.received_at)
   FROM txbox_quarantine AS own GROUP BY own.consumer ORDER BY own.consumer
+
+-- name: sizes
+-- As InnoDB estimates them; a table is its primary key, so only the other indexes count as such.
+SELECT table_name, data_length, index_length, 1
+  FROM information_schema.tables
+ WHERE table_schema = DATABASE() AND table_type = 'BASE TABLE' AND LEFT(table_name, 6) = 'txbox_'
+ ORDER BY table_name
 
 -- name: list
 -- Keyset pages by arrival, newest first.

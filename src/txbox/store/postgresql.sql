@@ -179,6 +179,20 @@ SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.seque
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id
 
+-- name: store_leased
+-- As store, for rows that are leased from the start: nobody else ever sees them waiting.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, starts, topic, type, key, sequence,
+                         payload_hash, next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
+SELECT :consumer::text, m.message_id, 'processing', :token::text,
+       clock_timestamp() + make_interval(secs => :lease_s::double precision), 1, m.topic, m.type, m.key, m.sequence,
+       m.payload_hash, now(), m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
+  FROM unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+              :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
+              :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
+       AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+RETURNING message_id, received_at, arrival
+
 -- name: record_update
 -- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
 UPDATE txbox_inbox
@@ -207,6 +221,22 @@ VALUES (:consumer::text, :message_id::text,
         :error_type::text, :error::text, :fingerprint::text,
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :has_payload::boolean, :key_id::text)
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+
+-- name: record_own
+-- Over the row that this very transaction has claimed: of all rows under this key only that one can have its xmin.
+UPDATE txbox_inbox
+   SET status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer
+                       OR received_at < clock_timestamp() - make_interval(secs => :max_age_s::double precision)
+                     THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1, processed_at = NULL,
+       next_attempt_at = clock_timestamp() + make_interval(secs => :delay_s::double precision),
+       lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
+       error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text,
+       content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
+       payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status = 'processed'
+   AND xmin = pg_current_xact_id()::xid AND :token::text = current_setting('txbox.token', true)
+RETURNING status, attempts
 
 -- name: return_payload
 -- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
@@ -306,13 +336,7 @@ RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.receiv
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
 
 -- name: lease_stored
--- As lease, for rows that its caller has stored in this transaction.
-UPDATE txbox_inbox AS own
-   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
-       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
- WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status = 'pending'
-RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+-- store_leased has taken the rows.
 
 -- name: lease_take
 -- lease has taken the rows.
@@ -404,12 +428,20 @@ RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.a
 -- A processing row without a lease cannot be committed here: the guard refuses it.
 
 -- name: prune
--- By the key, oldest completion first; SKIP LOCKED: a redelivery that is looking at a row goes first.
+-- Here rows are walked through in the order they lie in: prune_blocks.
+
+-- name: prune_blocks
+-- A batch is what is old in a range of blocks. An index over every processed row would cost each claim, and
+-- the BRIN index says less and less of blocks that are used again; a scan that starts at the first block
+-- each time reads all that was deleted before. now(), not clock_timestamp(): read once, not for each row.
+-- SKIP LOCKED: a redelivery that is looking at a row goes first.
 WITH old AS MATERIALIZED (
        SELECT consumer, message_id FROM txbox_inbox
-        WHERE status IN ('processed', 'discarded')
-          AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+        WHERE ctid >= :from_ctid::tid AND ctid < :to_ctid::tid
+          AND status IN ('processed', 'discarded')
+          AND processed_at < now() - make_interval(secs => :older_than_s::double precision)
           AND (:consumer::text IS NULL OR consumer = :consumer::text)
+          AND tableoid = ANY(:rows.relation::bigint[]::oid[])
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
 DELETE FROM txbox_inbox AS own
@@ -428,8 +460,42 @@ DELETE FROM txbox_attempt AS gone
 -- name: prunable
 SELECT count(*) FROM txbox_inbox
  WHERE status IN ('processed', 'discarded')
-   AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+   AND processed_at < now() - make_interval(secs => :older_than_s::double precision)
    AND (:consumer::text IS NULL OR consumer = :consumer::text)
+
+-- name: partitions
+-- The tables that hold the rows: the inbox itself, or its partitions; where a partition by ranges begins and
+-- ends, how many blocks each has, and what time it is.
+SELECT own.oid::bigint, own.relname::text,
+       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'FROM \(''([^'']*)''\)'),
+       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'TO \(''([^'']*)''\)'),
+       pg_relation_size(own.oid) / current_setting('block_size')::bigint, extract(epoch FROM clock_timestamp())::double precision
+  FROM pg_class AS own
+ WHERE (own.oid = 'txbox_inbox'::regclass AND own.relkind = 'r')
+    OR own.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass)
+ ORDER BY own.relname
+
+-- name: partition_make
+SELECT txbox_partition_make(to_timestamp(:first_s::double precision), to_timestamp(:last_s::double precision), :most::integer)
+
+-- name: partition_rows
+SELECT count(*) FROM txbox_inbox
+ WHERE message_id >= :first::text COLLATE "C" AND message_id < :last::text COLLATE "C"
+
+-- name: partition_drop
+SELECT txbox_partition_drop(:name::text, :older_than_s::double precision)
+
+-- name: prune_orphans
+-- The attempts of messages that went with their partition.
+DELETE FROM txbox_attempt AS own
+ WHERE own.number IN (SELECT gone.number FROM txbox_attempt AS gone
+                       WHERE gone.recorded_at < now() - make_interval(secs => :older_than_s::double precision)
+                         AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS kept
+                                          WHERE kept.consumer = gone.consumer AND kept.message_id = gone.message_id)
+                       LIMIT :limit::integer)
+
+-- name: second_of_day
+SELECT mod(extract(epoch FROM clock_timestamp())::numeric, 86400)::double precision
 
 -- name: drop_payloads
 -- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
@@ -529,10 +595,15 @@ SELECT pg_advisory_xact_lock(8389754677)
 -- The lock ends with its transaction.
 
 -- name: guard_check
--- The guard works only while its trigger fires; a replication role or DISABLE TRIGGER silences it.
-SELECT (SELECT count(*) FROM pg_trigger
-         WHERE tgname = 'txbox_inbox_guard' AND tgrelid = 'txbox_inbox'::regclass
-           AND tgenabled IN ('O', 'A')) AS triggers,
+-- The guard works only while its trigger fires, on every partition; a replication role or DISABLE TRIGGER
+-- silences it.
+SELECT NOT EXISTS (SELECT 1
+                     FROM (SELECT 'txbox_inbox'::regclass::oid
+                            UNION ALL
+                           SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass) AS own(relation)
+                    WHERE NOT EXISTS (SELECT 1 FROM pg_trigger
+                                       WHERE tgname = 'txbox_inbox_guard' AND tgrelid = own.relation
+                                         AND tgenabled IN ('O', 'A'))) AS triggers,
        current_setting('session_replication_role') AS role
 
 -- name: status
@@ -540,10 +611,23 @@ SELECT consumer, status, count(*), min(received_at) FROM txbox_inbox GROUP BY co
 
 -- name: oldest_unfinished
 SELECT consumer, extract(epoch FROM clock_timestamp() - min(received_at))::double precision
-  FROM txbox_inbox WHERE status IN ('pending', 'processing', 'failed') GROUP BY consumer ORDER BY consumer
+  FROM txbox_inbox WHERE status <> 'processed' AND status IN ('pending', 'processing', 'failed')
+ GROUP BY consumer ORDER BY consumer
 
 -- name: quarantine_status
 SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
+
+-- name: sizes
+-- In bytes, with what belongs to a table but its indexes (TOAST, maps); of a partitioned one the sum.
+SELECT own.relname::text, sum(pg_table_size(part.oid))::bigint, sum(pg_indexes_size(part.oid))::bigint, count(*)
+  FROM pg_class AS home
+  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
+                      AND NOT own.relispartition AND own.relname LIKE 'txbox\_%'
+ CROSS JOIN LATERAL (SELECT own.oid WHERE own.relkind = 'r'
+                      UNION ALL
+                     SELECT inhrelid FROM pg_inherits WHERE inhparent = own.oid AND own.relkind = 'p') AS part(oid)
+ WHERE home.oid = 'txbox_schema'::regclass
+ GROUP BY own.relname ORDER BY own.relname
 
 -- name: list
 -- Keyset pages by arrival, newest first.

@@ -6,13 +6,18 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 
-from txbox.errors import Fault, SchemaError, StoreError
+from txbox.errors import ConfigurationError, Fault, SchemaError, StoreError
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.store import partitions
 from txbox.store.dialect import Dialect, dialect, qualified
+from txbox.store.partitions import Partitioning
 
 #: The schema version that this release writes, and the oldest one it still works with.
-VERSION = 1
+VERSION = 2
 OLDEST_USABLE = 1
+
+# where the inbox becomes a partitioned table
+_INBOX_ENDS = "CONSTRAINT txbox_inbox_pkey PRIMARY KEY (consumer, message_id)\n);"
 
 _FILE = re.compile(r"(\d{4})_\w+\.sql")
 # a dollar-quoted body, a string, a comment, or the semicolon that ends a statement
@@ -28,18 +33,49 @@ class SchemaState:
     schema: str | None
 
 
-def migration_text(own: Dialect, schema: str | None, after: int = 0, upto: int = VERSION) -> str:
-    """Return the SQL that leads from version `after` (0: nothing) to version `upto`."""
+def migration_text(
+    own: Dialect,
+    schema: str | None,
+    after: int = 0,
+    upto: int = VERSION,
+    *,
+    partitioning: Partitioning | None = None,
+) -> str:
+    """Return the SQL that leads from version `after` (0: nothing) to version `upto`.
+
+    Raises:
+        ConfigurationError: partitions of a table that is there, or on a database without them.
+    """
     folder = files("txbox.store").joinpath("migrations").joinpath(own.name)
     texts: list[str] = []
     for entry in sorted(folder.iterdir(), key=lambda found: found.name):
         named = _FILE.fullmatch(entry.name)
         if named and after < int(named[1]) <= upto:
             texts.append(entry.read_text())
+    if partitioning is not None:
+        if not own.has("partitions") or after:
+            raise ConfigurationError(
+                "Partitions are chosen when the tables are made, on PostgreSQL: leave the option out."
+            )
+        by = "HASH (consumer, message_id)" if partitioning.kind == "hash" else "RANGE (message_id)"
+        texts[0] = texts[0].replace(_INBOX_ENDS, f"{_INBOX_ENDS[:-1]} PARTITION BY {by};")
+        name = "partition_hash.sql" if partitioning.kind == "hash" else "partition_time.sql"
+        texts.append(_filled(folder.joinpath(name).read_text(), partitioning))
     text = "\n".join(texts)
     if schema is None:
         return text
     return f'CREATE SCHEMA IF NOT EXISTS "{schema}";\n\n{qualified(text, schema)}'
+
+
+def _filled(text: str, partitioning: Partitioning) -> str:
+    values = {
+        "ids": partitioning.kind,
+        "length_s": f"{partitioning.length.total_seconds():.0f}",
+        "ahead": str(partitioning.ahead),
+    }
+    for name, value in values.items():
+        text = text.replace(f"[{name}]", value)
+    return text
 
 
 def split(text: str) -> list[str]:
@@ -118,8 +154,13 @@ def incomplete(error: StoreError) -> SchemaError:
     )
 
 
-def apply(own: Dialect, schema: str | None) -> Steps[tuple[int, int]]:
+def apply(
+    own: Dialect, schema: str | None, partitioning: Partitioning | None = None
+) -> Steps[tuple[int, int]]:
     """Bring the tables to this release's version; returns the versions before and after.
+
+    Raises:
+        ConfigurationError: the tables are there, and not partitioned as asked.
 
     Guarantee: two callers at once end with one schema; where DDL is transactional a crash leaves the
     old version, elsewhere running it again completes it.
@@ -129,7 +170,17 @@ def apply(own: Dialect, schema: str | None) -> Steps[tuple[int, int]]:
         yield own.statement("schema_lock")
     state = yield from read_state(own)
     before = state.version or 0
-    for number, sql in enumerate(split(migration_text(own, schema, after=before)), 1):
+    if before and partitioning is not None:
+        found = yield from partitions.read(own)
+        if found.kind != partitioning.kind:
+            yield Rollback()
+            raise ConfigurationError(
+                f"The inbox is there, and {_as_found(found.kind)}: partitions are chosen when the tables are "
+                "made. See docs/howto/retention.md for a table with rows."
+            )
+        partitioning = None
+    text = migration_text(own, schema, after=before, partitioning=partitioning)
+    for number, sql in enumerate(split(text), 1):
         # migrations contain no parameters; the name is the crash point
         yield Statement(f"migration_{number}", sql, {})
     if own.has("schema_unlock"):
@@ -138,10 +189,19 @@ def apply(own: Dialect, schema: str | None) -> Steps[tuple[int, int]]:
     return before, max(before, VERSION)
 
 
-def grants(own: Dialect) -> dict[str, str]:
-    """Return the rights that each role needs, as SQL with `<role>` to fill in."""
+def _as_found(kind: partitions.Kind | None) -> str:
+    return "not partitioned" if kind is None else f"partitioned for {kind}"
+
+
+def grants(own: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
+    """Return the rights that each role needs, as SQL with `<role>` to fill in.
+
+    Args:
+        kind: how the inbox is partitioned.
+    """
     if own.name == "sqlite":
         return {}
+    timed = kind in ("uuid7", "ulid")
     everything = {
         "consumer": [
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
@@ -166,6 +226,17 @@ def grants(own: Dialect) -> dict[str, str]:
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
             ("SELECT", "txbox_schema"),
+            *(
+                [
+                    (
+                        "EXECUTE",
+                        "FUNCTION txbox_partition_make(timestamptz, timestamptz, integer)",
+                    ),
+                    ("EXECUTE", "FUNCTION txbox_partition_drop(text, double precision)"),
+                ]
+                if timed
+                else []
+            ),
         ],
         "operator": [
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),

@@ -103,6 +103,17 @@ VALUES {(:consumer, :rows.message_id, 'pending', :rows.topic, :rows.type, :rows.
 ON CONFLICT (consumer, message_id) DO NOTHING
 RETURNING message_id
 
+-- name: store_leased
+-- As store, for rows that are leased from the start: nobody else ever sees them waiting.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, starts, topic, type, key, sequence,
+                         payload_hash, next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
+VALUES {(:consumer, :rows.message_id, 'processing', :token,
+         strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s)), 1, :rows.topic, :rows.type, :rows.key,
+         :rows.sequence, :rows.payload_hash, strftime('%Y-%m-%d %H:%M:%f', 'now'), :rows.content_type, :rows.headers,
+         :rows.origin, :rows.payload, true, :key_id)}
+ON CONFLICT (consumer, message_id) DO NOTHING
+RETURNING message_id, received_at, arrival
+
 -- name: record_update
 -- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
 UPDATE txbox_inbox
@@ -129,6 +140,22 @@ VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dea
         :error_type, :error, :fingerprint,
         :content_type, :headers, :origin, :payload, :has_payload, :key_id)
 ON CONFLICT (consumer, message_id) DO NOTHING
+
+-- name: record_own
+-- Over the row that this very transaction has claimed: the guard is still its own.
+UPDATE txbox_inbox
+   SET status = CASE WHEN :final OR attempts + 1 >= :max_attempts
+                       OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:max_age_s))
+                     THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1, processed_at = NULL,
+       next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :delay_s)),
+       lease_until = NULL, token = NULL, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       error_type = :error_type, error = :error, fingerprint = :fingerprint,
+       content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = :has_payload, key_id = :key_id
+ WHERE consumer = :consumer AND message_id = :message_id AND status = 'processed'
+   AND EXISTS (SELECT 1 FROM txbox_guard WHERE token = :token AND never = 1)
+RETURNING status, attempts
 
 -- name: return_payload
 -- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
@@ -199,13 +226,7 @@ RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, att
           content_type, headers, origin, payload, has_payload, key_id, arrival
 
 -- name: lease_stored
--- As lease, for rows that its caller has stored in this transaction.
-UPDATE txbox_inbox
-   SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
-       lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
- WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'pending'
-RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
-          content_type, headers, origin, payload, has_payload, key_id, arrival
+-- store_leased has taken the rows.
 
 -- name: lease_take
 -- lease has taken the rows.
@@ -297,6 +318,9 @@ DELETE FROM txbox_inbox
                     LIMIT :limit)
 RETURNING consumer, message_id
 
+-- name: prune_blocks
+-- prune finds the rows in the order that is best here.
+
 -- name: prune_take
 -- prune has deleted the rows.
 
@@ -310,6 +334,24 @@ SELECT count(*) FROM txbox_inbox
  WHERE status IN ('processed', 'discarded')
    AND processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
    AND (:consumer IS NULL OR consumer = :consumer)
+
+-- name: partitions
+-- There are no partitions here.
+
+-- name: partition_make
+-- There are no partitions here.
+
+-- name: partition_rows
+-- There are no partitions here.
+
+-- name: partition_drop
+-- There are no partitions here.
+
+-- name: prune_orphans
+-- There are no partitions here.
+
+-- name: second_of_day
+SELECT strftime('%s', 'now') - strftime('%s', 'now', 'start of day')
 
 -- name: drop_payloads
 -- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
@@ -406,6 +448,11 @@ SELECT consumer, (julianday('now') - julianday(min(received_at))) * 86400.0
 
 -- name: quarantine_status
 SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
+
+-- name: sizes
+-- Of one table only a look at every page could tell: it is the whole file that is known, indexes included.
+SELECT 'database file', own.page_count * size.page_size, NULL, 1
+  FROM pragma_page_count AS own, pragma_page_size AS size
 
 -- name: list
 -- Keyset pages by arrival, newest first.
