@@ -21,6 +21,7 @@ import txbox
 from tests.servers import VARIABLES, server_urls
 
 SELECTION = "TXBOX_TEST_DATABASES"  # a comma-separated subset of the names below
+PARTITION = "TXBOX_TEST_PARTITION"  # how the inbox is partitioned on PostgreSQL: uuid7, ulid or hash
 
 _numbers = itertools.count(1)
 
@@ -319,8 +320,9 @@ def through_pgbouncer(url: str) -> str:
 
 
 def _apply_schema(url: str) -> None:
+    partition: Any = os.environ.get(PARTITION) if url.startswith("postgresql:") else None
     with txbox.App(url) as app:
-        app.init()
+        app.init(partition=partition or None)
 
 
 def _database(url: str) -> str:
