@@ -13,7 +13,7 @@ from typing import Any, Literal
 from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
 from txbox.identity import PayloadHash, checked_consumer, checked_text, message_id, payload_hash
-from txbox.message import Message
+from txbox.message import Headers, Message, handed_over
 from txbox.policy import GapPolicy, Limits, RetryPolicy
 from txbox.store.codec import Arrival, encode_headers
 
@@ -151,7 +151,7 @@ class Handler:
         """The same handler with `mode="stored"`."""
         return replace(self, options=replace(self.options, mode="stored"))
 
-    @property
+    @functools.cached_property
     def keeps_payload(self) -> bool:
         """True when processed rows of this consumer keep their payload."""
         return self.options.keep_payload != "unfinished"
@@ -168,8 +168,7 @@ class Handler:
         _check_sizes(message, limits)
         if message.topic != self.topic or message.type or message.key or message.content_type:
             _check_texts(message)
-        hashed = payload_hash(message, self.options.payload_hash)
-        return Arrival(message, own_id, hashed)
+        return Arrival(message, own_id, payload_hash(message, self.options.payload_hash))
 
     def id_of(self, message: Message[Any]) -> str:
         """The canonical id of a message, as the options say.
@@ -177,10 +176,12 @@ class Handler:
         Raises:
             UnusableMessage: it has none, or one that cannot be kept.
         """
-        extract = self.options.message_id
-        path = _extractor(extract)
+        options = self.options
         return message_id(
-            message, extract=path, scope=self.options.id_scope, weak=self.options.weak_ids
+            message,
+            extract=_extractor(options.message_id),
+            scope=options.id_scope,
+            weak=options.weak_ids,
         )
 
     def _sequence(self, message: Message[Any]) -> int:
@@ -228,12 +229,7 @@ class Handler:
         except Exception as error:
             # whatever a decoder raises on a stranger's bytes means that they are not what was agreed
             raise Reject(f"The body cannot be decoded: {type(error).__name__}: {error}") from error
-        return Message(
-            topic=message.topic, payload=message.payload, id=arrival.message_id, type=message.type, key=message.key,
-            headers=message.headers, content_type=message.content_type, time=message.time, sequence=message.sequence,
-            origin=message.origin, consumer=self.consumer, attempt=message.attempt, received_at=message.received_at,
-            body=body,
-        )  # fmt: skip
+        return handed_over(message, arrival.message_id, self.consumer, body)
 
 
 def _extractor(extract: IdOf | str | None) -> IdOf | None:
@@ -246,7 +242,7 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
             f"The payload has {len(message.payload)} bytes, the limit is {limits.payload_bytes}: "
             "raise Limits.payload_bytes, or send a reference to it."
         )
-    if message.headers and len(encode_headers(message.headers) or "") > limits.headers_bytes:
+    if message.headers and not _fit(message.headers, limits.headers_bytes):
         raise UnusableMessage(
             f"The headers have more than {limits.headers_bytes} bytes (Limits.headers_bytes)."
         )
@@ -254,15 +250,29 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
         raise UnusableMessage("The sequence does not fit into 64 bits.")
 
 
+def _fit(headers: Headers, bytes_max: int) -> bool:
+    # JSON in ASCII takes twelve bytes for a character at most: hardly ever must it be written to know
+    characters = sum(len(name) + (0 if value is None else len(value)) for name, value in headers)
+    if 12 * characters + 24 * len(headers) <= bytes_max:
+        return True
+    return len(encode_headers(headers) or "") <= bytes_max
+
+
 def _check_texts(message: Message[Any]) -> None:
-    for what in ("topic", "type", "key", "content_type"):
-        value = getattr(message, what)
-        if value is not None:
-            if not isinstance(value, str):
-                raise UnusableMessage(f"The {what} is a {type(value).__name__}: it must be text.")
-            plain = value.isascii() and "\0" not in value and len(value) <= _TEXT_BYTES_MAX
-            if not plain and len(checked_text(value, what)) > _TEXT_BYTES_MAX:
-                raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
+    _check_text("topic", message.topic)
+    _check_text("type", message.type)
+    _check_text("key", message.key)
+    _check_text("content_type", message.content_type)
+
+
+def _check_text(what: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise UnusableMessage(f"The {what} is a {type(value).__name__}: it must be text.")
+    plain = value.isascii() and "\0" not in value and len(value) <= _TEXT_BYTES_MAX
+    if not plain and len(checked_text(value, what)) > _TEXT_BYTES_MAX:
+        raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
 
 
 def _at_path(path: str, message: Message[Any]) -> object:

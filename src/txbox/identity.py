@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import time
 import uuid
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any, Literal
 
 from txbox.errors import ConfigurationError, UnusableMessage
-from txbox.message import Message
+from txbox.message import Headers, Message
 
 #: No plain id starts with this: one that does is hashed as well.
 DIGEST_PREFIX = "sha256:"
 ID_BYTES_MAX = 255
 #: A tombstone hashes unlike every payload, the empty one included.
 TOMBSTONE_HASH = bytes(32)
+# id and source as each transport spells them, in lower case
+_CLOUDEVENTS = tuple(
+    prefix + name
+    for prefix in ("ce_", "ce-", "cloudevents:", "cloudevents_")
+    for name in ("id", "source")
+)
 
 PayloadHash = Literal["raw", "json"] | Callable[[Message[Any]], bytes | str]
 
@@ -32,6 +38,13 @@ def canonical_id(value: object) -> str:
         UnusableMessage: empty, another type, NUL or lone surrogates.
     """
     if type(value) is str:
+        if (
+            0 < len(value) <= ID_BYTES_MAX
+            and value.isascii()
+            and "\0" not in value
+            and not value.startswith(DIGEST_PREFIX)
+        ):
+            return value
         text = value
     elif isinstance(value, int) and not isinstance(value, bool):
         try:
@@ -61,7 +74,7 @@ def canonical_id(value: object) -> str:
         )
     encoded = checked_text(text, "message id")
     if len(encoded) > ID_BYTES_MAX or text.startswith(DIGEST_PREFIX):
-        return DIGEST_PREFIX + hashlib.sha256(encoded).hexdigest()
+        return DIGEST_PREFIX + sha256(encoded).hexdigest()
     return text
 
 
@@ -119,7 +132,11 @@ def message_id(
     Raises:
         UnusableMessage: there is none, or it cannot be kept; an `extract` that raises counts as that.
     """
-    found = _found_id(message, extract)
+    found: object = message.id
+    if extract is not None:
+        found = _extracted(message, extract)
+    elif found is None and message.headers:
+        found = _id_in_headers(message.headers)
     if found is None and weak and "weak_id" in message.origin:
         # shown as weak; the source has put its incarnation into it
         return canonical_id(f"weak:{message.origin['weak_id']}")
@@ -134,26 +151,24 @@ def message_id(
     return canonical_id(found)
 
 
-def _found_id(message: Message[Any], extract: Callable[[Message[Any]], object] | None) -> object:
-    if extract is not None:
-        try:
-            return extract(message)
-        except Exception as error:
-            # an extractor is user code run on a message nobody has checked yet: the message is at fault
-            raise UnusableMessage(
-                f"message_id= raised {type(error).__name__} on this message: check the extractor against the payload."
-            ) from error
-    if message.id is not None:
-        return message.id
-    headers = message.headers
-    if headers:
-        own = headers.get("message-id")
-        if own is not None:
-            return own
-        for prefix in ("ce_", "ce-", "cloudEvents:", "cloudEvents_"):
-            identity, source = headers.text(prefix + "id"), headers.text(prefix + "source")
-            if identity and source:
-                return scoped_id(source, identity)
+def _extracted(message: Message[Any], extract: Callable[[Message[Any]], object]) -> object:
+    try:
+        return extract(message)
+    except Exception as error:
+        # an extractor is user code run on a message nobody has checked yet: the message is at fault
+        raise UnusableMessage(
+            f"message_id= raised {type(error).__name__} on this message: check the extractor against the payload."
+        ) from error
+
+
+def _id_in_headers(headers: Headers) -> object:
+    own = headers.get("message-id")
+    if own is not None:
+        return own
+    texts = iter(headers.texts(*_CLOUDEVENTS))
+    for identity, source in zip(texts, texts, strict=True):
+        if identity and source:
+            return scoped_id(source, identity)
     return None
 
 
@@ -171,7 +186,7 @@ def payload_hash(message: Message[Any], method: PayloadHash = "raw") -> bytes:
     if payload is None:
         return TOMBSTONE_HASH
     if method == "raw":
-        return hashlib.sha256(payload).digest()
+        return sha256(payload).digest()
     try:
         if method == "json":
             content: bytes | str = json.dumps(
@@ -179,7 +194,7 @@ def payload_hash(message: Message[Any], method: PayloadHash = "raw") -> bytes:
             )
         else:
             content = method(message)
-        return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()
+        return sha256(content.encode() if isinstance(content, str) else content).digest()
     except Exception as error:
         # the payload is what a stranger sent and the callable is user code
         raise UnusableMessage(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, overload
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
 Body = TypeVar("Body")
 HeaderValue = str | bytes | None
@@ -35,7 +35,10 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
     def get(self, name: str, default: HeaderValue = None) -> HeaderValue:
         """Return the first value under `name`, or `default`."""
         wanted = name.lower()
-        return next((value for own, value in self if own.lower() == wanted), default)
+        for own, value in self:
+            if own.lower() == wanted:
+                return value
+        return default
 
     def get_all(self, name: str) -> list[HeaderValue]:
         """Return every value under `name`, in order."""
@@ -60,6 +63,12 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
         return (name for name, _ in self)
 
 
+_NO_HEADERS = Headers()
+# of any type until a handler's annotation decodes it
+_NOT_DECODED: Any = None
+_assign, _new = object.__setattr__, object.__new__
+
+
 def _text(value: HeaderValue) -> str | None:
     if isinstance(value, bytes):
         try:
@@ -69,16 +78,7 @@ def _text(value: HeaderValue) -> str | None:
     return value
 
 
-if TYPE_CHECKING:
-
-    class _HeadersField:
-        """What type checkers see: any pairs go in, Headers come out."""
-
-        def __get__(self, instance: object, owner: object) -> Headers: ...
-        def __set__(self, instance: object, value: HeaderPairs) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class Message(Generic[Body]):
     """One message as the broker moved it, plus what the inbox knows of it.
 
@@ -97,29 +97,59 @@ class Message(Generic[Body]):
     """
 
     topic: str
-    payload: bytes | None = b""
-    id: str | int | None = None
-    type: str | None = None
-    key: str | None = None
-    if TYPE_CHECKING:
-        headers: _HeadersField = _HeadersField()
-    else:
-        headers: Headers = Headers()
-    content_type: str | None = None
-    time: datetime | None = None
-    sequence: int | None = None
-    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    consumer: str | None = None
-    attempt: int = 1
-    received_at: datetime | None = None
-    body: Body = None  # type: ignore[assignment]  # unknown until a handler's annotation decodes it
+    payload: bytes | None
+    id: str | int | None
+    type: str | None
+    key: str | None
+    headers: Headers
+    content_type: str | None
+    time: datetime | None
+    sequence: int | None
+    origin: Mapping[str, Any]
+    consumer: str | None
+    attempt: int
+    received_at: datetime | None
+    body: Body
 
-    def __post_init__(self) -> None:
-        if type(self.headers) is not Headers:
-            object.__setattr__(self, "headers", Headers(self.headers))
-        payload = self.payload
-        if type(payload) is not bytes and payload is not None:
-            object.__setattr__(self, "payload", _bytes(payload))
+    def __init__(  # noqa: PLR0913  # the fields
+        self,
+        *,
+        topic: str,
+        payload: bytes | bytearray | memoryview | str | None = b"",
+        id: str | int | None = None,  # noqa: A002
+        type: str | None = None,  # noqa: A002
+        key: str | None = None,
+        headers: HeaderPairs = _NO_HEADERS,
+        content_type: str | None = None,
+        time: datetime | None = None,
+        sequence: int | None = None,
+        origin: Mapping[str, Any] | None = None,
+        consumer: str | None = None,
+        attempt: int = 1,
+        received_at: datetime | None = None,
+        body: Body = _NOT_DECODED,
+    ) -> None:
+        own: Any = self if self.__class__ is Message else cast("Any", _new(Message))
+        _assign(own, "__class__", _Unfrozen)
+        own.topic = topic
+        own.payload = payload if payload.__class__ is bytes or payload is None else _bytes(payload)
+        own.id = id
+        own.type = type
+        own.key = key
+        own.headers = headers if headers.__class__ is Headers else Headers(headers)
+        own.content_type = content_type
+        own.time = time
+        own.sequence = sequence
+        own.origin = {} if origin is None else origin
+        own.consumer = consumer
+        own.attempt = attempt
+        own.received_at = received_at
+        own.body = body
+        own.__class__ = Message
+        if own is not self:
+            # a subclass of the user's, whose layout may differ
+            for name in Message.__slots__:
+                _assign(self, name, getattr(own, name))
 
     @property
     def idempotency_key(self) -> str:
@@ -137,6 +167,37 @@ def _refuse(_self: object, name: str, _value: object) -> None:
 
 # Python 3.11 generates, for frozen slotted classes, a __setattr__ that breaks `Message[Order](…)`
 setattr(Message, "__setattr__", _refuse)  # noqa: B010  # a type checker would refuse the plain form
+
+
+class _Unfrozen(Message[Any]):
+    """A message while it is made: plain assignments take a fifth of the time that a frozen class needs."""
+
+    __slots__ = ()
+    # both, or assignments still pass through the frozen class
+    __setattr__ = object.__setattr__
+    __delattr__ = object.__delattr__
+
+
+def handed_over(message: Message[Any], own_id: str, consumer: str, body: Body) -> Message[Body]:
+    """Return the message as a handler of `consumer` sees it; the one given stays as it is."""
+    own: Any = _new(_Unfrozen)
+    own.topic = message.topic
+    own.payload = message.payload
+    own.id = own_id
+    own.type = message.type
+    own.key = message.key
+    own.headers = message.headers
+    own.content_type = message.content_type
+    own.time = message.time
+    own.sequence = message.sequence
+    own.origin = message.origin
+    own.consumer = consumer
+    own.attempt = message.attempt
+    own.received_at = message.received_at
+    own.body = body
+    own.__class__ = Message
+    handed: Message[Body] = own
+    return handed
 
 
 def _bytes(payload: object) -> bytes:

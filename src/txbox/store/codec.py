@@ -26,7 +26,7 @@ class Codec(Protocol):
     def decode(self, data: bytes, key_id: str) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
     """A message with the id and the hash it is known by; `message.id` is `message_id`."""
 
