@@ -65,7 +65,7 @@ class Bar:
     """One bar and what was measured against it.
 
     Args:
-        text: what is compared, with the number: "pipeline=True at least 12 times naive".
+        text: the whole of it: "pipeline=True: at least 12 times naive".
         unit: "x" for a ratio, else "ms", "us", "B", "MB".
         pairs: round by round; the measured value is their median.
         stretch: reported, and never fails a phase.

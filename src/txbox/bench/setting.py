@@ -107,7 +107,9 @@ class Setting:
 
 
 @contextmanager
-def opened(url: str, *, rounds: int, messages: int, report: Report) -> Generator[Setting]:
+def opened(
+    url: str, *, rounds: int, messages: int, report: Report | None = None
+) -> Generator[Setting]:
     """Make the schemas, and drop them at the end.
 
     Raises:
@@ -116,7 +118,9 @@ def opened(url: str, *, rounds: int, messages: int, report: Report) -> Generator
     with places(url) as (own, beside):
         gauges = Gauges(url)
         try:
-            yield Setting(url, own, beside, gauges, rounds, messages, report)
+            yield Setting(
+                url, own, beside, gauges, rounds, messages, report or (lambda _text: None)
+            )
         finally:
             gauges.close()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import txbox
 from txbox.cli import (
+    commands_bench,
     commands_change,
     commands_look,
     commands_outbox,
@@ -95,6 +96,7 @@ def make_parser() -> Parser:
         commands_change,
         commands_outbox,
         commands_work,
+        commands_bench,
     ):
         module.add(commands, shared)
     return parser

@@ -45,7 +45,7 @@ def p12(on: Setting) -> dict[str, Any]:
         "first statement, or its second one is refused by a CHECK. Naive meets no failure. Verified: every message "
         "that fails is a row `failed` with one attempt and none of its effects, all others are processed",
         [
-            Bar(f"{name}: {bar:g} times naive", bar, ratios(rounds, name, naive.name))
+            Bar(f"{name}: at least {bar:g} times naive", bar, ratios(rounds, name, naive.name))
             for name, bar in bars
         ],
         rounds,
