@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from txbox.errors import Fault, StoreError, StoreUnavailable
@@ -94,7 +93,7 @@ class InboxProtocol:
         self.events = events
         self.limits = limits
         self.lease = lease
-        self.transaction = HandlerTransaction(store, limits, lease)
+        self.transaction = HandlerTransaction(store, limits, lease, dying=self._dying)
         self.in_flight = InFlight()
         self._paces: dict[tuple[str, int], Pace] = {}
 
@@ -157,18 +156,18 @@ class InboxProtocol:
         self, handler: Handler, arrivals: Sequence[Arrival]
     ) -> Steps[dict[str, Settled]]:
         """Claim and run; retries conflicts, isolates the culprit of a batch, claims again when in doubt."""
+        pace = self.pace(handler)
         waiting: list[Arrival] = list(arrivals)
         settled: dict[str, Settled] = {}
-        tries = 0
+        tries, group = 0, self._group(handler, pace, len(waiting))
         while waiting:
             started = time.monotonic()
-            ran = yield from self.transaction.fresh(handler, waiting)
+            ran = yield from self.transaction.fresh(handler, waiting, group)
             if ran.end is End.COMMITTED:
+                pace.committed(len(waiting), time.monotonic() - started, len(ran.failed))
                 for arrival in waiting:
                     if arrival.message_id in ran.fresh:
-                        settled[arrival.message_id] = self._processed(
-                            handler, arrival, started, ran
-                        )
+                        settled[arrival.message_id] = self._ran(handler, arrival, started, ran)
                     elif row := ran.existing.get(arrival.message_id):
                         settled[arrival.message_id] = yield from self.met(handler, arrival, row)
                 # an id that is neither fresh nor there was pruned between two statements: claim again
@@ -180,15 +179,23 @@ class InboxProtocol:
                 # what was there already is met by the next claim
                 waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
                 continue
-            if ran.end in _AGAIN and (len(waiting) == 1 or not tries):
+            if len(waiting) > 1:
+                if ran.end is End.AMBIGUOUS and not tries:
+                    tries += 1
+                    if (yield from self._may_try_again(handler, ran, tries)):
+                        continue
+                if ran.end is End.RAISED and not group and _divides(handler):
+                    pace.failed(len(waiting))
+                    group = pace.group or len(waiting)
+                    continue
+                settled.update((yield from self._apart(handler, waiting, ran.end)))
+                return settled
+            if ran.end in _AGAIN:
                 # a doubt is decided by claiming again on another connection, never by SELECT; while the
                 # database is away that raises, and the budget is patience's
                 tries += 1
                 if (yield from self._may_try_again(handler, ran, tries)):
                     continue
-            if len(waiting) > 1:
-                settled.update((yield from self._one_by_one(handler, waiting)))
-                return settled
             (arrival,) = waiting
             if ran.end is End.LOCKED:
                 return {arrival.message_id: self.held(handler, arrival)}
@@ -203,19 +210,41 @@ class InboxProtocol:
             # the row is somebody else's by now: claim again, which says whose
         return settled
 
-    def _one_by_one(
-        self, handler: Handler, arrivals: Sequence[Arrival]
+    def _group(self, handler: Handler, pace: Pace, messages: int) -> int:
+        """How many messages of a batch share a savepoint at the first try; 0 for none."""
+        if messages == 1 or not _divides(handler):
+            return 0
+        return 1 if self.store.dialect.cheap_savepoints else pace.group
+
+    def _apart(
+        self, handler: Handler, arrivals: Sequence[Arrival], end: End
     ) -> Steps[dict[str, Settled]]:
-        """The culprit of a batch costs only itself: each has a transaction of its own, from left to right."""
+        """Divide a batch that failed, from left to right, until the culprit costs only itself.
+
+        After a conflict each message is alone at once: halves would meet the same rows in the same order.
+        """
+        size = 1
+        if end in (End.CONFLICT, End.LOCKED):
+            self.pace(handler).conflicted(len(arrivals))
+        elif end in (End.RAISED, End.BROKEN):
+            size = (len(arrivals) + 1) // 2
         settled: dict[str, Settled] = {}
         keys: set[str] = set()
-        for arrival in arrivals:
-            if handler.options.in_order and arrival.message.key in keys:
-                settled[arrival.message_id] = self.held(handler, arrival)
+        for at in range(0, len(arrivals), size):
+            part: list[Arrival] = []
+            for arrival in arrivals[at : at + size]:
+                if handler.options.in_order and arrival.message.key in keys:
+                    settled[arrival.message_id] = self.held(handler, arrival)
+                else:
+                    part.append(arrival)
+            if not part:
                 continue
-            settled.update((yield from self._claim_and_run(handler, [arrival])))
-            if not settled[arrival.message_id].outcome.settles and arrival.message.key is not None:
-                keys.add(arrival.message.key)
+            settled.update((yield from self._claim_and_run(handler, part)))
+            keys.update(
+                own.message.key
+                for own in part
+                if not settled[own.message_id].outcome.settles and own.message.key is not None
+            )
         return settled
 
     def _stored_behind(
@@ -254,6 +283,15 @@ class InboxProtocol:
         return True
 
     # -- how it ended -------------------------------------------------------------------------
+
+    def _ran(self, handler: Handler, arrival: Arrival, started: float, ran: Ran) -> Settled:
+        """The outcome of a message whose transaction has committed."""
+        recorded = ran.failed.get(arrival.message_id)
+        if recorded is None:
+            return self._processed(handler, arrival, started, ran)
+        return self._gave_up(
+            handler, arrival, recorded.failure, dead=recorded.dead, attempts=recorded.attempt
+        )
 
     def _processed(
         self, handler: Handler, arrival: Arrival, started: float, ran: Ran | None = None
@@ -341,34 +379,38 @@ class InboxProtocol:
             failure,
             handler.options.retry,
             token=token,
-            dying=partial(self._dying, handler, arrival, failure),
+            dying=lambda row: self._dying(handler, arrival, failure, row.attempts),
         )
         if row is None:
             return None
-        dead = row.status == Status.DEAD
+        return self._gave_up(
+            handler, arrival, failure, dead=row.status == Status.DEAD, attempts=row.attempts
+        )
+
+    def _gave_up(
+        self, handler: Handler, arrival: Arrival, failure: Failure, *, dead: bool, attempts: int
+    ) -> Settled:
+        """The outcome of a failure that is on disk."""
         if self.events:
             where = _where(handler, arrival)
             first_line = failure.error.partition("\n")[0]
             if dead:
                 self.events.emit(
                     MessageDead(
-                        **where,
-                        attempt=row.attempts,
-                        error_type=failure.error_type,
-                        error=first_line,
+                        **where, attempt=attempts, error_type=failure.error_type, error=first_line
                     )
                 )
             else:
                 self.events.emit(
                     MessageFailed(
-                        **where, attempt=row.attempts, error_type=failure.error_type, error=first_line,
+                        **where, attempt=attempts, error_type=failure.error_type, error=first_line,
                         retry_in_s=failure.delay_s or 0.0,
                     )
                 )  # fmt: skip
-        return Settled(Outcome.DEAD if dead else Outcome.FAILED, row.attempts)
+        return Settled(Outcome.DEAD if dead else Outcome.FAILED, attempts)
 
     def _dying(
-        self, handler: Handler, arrival: Arrival, failure: Failure, row: Existing
+        self, handler: Handler, arrival: Arrival, failure: Failure, attempts: int
     ) -> Steps[None]:
         """What else is written in the transaction that makes a message dead."""
         if self.letters is not None and handler.options.dead_letter_topic is not None:
@@ -376,7 +418,7 @@ class InboxProtocol:
                 self.store.dialect,
                 handler.consumer,
                 replace(arrival.message, id=arrival.message_id),
-                attempts=row.attempts,
+                attempts=attempts,
                 error_type=failure.error_type,
             )
 
@@ -401,17 +443,65 @@ class InboxProtocol:
     def run_leased_many(
         self, handler: Handler, rows: Sequence[Leased], lease_token: str
     ) -> Steps[list[Settled]]:
-        """Process rows that this worker has leased together, in their order."""
-        settled: list[Settled] = []
+        """Process rows that this worker has leased, in their order, in one transaction where that can be.
+
+        Guarantee: as `run_leased`.
+        """
+        settled: dict[str, Settled] = {}
+        held: list[str] = []
+        try:
+            for leased in rows:
+                message_id = leased.arrival.message_id
+                if self.in_flight.enter(handler.consumer, message_id) is None:
+                    held.append(message_id)
+            mine = [own.arrival for own in rows if own.arrival.message_id in set(held)]
+            if len(mine) > 1 and _divides(handler, batch=True) and not handler.options.in_order:
+                settled = yield from self._run_rows(handler, mine, lease_token)
+        finally:
+            for message_id in held:
+                self.in_flight.leave(handler.consumer, message_id)
+        answers: list[Settled] = []
         for leased in rows:
-            # a comprehension cannot yield
-            settled.append((yield from self.run_leased(handler, leased, lease_token)))  # noqa: PERF401
-        return settled
+            done = settled.get(leased.arrival.message_id)
+            answers.append(done or (yield from self.run_leased(handler, leased, lease_token)))
+        return answers
+
+    def _run_rows(
+        self, handler: Handler, arrivals: Sequence[Arrival], lease_token: str
+    ) -> Steps[dict[str, Settled]]:
+        """Run leased rows together; those that are missing from the answer are to be run alone."""
+        pace = self.pace(handler)
+        group = self._group(handler, pace, len(arrivals))
+        while True:
+            started = time.monotonic()
+            ran = yield from self.transaction.leased(handler, arrivals, lease_token, group)
+            if ran.end is End.COMMITTED:
+                pace.committed(len(arrivals), time.monotonic() - started, len(ran.failed))
+                return {
+                    own.message_id: self._ran(handler, own, started, ran)
+                    if own.message_id in ran.fresh
+                    # the lease ran out and the row is another's
+                    else Settled(Outcome.IN_PROGRESS)
+                    for own in arrivals
+                }
+            if ran.end is End.AMBIGUOUS:
+                settled: dict[str, Settled] = {}
+                for own in arrivals:
+                    settled[own.message_id] = yield from self._decided(
+                        handler, own, lease_token, started
+                    )
+                return settled
+            if ran.end in (End.CONFLICT, End.LOCKED):
+                pace.conflicted(len(arrivals))
+            if ran.end is not End.RAISED or group or not _divides(handler):
+                return {}
+            pace.failed(len(arrivals))
+            group = pace.group or len(arrivals)
 
     def _run_row(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[Settled]:
         started, tries = time.monotonic(), 0
         while True:
-            ran = yield from self.transaction.leased(handler, arrival, lease_token)
+            ran = yield from self.transaction.leased(handler, [arrival], lease_token)
             if ran.end is End.COMMITTED:
                 if ran.fresh:
                     return self._processed(handler, arrival, started, ran)
@@ -521,6 +611,12 @@ class InboxProtocol:
     ) -> Steps[T]:
         """Repeat an operation until the database answers; see `patience.persistently`."""
         return persistently(operation, self.events, for_s=for_s, stop=stop)
+
+
+def _divides(handler: Handler, *, batch: bool = False) -> bool:
+    """Say whether messages of a batch can be told apart under savepoints, or run in a batch at all."""
+    options = handler.options
+    return not options.in_order and options.transactional and (batch or not options.batch)
 
 
 def _where(handler: Handler, arrival: Arrival) -> dict[str, str]:

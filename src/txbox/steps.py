@@ -14,12 +14,14 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from txbox.errors import HandlerTimeout, StoreError
 
 T = TypeVar("T")
+
+Call = Callable[[Any], Any]
 
 
 class Statement(NamedTuple):
@@ -58,11 +60,30 @@ class Discard(NamedTuple):
     """Drop the connection: what its transaction became is not known here."""
 
 
-class Invoke(NamedTuple):
-    """Call user code with the transaction's own driver object, or None outside of one."""
+class Pipe(NamedTuple):
+    """From here to Commit no result is read: a connection that can puts statements off and sends them together."""
 
-    call: Callable[[Any], Any]
+
+class Invoke(NamedTuple):
+    """Call user code with the transaction's own driver object, or None outside of one; answers with a list."""
+
+    calls: Sequence[Call]
     timeout_s: float | None = None
+
+
+class InvokeGroups(NamedTuple):
+    """As Invoke, each group between a savepoint and its release; answers with `Progress`.
+
+    On a connection without savepoints it is Invoke: the first error ends the transaction.
+    """
+
+    groups: Sequence[Sequence[Call]]
+    timeout_s: float | None = None
+    piped: bool = False
+
+
+class Undo(NamedTuple):
+    """Roll back to the savepoint of the group that failed."""
 
 
 class Wait(NamedTuple):
@@ -85,7 +106,57 @@ class Raised(Exception):
         self.lost = lost
 
 
-Step = Statement | Begin | Commit | Rollback | Discard | Invoke | Wait
+@dataclass(slots=True)
+class Progress:
+    """How far groups of calls came: `released` of them are done, the next one is to be rolled back.
+
+    Attributes:
+        answers: what the calls of the groups that are done returned, in their order.
+        raised: why the next group failed; None when all are done.
+        culprit: which call of that group raised; None when that is not known.
+    """
+
+    answers: list[Any] = field(default_factory=list[Any])
+    released: int = 0
+    raised: Raised | None = None
+    culprit: int | None = None
+
+
+class _Course:
+    """Notes where groups and calls begin, to find the one whose statement failed later."""
+
+    def __init__(self, groups: Sequence[Sequence[Call]]) -> None:
+        self._groups = groups
+        self._begun: list[tuple[int, int, int]] = []  # position, group, call
+        self.group = 0
+        self.call = 0
+
+    def begin(self, position: int | None) -> None:
+        if position is not None:
+            self._begun.append((position, self.group, self.call))
+
+    def progress(
+        self, answers: list[Any], raised: Raised | None, failed: Failed | None
+    ) -> Progress:
+        """Say how far it came, when a call raised, or what was put off failed, which comes first."""
+        group: int
+        culprit: int | None
+        if failed is not None:
+            raised = failed.raised
+            began = [own for own in self._begun if own[0] <= failed.position]
+            group, culprit = began[-1][1:] if began else (0, 0)
+        elif raised is not None:
+            group, culprit = self.group, self.call
+            if culprit == len(self._groups[group]):
+                # a session flushed when the group was released
+                culprit = 0 if culprit == 1 else None
+        else:
+            return Progress(answers, len(self._groups))
+        del answers[sum(len(own) for own in self._groups[:group]) :]
+        return Progress(answers, group, raised, culprit)
+
+
+Step = Statement | Begin | Commit | Rollback | Discard | Pipe | Invoke | InvokeGroups | Undo | Wait
 Steps = Generator[Step, Any, T]
 
 
@@ -117,6 +188,60 @@ class Connection(Protocol):
     def rollback(self) -> None: ...
     def discard(self) -> None: ...
     def translate(self, error: BaseException) -> StoreError | None: ...
+
+
+class Failed(NamedTuple):
+    """A statement that was put off failed; `position` is what `Piping.position` was before it was sent."""
+
+    raised: Raised
+    position: int
+
+
+@runtime_checkable
+class Piping(Protocol):
+    """A Connection that can put statements off.
+
+    `pipe` begins that; `commit` sends everything with its own statements, and raises `Raised` for what
+    failed of the rest. `execute` and `rollback` end it too: what had failed is seen as an aborted transaction.
+    """
+
+    @property
+    def position(self) -> int | None:
+        """How much was sent since `pipe`; None when nothing is put off."""
+        ...
+
+    def pipe(self) -> None: ...
+    def flush(self) -> Failed | None:
+        """Send what was put off, wait for all of it, and end putting off; returns what failed first."""
+        ...
+
+
+@runtime_checkable
+class AsyncPiping(Protocol):
+    """The awaitable twin of `Piping`."""
+
+    @property
+    def position(self) -> int | None: ...
+    async def pipe(self) -> None: ...
+    async def flush(self) -> Failed | None: ...
+
+
+@runtime_checkable
+class Nesting(Protocol):
+    """A Connection with savepoints that the handler's own object knows of."""
+
+    def savepoint(self) -> None: ...
+    def release_savepoint(self) -> None: ...
+    def rollback_to_savepoint(self) -> None: ...
+
+
+@runtime_checkable
+class AsyncNesting(Protocol):
+    """The awaitable twin of `Nesting`."""
+
+    async def savepoint(self) -> None: ...
+    async def release_savepoint(self) -> None: ...
+    async def rollback_to_savepoint(self) -> None: ...
 
 
 class AsyncConnection(Protocol):
@@ -228,9 +353,22 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                     outcome = connection.execute(step)
                     at(f"after:{step.name}")
                 elif type(step) is Invoke:
-                    at("before:handler")
-                    outcome = _invoke(connection, step)
-                    at("after:handler")
+                    native = connection.native if connection is not None else None
+                    outcome = [
+                        _invoke(connection, call, native, step.timeout_s) for call in step.calls
+                    ]
+                elif type(step) is InvokeGroups:
+                    assert connection is not None
+                    outcome = _invoke_groups(connection, step)
+                elif type(step) is Undo:
+                    at("before:rollback_to_savepoint")
+                    assert connection is not None
+                    if isinstance(connection, Nesting):
+                        connection.rollback_to_savepoint()
+                elif type(step) is Pipe:
+                    assert connection is not None
+                    if isinstance(connection, Piping):
+                        connection.pipe()
                 elif type(step) is Commit:
                     assert connection is not None
                     _around(step.statements, "before:commit", "before")
@@ -260,16 +398,46 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
         steps.close()
 
 
-def _invoke(connection: Connection | None, step: Invoke) -> Any:
-    started = time.monotonic()
+def _invoke(connection: Connection | None, call: Call, native: Any, timeout_s: float | None) -> Any:
+    at("before:handler")
+    started = time.monotonic() if timeout_s is not None else 0.0
     try:
-        answer = step.call(connection.native if connection is not None else None)
+        answer = call(native)
     except Exception as error:
         raise _raised(error, connection) from error
-    if step.timeout_s is not None and time.monotonic() - started > step.timeout_s:
+    if timeout_s is not None and time.monotonic() - started > timeout_s:
         # a thread cannot be interrupted; what it did too late is rolled back all the same
-        raise _raised(_timeout(step.timeout_s), connection)
+        raise _raised(_timeout(timeout_s), connection)
+    at("after:handler")
     return answer
+
+
+def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
+    if not isinstance(connection, Nesting):
+        calls = [call for group in step.groups for call in group]
+        native = connection.native
+        return Progress(
+            [_invoke(connection, call, native, step.timeout_s) for call in calls], len(step.groups)
+        )
+    piping = connection if step.piped and isinstance(connection, Piping) else None
+    if piping is not None:
+        piping.pipe()
+    answers: list[Any] = []
+    course, stopped = _Course(step.groups), None
+    try:
+        for course.group, group in enumerate(step.groups):
+            at("before:savepoint")
+            connection.savepoint()
+            for course.call, call in enumerate(group):
+                course.begin(piping.position if piping is not None else None)
+                answers.append(_invoke(connection, call, connection.native, step.timeout_s))
+            course.call = len(group)
+            at("before:release_savepoint")
+            connection.release_savepoint()
+    except Raised as raised:
+        stopped = raised
+    failed = piping.flush() if piping is not None else None
+    return course.progress(answers, stopped, failed)
 
 
 def _raised(error: Exception, connection: Connection | AsyncConnection | None) -> Raised:
@@ -319,9 +487,21 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
                     outcome = await connection.execute(step)
                     at(f"after:{step.name}")
                 elif type(step) is Invoke:
-                    at("before:handler")
-                    outcome = await _invoke_async(connection, step)
-                    at("after:handler")
+                    outcome = [
+                        await _invoke_async(connection, call, step.timeout_s) for call in step.calls
+                    ]
+                elif type(step) is InvokeGroups:
+                    assert connection is not None
+                    outcome = await _invoke_groups_async(connection, step)
+                elif type(step) is Undo:
+                    at("before:rollback_to_savepoint")
+                    assert connection is not None
+                    if isinstance(connection, AsyncNesting):
+                        await connection.rollback_to_savepoint()
+                elif type(step) is Pipe:
+                    assert connection is not None
+                    if isinstance(connection, AsyncPiping):
+                        await connection.pipe()
                 elif type(step) is Commit:
                     assert connection is not None
                     _around(step.statements, "before:commit", "before")
@@ -351,16 +531,49 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
         steps.close()
 
 
-async def _invoke_async(connection: AsyncConnection | None, step: Invoke) -> Any:
-    limit = asyncio.timeout(step.timeout_s)
+async def _invoke_async(
+    connection: AsyncConnection | None, call: Call, timeout_s: float | None
+) -> Any:
+    at("before:handler")
+    limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            return await step.call(connection.native if connection is not None else None)
+            answer = await call(connection.native if connection is not None else None)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
-            assert step.timeout_s is not None
-            raise _raised(_timeout(step.timeout_s), connection) from error
+            assert timeout_s is not None
+            raise _raised(_timeout(timeout_s), connection) from error
         raise _raised(error, connection) from error
+    at("after:handler")
+    return answer
+
+
+async def _invoke_groups_async(connection: AsyncConnection, step: InvokeGroups) -> Progress:
+    if not isinstance(connection, AsyncNesting):
+        calls = [call for group in step.groups for call in group]
+        return Progress(
+            [await _invoke_async(connection, call, step.timeout_s) for call in calls],
+            len(step.groups),
+        )
+    piping = connection if step.piped and isinstance(connection, AsyncPiping) else None
+    if piping is not None:
+        await piping.pipe()
+    answers: list[Any] = []
+    course, stopped = _Course(step.groups), None
+    try:
+        for course.group, group in enumerate(step.groups):
+            at("before:savepoint")
+            await connection.savepoint()
+            for course.call, call in enumerate(group):
+                course.begin(piping.position if piping is not None else None)
+                answers.append(await _invoke_async(connection, call, step.timeout_s))
+            course.call = len(group)
+            at("before:release_savepoint")
+            await connection.release_savepoint()
+    except Raised as raised:
+        stopped = raised
+    failed = await piping.flush() if piping is not None else None
+    return course.progress(answers, stopped, failed)
 
 
 async def _shielded(commit: Awaitable[T]) -> T:

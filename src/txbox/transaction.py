@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from txbox.cause import Run
 from txbox.errors import Fault, StoreError
+from txbox.failure import failure_of
 from txbox.handlers import Handler
 from txbox.policy import Lease, Limits
-from txbox.steps import Begin, Commit, Discard, Invoke, Raised, Rollback, Statement, Steps
+from txbox.steps import (
+    Begin,
+    Call,
+    Commit,
+    Discard,
+    Invoke,
+    InvokeGroups,
+    Pipe,
+    Progress,
+    Raised,
+    Rollback,
+    Statement,
+    Steps,
+    Undo,
+)
 from txbox.store import order
 from txbox.store.codec import Arrival
-from txbox.store.inbox import Existing, InboxStore
+from txbox.store.inbox import Existing, Failure, InboxStore
 
 
 class End(Enum):
@@ -30,6 +46,14 @@ class End(Enum):
     LOST = "lost"  # the connection is gone before COMMIT was sent: rolled back by the server
     AMBIGUOUS = "ambiguous"  # the COMMIT may have taken effect
     WAITS = "waits"  # earlier messages of its key come first: nothing ran
+
+
+class Recorded(NamedTuple):
+    """A failure that is part of its batch's transaction."""
+
+    failure: Failure
+    dead: bool
+    attempt: int
 
 
 @dataclass(slots=True)
@@ -47,6 +71,12 @@ class Ran:
     gap: int | None = None
     #: What the handler returned, for each id, where it is kept.
     results: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    #: The rows as they were recorded in this transaction, of messages whose handler failed under a savepoint.
+    failed: dict[str, Recorded] = field(default_factory=dict[str, Recorded])
+
+
+#: What else is written in the transaction that makes a message dead.
+Dying = Callable[[Handler, Arrival, Failure, int], Steps[None]]
 
 
 class HandlerTransaction:
@@ -56,13 +86,21 @@ class HandlerTransaction:
     commit; every other end means that this transaction persisted nothing, but for AMBIGUOUS.
     """
 
-    def __init__(self, store: InboxStore, limits: Limits, lease: Lease) -> None:
+    def __init__(
+        self, store: InboxStore, limits: Limits, lease: Lease, *, dying: Dying | None = None
+    ) -> None:
         self.store = store
+        self.dying = dying
         self._limits = limits
         self._lease = lease
 
-    def fresh(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[Ran]:
-        """Run what is new among these messages, whose ids differ, in their order."""
+    def fresh(self, handler: Handler, arrivals: Sequence[Arrival], group: int = 0) -> Steps[Ran]:
+        """Run what is new among these messages, whose ids differ, in their order.
+
+        Args:
+            group: as many messages share a savepoint, and a failure is recorded here; with 0 there are
+                no savepoints, and one failure is everybody's.
+        """
         token = secrets.token_hex(16)
         claim = self.store.claim(
             handler.consumer,
@@ -74,22 +112,28 @@ class HandlerTransaction:
             keep=handler.keeps_payload,
         )
         checks = self._order_checks(handler, arrivals, token)
-        return self.run(handler, arrivals, claim, token, keep=handler.keeps_payload, checks=checks)
+        return self.run(
+            handler, arrivals, claim, token, keep=handler.keeps_payload, checks=checks, group=group
+        )
 
-    def leased(self, handler: Handler, arrival: Arrival, lease: str) -> Steps[Ran]:
-        """Run a row leased under `lease`; nothing is fresh when the lease is another's by now."""
+    def leased(
+        self, handler: Handler, arrivals: Sequence[Arrival], lease: str, group: int = 0
+    ) -> Steps[Ran]:
+        """Run rows leased under `lease`; a row whose lease is another's by now is not fresh."""
         token = secrets.token_hex(16)
-        claim = self._claim_leased(handler, arrival, lease, token)
+        claim = self._claim_leased(handler, arrivals, lease, token)
         # rows are leased in the order of their arrival, not of their versions
-        checks = self._order_checks(handler, [arrival], token) if handler.options.sequence else []
-        return self.run(handler, [arrival], claim, token, keep=handler.keeps_payload, checks=checks)
+        checks = self._order_checks(handler, arrivals, token) if handler.options.sequence else []
+        return self.run(
+            handler, arrivals, claim, token, keep=handler.keeps_payload, checks=checks, group=group
+        )
 
     def finished(
         self, handler: Handler, arrival: Arrival, lease: str, returned: list[Any]
     ) -> Steps[Ran]:
         """Complete a leased row whose handler has run outside of any transaction."""
         token = secrets.token_hex(16)
-        claim = self._claim_leased(handler, arrival, lease, token)
+        claim = self._claim_leased(handler, [arrival], lease, token)
         return self.run(
             handler, [arrival], claim, token, keep=handler.keeps_payload, returned=returned
         )
@@ -107,11 +151,11 @@ class HandlerTransaction:
         return self.run(handler, [arrival], claim, token, keep=True)
 
     def _claim_leased(
-        self, handler: Handler, arrival: Arrival, lease: str, token: str
+        self, handler: Handler, arrivals: Sequence[Arrival], lease: str, token: str
     ) -> tuple[Statement, ...]:
         return self.store.claim_leased(
             handler.consumer,
-            [arrival.message_id],
+            [arrival.message_id for arrival in arrivals],
             token=token,
             lease=lease,
             lock_timeout=self._limits.lock_timeout,
@@ -134,12 +178,14 @@ class HandlerTransaction:
         keep: bool,
         checks: Sequence[Statement] = (),
         returned: list[Any] | None = None,
+        group: int = 0,
     ) -> Steps[Ran]:
         """BEGIN and claim; the handler on what was claimed; close and COMMIT.
 
         Args:
             checks: what is asked in the claim's round trip about messages that come first.
             returned: what the handler has returned when it has run already.
+            group: messages that share a savepoint.
         """
         store, consumer = self.store, handler.consumer
         ran = Ran(End.COMMITTED)
@@ -170,18 +216,86 @@ class HandlerTransaction:
             # elsewhere COMMIT is the cheaper way out
             yield Rollback() if store.dialect.has("arm") else Commit()
             return ran
-        if returned is None:
-            try:
+        try:
+            if returned is None and group and not handler.options.batch:
+                mine, returned = yield from self._grouped(ran, handler, mine, group, token)
+            elif returned is None:
+                if handler.options.pipeline:
+                    yield Pipe()
                 returned = yield from handled(handler, mine)
-            except Raised as raised:
-                yield from self._raised(ran, raised, token)
-                return ran
+        except Raised as raised:
+            yield from self._raised(ran, raised, token)
+            return ran
+        except StoreError as error:
+            yield from self._lost_savepoint(ran, error)
+            return ran
         if handler.options.keep_result:
             ran.results = {
                 own.message_id: result for own, result in zip(mine, returned, strict=True)
             }
         yield from self._close(ran, handler, mine, token, keep)
         return ran
+
+    def _grouped(
+        self, ran: Ran, handler: Handler, mine: Sequence[Arrival], size: int, token: str
+    ) -> Steps[tuple[list[Arrival], list[Any]]]:
+        """Call the handler for groups of messages under savepoints; returns who came through, and the answers.
+
+        The culprit of a group is rolled back and recorded in this transaction; its neighbours run again.
+
+        Raises:
+            Raised: what ends the transaction as a whole: a conflict, or the loss of the connection.
+        """
+        waiting = deque(list(mine[at : at + size]) for at in range(0, len(mine), size))
+        good: list[Arrival] = []
+        answers: list[Any] = []
+        alone = 0  # as many groups at the head of the line run one by one
+        while waiting:
+            # what is sent behind a failure is sent again: about one failure is met at a time
+            now = [waiting[0]] if alone else [waiting[at] for at in range(min(size, len(waiting)))]
+            calls = [[_call(handler, arrival) for arrival in group] for group in now]
+            progress: Progress = yield InvokeGroups(
+                calls, _timeout_s(handler), handler.options.pipeline
+            )
+            answers += progress.answers
+            for _ in range(progress.released):
+                good += waiting.popleft()
+            alone = max(0, alone - progress.released)
+            if progress.raised is None:
+                continue
+            if _end_of_handler(progress.raised) is not End.RAISED:
+                raise progress.raised
+            group = waiting.popleft()
+            alone = max(0, alone - 1)
+            yield Undo()
+            if progress.culprit is None:
+                # it could be any of them: each has a turn of its own
+                waiting.extendleft([own] for own in reversed(group))
+                alone += len(group)
+                continue
+            culprit = group.pop(progress.culprit)
+            yield from self._record(ran, handler, culprit, progress.raised, token)
+            if group:
+                waiting.appendleft(group)
+                alone += 1 if alone else 0
+        return good, answers
+
+    def _record(
+        self, ran: Ran, handler: Handler, arrival: Arrival, raised: Raised, token: str
+    ) -> Steps[None]:
+        failure = failure_of(raised.error, raised.store, handler.options, self._limits)
+        dead, attempts = yield from self.store.record_own(
+            handler.consumer, arrival, failure, handler.options.retry, token=token
+        )
+        if dead and self.dying is not None:
+            yield from self.dying(handler, arrival, failure, attempts)
+        ran.failed[arrival.message_id] = Recorded(failure, dead, attempts)
+
+    def _lost_savepoint(self, ran: Ran, error: StoreError) -> Steps[None]:
+        """A savepoint of txbox's is gone, or its record was refused: the handler left it, or the connection broke."""
+        ran.error = ran.store = error
+        ran.end = _end_of_commit(error)
+        yield Discard() if ran.end in (End.LOST, End.BROKEN) else Rollback()
 
     def _order_checks(
         self, handler: Handler, arrivals: Sequence[Arrival], token: str
@@ -237,9 +351,10 @@ class HandlerTransaction:
                 # handler left in autocommit, `complete` would commit by itself. In one step, since a
                 # session writes what it put off, and releases its savepoint, before all of it
                 ids = [own.message_id for own in mine]
-                complete = store.complete(consumer, ids, token=token, keep=keep)
-                results = yield Commit((store.close(token), complete, *last))
-                if results[1].count != len(ids):
+                if ids:
+                    last.insert(0, store.complete(consumer, ids, token=token, keep=keep))
+                results = yield Commit((store.close(token), *last))
+                if ids and results[1].count != len(ids):
                     ran.end = End.BROKEN
         except Raised as raised:
             # a flush that the session put off until now
@@ -294,18 +409,20 @@ def handled(handler: Handler, arrivals: Sequence[Arrival]) -> Steps[list[Any]]:
 
     Returns: what it returned, as JSON where the handler keeps its results.
     """
-    timeout = handler.options.timeout
-    timeout_s = timeout.total_seconds() if timeout else None
     if handler.options.batch:
-        return [(yield Invoke(_call(handler, list(arrivals)), timeout_s))]
-    returned: list[Any] = []
-    for arrival in arrivals:
-        # a comprehension cannot yield
-        returned.append((yield Invoke(_call(handler, arrival), timeout_s)))  # noqa: PERF401
-    return returned
+        calls = [_call(handler, list(arrivals))]
+    else:
+        calls = [_call(handler, arrival) for arrival in arrivals]
+    answers: list[Any] = yield Invoke(calls, _timeout_s(handler))
+    return answers
 
 
-def _call(handler: Handler, work: Arrival | list[Arrival]) -> Callable[[Any], Any]:
+def _timeout_s(handler: Handler) -> float | None:
+    timeout = handler.options.timeout
+    return timeout.total_seconds() if timeout else None
+
+
+def _call(handler: Handler, work: Arrival | list[Arrival]) -> Call:
     """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
     function, transactional = handler.function, handler.options.transactional
     # written inside of the call: what JSON cannot hold is the handler's failure

@@ -78,6 +78,7 @@ class _OwnTransaction(HandlerTransaction):
         keep: bool,
         checks: Sequence[Statement] = (),
         returned: list[Any] | None = None,
+        group: int = 0,
     ) -> Steps[Ran]:
         ran = Ran(End.COMMITTED)
         ids = [own.message_id for own in arrivals]

@@ -159,6 +159,21 @@ class AsyncpgConnection:
         except _ERRORS as error:
             raise self._failure(error) from error
 
+    async def savepoint(self) -> None:
+        await self._command("SAVEPOINT txbox_handler")
+
+    async def release_savepoint(self) -> None:
+        await self._command("RELEASE SAVEPOINT txbox_handler")
+
+    async def rollback_to_savepoint(self) -> None:
+        await self._command("ROLLBACK TO SAVEPOINT txbox_handler")
+
+    async def _command(self, sql: str) -> None:
+        try:
+            await self.native.execute(sql)
+        except _ERRORS as error:
+            raise self._failure(error) from error
+
     async def begin(self, statements: Sequence[Statement]) -> list[Result]:
         transaction = self.native.transaction(isolation="read_committed")
         try:

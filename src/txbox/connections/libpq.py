@@ -25,6 +25,7 @@ DEALLOCATE = b"DEALLOCATE ALL"
 
 _COMMAND_OK = int(pq.ExecStatus.COMMAND_OK)
 _TUPLES_OK = int(pq.ExecStatus.TUPLES_OK)
+_FINE = (_COMMAND_OK, _TUPLES_OK)
 _SYNC = int(pq.ExecStatus.PIPELINE_SYNC)
 _ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
 _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
@@ -92,19 +93,23 @@ class Pipeline:
         *,
         before: bytes | None = None,
         after: bytes | None = None,
+        queued: int = 0,
     ) -> Generator[Wait, Ready, list[Result]]:
         """Send the statements between two commands; returns the statements' results.
 
+        Args:
+            queued: answers to what was sent before in pipeline mode, and is still outstanding.
+
         Raises:
             StoreError: of the first that failed; nothing after it was executed.
+            psycopg.Error: of what was sent before; none of the statements was executed.
         """
         connection = self._connection
         pgconn = connection.pgconn
-        answers: list[Any] = []
         parsed: list[Statement] = []
-        failed = synced = False
         try:
-            pgconn.enter_pipeline_mode()
+            if not queued:
+                pgconn.enter_pipeline_mode()
             if before is not None:
                 pgconn.send_query_params(before, None)
             for statement in statements:
@@ -114,35 +119,15 @@ class Pipeline:
                 self._execute(pgconn, plan, statement)
             if after is not None:
                 pgconn.send_query_params(after, None)
-            pgconn.pipeline_sync()
-            while pgconn.flush():
-                if (yield _READ_WRITE) & _READY_READ:
-                    pgconn.consume_input()
-            is_busy, get_result = pgconn.is_busy, pgconn.get_result
-            # each command answers with one result and a null; the sync ends them all
-            while True:
-                while is_busy():
-                    yield _READ
-                    pgconn.consume_input()
-                answer = get_result()
-                if answer is None:
-                    break  # no more answers: the server is gone
-                status = answer.status
-                if status == _SYNC:
-                    synced = True
-                    break
-                answers.append(answer)
-                if status != _TUPLES_OK and status != _COMMAND_OK:
-                    failed = True
-                get_result()  # the null, which is there with its result
-            if synced:
-                pgconn.exit_pipeline_mode()
-            else:
-                pgconn.finish()
+            answers = yield from collected(pgconn)
         except psycopg.Error as error:
             pgconn.finish()
             raise _cut(after, error.sqlstate) from error
-        if failed or not synced:
+        if queued:
+            _check_queued(answers[:queued])
+            answers = answers[queued:]
+        commands = len(statements) + len(parsed) + (before is not None) + (after is not None)
+        if len(answers) < commands or any(own.status not in _FINE for own in answers):
             raise self._failure(statements, parsed, answers, before, after)
         if after is COMMIT and answers[-1].command_status != b"COMMIT":
             # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
@@ -250,6 +235,40 @@ class Pipeline:
         return found
 
 
+def collected(pgconn: Any) -> Generator[Wait, Ready, list[Any]]:
+    """Send what is queued in pipeline mode, with a sync; returns every answer, in order, and leaves that mode.
+
+    Fewer answers than were asked for mean that the server is gone.
+    """
+    answers: list[Any] = []
+    pgconn.pipeline_sync()
+    while pgconn.flush():
+        if (yield _READ_WRITE) & _READY_READ:
+            pgconn.consume_input()
+    is_busy, get_result = pgconn.is_busy, pgconn.get_result
+    # each command answers with one result and a null; the sync ends them all
+    while True:
+        while is_busy():
+            yield _READ
+            pgconn.consume_input()
+        answer = get_result()
+        if answer is None:
+            # no more answers: the server is gone
+            pgconn.finish()
+            return answers
+        if answer.status == _SYNC:
+            pgconn.exit_pipeline_mode()
+            return answers
+        answers.append(answer)
+        get_result()  # the null, which is there with its result
+
+
+def _check_queued(answers: Sequence[Any]) -> None:
+    for answer in answers:
+        if answer.status not in _FINE:
+            raise psycopg.errors.error_from_result(answer)
+
+
 def _cut(after: bytes | None, code: str | None) -> StoreUnavailable:
     return StoreUnavailable(
         "The database connection was lost.",
@@ -271,8 +290,26 @@ def _dump(value: Any) -> bytes:
     if kind is bool:
         return b"t" if value else b"f"
     if kind is list:
-        return f"{{{','.join(map(_element, value))}}}".encode()
+        return f"{{{_elements(value)}}}".encode()
     return str(value).encode()
+
+
+def _elements(values: list[Any]) -> str:
+    """Write one column of many rows; what all rows share, and plain texts, in few calls."""
+    first = values[0] if values else None
+    if values.count(first) == len(values):
+        return ",".join([_element(first)] * len(values))
+    kind: type[Any] = first.__class__
+    try:
+        if kind is bytes:
+            return '"\\\\x' + '","\\\\x'.join(map(bytes.hex, values)) + '"'
+        if kind is str:
+            texts = '","'.join(values)
+            if "\\" not in texts and texts.count('"') == 2 * (len(values) - 1):
+                return f'"{texts}"'
+    except TypeError:
+        pass  # there is a None among them
+    return ",".join(map(_element, values))
 
 
 def _element(value: Any) -> str:

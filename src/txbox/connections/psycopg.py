@@ -21,9 +21,14 @@ from psycopg.rows import tuple_row
 from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
 from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
 from txbox.connections.listening import Listener
+from txbox.connections.piped import AsyncConnection, Connection, Plans, Queue
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.steps import Result, Statement
+from txbox.steps import Failed, Raised, Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
+
+SAVEPOINT = b"SAVEPOINT txbox_handler"
+RELEASE = b"RELEASE SAVEPOINT txbox_handler"
+ROLLBACK_TO = b"ROLLBACK TO SAVEPOINT txbox_handler"
 
 
 def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
@@ -111,7 +116,7 @@ class _Connections:
         try:
             if self._pool is None:
                 return PsycopgConnection(
-                    psycopg.connect(self._database.conninfo or ""), self._database, None
+                    Connection.connect(self._database.conninfo or ""), self._database, None
                 )
             raw = self._pool.getconn()
         except psycopg.Error as error:
@@ -149,7 +154,7 @@ class _AsyncConnections:
                 return waiting
         try:
             if self._pool is None:
-                raw = await psycopg.AsyncConnection.connect(self._database.conninfo or "")
+                raw = await AsyncConnection.connect(self._database.conninfo or "")
                 return AsyncPsycopgConnection(raw, self._database, None)
             raw = await self._pool.getconn()
         except psycopg.Error as error:
@@ -181,6 +186,8 @@ class _Owned:
         self._pool = pool
         self._autocommit = raw.autocommit
         self._pipeline = Pipeline(raw, prepare=database.prepare, translate=self.translate)
+        self._plans = Plans(database.prepare)
+        self._queue: Queue | None = None
 
     @property
     def lost(self) -> bool:
@@ -200,6 +207,37 @@ class _Owned:
             raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
         raise StoreError("The handler closed the connection of its transaction.", fault=Fault.GUARD)
 
+    def _forget(self) -> None:
+        self._pipeline.forget()
+        self._plans.forget()
+
+    def _put_off(self) -> None:
+        """From here on what the handler sends waits for the commit, where the connection is of a class that can."""
+        raw = self._open()
+        if isinstance(raw, (Connection, AsyncConnection)):
+            self._queue = raw.txbox_queue = Queue(raw, self._plans)
+
+    def _put_on(self) -> Queue | None:
+        """The end of putting off; returns the queue, if there was one."""
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            self.native.txbox_queue = None
+        return queue
+
+    @property
+    def position(self) -> int | None:
+        """How much has been sent since putting off began; None when nothing is put off."""
+        return None if self._queue is None else self._queue.position
+
+    def _queued(self, sql: bytes) -> bool:
+        return self._queue is not None and self._queue.command(sql)
+
+    def _failed(self, queue: Queue) -> Failed | None:
+        if queue.failure is None:
+            return None
+        error, position = queue.failure
+        return Failed(Raised(error, self.translate(error), self.lost), position)
+
 
 class PsycopgConnection(_Owned):
     """A sync connection whose transactions txbox begins and ends."""
@@ -214,7 +252,35 @@ class PsycopgConnection(_Owned):
         if self._autocommit and not self.lost:
             self.native.autocommit = True
 
+    def pipe(self) -> None:
+        self._put_off()
+
+    def flush(self) -> Failed | None:
+        queue = self._put_on()
+        if queue is None:
+            return None
+        if queue.entered:
+            try:
+                self.native.wait(queue.drained())
+            except psycopg.Error as error:
+                raise _lost(error) from error
+        return self._failed(queue)
+
+    def savepoint(self) -> None:
+        self._command(SAVEPOINT)
+
+    def release_savepoint(self) -> None:
+        self._command(RELEASE)
+
+    def rollback_to_savepoint(self) -> None:
+        self._command(ROLLBACK_TO)
+
+    def _command(self, sql: bytes) -> None:
+        if not self._queued(sql):
+            self._open().wait(self._pipeline.send((), after=sql))
+
     def execute(self, statement: Statement) -> Result:
+        self.flush()
         result: Result = self._open().wait(self._pipeline.send((statement,)))[0]
         return result
 
@@ -223,11 +289,20 @@ class PsycopgConnection(_Owned):
         return results
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = self._open().wait(self._pipeline.send(statements, after=COMMIT))
+        opened, queue = self._open(), self._put_on()
+        queued = 0 if queue is None else queue.left()
+        try:
+            results: list[Result] = opened.wait(
+                self._pipeline.send(statements, after=COMMIT, queued=queued)
+            )
+        except psycopg.Error as error:
+            # a statement of the handler's, put off until now: COMMIT was skipped behind it
+            raise Raised(error, self.translate(error), self.lost) from error
         return results
 
     def rollback(self) -> None:
-        self._pipeline.forget()
+        self.flush()
+        self._forget()
         try:
             self.native.rollback()
             # psycopg may just have deallocated everything, or nothing: make it everything
@@ -257,7 +332,35 @@ class AsyncPsycopgConnection(_Owned):
         if self._autocommit and not self.lost:
             await self.native.set_autocommit(True)
 
+    async def pipe(self) -> None:
+        self._put_off()
+
+    async def flush(self) -> Failed | None:
+        queue = self._put_on()
+        if queue is None:
+            return None
+        if queue.entered:
+            try:
+                await self.native.wait(queue.drained())
+            except psycopg.Error as error:
+                raise _lost(error) from error
+        return self._failed(queue)
+
+    async def savepoint(self) -> None:
+        await self._command(SAVEPOINT)
+
+    async def release_savepoint(self) -> None:
+        await self._command(RELEASE)
+
+    async def rollback_to_savepoint(self) -> None:
+        await self._command(ROLLBACK_TO)
+
+    async def _command(self, sql: bytes) -> None:
+        if not self._queued(sql):
+            await self._open().wait(self._pipeline.send((), after=sql))
+
     async def execute(self, statement: Statement) -> Result:
+        await self.flush()
         result: Result = (await self._open().wait(self._pipeline.send((statement,))))[0]
         return result
 
@@ -268,13 +371,20 @@ class AsyncPsycopgConnection(_Owned):
         return results
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = await self._open().wait(
-            self._pipeline.send(statements, after=COMMIT)
-        )
+        opened, queue = self._open(), self._put_on()
+        queued = 0 if queue is None else queue.left()
+        try:
+            results: list[Result] = await opened.wait(
+                self._pipeline.send(statements, after=COMMIT, queued=queued)
+            )
+        except psycopg.Error as error:
+            # a statement of the handler's, put off until now: COMMIT was skipped behind it
+            raise Raised(error, self.translate(error), self.lost) from error
         return results
 
     async def rollback(self) -> None:
-        self._pipeline.forget()
+        await self.flush()
+        self._forget()
         try:
             await self.native.rollback()
             await self.native.wait(self._pipeline.send((), after=DEALLOCATE))

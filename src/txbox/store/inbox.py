@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from txbox.outcome import Status
 from txbox.policy import Lease, RetryPolicy
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store.codec import Arrival, Columns, Leased
-from txbox.store.dialect import Dialect
+from txbox.store.dialect import Dialect, as_time
 
 _NO_AGE_S = 10.0**9
 
@@ -179,6 +179,12 @@ class InboxStore:
             return None
         for statement, result in zip(statements, results, strict=True):
             if statement.name.startswith("claim"):
+                if self.dialect.arrays:
+                    params = statement.params
+                    asked = params.get("rows.message_id") or (params["message_id"],)
+                    if result.count == len(asked):
+                        # all of them, as is the rule: their ids need not be read
+                        return set(asked)
                 return {row[0] for row in result.rows}
         raise AssertionError("no claim among the statements")
 
@@ -258,8 +264,55 @@ class InboxStore:
 
         Guarantee: never overwrites a finished row, another's lease or another payload.
         """
+        params = self._recorded(consumer, arrival, failure, retry, token)
+        yield Begin()
+        written = yield self.dialect.statement("record_update", params)
+        if written.count == 0:
+            try:
+                written = yield self.dialect.statement("record_insert", params)
+            except StoreError as error:
+                if error.fault is not Fault.DUPLICATE:
+                    raise
+                yield Rollback()
+                return None
+        if written.count == 0:
+            yield Rollback()
+            return None
+        row = (yield from self.classify(consumer, [arrival.message_id]))[arrival.message_id]
+        yield self.attempt(consumer, arrival, failure, status=row.status, attempt=row.attempts)
+        if dying is not None and row.status == Status.DEAD:
+            yield from dying(row)
+        yield Commit()
+        return row
+
+    def record_own(
+        self, consumer: str, arrival: Arrival, failure: Failure, retry: RetryPolicy, *, token: str
+    ) -> Steps[tuple[bool, int]]:
+        """Record a failure over the row this transaction has claimed; returns whether it is dead, and its attempts.
+
+        Raises:
+            StoreError: the row is not there: a handler has left the transaction.
+        """
+        written = yield self.dialect.statement(
+            "record_own", self._recorded(consumer, arrival, failure, retry, token)
+        )
+        if written.count == 0:
+            raise StoreError(
+                "A handler left the transaction that claimed its message.", fault=Fault.GUARD
+            )
+        if self.dialect.returning:
+            status, attempts = written.rows[0]
+        else:
+            row = (yield from self.classify(consumer, [arrival.message_id]))[arrival.message_id]
+            status, attempts = row.status, row.attempts
+        yield self.attempt(consumer, arrival, failure, status=status, attempt=attempts)
+        return status == Status.DEAD, attempts
+
+    def _recorded(
+        self, consumer: str, arrival: Arrival, failure: Failure, retry: RetryPolicy, token: str
+    ) -> dict[str, Any]:
         message = arrival.message
-        params: dict[str, Any] = {
+        return {
             **self.columns.content(message),
             "consumer": consumer,
             "message_id": arrival.message_id,
@@ -281,25 +334,6 @@ class InboxStore:
             "max_age_s": retry.max_age.total_seconds() if retry.max_age else _NO_AGE_S,
             "token": token,
         }
-        yield Begin()
-        written = yield self.dialect.statement("record_update", params)
-        if written.count == 0:
-            try:
-                written = yield self.dialect.statement("record_insert", params)
-            except StoreError as error:
-                if error.fault is not Fault.DUPLICATE:
-                    raise
-                yield Rollback()
-                return None
-        if written.count == 0:
-            yield Rollback()
-            return None
-        row = (yield from self.classify(consumer, [arrival.message_id]))[arrival.message_id]
-        yield self.attempt(consumer, arrival, failure, status=row.status, attempt=row.attempts)
-        if dying is not None and row.status == Status.DEAD:
-            yield from dying(row)
-        yield Commit()
-        return row
 
     def attempt(
         self,
@@ -477,10 +511,52 @@ class InboxStore:
         yield Commit()
         return leased
 
-    def lease_stored(
+    def store_leased(
+        self, consumer: str, arrivals: Sequence[Arrival], *, token: str, lease: Lease
+    ) -> Steps[list[Leased]]:
+        """Insert messages as `store` does, leased from the start; returns those that were new.
+
+        For a transaction that is already open: nobody else ever sees them waiting.
+        """
+        if not self.dialect.has("store_leased"):
+            fresh = yield from self.store(consumer, arrivals, token=token)
+            if not fresh:
+                return []
+            return (
+                yield from self._lease_stored(consumer, sorted(fresh), token=token, lease=lease)
+            )
+        statement = self.dialect.statement(
+            "store_leased",
+            {
+                "consumer": consumer,
+                "token": token,
+                "lease_s": lease.duration.total_seconds(),
+                "key_id": self.columns.key_id,
+            },
+            self.columns.whole(arrivals),
+        )
+        # one crash point, whichever form the storing takes
+        stored = yield statement._replace(name="store")
+        written = {row[0]: row for row in stored.rows}
+        return [
+            Leased(
+                replace(
+                    arrival,
+                    message=replace(
+                        arrival.message, received_at=as_time(written[arrival.message_id][1])
+                    ),
+                ),
+                attempts=0,
+                starts=1,
+                number=written[arrival.message_id][2],
+            )
+            for arrival in arrivals
+            if arrival.message_id in written
+        ]
+
+    def _lease_stored(
         self, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
     ) -> Steps[list[Leased]]:
-        """Lease rows that this open transaction has stored: nobody else ever sees them waiting."""
         lease_s = lease.duration.total_seconds()
         result = yield self.dialect.statement(
             "lease_stored",

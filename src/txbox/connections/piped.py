@@ -1,0 +1,215 @@
+"""psycopg connections whose handler's statements can be put off, to be sent together with close and COMMIT.
+
+A handler that declares `pipeline=True` writes `tx.execute(…)` as always. While statements are put off it
+sends them to libpq without a cursor and without looking at the socket, which cost more than the
+statement. Whatever else the handler does with the connection first sends what was put off.
+
+Source: docs/decisions/0023-pipelined-handlers.md
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import psycopg
+from psycopg import pq
+from psycopg.adapt import PyFormat, Transformer
+
+from txbox.connections.libpq import collected
+
+_PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
+_FLUSH_EVERY = 32
+_PLANS_MAX = 1000
+_IN_TRANSACTION = int(pq.TransactionStatus.INTRANS)
+_FINE = (int(pq.ExecStatus.COMMAND_OK), int(pq.ExecStatus.TUPLES_OK))
+
+
+class Plan:
+    """A query in libpq's words, and the names it is prepared under, one for each set of types."""
+
+    __slots__ = ("formats", "names", "sql")
+
+    def __init__(self, sql: bytes, parameters: int) -> None:
+        self.sql = sql
+        self.formats = [PyFormat.AUTO] * parameters
+        self.names: dict[tuple[int, ...], bytes] = {}
+
+
+class Plans:
+    """What a connection has prepared for its handlers.
+
+    Args:
+        prepare: False for poolers that cannot keep prepared statements.
+    """
+
+    def __init__(self, prepare: bool) -> None:
+        self.prepare = prepare
+        self._known: dict[str, Plan | None] = {}
+        self._named = 0
+
+    def forget(self) -> None:
+        """The server has deallocated every prepared statement."""
+        self._known.clear()
+
+    def find(self, query: str) -> Plan | None:
+        """The plan of a query with `%s` placeholders; None for what only psycopg itself understands."""
+        if query in self._known:
+            return self._known[query]
+        if len(self._known) >= _PLANS_MAX:
+            # a handler that writes its values into its SQL
+            return None
+        found = _PLACEHOLDER.findall(query)
+        numbers = iter(range(1, len(found) + 1))
+        sql = _PLACEHOLDER.sub(
+            lambda match: f"${next(numbers)}" if match[1] == "s" else match[1], query
+        )
+        strange = any(own not in ("s", "%") for own in found)
+        plan = self._known[query] = None if strange else Plan(sql.encode(), found.count("s"))
+        return plan
+
+    def new_name(self) -> bytes:
+        self._named += 1
+        return b"txbox_handler_%d" % self._named
+
+
+class Queue:
+    """What one handler's transaction has put off; nothing here waits.
+
+    Attributes:
+        entered: libpq is in pipeline mode, and answers are outstanding.
+        sent: answers that are outstanding.
+        position: the number of the next answer, from the beginning of the transaction.
+        failure: the error of the first statement that failed, and the number of its answer.
+    """
+
+    def __init__(self, connection: Any, plans: Plans) -> None:
+        self._pgconn = connection.pgconn
+        self._plans = plans
+        self._transformer = Transformer(connection)
+        self.entered = False
+        self.sent = 0
+        self.position = 0
+        self.failure: tuple[psycopg.Error, int] | None = None
+        self._parsed: list[tuple[Plan, tuple[int, ...]]] = []
+        self.unread = Unread(connection)
+
+    def put(self, query: Any, params: Any) -> bool:
+        """Send a statement of the handler's; False leaves it to psycopg."""
+        pgconn, plans = self._pgconn, self._plans
+        if query.__class__ is not str or params.__class__ is not tuple:
+            return False
+        plan = plans.find(query)
+        if plan is None or len(params) != len(plan.formats) or not self._may_send():
+            return False
+        transformer = self._transformer
+        values = transformer.dump_sequence(params, plan.formats)
+        types: tuple[int, ...] = transformer.types or ()
+        if plans.prepare:
+            name = plan.names.get(types)
+            if name is None:
+                name = plan.names[types] = plans.new_name()
+                self._parsed.append((plan, types))
+                pgconn.send_prepare(name, plan.sql, types)
+                self._count()
+            pgconn.send_query_prepared(name, values, transformer.formats)
+        else:
+            pgconn.send_query_params(plan.sql, values, types, transformer.formats)
+        self._count()
+        if not self.sent % _FLUSH_EVERY:
+            # the server works while the handler goes on
+            pgconn.flush()
+        return True
+
+    def command(self, sql: bytes) -> bool:
+        """Send a command without parameters; False where there is no transaction to send it in."""
+        if not self._may_send():
+            return False
+        self._pgconn.send_query_params(sql, None)
+        self._count()
+        return True
+
+    def _may_send(self) -> bool:
+        if not self.entered:
+            if self._pgconn.transaction_status != _IN_TRANSACTION:
+                # the handler has ended the transaction, or it has failed: psycopg knows what to do
+                return False
+            self._pgconn.enter_pipeline_mode()
+            self.entered = True
+        return True
+
+    def _count(self) -> None:
+        self.sent += 1
+        self.position += 1
+
+    def left(self) -> int:
+        """Its answers are being collected by the caller; returns how many."""
+        sent, self.sent, self.entered = self.sent, 0, False
+        return sent
+
+    def drained(self) -> Any:
+        """The generator, for `wait`, that collects all answers and keeps the first failure."""
+        first = self.position - self.sent
+        self.left()
+        answers = yield from collected(self._pgconn)
+        for number, answer in enumerate(answers, first):
+            if answer.status not in _FINE:
+                if self.failure is None:
+                    self.failure = psycopg.errors.error_from_result(answer), number
+                for plan, types in self._parsed:
+                    # a Parse behind a failure never ran; one before it is only prepared once more
+                    plan.names.pop(types, None)
+                break
+        self._parsed.clear()
+
+
+class Unread(psycopg.Cursor[Any]):
+    """What `execute` returns while statements are put off: it has no rows, and says so when asked."""
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        return self.connection.cursor().execute(*args, **kwargs)
+
+
+class Connection(psycopg.Connection[Any]):
+    """psycopg's connection, that can put statements off for txbox.
+
+    Give a pool of your own this class (`connection_class=`) to have `pipeline=True` take effect on it.
+    """
+
+    txbox_queue: Queue | None = None
+
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
+        queue = self.txbox_queue
+        if queue is not None and not options and queue.put(query, params):
+            return queue.unread
+        return super().execute(query, params, **options)
+
+    def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
+        queue = self.txbox_queue
+        if queue is not None and queue.entered:
+            super().wait(queue.drained())
+            if queue.failure is not None:
+                gen.close()
+                raise queue.failure[0]
+        return super().wait(gen, *args, **kwargs)
+
+
+class AsyncConnection(psycopg.AsyncConnection[Any]):
+    """The awaitable twin of `Connection`."""
+
+    txbox_queue: Queue | None = None
+
+    async def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
+        queue = self.txbox_queue
+        if queue is not None and not options and queue.put(query, params):
+            return queue.unread
+        return await super().execute(query, params, **options)
+
+    async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
+        queue = self.txbox_queue
+        if queue is not None and queue.entered:
+            await super().wait(queue.drained())
+            if queue.failure is not None:
+                gen.close()
+                raise queue.failure[0]
+        return await super().wait(gen, *args, **kwargs)
