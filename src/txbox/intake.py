@@ -141,15 +141,17 @@ class Intake:
         while True:
             try:
                 yield protocol.store.begin_bounded(protocol.limits.lock_timeout)
-                fresh = yield from protocol.store.store(consumer, ordered, token=token)
+                found: list[Leased] = []
+                if leasing is None:
+                    fresh = yield from protocol.store.store(consumer, ordered, token=token)
+                else:
+                    found = yield from protocol.store.store_leased(
+                        consumer, ordered, token=leasing.token, lease=leasing.lease
+                    )
+                    fresh = {own.arrival.message_id for own in found}
                 rows = yield from protocol.store.classify(
                     consumer, [own.message_id for own in ordered if own.message_id not in fresh]
                 )
-                found: list[Leased] = []
-                if leasing is not None and fresh:
-                    found = yield from protocol.store.lease_stored(
-                        consumer, sorted(fresh), token=leasing.token, lease=leasing.lease
-                    )
                 yield protocol.store.commit_bounded()
             except StoreError as error:
                 if error.fault is not Fault.LOCK_TIMEOUT:

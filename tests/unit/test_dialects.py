@@ -19,7 +19,6 @@ SETTINGS = {"lock_timeout_ms", "idle_ms"}
 #: Where MySQL needs two statements, they share the parameters of PostgreSQL's one.
 SPLIT: Mapping[str, str] = {
     "lease": "lease_take",
-    "lease_stored": "lease_take",
     "lease_ordered": "lease_take",
     "lease_next": "lease_take",
     "rescue": "rescue_take",
