@@ -8,7 +8,7 @@ PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers test-slow crash crash-brokers bench docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow crash crash-brokers bench bench-soak docs servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -49,8 +49,11 @@ crash: dev ## Kill real processes at every point, and print what became of each;
 crash-brokers: dev ## The same with every broker: half an hour; writes docs/reliability/crashes.md
 	@$(PY) -m tests.servers run -- $(PY) -m tests.brokers.crashes $(ARGS)
 
-bench: dev ## Measure txbox beside a naive loop; prints and stores the result with machine and commit
+bench: dev ## Measure every bar beside a naive loop and the limit; writes results and docs/performance.md
 	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks $(ARGS)
+
+bench-soak: dev ## Ten minutes of steady load: rate, latency and memory every 10 s
+	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks SOAK $(ARGS)
 
 docs: dev ## Check that the documentation says what the code does
 	$(BIN)/pytest tests/docs $(ARGS)

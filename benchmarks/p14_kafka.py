@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
 import uuid
@@ -19,11 +18,14 @@ from confluent_kafka.cimpl import NewTopic
 
 from benchmarks import measure
 from benchmarks.servers import fresh_database
-from benchmarks.workload import Verified, Work, create_tables, order_paid, take_payment, verify
 from tests.servers import ServerError, java, provision, server_urls
 from tests.servers.kafka import POM
 from txbox import App, Message
 from txbox.app import Consumption
+from txbox.bench.contender import inbox_off_by
+from txbox.bench.place import Place
+from txbox.bench.result import Bar, Round, Verified, ratios, result
+from txbox.bench.workload import CONSUMER, Work, in_sets, order_paid, verify, writes
 from txbox.brokers.base import Delivery, InFlight, Progress, Source
 from txbox.brokers.kafka import Kafka
 from txbox.worker import Worker
@@ -37,7 +39,6 @@ _WAIT_S = 120.0
 _WARM = 600
 #: batches go that much faster, so that their rounds take comparable times
 _MORE_IN_BATCHES = 5
-_INBOX_ROWS = "SELECT count(*) FROM txbox_inbox WHERE status = 'processed'"
 
 
 class Memory:
@@ -144,31 +145,6 @@ class Timed:
         self._source.close()
 
 
-def _one(message: Message[dict[str, Any]], tx: psycopg.Connection[Any]) -> None:
-    take_payment(message.body, tx)
-
-
-def _set_based(messages: list[Message[dict[str, Any]]], tx: psycopg.Connection[Any]) -> None:
-    """What `take_payment` does, in two statements a batch."""
-    bodies = [message.body for message in messages]
-    given = (
-        [body["account"] for body in bodies],
-        [body["amount"] for body in bodies],
-        [body["order"] for body in bodies],
-    )
-    tx.execute(
-        "UPDATE account SET balance = balance + paid.amount FROM "
-        "(SELECT id, sum(amount) AS amount FROM unnest(%s::int[], %s::bigint[]) AS one (id, amount) "
-        "GROUP BY id) AS paid WHERE account.id = paid.id",
-        given[:2],
-    )
-    tx.execute(
-        "INSERT INTO orders (account, amount, number) "
-        "SELECT * FROM unnest(%s::int[], %s::int[], %s::bigint[])",
-        given,
-    )
-
-
 class Contender:
     """One worker on a database of its own, with a new source in each round."""
 
@@ -178,14 +154,11 @@ class Contender:
         self._url = url
         self._source = source
         self._app = App(url)
-        self._app.handler("*", consumer="billing", batch=batch)(_set_based if batch else _one)
+        self._app.handler("*", consumer=CONSUMER, batch=batch)(in_sets if batch else writes)
         self._app.init()
 
-    def round(self, work: Work) -> measure.Round:
-        with psycopg.connect(self._url, autocommit=True) as admin:
-            create_tables(admin)
-            admin.execute("TRUNCATE txbox_inbox")
-            admin.execute("CHECKPOINT")
+    def round(self, work: Work) -> Round:
+        Place(self._url).prepare()
         source = Timed(self._source(work), len(work.deliveries))
         worker = Worker(
             self._app,
@@ -203,7 +176,7 @@ class Contender:
         if not source.done.is_set():
             raise ServerError(f"{self.name} did not finish its round: {worker.failure}")
         took = sorted(source.took_s)
-        return measure.Round(
+        return Round(
             contender=self.name,
             messages=source.timed,
             rate=source.timed / source.wall_s,
@@ -215,7 +188,7 @@ class Contender:
 
     def _verified(self, work: Work) -> Verified:
         with psycopg.connect(self._url, autocommit=True) as connection:
-            return verify(connection, work, _INBOX_ROWS)
+            return verify(connection, work, inbox_off_by(connection, work))
 
     def close(self) -> None:
         self._app.close()
@@ -276,7 +249,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             for name, url, source in (("memory", memory_url, Memory), ("kafka", kafka_url, kafka))
         ]
         try:
-            done: list[measure.Round] = []
+            done: list[Round] = []
             for own in contenders:
                 own.round(order_paid(2 * _WARM, seed=0))  # all warm
             for number in range(1, rounds + 1):
@@ -288,31 +261,25 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         finally:
             for own in contenders:
                 own.close()
-        pairs = measure.ratios(done, "kafka", "memory")
-        in_batches = measure.ratios(done, "kafka, batches", "memory, batches")
-        # the bar holds for both handlers
-        worse = min(pairs, in_batches, key=statistics.median)
-        best_name = "memory" if worse is pairs else "memory, batches"
-        return {
-            "phase": NUMBER,
-            "title": TITLE,
-            "method": f"{rounds} rounds of {messages:,} distinct messages plus 10 % duplicates "
+        return result(
+            phase=NUMBER,
+            title=TITLE,
+            method=f"{rounds} rounds of {messages:,} distinct messages plus 10 % duplicates "
             f"({_MORE_IN_BATCHES} times as many for the set-based batch handler), one worker with one lane, one "
             "partition that is full from the start, contenders in turns on one machine with broker and database; "
             f"timed from the settlement of message {_WARM} to that of the last; memory: the same worker, its source a "
-            "list of ready messages; latency: received to acknowledged, of a backlog. "
-            f"Median ratios: one message a transaction {statistics.median(pairs):.2f}, "
-            f"batches {statistics.median(in_batches):.2f}; the worse one counts",
-            "bar": BAR,
-            "ratio": statistics.median(worse),
-            "ratios": worse,
-            "yardstick": best_name,
-            "all_ratios": {"one": pairs, "batches": in_batches},
-            "load_1min": load,
-            "contenders": measure.summary(done),
-            "rounds": measure.as_json(done),
-            **_circumstances(kafka_url),
-        }
+            "list of ready messages; latency: received to acknowledged, of a backlog",
+            bars=[
+                Bar(
+                    f"from Kafka{kind}: at least 0.8 times the same from memory",
+                    BAR,
+                    ratios(done, f"kafka{kind}", f"memory{kind}"),
+                )
+                for kind in ("", ", batches")
+            ],
+            rounds=done,
+            circumstances={**_circumstances(kafka_url), "load_1min": load},
+        )
 
 
 def _circumstances(url: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 import time
 import uuid
 from collections import Counter
@@ -22,9 +21,10 @@ from confluent_kafka.cimpl import NewTopic
 
 from benchmarks import measure
 from benchmarks.servers import fresh_database
-from benchmarks.workload import Delivery, Verified, Work, order_paid
 from tests.servers import ServerError, provision, server_urls
 from txbox import App, Message, Outbox, Outgoing, RelayPolicy
+from txbox.bench.result import Bar, Round, Verified, ratios, result
+from txbox.bench.workload import Delivery, Work, order_paid
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.relay import Relay
@@ -60,7 +60,7 @@ class Contender:
         self.name = name
         self._url, self._topic, self._send, self._share = url, topic, send, share
 
-    def round(self, work: Work) -> measure.Round:
+    def round(self, work: Work) -> Round:
         rows = work.deliveries[: len(work.deliveries) // self._share]
         with self._topic() as (topic, arrived):
             ids = staged(self._url, topic, rows)
@@ -71,7 +71,7 @@ class Contender:
             wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
             verified = self._verified(ids, arrived())
         took.sort()
-        return measure.Round(
+        return Round(
             contender=self.name,
             messages=len(ids),
             rate=len(ids) / wall_s,
@@ -278,32 +278,36 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         ]  # fmt: skip
         for own in contenders:
             own.round(order_paid(1000, seed=0))  # all warm
-        done: list[measure.Round] = []
+        done: list[Round] = []
         for number in range(1, rounds + 1):
             # who goes first alternates
             work = order_paid(5 * messages, seed=number)
             done += [own.round(work) for own in contenders[:: 1 if number % 2 else -1]]
             load.append(os.getloadavg()[0])
-        pairs = measure.ratios(done, "relay to Kafka", "one by one")
-        waiting = measure.ratios(done, "relay to Kafka", "one by one, deleted 500 at once")
+        waiting = ratios(done, "relay to Kafka", "one by one, deleted 500 at once")
         found = measure.circumstances(url)
         found["versions"] |= {"confluent_kafka": confluent_kafka.__version__}
-        return {
-            "phase": NUMBER,
-            "title": TITLE,
-            "method": f"{rounds} rounds of {5 * messages:,} staged rows of {_KEYS:,} keys, each into a new topic of "
+        return result(
+            phase=NUMBER,
+            title=TITLE,
+            method=f"{rounds} rounds of {5 * messages:,} staged rows of {_KEYS:,} keys, each into a new topic of "
             f"{_PARTITIONS} partitions, contenders in turns on one machine with broker and database (one by one: a "
             f"tenth of the rows, RabbitMQ: half). One by one: an idempotent producer, `acks=all`, no linger; publish, "
             "wait for the confirmation, DELETE in a commit of its own. The relay as it comes, batches of 500, of one "
-            "key one message at a time. A row's latency is that of its batch. Against a loop that deletes 500 rows in "
-            f"one statement, and so pays for nothing but publishing and waiting: {statistics.median(waiting):.1f}",
-            "bar": BAR,
-            "ratio": statistics.median(pairs),
-            "ratios": pairs,
-            "yardstick": "one by one",
-            "all_ratios": {"one by one": pairs, "deleted 500 at once": waiting},
-            "load_1min": load,
-            "contenders": measure.summary(done),
-            "rounds": measure.as_json(done),
-            **found,
-        }
+            "key one message at a time. A row's latency is that of its batch",
+            bars=[
+                Bar(
+                    "the relay to Kafka: at least 10 times one by one",
+                    BAR,
+                    ratios(done, "relay to Kafka", "one by one"),
+                ),
+                Bar(
+                    "and 5 times a loop that deletes 500 rows in one statement, so that it pays for publishing alone",
+                    5.0,
+                    waiting,
+                    stretch=True,
+                ),
+            ],
+            rounds=done,
+            circumstances={**found, "load_1min": load},
+        )

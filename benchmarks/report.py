@@ -1,62 +1,104 @@
-"""The results on the terminal, as JSON, and as docs/performance.md."""
+"""The results on the terminal, as JSON, and as docs/performance.md.
+
+A result is what `txbox.bench.result.result` makes; its fields are described at the top of that module. What every
+result adds here is the commit (`benchmarks.measure.circumstances`). It lies in benchmarks/results/<phase>.json.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.measure import ROOT
+from txbox.bench.result import passed
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+PLOTS = ROOT / "docs" / "plots"
 
 _INTRODUCTION = """\
 # What it costs
 
 This page is written by `make bench` from the results in
 [benchmarks/results](../benchmarks/results); do not edit it. Absolute rates mean little on a shared machine: what counts
-is the **ratio**, measured in one run with the contenders taking turns, on PostgreSQL with default durability
-(`fsync=on`, `synchronous_commit=on`), client and server on one machine.
+is the **ratio**, measured in one run with the contenders taking turns, medians over the rounds, on PostgreSQL with
+default durability (`fsync=on`, `synchronous_commit=on`), client and server on one machine. What misses its bar says so.
 
 The workload is "order paid": distinct messages plus 10 % duplicates interleaved, 200 bytes of JSON each; the handler
 does one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one
 connection: BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT, COMMIT, without guard, payload hash,
-retries or events. Every round is verified: orders, balances and inbox rows are compared with the workload, and **lost**
-and **doubled** stand beside every rate.
+retries or events. The *limit* does the same work in one statement a batch of 100. txbox is the worker of `txbox run`,
+fed from memory. Every round is verified: orders, balances and inbox rows are compared with the workload, and **lost**
+and **doubled** stand beside every rate. Measure your own server with `txbox bench`.
 """
 
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("p50 ms", "p50_ms", ".2f"),
+    ("p99 ms", "p99_ms", ".2f"),
+    ("client us/msg", "client_cpu_us", ".1f"),
+    ("server us/msg", "server_cpu_us", ".1f"),
+    ("WAL B/msg", "wal_bytes", ",.0f"),
+    ("dead rows", "dead_tuples", ",.0f"),
+)
+_KNOWN = {figure for _, figure, _ in _COLUMNS} | {
+    "rounds", "messages", "rate", "rate_min", "rate_max", "lost", "doubled", "good", "failures",
+}  # fmt: skip
 
-def lines(result: dict[str, Any]) -> list[str]:
+
+def lines(result: Mapping[str, Any]) -> list[str]:
     """One phase as a Markdown table, which reads well on a terminal too."""
-    out = [
-        "| | msg/s (median) | min to max | p50 ms | p99 ms | client CPU per msg | lost | doubled |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, own in result["contenders"].items():
-        out.append(
-            f"| {name} | {own['rate']:,.0f} | {own['rate_min']:,.0f} to {own['rate_max']:,.0f} | {own['p50_ms']:.2f} "
-            f"| {own['p99_ms']:.2f} | {own['client_cpu_us'] / 1e3:.3f} ms | {own['lost']:.0f} | {own['doubled']:.0f} |"
+    contenders: Mapping[str, Mapping[str, Any]] = result["contenders"]
+    columns = [own for own in _COLUMNS if _used(contenders, own[1])]
+    more = dict.fromkeys(name for own in contenders.values() for name in own if name not in _KNOWN)
+    columns += [(name.replace("_", " "), name, ",.4g") for name in more if _used(contenders, name)]
+    heads = ["msg/s (median)", "min to max", *(head for head, _, _ in columns), "lost", "doubled"]
+    out = [f"| | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
+    for name, own in contenders.items():
+        figures = [_figure(own.get(figure), form) for _, figure, form in columns]
+        span = (
+            f"{own['rate_min']:,.0f} to {own['rate_max']:,.0f}" if own["rate"] is not None else ""
         )
-    pairs = ", ".join(f"{ratio:.2f}" for ratio in result["ratios"])
-    verdict = "met" if passed(result) else "MISSED"
-    out.append("")
-    out.append(
-        f"Ratio to {result['yardstick']}: **{result['ratio']:.2f}** (round by round: {pairs}); "
-        f"bar: at least {result['bar']:g}, {verdict}."
-    )
+        wrong = [f"{own['lost']:,.0f}", f"{own['doubled']:,.0f}"]
+        cells = [_figure(own["rate"], ",.0f"), span, *figures, *wrong]
+        out.append(f"| {name} | {' | '.join(cells)} |")
+    out += ["", *(f"- {_judged(own)}" for own in result["bars"])]
+    for name, own in contenders.items():
+        if not own["good"]:
+            said = "; ".join(own.get("failures", ()))
+            out.append(f"- **WRONG**: {name}: {said or 'what it left behind is not the workload'}")
+    out += ["", *result.get("notes", ())]
     return out
 
 
-def passed(result: dict[str, Any]) -> bool:
-    """The bar is met, and every round of every contender verified."""
-    return result["ratio"] >= result["bar"] and all(
-        own["good"] for own in result["contenders"].values()
-    )
+def _used(contenders: Mapping[str, Mapping[str, Any]], figure: str) -> bool:
+    return any(own.get(figure) is not None for own in contenders.values())
 
 
-def store(result: dict[str, Any]) -> Path:
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _measured(bar: Mapping[str, Any]) -> str:
+    value, unit = bar["measured"], bar["unit"]
+    if value is None:
+        return "nothing"
+    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+    return f"{text} x" if unit == "x" else f"{text} {unit}"
+
+
+def _verdict(bar: Mapping[str, Any]) -> str:
+    return "met" if bar["met"] else "not reached" if bar["stretch"] else "**MISSED**"
+
+
+def _judged(bar: Mapping[str, Any]) -> str:
+    pairs = ", ".join(f"{ratio:.3g}" for ratio in bar["pairs"])
+    return f"{bar['text']}: **{_measured(bar)}** (round by round: {pairs}), {_verdict(bar)}"
+
+
+def store(result: Mapping[str, Any]) -> Path:
     """Write one result; the newest of a phase replaces the one before, history is in git."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{result['phase'].lower()}.json"
@@ -64,25 +106,102 @@ def store(result: dict[str, Any]) -> Path:
     return path
 
 
-def write_page(phases: Sequence[str]) -> Path:
-    """Render docs/performance.md from the stored results, in the order of the phases."""
-    text = [_INTRODUCTION]
-    for phase in phases:
+def write_page(titles: Mapping[str, str]) -> Path:
+    """Render docs/performance.md and its plots from the stored results, in the order of the phases.
+
+    Args:
+        titles: of every phase there is; one without a result is shown as not measured.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for phase in titles:
         path = RESULTS / f"{phase.lower()}.json"
         if path.exists():
-            text += _section(json.loads(path.read_text()), path)
+            found[phase] = json.loads(path.read_text())
+    text = [_INTRODUCTION, "## The bars", "", *_bars(titles, found), ""]
+    if shapes := _shapes(found):
+        plots.write(shapes, PLOTS)
+        text += [f"![{shapes['title']}](plots/{shapes['name']}.svg)", ""]
+    for phase, result in found.items():
+        text += _section(phase, result)
     PAGE.write_text("\n".join(text))
     return PAGE
 
 
-def _section(result: dict[str, Any], path: Path) -> list[str]:
+def _bars(titles: Mapping[str, str], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    out = ["| | bar | measured | | result |", "|---|---|---|---|---|"]
+    for phase, title in titles.items():
+        result = found.get(phase)
+        if result is None:
+            out.append(f"| {phase} | {title} | | not measured | |")
+            continue
+        name = f"{phase.lower()}.json"
+        link = f"[{name}](../benchmarks/results/{name})"
+        wrong = not all(own["good"] for own in result["contenders"].values())
+        if wrong:
+            out.append(f"| {phase} | nothing lost, doubled or given up | | **WRONG** | {link} |")
+        out += [
+            f"| {phase} | {own['text']} | {_measured(own)} | {_verdict(own)} | {link} |"
+            for own in result["bars"]
+        ]
+    return out
+
+
+#: Phases whose first bar is a ratio to naive → what it is called in the plot.
+_SHAPES = {
+    "P1": "P1 one at a time",
+    "P2": "P2 ordinary handler",
+    "P3": "P3 pipeline=True",
+    "P4": "P4 batch=True, set-based",
+    "P5": "P5 slow disk, pipeline=True",
+    "P10": "P10 stored, pipeline=True",
+}
+
+
+def _shapes(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    bars = {
+        name: [(0.0, found[phase]["bars"][0]["measured"])]
+        for phase, name in _SHAPES.items()
+        if phase in found and found[phase]["bars"][0]["measured"]
+    }
+    if not bars:
+        return None
+    fourth = found.get("P4", {}).get("contenders", {})
+    limit = next((name for name in fourth if name.startswith("limit")), None)
+    if limit is not None:
+        bars["limit of P4"] = [(0.0, fourth[limit]["rate"] / fourth["naive"]["rate"])]
+    return {
+        "name": "shapes", "title": "Times the rate of naive in the same run", "kind": "bars", "x": "",
+        "y": "times naive", "lines": {"naive": [(0.0, 1.0)], **bars}, "log": "",
+    }  # fmt: skip
+
+
+def _section(phase: str, result: Mapping[str, Any]) -> list[str]:
+    out = [f"## {phase}: {result['title']}", ""]
+    for plot in result.get("plots", ()):
+        plots.write(plot, PLOTS)
+        out += [f"![{plot['title']}](plots/{plot['name']}.svg)", ""]
+    return [*out, *lines(result), "", _method(phase, result), ""]
+
+
+def _method(phase: str, result: Mapping[str, Any]) -> str:
     machine, versions, server = result["machine"], result["versions"], result["server"]
     changes = " with uncommitted changes" if result["uncommitted_changes"] else ""
-    method = (
+    name = f"{phase.lower()}.json"
+    on = f"PostgreSQL {server['server_version']}, " if "server_version" in server else ""
+    return (
         f"Method: {result['method']}. Machine: {machine['cores']} cores of {machine['cpu']}, "
-        f"{machine['memory_gb']} GB, Linux {machine['kernel']}; PostgreSQL {server['server_version']}, "
+        f"{machine['memory_gb']} GB, Linux {machine['kernel']}; {on}"
         f"Python {versions['python']}, psycopg {versions['psycopg']} ({versions['psycopg_implementation']}). "
         f"{result['date'][:10]}, commit `{result['commit'][:12]}`{changes}. "
-        f"All rounds: [{path.name}](../benchmarks/results/{path.name})."
+        f"All rounds: [{name}](../benchmarks/results/{name})."
     )
-    return [f"## {result['phase']}: {result['title']}", "", *lines(result), "", method, ""]
+
+
+def summary_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was missed in this run, a line each; nothing when all is met."""
+    return [
+        f"{own['phase']}: "
+        + "; ".join(_judged(bar) for bar in own["bars"] if not (bar["met"] or bar["stretch"]))
+        for own in results
+        if not passed(own)
+    ]

@@ -40,7 +40,7 @@ class Round:
     """One run of one contender; None is what this contender or this server cannot tell.
 
     Args:
-        messages: deliveries, duplicates included; `rate` is of them.
+        messages: deliveries, duplicates included; `rate` is of them, a second.
         client_cpu_us, server_cpu_us, wal_bytes: a delivery.
         dead_tuples: of the contender's tables afterwards, as the statistics know it.
         failure: why it did not come to its end; `rate` is then that of what it did.
@@ -48,7 +48,7 @@ class Round:
 
     contender: str
     messages: int
-    rate: float
+    rate: float | None
     p50_ms: float | None
     p99_ms: float | None
     client_cpu_us: float | None
@@ -136,9 +136,9 @@ def summary(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
         found[name] = {
             "rounds": len(mine),
             "messages": statistics.median(own.messages for own in mine),
-            "rate": statistics.median(own.rate for own in mine),
-            "rate_min": min(own.rate for own in mine),
-            "rate_max": max(own.rate for own in mine),
+            "rate": _median([own.rate for own in mine]),
+            "rate_min": min((own.rate for own in mine if own.rate is not None), default=None),
+            "rate_max": max((own.rate for own in mine if own.rate is not None), default=None),
             **{figure: _median([getattr(own, figure) for own in mine]) for figure in _FIGURES},
             **{figure: _median([own.more.get(figure) for own in mine]) for figure in mine[0].more},
             "lost": sum(own.verified.lost for own in mine),

@@ -5,19 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from txbox.bench.place import Gauges, Reading
+from txbox.bench.place import Reading
 from txbox.bench.result import Round, Verified
 from txbox.bench.workload import TOPIC, Work
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.message import Message
 
 
+class Readable(Protocol):
+    """Gauges of some server."""
+
+    def read(self) -> Reading: ...
+
+
 class Stopwatch:
     """Times one round: from its first message to the end of its last, with the gauges at both."""
 
-    def __init__(self, gauges: Gauges) -> None:
+    def __init__(self, gauges: Readable) -> None:
         self._gauges = gauges
         self._began: Reading | None = None
         self._ended: Reading | None = None

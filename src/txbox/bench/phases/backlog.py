@@ -14,7 +14,7 @@ _WAITING = "the whole workload waiting from the start, one worker with one lane"
 
 def _rates(name: str, title: str, rounds: list[Round]) -> Plot:
     medians = summary(rounds)
-    lines = {own: [(0.0, figures["rate"])] for own, figures in medians.items()}
+    lines = {own: [(0.0, figures["rate"] or 0.0)] for own, figures in medians.items()}
     return Plot(name, title, "bars", "", "messages a second", lines)
 
 
