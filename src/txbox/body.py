@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import types
 import typing
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from txbox.errors import ConfigurationError
-from txbox.message import Message
+from txbox.message import Message, parsed
 
 Decoder = Callable[[Message[Any]], Any]
 
@@ -39,7 +38,7 @@ def decoder_for(annotation: Any) -> Decoder:
     if structured is not None:
         return structured
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-        return lambda message: _dataclass(annotation, json.loads(message.payload or b"null"))
+        return lambda message: _dataclass(annotation, parsed(message.payload or b"null"))
     raise ConfigurationError(
         f"Message[{annotation!r}] cannot be decoded: use a dataclass, dict, a pydantic model (pip install "
         "'txbox[pydantic]'), a msgspec struct (pip install 'txbox[msgspec]'), or pass decode=."
@@ -51,15 +50,18 @@ def _lenient(message: Message[Any]) -> Any:
     if not payload or payload[:1] not in b'{["-0123456789tfn':
         return payload
     try:
-        return json.loads(payload)
+        return parsed(payload)
     except ValueError:
         return payload
 
 
 def _json_of(kind: Any) -> Decoder:
+    if not isinstance(kind, type):
+        kind = object
+
     def decode(message: Message[Any]) -> Any:
-        value = json.loads(message.payload or b"null")
-        if isinstance(kind, type) and kind is not object and not isinstance(value, kind):
+        value = parsed(message.payload or b"null")
+        if not isinstance(value, kind):
             raise ValueError(f"the payload is a JSON {type(value).__name__}, not a {kind.__name__}")
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Lock
 
@@ -11,24 +12,35 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # the future is made when somebody waits: hardly ever
-        self._held: dict[tuple[str, str], Future[None] | None] = {}
+        # the ids of each consumer; the future is made when somebody waits: hardly ever
+        self._held: dict[str, dict[str, Future[None] | None]] = {}
 
     def enter(self, consumer: str, message_id: str) -> Future[None] | None:
         """Take an id; returns None when it is ours now, else the future that ends with its holder."""
-        own = (consumer, message_id)
         with self._lock:
-            if own not in self._held:
-                self._held[own] = None
+            held = self._held.setdefault(consumer, {})
+            if message_id not in held:
+                held[message_id] = None
                 return None
-            holder = self._held[own]
+            holder = held[message_id]
             if holder is None:
-                holder = self._held[own] = Future()
+                holder = held[message_id] = Future()
             return holder
 
-    def leave(self, consumer: str, message_id: str) -> None:
-        """Give an id up and wake who waits for it."""
+    def enter_all(self, consumer: str, message_ids: Sequence[str]) -> bool:
+        """Take these ids, or none of them when somebody holds one."""
         with self._lock:
-            holder = self._held.pop((consumer, message_id))
-        if holder is not None:
-            holder.set_result(None)
+            held = self._held.setdefault(consumer, {})
+            if not held.keys().isdisjoint(message_ids):
+                return False
+            held.update(dict.fromkeys(message_ids))
+            return True
+
+    def leave(self, consumer: str, *message_ids: str) -> None:
+        """Give ids up and wake who waits for them."""
+        with self._lock:
+            held = self._held.setdefault(consumer, {})
+            holders = [held.pop(message_id) for message_id in message_ids]
+        for holder in holders:
+            if holder is not None:
+                holder.set_result(None)

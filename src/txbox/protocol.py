@@ -60,6 +60,10 @@ class Settled:
     result: bytes | None = None
 
 
+# what nearly every message comes to
+_AT_ONCE = Settled(Outcome.PROCESSED, 1)
+
+
 class Letters(Protocol):
     """What is staged when a message is given up."""
 
@@ -113,6 +117,17 @@ class InboxProtocol:
         Guarantee: PROCESSED and the effects of the handler's transaction are one commit. After a
         crash anywhere, delivering again processes what was not processed, and nothing twice.
         """
+        ids = [arrival.message_id for arrival in arrivals]
+        if self.in_flight.enter_all(handler.consumer, ids):
+            try:
+                return (yield from self._claim_and_run(handler, arrivals))
+            finally:
+                self.in_flight.leave(handler.consumer, *ids)
+        return (yield from self._deliver_what_is_free(handler, arrivals))
+
+    def _deliver_what_is_free(
+        self, handler: Handler, arrivals: Sequence[Arrival]
+    ) -> Steps[dict[str, Settled]]:
         held: list[str] = []
         settled: dict[str, Settled] = {}
         keys: set[str] = set()
@@ -121,9 +136,7 @@ class InboxProtocol:
                 if handler.options.in_order and arrival.message.key in keys:
                     # a message that another thread works on holds its key
                     settled[arrival.message_id] = self.held(handler, arrival)
-                elif self.in_flight.enter(handler.consumer, arrival.message_id) is None or (
-                    yield from self._entered(handler.consumer, arrival.message_id)
-                ):
+                elif (yield from self._entered(handler.consumer, arrival.message_id)):
                     held.append(arrival.message_id)
                 else:
                     settled[arrival.message_id] = self.held(handler, arrival)
@@ -134,8 +147,7 @@ class InboxProtocol:
                 settled.update((yield from self._claim_and_run(handler, mine)))
             return settled
         finally:
-            for message_id in held:
-                self.in_flight.leave(handler.consumer, message_id)
+            self.in_flight.leave(handler.consumer, *held)
 
     def _entered(self, consumer: str, message_id: str) -> Steps[bool]:
         deadline = time.monotonic() + self.limits.lock_timeout.total_seconds()
@@ -286,7 +298,7 @@ class InboxProtocol:
 
     def _ran(self, handler: Handler, arrival: Arrival, started: float, ran: Ran) -> Settled:
         """The outcome of a message whose transaction has committed."""
-        recorded = ran.failed.get(arrival.message_id)
+        recorded = ran.failed.get(arrival.message_id) if ran.failed else None
         if recorded is None:
             return self._processed(handler, arrival, started, ran)
         return self._gave_up(
@@ -297,23 +309,27 @@ class InboxProtocol:
         self, handler: Handler, arrival: Arrival, started: float, ran: Ran | None = None
     ) -> Settled:
         attempt = arrival.message.attempt
-        if ran is not None and ran.gap is not None and self.events:
-            self.events.emit(
-                SequenceGap(
-                    **_where(handler, arrival),
-                    expected=ran.gap,
-                    sequence=arrival.message.sequence or 0,
-                )
-            )
         if self.events:
+            if ran is not None and ran.gap is not None:
+                self.events.emit(
+                    SequenceGap(
+                        **_where(handler, arrival),
+                        expected=ran.gap,
+                        sequence=arrival.message.sequence or 0,
+                    )
+                )
             self.events.emit(
                 MessageProcessed(
-                    **_where(handler, arrival),
+                    consumer=handler.consumer,
+                    message_id=arrival.message_id,
+                    topic=arrival.message.topic,
                     attempt=attempt,
                     duration_s=time.monotonic() - started,
                 )
             )
-        result = ran.results.get(arrival.message_id) if ran is not None else None
+        result = ran.results.get(arrival.message_id) if ran is not None and ran.results else None
+        if attempt == 1 and result is None:
+            return _AT_ONCE
         return Settled(Outcome.PROCESSED, attempt, result)
 
     def met(self, handler: Handler, arrival: Arrival, row: Existing) -> Steps[Settled]:
@@ -448,18 +464,16 @@ class InboxProtocol:
         Guarantee: as `run_leased`.
         """
         settled: dict[str, Settled] = {}
-        held: list[str] = []
+        free = [
+            own.arrival
+            for own in rows
+            if self.in_flight.enter(handler.consumer, own.arrival.message_id) is None
+        ]
         try:
-            for leased in rows:
-                message_id = leased.arrival.message_id
-                if self.in_flight.enter(handler.consumer, message_id) is None:
-                    held.append(message_id)
-            mine = [own.arrival for own in rows if own.arrival.message_id in set(held)]
-            if len(mine) > 1 and _divides(handler, batch=True) and not handler.options.in_order:
-                settled = yield from self._run_rows(handler, mine, lease_token)
+            if len(free) > 1 and _divides(handler, batch=True) and not handler.options.in_order:
+                settled = yield from self._run_rows(handler, free, lease_token)
         finally:
-            for message_id in held:
-                self.in_flight.leave(handler.consumer, message_id)
+            self.in_flight.leave(handler.consumer, *[own.message_id for own in free])
         answers: list[Settled] = []
         for leased in rows:
             done = settled.get(leased.arrival.message_id)
@@ -504,6 +518,7 @@ class InboxProtocol:
             ran = yield from self.transaction.leased(handler, [arrival], lease_token)
             if ran.end is End.COMMITTED:
                 if ran.fresh:
+                    self.pace(handler).committed(1, time.monotonic() - started)
                     return self._processed(handler, arrival, started, ran)
                 # the fence matched nothing: the lease ran out and the row is another's
                 return Settled(Outcome.IN_PROGRESS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytest
 from txbox import App, Message
 from txbox.errors import UnusableMessage
 from txbox.handlers import Handler
-from txbox.message import Headers, handed_over
+from txbox.message import Headers, handed_over, parsed
 from txbox.policy import Limits
 
 
@@ -96,3 +97,30 @@ def test_an_id_in_the_headers_is_found_in_any_case(handler: Handler) -> None:
     ):
         message: Message[Any] = Message(topic="orders", headers=headers)
         assert handler.arrival(message, Limits()).message_id == expected
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"a": [1, 2.5, null, "\xc3\xa9"]}',
+        b' {"a": 1}\n',
+        b"7",
+        b'\xef\xbb\xbf{"a": 1}',
+        '{"a": "é"}'.encode("utf-16"),
+        '{"a": "é"}'.encode("utf-32-le"),
+        b'"\xed\xa0\x80"',
+        b"",
+        b"{",
+        b'{"a": 1} {"a": 2}',
+        b"\xff",
+        b"not json",
+    ],
+)
+def test_json_is_parsed_as_the_standard_library_does(payload: bytes) -> None:
+    try:
+        expected = json.loads(payload)
+    except ValueError as error:
+        with pytest.raises(type(error)):
+            parsed(payload)
+    else:
+        assert parsed(payload) == expected
