@@ -62,7 +62,7 @@ def _json_of(kind: Any) -> Decoder:
     def decode(message: Message[Any]) -> Any:
         value = parsed(message.payload or b"null")
         if not isinstance(value, kind):
-            raise ValueError(f"the payload is a JSON {type(value).__name__}, not a {kind.__name__}")
+            raise TypeError(f"the payload is a JSON {type(value).__name__}, not a {kind.__name__}")
         return value
 
     return decode
