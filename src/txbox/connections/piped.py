@@ -97,7 +97,8 @@ class Queue:
     def put(self, query: Any, params: Any) -> bool:
         """Send a statement of the handler's; False leaves it to psycopg."""
         pgconn, plans = self._pgconn, self._plans
-        if query.__class__ is not str or params.__class__ is not tuple:
+        kind: type[Any] = params.__class__
+        if query.__class__ is not str or (kind is not tuple and kind is not list):
             return False
         plan = plans.find(query)
         if plan is None or len(params) != len(plan.formats) or not self._may_send():
