@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -64,6 +65,10 @@ def main() -> int:
             result = _run(name, arguments.rounds, arguments.messages)
         except (ServerError, ModuleNotFoundError) as error:
             print(f"{name} could not run: {error}", file=sys.stderr)
+            failed = True
+            continue
+        except Exception:  # noqa: BLE001  # the phases after it are worth their time all the same
+            traceback.print_exc()
             failed = True
             continue
         done.append(result)

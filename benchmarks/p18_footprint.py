@@ -77,6 +77,9 @@ def _import_ms(module: str = "txbox") -> tuple[float, list[tuple[str, float]]]:
         own, cumulative, name = line.removeprefix("import time:").split("|")
         if not own.strip().isdigit():
             continue
+        if name.strip() == "site":
+            # so far it was the interpreter's own start
+            parts.clear()
         parts.append((name.strip(), int(own) / 1e3))
         if name.strip() == module:
             total = int(cumulative) / 1e3

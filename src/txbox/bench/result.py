@@ -160,7 +160,8 @@ def ratios(
     """A figure of the contender over that of the yardstick, round by round."""
     above = [getattr(own, figure) for own in rounds if own.contender == contender]
     below = [getattr(own, figure) for own in rounds if own.contender == yardstick]
-    return [one / other for one, other in zip(above, below, strict=True)]
+    # a yardstick that did nothing measures nothing
+    return [(one or 0.0) / other for one, other in zip(above, below, strict=True) if other]
 
 
 def values(rounds: Sequence[Round], contender: str, figure: str) -> list[float]:

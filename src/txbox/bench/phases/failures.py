@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from txbox.bench.contender import Txbox
@@ -20,8 +21,7 @@ class Failing:
         self.name, self._inner = name, inner
 
     def round(self, work: Work) -> Round:
-        self._inner.name = self.name
-        return self._inner.round(work)
+        return replace(self._inner.round(work), contender=self.name)
 
 
 def p12(on: Setting) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import psycopg
 
+from txbox.bench.contender import Txbox
 from txbox.bench.result import Bar, Round, ratios
 from txbox.bench.setting import Setting
 from txbox.bench.workload import Work, in_sets, writes
@@ -33,7 +35,7 @@ def p10(on: Setting) -> dict[str, Any]:
 class Snapshot:
     """A contender while another session holds a snapshot from before its round."""
 
-    def __init__(self, on: Setting, inner: Any) -> None:
+    def __init__(self, on: Setting, inner: Txbox) -> None:
         self.name = f"{inner.name}, snapshot held"
         self._url, self._inner = on.url, inner
 
@@ -41,7 +43,7 @@ class Snapshot:
         with psycopg.connect(self._url) as other:
             other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             other.execute("SELECT count(*) FROM pg_class")
-            return self._inner.round(work)  # type: ignore[no-any-return]
+            return replace(self._inner.round(work), contender=self.name)
 
 
 def snapshot(on: Setting) -> dict[str, Any]:
