@@ -73,7 +73,7 @@ class Setting:
         if warm:
             for contender, _ in cells:
                 self.report(f"{contender.name}, warming up")
-                contender.round(_made(order_paid, _WARM, 0, ()))
+                contender.round(_made(order_paid, min(_WARM, self.messages), 0, ()))
         done: list[Round] = []
         for number in range(self.rounds):
             for contender, work in cells[:: -1 if number % 2 else 1]:
