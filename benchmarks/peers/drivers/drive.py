@@ -1,0 +1,75 @@
+"""What the Python drivers share: the workload, the job of every contender, and the conversation with p16.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+URL = os.environ["DATABASE_URL"]
+TAKE = "UPDATE account SET balance = balance + $1 WHERE id = $2"
+ORDER = "INSERT INTO orders (number, account, amount) VALUES ($1, $2, $3)"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a broker's client hands over, its JSON parsed."""
+
+    id: str
+    body: dict[str, Any]
+
+
+After = Callable[[], Awaitable[object]]
+Ingest = Callable[[Sequence[Delivery]], Awaitable[object]]
+Process = Callable[[Sequence[Delivery]], Awaitable[After | None]]
+
+
+def distinct(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """Every delivery once; what a peer needs whose bulk call refuses a key that occurs twice in it."""
+    return list({own.id: own for own in deliveries}.values())
+
+
+def batches(items: Sequence[Delivery], size: int) -> list[Sequence[Delivery]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+async def until(idle: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until `idle` says so, looking every 5 ms."""
+    while not await idle():  # noqa: ASYNC110 - the peer's tables cannot tell
+        await asyncio.sleep(0.005)
+
+
+async def drive(ingest: Ingest, process: Process, prepare: Ingest | None = None) -> None:
+    """Each line on stdin names a file of deliveries: ingest it, process it, and answer with what that took.
+
+    Args:
+        ingest: stores the deliveries, as a broker's client hands them over.
+        process: runs everything stored, and returns when the last effect and completion are committed;
+            may return what stops its worker, which is not timed.
+        prepare: what a broker's client would have done, for those fed from memory; not timed.
+    """
+    print("ready", flush=True)
+    while path := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        with Path(path).open() as file:  # noqa: ASYNC230 - nothing else runs yet
+            deliveries = [Delivery(**json.loads(line)) for line in file]
+        if prepare is not None:
+            await prepare(deliveries)
+        cpu_began, began = time.process_time(), time.perf_counter()
+        await ingest(deliveries)
+        ingested = time.perf_counter()
+        after = await process(deliveries)
+        done, cpu_s = time.perf_counter(), time.process_time() - cpu_began
+        if after is not None:
+            await after()
+        print(
+            json.dumps(
+                {"ingest_s": ingested - began, "process_s": done - ingested, "cpu_s": cpu_s}
+            ),
+            flush=True,
+        )

