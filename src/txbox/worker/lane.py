@@ -13,12 +13,13 @@ from concurrent.futures import Future
 
 from txbox.app import App
 from txbox.errors import Fault, StoreError
+from txbox.handlers import Handler
 from txbox.intake import Leasing
 from txbox.outcome import Outcome
 from txbox.patience import CURABLE
 from txbox.protocol import Settled
 from txbox.steps import Steps, Wait
-from txbox.worker.table import Row, Table
+from txbox.worker.table import Row, Table, take_together
 from txbox.worker.work import Way, Work, settle
 
 _IDLE_S = 1.0
@@ -46,6 +47,8 @@ class Lane:
         self._order = itertools.count()
         # of each key whose message is held: what came behind it
         self._behind: dict[str, deque[Work]] = {}
+        # rows that this lane has stored and leased itself, to be run here
+        self._rows: deque[Row] = deque()
         self._waiter: Future[None] | None = None
 
     @property
@@ -70,21 +73,23 @@ class Lane:
             while not self._stop():
                 batch = self._next_batch()
                 if batch:
-                    deliver = self._deliver_leased if batch[0].way is Way.LEASED else self._deliver
-                    yield from deliver(batch)
-                    if self._stop():
-                        break
+                    yield from self._take(batch)
                 # in turns, so that neither the source nor the table starves
-                row = yield from self._table.next(self._is_async, self._index)
-                if row is not None:
-                    yield from self._run_row(row)
-                if row is None and not batch:
+                worked = yield from self._run_own()
+                if self._stop():
+                    break
+                rows = yield from self._table.next(self._is_async, self._index)
+                if rows:
+                    yield from self._run(rows)
+                elif not batch and not worked:
                     yield from self._idle()
         except StoreError as error:
             if error.fault is Fault.SCHEMA:
                 yield from self._app.check_schema()  # raises with the command to run, if that is it
             if not (self._stop() and error.fault in CURABLE):
                 raise
+        finally:
+            self._table.put_back(self._rows)
 
     # -- deliveries ---------------------------------------------------------------------------
 
@@ -121,11 +126,31 @@ class Lane:
     def _batch_messages(self, first: Work) -> int:
         """The one place that decides how many deliveries share a transaction."""
         app, handler = self._app, first.route.handler
+        most = app.batching.messages
+        if first.way is Way.INLINE:
+            # each version of a key is decided by the one before it
+            return (
+                1 if handler.options.sequence is not None else app.protocol.pace(handler).messages
+            )
         if first.way is Way.LEASED:
-            return min(app.lease.batch, app.batching.messages)
-        if first.way is Way.STORED or handler.options.batch:
-            return app.batching.messages
-        return 1
+            return min(app.lease.batch, most)
+        if self._runs_stored(first):
+            return min(max(app.lease.batch, app.protocol.pace(handler).messages), most)
+        return most
+
+    def _runs_stored(self, work: Work) -> bool:
+        """Say whether this lane runs what it stores now: one that has rows to run does not take more."""
+        options = work.route.handler.options
+        return not self._rows and options.mode == "stored" and not options.in_order
+
+    def _take(self, batch: list[Work]) -> Steps[None]:
+        first = batch[0]
+        if first.way is Way.LEASED:
+            yield from self._deliver_leased(batch)
+        elif first.way is Way.STORED and self._runs_stored(first):
+            yield from self._store(batch)
+        else:
+            yield from self._deliver(batch)
 
     def _deliver(self, batch: list[Work]) -> Steps[None]:
         handler = batch[0].route.handler
@@ -134,8 +159,23 @@ class Lane:
             [work.message for work in batch],
             stop=self._stop,
         )
+        if self._settled(batch, answers):
+            self._table.look_now()
+
+    def _store(self, batch: list[Work]) -> Steps[None]:
+        """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""
+        handler, leasing = batch[0].route.handler, Leasing(self._app.lease)
+        answers: list[Settled] = yield from self._app.taken(
+            handler, [work.message for work in batch], leasing=leasing, stop=self._stop
+        )
+        self._hold_rows(leasing, handler)
+        if self._settled(batch, answers) > len(leasing.rows):
+            self._table.look_now()
+
+    def _settled(self, batch: list[Work], answers: list[Settled]) -> int:
+        """Settle what may be, hold the rest; returns how many the table has."""
         done: list[Work] = []
-        deferred = False
+        deferred = 0
         for work, settled in zip(batch, answers, strict=True):
             if not settled.outcome.settles:
                 self._hold(work)
@@ -144,10 +184,9 @@ class Lane:
             if work.tries:
                 self._let_go(work)
             if settled.outcome is Outcome.DEFERRED:
-                deferred = True
-        if deferred:
-            self._table.look_now()
+                deferred += 1
         settle(done)
+        return deferred
 
     def _deliver_leased(self, batch: list[Work]) -> Steps[None]:
         """Store and lease a batch in one transaction, then run it here, in order, each row alone.
@@ -174,7 +213,7 @@ class Lane:
         settle(done)
         try:
             while rows and not self._stop():
-                yield from self._run_row(rows.popleft())
+                yield from self._run([rows.popleft()])
         finally:
             self._table.put_back(rows)
         if not leasing.rows:
@@ -205,24 +244,44 @@ class Lane:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _run_row(self, row: Row) -> Steps[None]:
-        """Run a row, and after it those of its key that waited behind it, as many as a lease takes."""
-        following: Row | None = row
+    def _hold_rows(self, leasing: Leasing, handler: Handler) -> None:
+        rows = [Row(handler, own, leasing.token, False) for own in leasing.rows]
+        self._table.hold(rows)
+        self._rows.extend(rows)
+
+    def _run_own(self) -> Steps[bool]:
+        """Run what this lane has stored itself, as many rows as a transaction takes."""
+        if not self._rows or self._stop():
+            return False
+        yield from self._run(take_together(self._app, self._rows))
+        return True
+
+    def _run(self, rows: list[Row]) -> Steps[None]:
+        """Run rows; after an ordered one those of its key that waited behind it, as many as a lease takes."""
+        if len(rows) > 1:
+            yield from self._run_together(rows)
+            return
+        following: Row | None = rows[0]
         left = self._app.lease.batch
         while following is not None:
-            yield from self._run_one(following)
+            yield from self._run_together([following])
             left -= 1
             following = (yield from self._table.behind(following)) if left else None
 
-    def _run_one(self, row: Row) -> Steps[None]:
-        with self._table.running(row):
-            yield from self._app.protocol.persistently(
-                lambda: self._app.protocol.run_leased(row.handler, row.leased, row.token),
+    def _run_together(self, rows: list[Row]) -> Steps[None]:
+        first, protocol = rows[0], self._app.protocol
+        handler, options = first.handler, first.handler.options
+        if len(rows) > 1 and options.lock_key is not None:
+            rows.sort(key=lambda row: handler.lock_key(row.leased.arrival.message) or "")
+        with self._table.running(rows):
+            yield from protocol.persistently(
+                lambda: protocol.run_leased_many(
+                    handler, [row.leased for row in rows], first.token
+                ),
                 stop=self._stop,
             )
         # a retry may be due at once, and a finished row makes room for the next, or for those behind it
-        options = row.handler.options
-        if row.suspect or options.in_order or options.retry.base.total_seconds() == 0:
+        if first.suspect or options.in_order or options.retry.base.total_seconds() == 0:
             self._table.look_now()
 
     # -- waiting ------------------------------------------------------------------------------

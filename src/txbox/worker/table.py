@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,6 +34,40 @@ class Row:
     @property
     def message_id(self) -> str:
         return self.leased.arrival.message_id
+
+    @property
+    def alone(self) -> bool:
+        """True when no other row may share its transaction."""
+        options = self.handler.options
+        return self.suspect or options.in_order or not options.transactional
+
+
+def take_together(app: App, rows: deque[Row], index: int = 0) -> list[Row]:
+    """Take a row out, and those right behind it that may share its transaction."""
+    row = rows[index]
+    del rows[index]
+    taken = [row]
+    if row.alone:
+        return taken
+    messages_max = app.protocol.pace(row.handler).messages
+    bytes_left = app.batching.payload_bytes - _size_bytes(row)
+    while len(taken) < messages_max and index < len(rows):
+        following = rows[index]
+        bytes_left -= _size_bytes(following)
+        if (
+            following.handler is not row.handler
+            or following.token != row.token
+            or following.suspect
+            or bytes_left < 0
+        ):
+            break
+        del rows[index]
+        taken.append(following)
+    return taken
+
+
+def _size_bytes(row: Row) -> int:
+    return len(row.leased.arrival.message.payload or b"")
 
 
 class Table:
@@ -65,18 +99,20 @@ class Table:
         self._leasing = False
         self._pause_s = _BUSY_S
         self._poll_at = 0.0
+        self._suspects_at = 0.0
         self._heads_only, self._dead_blocks = app.handlers.order_of(consumer)
+        self._handlers = app.handlers.consumers().get(consumer, [])
 
-    def next(self, is_async: bool, lane: int) -> Steps[Row | None]:
-        """Return a row for this lane, leasing more when none is here and it is time to look."""
-        row = self._pop(is_async, lane)
-        if row is None and self._may_lease():
+    def next(self, is_async: bool, lane: int) -> Steps[list[Row]]:
+        """Return rows that may share a transaction; leases more when none is here and it is time to look."""
+        rows = self._pop(is_async, lane)
+        if not rows and self._may_lease():
             try:
                 yield from self._lease()
             finally:
                 self._leasing = False
-            row = self._pop(is_async, lane)
-        return row
+            rows = self._pop(is_async, lane)
+        return rows
 
     def behind(self, row: Row) -> Steps[Row | None]:
         """Return the next row of an ordered row's key, once that has run; None where there is none to run now."""
@@ -116,14 +152,15 @@ class Table:
         self._poll_at = 0.0
 
     @contextmanager
-    def running(self, row: Row) -> Generator[None]:
-        """Hold a row's lease while it runs; the lease ends with it."""
+    def running(self, rows: Sequence[Row]) -> Generator[None]:
+        """Hold the leases of rows while they run; they end with it."""
         try:
             yield
         finally:
-            self._forget(row.token, row.message_id)
-            if row.suspect:
-                self._suspects.release()
+            self._forget(rows)
+            for row in rows:
+                if row.suspect:
+                    self._suspects.release()
 
     def hold(self, rows: Iterable[Row]) -> None:
         """Keep the leases of rows that a lane has leased itself, until each has run."""
@@ -151,19 +188,20 @@ class Table:
             rows, self._rows = list(self._rows), deque()
         released = 0
         for row in rows:
-            with self.running(row):
+            with self.running([row]):
                 released += yield from self._app.store.release(
                     self.consumer, [row.message_id], token=row.token, delay_s=0.0
                 )
         return released
 
-    def _pop(self, is_async: bool, lane: int) -> Row | None:
+    def _pop(self, is_async: bool, lane: int) -> list[Row]:
+        if not self._rows:
+            return []
         with self._lock:
             for index, row in enumerate(self._rows):
                 if row.handler.is_async == is_async and lane < row.handler.options.concurrency:
-                    del self._rows[index]
-                    return row
-        return None
+                    return take_together(self._app, self._rows, index)
+        return []
 
     def _may_lease(self) -> bool:
         with self._lock:
@@ -173,8 +211,12 @@ class Table:
             return True
 
     def _lease(self) -> Steps[None]:
-        found = yield from self._leased(self._app.lease.batch, suspect=False)
-        if self._suspects.acquire(blocking=False):
+        limit = self._limit()
+        found = yield from self._leased(limit, suspect=False)
+        now = time.monotonic()
+        # with much to do, those that may kill the process are looked for now and then only
+        if (found < limit or now >= self._suspects_at) and self._suspects.acquire(blocking=False):
+            self._suspects_at = now + _IDLE_S
             # released when its run has ended; at once when there is none
             taken = 0
             try:
@@ -185,13 +227,21 @@ class Table:
             found += taken
         if found:
             self._pause_s = _BUSY_S
-            pause_s = 0.0 if found >= self._app.lease.batch else _BUSY_S
+            pause_s = 0.0 if found >= limit else _BUSY_S
         else:
             pause_s = self._pause_s
             self._pause_s = min(self._pause_s * 2, _IDLE_S)
         self._poll_at = time.monotonic() + pause_s * random.uniform(0.75, 1.25)
         if found:
             self._wake()
+
+    def _limit(self) -> int:
+        """Rows to lease: `Lease.batch`, or as many as the next transaction takes."""
+        app = self._app
+        paces = (
+            app.protocol.pace(own).messages for own in self._handlers if not own.options.in_order
+        )
+        return max(app.lease.batch, min(max(paces, default=1), app.batching.messages))
 
     def _leased(self, limit: int, *, suspect: bool) -> Steps[int]:
         token = secrets.token_hex(16)
@@ -243,10 +293,11 @@ class Table:
                 )
             )
 
-    def _forget(self, token: str, message_id: str) -> None:
+    def _forget(self, rows: Iterable[Row]) -> None:
         with self._lock:
-            ids = self._held.get(token)
-            if ids is not None:
-                ids.discard(message_id)
-                if not ids:
-                    del self._held[token]
+            for row in rows:
+                ids = self._held.get(row.token)
+                if ids is not None:
+                    ids.discard(row.message_id)
+                    if not ids:
+                        del self._held[row.token]
