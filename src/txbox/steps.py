@@ -353,10 +353,7 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                     outcome = connection.execute(step)
                     at(f"after:{step.name}")
                 elif type(step) is Invoke:
-                    native = connection.native if connection is not None else None
-                    outcome = [
-                        _invoke(connection, call, native, step.timeout_s) for call in step.calls
-                    ]
+                    outcome = [_invoke(connection, call, step.timeout_s) for call in step.calls]
                 elif type(step) is InvokeGroups:
                     assert connection is not None
                     outcome = _invoke_groups(connection, step)
@@ -398,11 +395,12 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
         steps.close()
 
 
-def _invoke(connection: Connection | None, call: Call, native: Any, timeout_s: float | None) -> Any:
+def _invoke(connection: Connection | None, call: Call, timeout_s: float | None) -> Any:
     at("before:handler")
     started = time.monotonic() if timeout_s is not None else 0.0
     try:
-        answer = call(native)
+        # asked for by each call: an adapter tells by that what one has done to the next
+        answer = call(connection.native if connection is not None else None)
     except Exception as error:
         raise _raised(error, connection) from error
     if timeout_s is not None and time.monotonic() - started > timeout_s:
@@ -415,9 +413,8 @@ def _invoke(connection: Connection | None, call: Call, native: Any, timeout_s: f
 def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
     if not isinstance(connection, Nesting):
         calls = [call for group in step.groups for call in group]
-        native = connection.native
         return Progress(
-            [_invoke(connection, call, native, step.timeout_s) for call in calls], len(step.groups)
+            [_invoke(connection, call, step.timeout_s) for call in calls], len(step.groups)
         )
     piping = connection if step.piped and isinstance(connection, Piping) else None
     if piping is not None:
@@ -430,7 +427,7 @@ def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
             connection.savepoint()
             for course.call, call in enumerate(group):
                 course.begin(piping.position if piping is not None else None)
-                answers.append(_invoke(connection, call, connection.native, step.timeout_s))
+                answers.append(_invoke(connection, call, step.timeout_s))
             course.call = len(group)
             at("before:release_savepoint")
             connection.release_savepoint()

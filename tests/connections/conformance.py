@@ -52,6 +52,12 @@ class Kind:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def one_round_trip(self) -> bool:
+        """Whether close and COMMIT are sent together."""
+        on_psycopg = self.name.endswith(("-postgresql", "-psycopg"))
+        return self.family == "psycopg" or (self.family == "sqlalchemy" and on_psycopg)
+
 
 class Given:
     """A database opened in one way, in blocking calls: an async one runs on a loop of its own."""
@@ -109,8 +115,17 @@ class Held:
     def __init__(self, given: Given, connection: Any) -> None:
         self.given = given
         self.connection = connection
+        self._native: Any = None
+
+    @property
+    def native(self) -> Any:
+        """The object that the handler gets, once a transaction: who asks again stands for the next call."""
+        if self._native is None:
+            self._native = self.connection.native
+        return self._native
 
     def begin(self, *statements: Statement) -> list[Result]:
+        self._native = None
         results: list[Result] = self.given.wait(self.connection.begin(statements))
         return results
 
@@ -152,7 +167,7 @@ class Held:
 
     def do(self, sql: str) -> Any:
         """Run SQL as a handler does, on the object that it gets."""
-        return self.given.wait(do(self.given.kind.family, self.connection.native, sql))
+        return self.given.wait(do(self.given.kind.family, self.native, sql))
 
     def claim(self, consumer: str, message_id: str) -> str:
         """BEGIN and claim an id, as the protocol does; returns the token for `close`."""

@@ -16,6 +16,7 @@ from txbox.steps import (
     AsyncExecutor,
     Connections,
     Executor,
+    Raised,
     Result,
     Statement,
 )
@@ -208,6 +209,29 @@ def refused_commit(error: StoreError) -> bool:
         return True
     code = error.code or ""
     return code.startswith("SQLITE_CONSTRAINT") or (len(code) == 5 and code.startswith("23"))
+
+
+#: Around handlers of one batch whose failures are to stay apart.
+SAVEPOINT = Statement("savepoint", "SAVEPOINT txbox_handler", {})
+RELEASE = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_handler", {})
+ROLLBACK_TO = Statement("rollback_to_savepoint", "ROLLBACK TO SAVEPOINT txbox_handler", {})
+# there is no such savepoint, or no transaction, any more: SQLSTATE, MySQL's number, SQLite's code
+# for every wrong statement
+_NO_SAVEPOINT = frozenset({"3B001", "25P01", "1305", "SQLITE_ERROR"})
+
+
+def not_released(error: StoreError, lost: bool) -> StoreError | Raised:
+    """What it means that a savepoint could not be released or rolled back to.
+
+    A transaction that a swallowed error has failed is the failure of the handler's last calls alone.
+    """
+    if error.code in _NO_SAVEPOINT:
+        return handler_left("its savepoint is gone")
+    return Raised(error, error, lost) if error.fault is Fault.ABORTED else error
+
+
+def savepoint_is_gone(error: StoreError) -> bool:
+    return error.code in _NO_SAVEPOINT
 
 
 def plain_rows(rows: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:

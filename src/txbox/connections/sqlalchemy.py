@@ -17,18 +17,22 @@ from sqlalchemy import exc, orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from txbox.connections.base import (
-    check_closed,
+    RELEASE,
+    ROLLBACK_TO,
+    SAVEPOINT,
     dbapi_error,
     finished,
     handler_left,
     not_in_transaction,
-    plain_rows,
+    not_released,
     refused_commit,
+    savepoint_is_gone,
     wrong_colour,
 )
+from txbox.connections.sqlalchemy_wire import Libpq, Watched, wire
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Raised, Result, Statement
-from txbox.store.dialect import Dialect, Style, dialect, native
+from txbox.store.dialect import Dialect, Style, dialect
 
 T = TypeVar("T")
 
@@ -39,9 +43,7 @@ _STYLES: dict[str, Style] = {
     "qmark": "qmark",
     "numeric_dollar": "numeric",
 }
-_PROBE = Statement("probe", "SELECT 1", {})
-# RELEASE SAVEPOINT found none: SQLSTATE, MySQL's number, SQLite's code for every wrong statement
-_NO_SAVEPOINT = frozenset({"3B001", "25P01", "1305", "SQLITE_ERROR"})
+_READ_COMMITTED = Statement("isolation", "SET TRANSACTION ISOLATION LEVEL READ COMMITTED", {})
 
 
 def open_object(target: Any, *, schema: str | None = None) -> SQLAlchemyDatabase:
@@ -168,20 +170,36 @@ class SQLAlchemyConnection:
         self._maker = maker
         self._bind = bind or raw
         self._session: Any = None
+        # the session's transaction that an earlier call of a handler's has begun, and the next one found
+        self._shared: Any = None
+        self._undone = False
         self._transaction: Any = None
-        self._style: Style = _style_of(raw.dialect)
+        self._errors: tuple[type[Exception], ...] = (
+            exc.SQLAlchemyError,
+            _driver_error(raw.dialect),
+            StoreError,
+        )
         self._enforce_later = False
         self._fatal = False
 
     @property
     def native(self) -> Any:
+        """What the next call of a handler gets; the calls of one transaction share a session."""
         if self._maker is None:
             return self._bind
         if self._session is None:
             self._session = self._maker(
                 bind=self._bind, join_transaction_mode="create_savepoint", twophase=False
             )
+        self._look_back()
+        self._shared = _sync(self._session).get_transaction()
         return self._session
+
+    def _look_back(self) -> None:
+        """Notice that a call has ended a transaction of the session's which held the work of calls before it."""
+        if self._shared is not None:
+            self._undone |= _sync(self._session).get_transaction() is not self._shared
+            self._shared = None
 
     @property
     def lost(self) -> bool:
@@ -192,28 +210,50 @@ class SQLAlchemyConnection:
 
     def prepare(self) -> None:
         """Ask for READ COMMITTED, also of an engine in autocommit; the pool resets it afterwards."""
-        if self._dialect.name == "postgresql" or (
-            self._dialect.name == "mysql" and _autocommits(self.raw)
-        ):
+        self._wire = wire(self.raw, self._dialect, _style_of(self.raw.dialect))
+        name = self._dialect.name
+        # libpq's BEGIN names the level itself
+        always = name == "postgresql" and not isinstance(self._wire, Libpq)
+        if always or (name != "sqlite" and _autocommits(self.raw)):
             self.raw.execution_options(isolation_level="READ COMMITTED")
 
     def execute(self, statement: Statement) -> Result:
         try:
-            return check_closed(statement, _executed(self.raw, statement, self._style))
-        except exc.SQLAlchemyError as error:
+            return self._wire.execute(statement)
+        except self._errors as error:
             raise self._failure(error) from error
+
+    def savepoint(self) -> None:
+        self.execute(SAVEPOINT)
+
+    def release_savepoint(self) -> None:
+        self._end_calls()
+        try:
+            self.execute(RELEASE)
+        except StoreError as error:
+            raise not_released(error, self.lost) from error
+
+    def rollback_to_savepoint(self) -> None:
+        # what the session knows of the database is about to be rolled back: the next call gets another
+        try:
+            self._ended()
+            while (nested := self.raw.get_nested_transaction()) is not None:
+                nested.close()
+            self._wire.execute(ROLLBACK_TO)
+        except self._errors as error:
+            raise not_released(self._failure(error), self.lost) from error
 
     def begin(self, statements: Sequence[Statement]) -> list[Result]:
         try:
             self._transaction = self.raw.begin()
             if self._dialect.name == "mysql":
                 # for the next transaction only; SESSION would cost two round trips to reset
-                self.raw.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+                self._wire.execute(_READ_COMMITTED)
             elif self._dialect.name == "sqlite":
                 self._begin_immediate()
-        except exc.SQLAlchemyError as error:
+            return self._wire.begin(statements)
+        except self._errors as error:
             raise self._failure(error) from error
-        return [self.execute(statement) for statement in statements]
 
     def _begin_immediate(self) -> None:
         # a deferred transaction that reads first cannot become a writer later; and the engine may
@@ -227,20 +267,13 @@ class SQLAlchemyConnection:
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         if self._session is not None:
-            session = getattr(self._session, "sync_session", self._session)
-            try:
-                # writes what is pending; what fails here is the handler's
-                session.flush()
-                # releases the savepoint
-                session.commit()
-            except Exception as error:
-                found = self.translate(error)
-                if found is not None and _savepoint_gone(error, found):
-                    raise handler_left("its session's savepoint is gone") from error
-                raise Raised(error, found, self.lost) from error
-        # a statement that succeeds last proves that the transaction has not failed: a driver does not
-        # show that its COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
-        results = [self.execute(statement) for statement in statements or (_PROBE,)]
+            # nobody uses what it holds any more
+            _sync(self._session).expire_on_commit = False
+        self._end_calls()
+        try:
+            results = self._wire.commit(statements)
+        except self._errors as error:
+            raise self._failure(error) from error
         try:
             self._transaction.commit()
         except exc.SQLAlchemyError as error:
@@ -248,7 +281,26 @@ class SQLAlchemyConnection:
             found.definite = refused_commit(found)
             raise found from error
         self._ended()
-        return results if statements else []
+        return results
+
+    def _end_calls(self) -> None:
+        """Write what the session has pending and release its savepoint; what fails here is the handler's.
+
+        Raises:
+            Raised: also when a call has undone what calls before it had written.
+        """
+        if self._session is None:
+            return
+        self._look_back()
+        if self._undone:
+            raise Raised(_undone(), None, self.lost)
+        try:
+            _sync(self._session).commit()
+        except Exception as error:
+            found = self.translate(error)
+            if found is not None and _savepoint_gone(error, found):
+                raise handler_left("its session's savepoint is gone") from error
+            raise Raised(error, found, self.lost) from error
 
     def rollback(self) -> None:
         try:
@@ -257,14 +309,16 @@ class SQLAlchemyConnection:
             elif not self.lost:
                 # COMMIT was refused: SQLite keeps the transaction open then
                 self.raw.connection.rollback()
-        except (exc.SQLAlchemyError, _driver_error(self.raw.dialect)) as error:
+            self._wire.rolled_back()
+        except self._errors as error:
             raise self._failure(error) from error
         self._ended()
 
     def _ended(self) -> None:
         session, self._session = self._session, None
+        self._shared, self._undone = None, False
         if session is not None:
-            getattr(session, "sync_session", session).close()
+            _sync(session).close()
 
     def give_back(self) -> None:
         try:
@@ -283,7 +337,7 @@ class SQLAlchemyConnection:
         self.raw.close()
 
     def _failure(self, error: BaseException) -> StoreError:
-        found = self.translate(error)
+        found = error if isinstance(error, StoreError) else self.translate(error)
         if found is None:
             found = (
                 handler_left("it closed its connection") if self.raw.closed else _unusable(error)
@@ -331,6 +385,15 @@ class AsyncSQLAlchemyConnection:
     async def begin(self, statements: Sequence[Statement]) -> list[Result]:
         return await self._bridged(lambda: self._inner.begin(statements))
 
+    async def savepoint(self) -> None:
+        await self._bridged(self._inner.savepoint)
+
+    async def release_savepoint(self) -> None:
+        await self._bridged(self._inner.release_savepoint)
+
+    async def rollback_to_savepoint(self) -> None:
+        await self._bridged(self._inner.rollback_to_savepoint)
+
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
         return await self._bridged(lambda: self._inner.commit(statements))
 
@@ -355,12 +418,12 @@ class Borrowed:
         if _autocommits(tx):
             raise not_in_transaction(tx)
         self._tx = tx
-        self._style: Style = _style_of(tx.dialect)
+        self._wire = Watched(tx, _style_of(tx.dialect))
         self.dialect = own
 
     def execute(self, statement: Statement) -> Result:
         try:
-            return _executed(self._tx, statement, self._style)
+            return self._wire.execute(statement)
         except exc.SQLAlchemyError as error:
             found = _translated(error, self.dialect, self._tx.dialect)
             raise found or _unusable(error) from error
@@ -477,22 +540,24 @@ def _in_sqlite_transaction(raw: sa.Connection) -> bool:
     return bool(driver.in_transaction)
 
 
-def _executed(raw: sa.Connection, statement: Statement, style: Style) -> Result:
-    if not statement.sql:
-        # this database has nothing to do at this point
-        return Result((), 0)
-    sql, names = native(statement.sql, style)
-    result = raw.exec_driver_sql(sql, tuple(statement.params[name] for name in names))
-    rows = plain_rows(result.fetchall()) if result.returns_rows else []
-    return Result(rows, result.rowcount)
-
-
 def _savepoint_gone(error: BaseException, found: StoreError) -> bool:
     """Say whether a session could not release its savepoint because there is none any more."""
     return (
-        found.code in _NO_SAVEPOINT
+        savepoint_is_gone(found)
         and isinstance(error, exc.StatementError)
         and (error.statement or "").startswith("RELEASE SAVEPOINT")
+    )
+
+
+def _sync(session: Any) -> Any:
+    return getattr(session, "sync_session", session)
+
+
+def _undone() -> StoreError:
+    return StoreError(
+        "A handler ended the transaction of its session with rollback() or close(), and with it what other messages "
+        "of its batch had written: they run again, each by itself.",
+        fault=Fault.OTHER,
     )
 
 

@@ -1,0 +1,135 @@
+"""How txbox's own statements travel on a connection of SQLAlchemy's, in the transaction that the handler gets.
+
+SQLAlchemy's way for a statement costs more than the statement, so it is taken only where somebody
+watches it: with listeners on the engine, or echo. Else a cursor of the driver's does, or, for psycopg,
+libpq's pipeline, where BEGIN and claim, close and COMMIT are one round trip each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import sqlalchemy as sa
+
+from txbox.connections.base import check_closed, dbapi_error, plain_rows
+from txbox.steps import Result, Statement
+from txbox.store.dialect import Dialect, Style, native
+
+# a statement that succeeds last proves that the transaction has not failed: a driver does not
+# show that its COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
+_PROBE = Statement("probe", "SELECT 1", {})
+_INFO = "txbox"
+
+
+class Wire(Protocol):
+    """Raises StoreError, SQLAlchemy's or the driver's errors."""
+
+    def begin(self, statements: Sequence[Statement]) -> list[Result]: ...
+    def execute(self, statement: Statement) -> Result: ...
+    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        """Run what comes last before SQLAlchemy's own COMMIT, which finds nothing to do if it is sent here."""
+        ...
+
+    def rolled_back(self) -> None: ...
+
+
+class Watched:
+    """Through SQLAlchemy: its listeners and its log see every statement."""
+
+    def __init__(self, raw: sa.Connection, style: Style) -> None:
+        self._raw = raw
+        self._style: Style = style
+
+    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        return [self.execute(statement) for statement in statements]
+
+    def execute(self, statement: Statement) -> Result:
+        if not statement.sql:
+            # this database has nothing to do at this point
+            return Result((), 0)
+        sql, names = native(statement.sql, self._style)
+        result = self._raw.exec_driver_sql(sql, tuple(statement.params[name] for name in names))
+        rows = plain_rows(result.fetchall()) if result.returns_rows else []
+        return check_closed(statement, Result(rows, result.rowcount))
+
+    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        results = [self.execute(statement) for statement in statements or (_PROBE,)]
+        return results if statements else []
+
+    def rolled_back(self) -> None: ...
+
+
+class Cursors(Watched):
+    """Through a cursor of the driver's."""
+
+    def execute(self, statement: Statement) -> Result:
+        if not statement.sql:
+            return Result((), 0)
+        sql, names = native(statement.sql, self._style)
+        cursor: Any = self._raw.connection.cursor()
+        try:
+            cursor.execute(sql, tuple(statement.params[name] for name in names))
+            rows = plain_rows(cursor.fetchall()) if cursor.description else []
+            return check_closed(statement, Result(rows, cursor.rowcount))
+        finally:
+            cursor.close()
+
+
+class Libpq:
+    """Through libpq's pipeline, on the connection that psycopg made."""
+
+    def __init__(self, raw: sa.Connection, own: Dialect) -> None:
+        from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
+
+        self._begin, self._commit, self._deallocate = BEGIN, COMMIT, DEALLOCATE
+        self._raw = raw
+        pipeline: Pipeline | None = raw.info.get(_INFO)
+        if pipeline is None:
+            driver: Any = raw.connection.driver_connection
+            pipeline = raw.info[_INFO] = Pipeline(
+                driver,
+                # engines behind a pooler switch psycopg's prepared statements off
+                prepare=driver.prepare_threshold is not None,
+                translate=lambda error: dbapi_error(error, own),
+            )
+        self._pipeline = pipeline
+
+    def _wait(self, steps: Any) -> list[Result]:
+        adapted: Any = self._raw.connection.dbapi_connection
+        if not self._raw.dialect.is_async:
+            return cast("list[Result]", adapted.wait(steps))
+
+        def wait(driver: Any) -> Any:
+            return driver.wait(steps)
+
+        return cast("list[Result]", adapted.run_async(wait))
+
+    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+        return self._wait(self._pipeline.send(statements, before=self._begin))
+
+    def execute(self, statement: Statement) -> Result:
+        return self._wait(self._pipeline.send((statement,)))[0]
+
+    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        return self._wait(self._pipeline.send(statements, after=self._commit))
+
+    def rolled_back(self) -> None:
+        self._pipeline.forget()
+        # psycopg may just have deallocated everything, or nothing: make it everything
+        self._wait(self._pipeline.send((), after=self._deallocate))
+
+
+def wire(raw: sa.Connection, own: Dialect, style: Style) -> Wire:
+    """The shortest way that nobody watches."""
+    engine: Any = raw.engine
+    # not public, so that a release without it has every statement watched
+    if (
+        getattr(raw, "_has_events", True)
+        or getattr(engine, "_has_events", True)
+        or getattr(raw, "_echo", True)
+    ):
+        return Watched(raw, style)
+    if raw.dialect.driver in ("psycopg", "psycopg_async"):
+        return Libpq(raw, own)
+    return Cursors(raw, style)
