@@ -34,10 +34,12 @@ from txbox.store.rows import (
     ConsumerStatus,
     InboxRows,
     ListedMessage,
+    PartitionStatus,
     QuarantinedMessage,
     RecordedAttempt,
     RowFilter,
     ShownMessage,
+    TableSize,
 )
 from txbox.store.waits import Waits
 
@@ -55,12 +57,14 @@ __all__ = [
     "Changed",
     "ConsumerStatus",
     "ListedMessage",
+    "PartitionStatus",
     "QuarantinedMessage",
     "RecordedAttempt",
     "ReplayFailure",
     "Replayed",
     "RowFilter",
     "ShownMessage",
+    "TableSize",
     "Waits",
 ]
 
@@ -112,6 +116,10 @@ class Admin:
     def status(self) -> Sequence[ConsumerStatus]:
         """Count every consumer's rows; its cost grows with the table."""
         return self._drive(self._rows.status())
+
+    def sizes(self) -> tuple[Sequence[TableSize], PartitionStatus | None]:
+        """Tell how large the tables and their indexes are, and how the inbox is partitioned."""
+        return self._drive(self._rows.sizes())
 
     def list(
         self, where: RowFilter | None = None, *, limit: int = 50, before: int | None = None

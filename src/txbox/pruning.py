@@ -131,11 +131,13 @@ def _drop(run: _Run, found: Layout, older_than_s: float) -> Steps[bool]:
         if (part.ends_s or 0.0) > found.clock_s - older_than_s or not (yield from run.may_go_on()):
             break
         rows = yield from tables.rows(run.own, part)
-        if (
-            yield from _patiently(
-                run, partial(tables.drop, run.own, part, older_than_s=older_than_s)
-            )
-        ):
+        done = yield from _patiently(
+            run, partial(tables.drop, run.own, part, older_than_s=older_than_s)
+        )
+        if done is None:
+            # what is in this one's way is in the way of the others
+            break
+        if done:
             dropped = True
             run.did(rows)
     return dropped
@@ -163,6 +165,8 @@ def partitions(app: App, task: Task) -> Steps[Report]:
         if not (yield from run.may_go_on()):
             break
         done = yield from _patiently(run, partial(tables.make, own, first_s, last_s))
+        if done is None:
+            break
         run.did(int(done == "made"))
         if done == "strays":
             _log.warning(

@@ -7,7 +7,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from txbox.admin import ConsumerStatus, ListedMessage, QuarantinedMessage, ShownMessage
+from txbox.admin import (
+    ConsumerStatus,
+    ListedMessage,
+    PartitionStatus,
+    QuarantinedMessage,
+    ShownMessage,
+    TableSize,
+)
 from txbox.admin_outbox import TopicStatus
 from txbox.cli.application import admin_of
 from txbox.cli.options import add_filter, count, filter_of
@@ -29,6 +36,7 @@ from txbox.outcome import Status
 from txbox.store.outbox_rows import STATUSES
 
 _UNMATCHED = "(no consumer)"
+_WORTH_A_LINE = 1024 * 1024
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -37,7 +45,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Counts the messages of every consumer by status, what is quarantined, and says how long ago the "
         "oldest unfinished one (pending, processing, failed) was received. Counts the outgoing messages of "
         "every topic by status, if there are any, and says how long ago the oldest was staged that a relay "
-        "should have sent.",
+        "should have sent. Tells the size of tables and of their indexes, and until when partitions are made.",
     )  # fmt: skip
     status.set_defaults(run=_status)
     listed = commands.add_parser(
@@ -85,8 +93,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def _status(args: argparse.Namespace) -> int:
     with admin_of(args) as admin:
         consumers, topics = admin.status(), admin.outbox.status()
+        tables, partitions = admin.sizes()
     if args.json:
-        print_json({"consumers": consumers, "outbox": topics})
+        print_json(
+            {"consumers": consumers, "outbox": topics, "tables": tables, "partitions": partitions}
+        )
         return 0
     if not consumers:
         print_line("The inbox is empty.")
@@ -99,7 +110,49 @@ def _status(args: argparse.Namespace) -> int:
     if topics:
         print_line("\nOutbox:")
         print_topics(topics)
+    if consumers or topics:
+        _print_sizes(tables)
+    if partitions is not None:
+        _print_partitions(partitions)
     return 0
+
+
+def _print_sizes(tables: Sequence[TableSize]) -> None:
+    # what is a page or two says nothing
+    large = [own for own in tables if own.table_bytes + (own.index_bytes or 0) >= _WORTH_A_LINE]
+    if not large:
+        return
+    print_line("\nSize:")
+    print_table(
+        ["table", "rows", "indexes", "partitions"],
+        [
+            [
+                own.table,
+                _megabytes(own.table_bytes),
+                _megabytes(own.index_bytes),
+                own.partitions if own.partitions > 1 else "-",
+            ]
+            for own in large
+        ],
+    )
+
+
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1_000_000:,.1f} MB"
+
+
+def _print_partitions(own: PartitionStatus) -> None:
+    if own.ready_until is None:
+        print_line(f"\nThe inbox is in {own.count} partitions ({own.kind}).")
+        return
+    until = shown(own.ready_until)
+    if own.missing:
+        print_line(
+            f"\nThe partitions of the inbox ({own.kind}) end at {until}: newer messages go to the default partition "
+            "until `txbox run` or `txbox maintain` makes more."
+        )
+    else:
+        print_line(f"\nThe inbox is in {own.count} partitions ({own.kind}), made until {until}.")
 
 
 def print_topics(topics: Sequence[TopicStatus]) -> None:

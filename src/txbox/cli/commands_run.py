@@ -249,11 +249,14 @@ def _print_reports(args: argparse.Namespace, reports: list[Report]) -> None:
         return
     print_table(
         ["job", "rows", "dead", "note"],
-        [
-            [own.job, own.rows, own.dead, "another process is at it" if own.skipped else ""]
-            for own in reports
-        ],
+        [[own.job, own.rows, own.dead, _note(own)] for own in reports],
     )
+
+
+def _note(own: Report) -> str:
+    if own.skipped:
+        return "another process is at it"
+    return "outside of its window" if own.closed else ""
 
 
 def _maintain_on(app: App) -> int:

@@ -13,8 +13,10 @@ from txbox.cli.options import count
 from txbox.cli.output import print_json, print_line
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError
+from txbox.policy import Retention
 from txbox.store import schema as tables
 from txbox.store.dialect import Dialect, dialect, qualified
+from txbox.store.partitions import KINDS, Kind, Partitioning
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -23,6 +25,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Creates the tables, or brings them to this release's version. Harmless when they are there. "
         "It needs a role that may create tables; `txbox schema print` gives the same SQL for somebody else to run.",
     )  # fmt: skip
+    _add_partition(init)
     init.set_defaults(run=_apply)
     schema = commands.add_parser(
         "schema", help="print, check or apply the SQL of the tables",
@@ -39,7 +42,16 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "apply", parents=[common], help="create or upgrade the tables, as `txbox init`",
         description="Creates the tables, or brings them to this release's version.",
     )  # fmt: skip
+    _add_partition(apply)
     apply.set_defaults(run=_apply)
+
+
+def _add_partition(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--partition", choices=KINDS,
+        help="on PostgreSQL, when the tables are made: partition the inbox by the time in its ids (uuid7 or ulid), "
+        "so that retention drops whole partitions, or by a hash of the key",
+    )  # fmt: skip
 
 
 def _add_print(actions: Any, common: argparse.ArgumentParser) -> None:
@@ -59,6 +71,7 @@ def _add_print(actions: Any, common: argparse.ArgumentParser) -> None:
         "--to", dest="upto", type=count, default=tables.VERSION, metavar="N",
         help=f"the version wanted (default {tables.VERSION}, that of this release)",
     )  # fmt: skip
+    _add_partition(shown)
     shown.add_argument(
         "--grants", nargs="*", metavar="KIND=ROLE",
         help="print the rights that each kind of role needs instead: consumer, relay, maintenance, operator, readonly; "
@@ -73,7 +86,10 @@ def _version(text: str) -> int:
 
 def _apply(args: argparse.Namespace) -> int:
     with opened(args) as app:
-        before, after = app.init() if app.database.sync else asyncio.run(_init(app))
+        if app.database.sync:
+            before, after = app.init(partition=args.partition)
+        else:
+            before, after = asyncio.run(_init(app, args.partition))
         if args.json:
             print_json({"before": before, "after": after})
         elif before == after:
@@ -89,9 +105,9 @@ def _apply(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _init(app: App) -> tuple[int, int]:
+async def _init(app: App, partition: Kind | None) -> tuple[int, int]:
     async with app:
-        return await app.init_async()
+        return await app.init_async(partition=partition)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -107,15 +123,18 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace) -> int:
-    own, schema = _dialect(args)
+    own, schema, kept = _dialect(args)
     if args.grants is not None:
-        sql = _grants(own, schema, args.grants)
+        sql = _grants(own, schema, args.grants, args.partition)
     elif args.upto > tables.VERSION:
         raise ConfigurationError(
             f"This release knows the tables up to version {tables.VERSION}, not {args.upto}: upgrade txbox."
         )
     else:
-        sql = tables.migration_text(own, schema, after=args.after, upto=args.upto)
+        wanted = args.partition and Partitioning(args.partition, kept.partition, kept.ahead)
+        sql = tables.migration_text(
+            own, schema, after=args.after, upto=args.upto, partitioning=wanted
+        )
         if args.after >= args.upto:
             sql = f"-- Nothing leads from version {args.after} to version {args.upto}."
     if args.json:
@@ -125,22 +144,22 @@ def _print(args: argparse.Namespace) -> int:
     return 0
 
 
-def _dialect(args: argparse.Namespace) -> tuple[Dialect, str | None]:
+def _dialect(args: argparse.Namespace) -> tuple[Dialect, str | None, Retention]:
     if args.dialect is not None:
-        return dialect(args.dialect, args.schema), args.schema
+        return dialect(args.dialect, args.schema), args.schema, Retention()
     if args.app is None and (url := args.database or os.environ.get("TXBOX_DATABASE_URL")):
         database = open_database(url, schema=args.schema)
-        return database.dialect, database.schema
+        return database.dialect, database.schema, Retention()
     if args.app is None and not os.environ.get("TXBOX_APP"):
         raise ConfigurationError(
             "For which database? Give --dialect postgresql, mysql or sqlite, or --database or --app."
         )
-    database = opened(args).database
-    return database.dialect, database.schema
+    app = opened(args)
+    return app.database.dialect, app.database.schema, app.retention
 
 
-def _grants(own: Dialect, schema: str | None, wanted: list[str]) -> str:
-    kinds = tables.grants(own)
+def _grants(own: Dialect, schema: str | None, wanted: list[str], partition: Kind | None) -> str:
+    kinds = tables.grants(own, partition)
     if not kinds:
         return "-- SQLite has no roles: the rights are those of the file."
     names: dict[str, str] = {}

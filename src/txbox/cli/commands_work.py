@@ -118,7 +118,9 @@ def _prune(args: argparse.Namespace) -> int:
             return 1
         with progress("prune", count) as bar:
             report = run_once(
-                app, job, Task(consumer=args.consumer, older_than=wanted, on_progress=bar)
+                app,
+                job,
+                Task(consumer=args.consumer, older_than=wanted, at_any_time=True, on_progress=bar),
             )
     return _reported(args, report, "deleted", what)
 

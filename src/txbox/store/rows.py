@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.store import partitions
 from txbox.store.codec import Arrival, Leased, decode_headers
 from txbox.store.dialect import Dialect, as_time
 from txbox.store.inbox import InboxStore
@@ -55,6 +56,40 @@ class ConsumerStatus:
     counts: dict[str, int]
     quarantined: int
     oldest_unfinished_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSize:
+    """How large a table is.
+
+    Attributes:
+        table: its name; on SQLite all tables are one file, whose size is known.
+        table_bytes: without its indexes, where those are known.
+        index_bytes: of all its indexes; None where that is not known.
+        partitions: how many tables it consists of.
+    """
+
+    table: str
+    table_bytes: int
+    index_bytes: int | None
+    partitions: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionStatus:
+    """How the inbox is partitioned.
+
+    Attributes:
+        kind: "uuid7", "ulid" or "hash".
+        count: how many partitions there are.
+        ready_until: until when partitions are made, where they are of a time each.
+        missing: rows of now have no partition: they go to the default one, which only batches prune.
+    """
+
+    kind: str
+    count: int
+    ready_until: datetime | None
+    missing: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +204,31 @@ class InboxRows:
             )
             for consumer in sorted({*counts, *aside})
         ]
+
+    def sizes(self) -> Steps[tuple[list[TableSize], PartitionStatus | None]]:
+        """Read how large the tables are, and how the inbox is partitioned."""
+        yield Begin()
+        found = yield self._statement("sizes")
+        layout = yield from partitions.read(self._store.dialect)
+        yield Commit()
+        sizes = [
+            TableSize(
+                table=str(name),
+                table_bytes=int(size),
+                index_bytes=None if indexes is None else int(indexes),
+                partitions=int(count),
+            )
+            for name, size, indexes, count in found.rows
+        ]
+        if layout.kind is None:
+            return sizes, None
+        ready = layout.ready_until
+        return sizes, PartitionStatus(
+            kind=layout.kind,
+            count=len(layout.parts),
+            ready_until=ready,
+            missing=ready is not None and ready.timestamp() <= layout.clock_s,
+        )
 
     def page(
         self, where: RowFilter, *, limit: int, before: int | None
