@@ -124,8 +124,12 @@ class Held:
             self._native = self.connection.native
         return self._native
 
-    def begin(self, *statements: Statement) -> list[Result]:
+    def again(self) -> None:
+        """The next call of a handler begins."""
         self._native = None
+
+    def begin(self, *statements: Statement) -> list[Result]:
+        self.again()
         results: list[Result] = self.given.wait(self.connection.begin(statements))
         return results
 

@@ -20,13 +20,14 @@ from txbox.connections.base import (
     dbapi_error,
     handler_left,
     not_in_transaction,
+    not_released,
     plain_rows,
     refused_commit,
     store_error,
     wrong_colour,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.steps import Result, Statement
+from txbox.steps import Raised, Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
 _VENDORS = {"postgresql", "mysql", "sqlite"}
@@ -104,6 +105,8 @@ class DjangoConnection:
         self.native = wrapper
         self._dialect = own
         self._atomic: Any = None
+        #: Around the handlers whose failures are to stay apart.
+        self._within: Any = None
         self._nested = False
         self._claims = False
         self._fatal = False
@@ -119,9 +122,12 @@ class DjangoConnection:
     def translate(self, error: BaseException) -> StoreError | None:
         return _translated(error, self._dialect, self.native)
 
-    def execute(self, statement: Statement) -> Result:
+    def _check_open(self) -> None:
         if self.native.closed_in_transaction:
             raise handler_left("it closed its connection")
+
+    def execute(self, statement: Statement) -> Result:
+        self._check_open()
         try:
             return check_closed(statement, _executed(self.native, statement))
         except (Error, self.native.Database.Error) as error:
@@ -165,12 +171,44 @@ class DjangoConnection:
         with self.native.cursor() as cursor:
             cursor.execute(sql)
 
+    def savepoint(self) -> None:
+        inner = transaction.atomic(using=self.native.alias)
+        try:
+            inner.__enter__()
+        except (Error, self.native.Database.Error) as error:
+            raise self._failure(error) from error
+        self._within = inner
+
+    def release_savepoint(self) -> None:
+        self._check_open()
+        if self.native.needs_rollback:
+            marked = _marked()
+            raise Raised(marked, marked, self.lost)
+        inner, self._within = self._within, None
+        try:
+            inner.__exit__(None, None, None)
+        except (Error, self.native.Database.Error) as error:
+            # atomic() has rolled back to the savepoint
+            raise not_released(self._failure(error), self.lost) from error
+
+    def rollback_to_savepoint(self) -> None:
+        self._check_open()
+        try:
+            self._leave_inner()
+        except (Error, self.native.Database.Error) as error:
+            raise not_released(self._failure(error), self.lost) from error
+        if self.native.needs_rollback:
+            raise handler_left("its savepoint is gone")
+
+    def _leave_inner(self) -> None:
+        inner, self._within = self._within, None
+        if inner is not None:
+            rolled_back = _RolledBack()
+            inner.__exit__(type(rolled_back), rolled_back, None)
+
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         if self.native.needs_rollback and not self.native.closed_in_transaction:
-            raise StoreError(
-                "Django marked the transaction for rollback: the handler caught a database error that had failed it.",
-                fault=Fault.ABORTED,
-            )
+            raise _marked()
         if self._nested and self._claims and not statements:
             # the claim found nothing new, but it armed the guard, which must not stay armed around us
             self.rollback()
@@ -210,6 +248,7 @@ class DjangoConnection:
         self._leave()
 
     def _leave(self) -> None:
+        self._leave_inner()
         atomic, self._atomic = self._atomic, None
         if atomic is not None:
             rolled_back = _RolledBack()
@@ -223,6 +262,13 @@ class DjangoConnection:
             found.fault = Fault.ABORTED
         self._fatal = self._fatal or found.fault is Fault.UNAVAILABLE
         return found
+
+
+def _marked() -> StoreError:
+    return StoreError(
+        "Django marked the transaction for rollback: the handler caught a database error that had failed it.",
+        fault=Fault.ABORTED,
+    )
 
 
 class Borrowed:

@@ -19,9 +19,13 @@ from pymysql.constants import SERVER_STATUS
 from pymysql.cursors import Cursor
 
 from txbox.connections.base import (
+    RELEASE,
+    ROLLBACK_TO,
+    SAVEPOINT,
     Idle,
     handler_left,
     not_in_transaction,
+    not_released,
     refused_commit,
     store_error,
     without_password,
@@ -227,6 +231,21 @@ class PymysqlConnection(_Mysql):
             raise self._failed(error) from error
         return [self.execute(statement) for statement in statements]
 
+    def savepoint(self) -> None:
+        self.execute(SAVEPOINT)
+
+    def release_savepoint(self) -> None:
+        self._savepoint(RELEASE)
+
+    def rollback_to_savepoint(self) -> None:
+        self._savepoint(ROLLBACK_TO)
+
+    def _savepoint(self, statement: Statement) -> None:
+        try:
+            self.execute(statement)
+        except StoreError as error:
+            raise not_released(error, self.lost) from error
+
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         results = [self.execute(statement) for statement in statements]
         self._check_open()
@@ -276,6 +295,21 @@ class AsyncmyConnection(_Mysql):
         except self._errors as error:
             raise self._failed(error) from error
         return [await self.execute(statement) for statement in statements]
+
+    async def savepoint(self) -> None:
+        await self.execute(SAVEPOINT)
+
+    async def release_savepoint(self) -> None:
+        await self._savepoint(RELEASE)
+
+    async def rollback_to_savepoint(self) -> None:
+        await self._savepoint(ROLLBACK_TO)
+
+    async def _savepoint(self, statement: Statement) -> None:
+        try:
+            await self.execute(statement)
+        except StoreError as error:
+            raise not_released(error, self.lost) from error
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
         results = [await self.execute(statement) for statement in statements]

@@ -18,9 +18,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from txbox.connections.base import (
+    RELEASE,
+    ROLLBACK_TO,
+    SAVEPOINT,
     Idle,
     handler_left,
     not_in_transaction,
+    not_released,
     refused_commit,
     store_error,
     wrong_colour,
@@ -192,6 +196,24 @@ class SqliteConnection(_Sqlite):
             raise self._failed(error) from error
         return [self.execute(statement) for statement in statements]
 
+    def savepoint(self) -> None:
+        # outside of a transaction it would begin one, and its release would commit
+        self._check_transaction()
+        self._savepoint(SAVEPOINT)
+
+    def release_savepoint(self) -> None:
+        self._savepoint(RELEASE)
+
+    def rollback_to_savepoint(self) -> None:
+        self._savepoint(ROLLBACK_TO)
+
+    def _savepoint(self, statement: Statement) -> None:
+        self._check_open()
+        try:
+            self._raw.execute(statement.sql)
+        except sqlite3.Error as error:
+            raise not_released(self._failed(error), self.lost) from error
+
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_transaction()
         results = [self.execute(statement) for statement in statements]
@@ -239,6 +261,23 @@ class AsyncSqliteConnection(_Sqlite):
         except sqlite3.Error as error:
             raise self._failed(error) from error
         return [await self.execute(statement) for statement in statements]
+
+    async def savepoint(self) -> None:
+        self._check_transaction()
+        await self._savepoint(SAVEPOINT)
+
+    async def release_savepoint(self) -> None:
+        await self._savepoint(RELEASE)
+
+    async def rollback_to_savepoint(self) -> None:
+        await self._savepoint(ROLLBACK_TO)
+
+    async def _savepoint(self, statement: Statement) -> None:
+        self._check_open()
+        try:
+            await self.native.execute(statement.sql)
+        except sqlite3.Error as error:
+            raise not_released(self._failed(error), self.lost) from error
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_transaction()

@@ -1,0 +1,154 @@
+"""Messages of one batch whose failures stay apart: savepoints around a handler's calls, on every kind of connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
+
+from tests.connections.conformance import KINDS, Given, Held, engine_url
+from tests.databases import Raw
+from txbox import App, Message, Outcome
+from txbox.errors import Fault, StoreError
+from txbox.steps import Raised, drive
+
+SQLALCHEMY = [kind for kind in KINDS if kind.family == "sqlalchemy"]
+SESSIONS = [kind for kind in SQLALCHEMY if "session" in kind.name]
+OWN_TRANSLATION = [kind for kind in KINDS if kind.family not in ("psycopg", "asyncpg")]
+ABORTING = [kind for kind in OWN_TRANSLATION if kind.product == "postgresql"]
+every_kind = pytest.mark.parametrize("given", KINDS, indirect=True, ids=str)
+
+
+def nest(held: Held, verb: str) -> None:
+    held.given.wait(getattr(held.connection, verb)())
+
+
+def account(held: Held, number: int) -> None:
+    """As a call of a handler does: with the object that the connection gives it for this call."""
+    held.again()
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+
+
+def accounts(db: Raw, number: int) -> list[int]:
+    rows = db.rows(
+        "SELECT id FROM account WHERE id BETWEEN ? AND ? ORDER BY id", (number, number + 99)
+    )
+    return [own - number for (own,) in rows]
+
+
+@every_kind
+def test_what_is_rolled_back_is_the_group_alone(given: Given, db: Raw, number: int) -> None:
+    held = given.acquire()
+    token = held.claim(f"c{number}", str(number))
+    nest(held, "savepoint")
+    account(held, number)
+    nest(held, "release_savepoint")
+    nest(held, "savepoint")
+    account(held, number + 1)
+    nest(held, "rollback_to_savepoint")
+    nest(held, "savepoint")
+    account(held, number + 2)
+    nest(held, "release_savepoint")
+    held.close(f"c{number}", str(number), token)
+    held.release()
+    assert accounts(db, number) == [0, 2]
+
+
+@every_kind
+def test_a_transaction_goes_on_behind_an_error_of_the_database(
+    given: Given, db: Raw, number: int
+) -> None:
+    held = given.acquire()
+    token = held.claim(f"c{number}", str(number))
+    nest(held, "savepoint")
+    account(held, number)
+    nest(held, "release_savepoint")
+    nest(held, "savepoint")
+    with pytest.raises(Exception, match=r"."):
+        account(held, number)
+    nest(held, "rollback_to_savepoint")
+    held.close(f"c{number}", str(number), token)
+    held.release()
+    assert accounts(db, number) == [0]
+
+
+@pytest.mark.parametrize("given", ABORTING, indirect=True, ids=str)
+def test_a_swallowed_error_that_fails_the_transaction_is_the_groups(
+    given: Given, db: Raw, number: int
+) -> None:
+    held = given.acquire()
+    token = held.claim(f"c{number}", str(number))
+    nest(held, "savepoint")
+    with pytest.raises(Exception, match=r"."):
+        held.do("SELECT 1 / 0")
+    with pytest.raises(Raised):
+        nest(held, "release_savepoint")
+    nest(held, "rollback_to_savepoint")
+    nest(held, "savepoint")
+    account(held, number + 1)
+    nest(held, "release_savepoint")
+    held.close(f"c{number}", str(number), token)
+    held.release()
+    assert accounts(db, number) == [1]
+
+
+@pytest.mark.parametrize("verb", ["release_savepoint", "rollback_to_savepoint"])
+@pytest.mark.parametrize("given", OWN_TRANSLATION, indirect=True, ids=str)
+def test_who_ended_the_transaction_has_no_savepoint(
+    given: Given, db: Raw, number: int, verb: str
+) -> None:
+    held = given.acquire()
+    held.begin()
+    nest(held, "savepoint")
+    account(held, number)
+    held.do("COMMIT")
+    with pytest.raises(StoreError) as caught:
+        nest(held, verb)
+    assert caught.value.fault is Fault.GUARD
+    held.discard()
+
+
+@pytest.mark.parametrize("given", SESSIONS, indirect=True, ids=str)
+@pytest.mark.parametrize("verb", ["rollback", "close"])
+def test_a_session_that_undoes_an_earlier_calls_work_does_not_commit(
+    given: Given, db: Raw, number: int, verb: str
+) -> None:
+    held = given.acquire()
+    held.claim(f"c{number}", str(number))
+    account(held, number)
+    account(held, number + 1)
+    given.wait(getattr(held.native, verb)())
+    with pytest.raises(Raised):
+        held.commit()
+    held.rollback()
+    held.release()
+    assert accounts(db, number) == []
+
+
+@pytest.mark.parametrize("product", ["postgresql", "mariadb", "sqlite"])
+def test_a_batch_loses_nothing_to_a_handler_that_rolls_its_session_back(
+    product: str, shared_url: Callable[[str], str], number: int
+) -> None:
+    url = shared_url(product)
+    drivers = {"postgresql": "psycopg", "mysql": "pymysql", "sqlite": "pysqlite"}
+    engine = sa.create_engine(engine_url(url, drivers[url.partition(":")[0]]))
+    app = App(orm.sessionmaker(engine))
+
+    @app.handler("t", consumer=f"s{number}")
+    def handle(message: Message[Any], tx: orm.Session) -> None:
+        own = number + int(message.id or 0)
+        tx.execute(sa.text(f"INSERT INTO account (id, balance) VALUES ({own}, 1)"))
+        if message.id == "2":
+            tx.rollback()
+
+    (handler,) = app.handlers.matching("t", None)
+    messages = [Message[Any](id=str(own), topic="t", payload=b"{}") for own in range(1, 4)]
+    assert app.database.sync is not None
+    settled = drive(app.database.sync, app.taken(handler, messages))
+    engine.dispose()
+    assert [own.outcome for own in settled] == [Outcome.PROCESSED] * 3
+    with Raw(url) as db:
+        assert accounts(db, number) == [1, 3]
