@@ -30,6 +30,7 @@ class Txbox:
         handler: the function.
         rate: deliveries that become due in a second; None has all of them wait from the start.
         until_processed: time until the handlers are done, where the source's part is done before.
+        to_commit: time each message to its commit, too, which an observer hears of.
         wait_s: a round that is not done by then is stopped, and shows how far it came.
         options: of the handler.
     """
@@ -43,6 +44,7 @@ class Txbox:
         *,
         rate: float | None = None,
         until_processed: bool = False,
+        to_commit: bool = False,
         wait_s: float = WAIT_S,
         **options: Any,
     ) -> None:
@@ -53,7 +55,8 @@ class Txbox:
         self._until_processed = until_processed
         self._wait_s = wait_s
         self._processed: Callable[[str], None] | None = None
-        self.app = App(place.url, observers=[self._observe] if until_processed else [])
+        listening = until_processed or to_commit
+        self.app = App(place.url, observers=[self._observe] if listening else [])
         self.app.handler(TOPIC, consumer=CONSUMER, retry=_NOT_IN_THIS_ROUND, **options)(handler)
 
     def _observe(self, event: Event) -> None:
@@ -68,9 +71,9 @@ class Txbox:
         self.prepare()
         watch = Stopwatch(self.gauges)
         source = Memory(work, watch, rate=self._rate)
-        if self._until_processed:
-            source.received = {}
-            self._processed = Processed(work, watch, source.received)
+        source.ends_elsewhere = self._until_processed
+        if self.app.events:
+            self._processed = Processed(work, watch, source)
         failure = self._consume(source, watch)
         with self.place.connect() as admin:
             verified = verify(admin, work, inbox_off_by(admin, work))
@@ -116,26 +119,29 @@ class Txbox:
 
 
 class Processed:
-    """Notes when each message was processed, and stops the watch after the last one.
+    """Notes when each message was committed and, where that is the end, stops the watch after the last.
 
     Args:
-        received: when each was received; it fills as they come.
+        source: knows when each was received; it fills as they come.
     """
 
-    def __init__(self, work: Work, watch: Stopwatch, received: dict[str, float]) -> None:
+    def __init__(self, work: Work, watch: Stopwatch, source: Memory) -> None:
         self._left = work.distinct - len(work.failing)
         self._watch = watch
-        self._received = received
+        self._received: dict[str, float] = {}
+        source.received = self._received
+        self._ends = source.ends_elsewhere
         self._lock = threading.Lock()
-        watch.deliveries = len(work.deliveries)
+        if self._ends:
+            watch.deliveries = len(work.deliveries)
 
     def __call__(self, message_id: str) -> None:
-        now = time.perf_counter()
+        took_s = time.perf_counter() - self._received[message_id]
         with self._lock:
-            self._watch.took_s.append(now - self._received[message_id])
+            (self._watch.took_s if self._ends else self._watch.committed_s).append(took_s)
             self._left -= 1
             last = self._left == 0
-        if last:
+        if last and self._ends:
             self._watch.stop()
 
 

@@ -158,15 +158,20 @@ def ratios(
     rounds: Sequence[Round], contender: str, yardstick: str, figure: str = "rate"
 ) -> list[float]:
     """A figure of the contender over that of the yardstick, round by round."""
-    above = [getattr(own, figure) for own in rounds if own.contender == contender]
-    below = [getattr(own, figure) for own in rounds if own.contender == yardstick]
+    above = [_of(own, figure) for own in rounds if own.contender == contender]
+    below = [_of(own, figure) for own in rounds if own.contender == yardstick]
     # a yardstick that did nothing measures nothing
     return [(one or 0.0) / other for one, other in zip(above, below, strict=True) if other]
 
 
+def _of(own: Round, figure: str) -> float | None:
+    value: float | None = own.more[figure] if figure in own.more else getattr(own, figure)
+    return value
+
+
 def values(rounds: Sequence[Round], contender: str, figure: str) -> list[float]:
     """A figure of the contender, round by round, as far as it is known."""
-    found = [getattr(own, figure) for own in rounds if own.contender == contender]
+    found = [_of(own, figure) for own in rounds if own.contender == contender]
     return [value for value in found if value is not None]
 
 

@@ -31,6 +31,8 @@ class Stopwatch:
         self.took_s: list[float] = []
         #: Deliveries, where those are more than there are times.
         self.deliveries: int | None = None
+        #: Seconds of each message, to its commit, where somebody listens.
+        self.committed_s: list[float] = []
         self.done = threading.Event()
 
     @property
@@ -74,7 +76,17 @@ class Stopwatch:
             dead_tuples=dead if isinstance(dead, int) else None,
             verified=verified,
             failure=None if failure is None else str(failure),
+            more=self._to_commit(),
         )
+
+    def _to_commit(self) -> dict[str, float]:
+        took = sorted(self.committed_s)
+        if not took:
+            return {}
+        return {
+            "commit_p50_ms": took[len(took) // 2] * 1e3,
+            "commit_p99_ms": took[len(took) * 99 // 100] * 1e3,
+        }
 
 
 class Memory:
@@ -99,8 +111,10 @@ class Memory:
         self._next = 0
         self._settled = 0
         self._began_at: float | None = None
-        #: Where a settlement is not the end: when each message was received first.
+        #: When each message was due or received first, where somebody asks for it.
         self.received: dict[str, float] | None = None
+        #: A settlement is not the end.
+        self.ends_elsewhere = False
         #: Nothing more is handed out.
         self.given_up = False
 
@@ -150,7 +164,7 @@ class Memory:
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         self._settled += len(deliveries)
-        if self.received is not None:
+        if self.ends_elsewhere:
             return
         now = time.perf_counter()
         self._watch.took_s += [now - own.tag for own in deliveries]
