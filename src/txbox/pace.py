@@ -15,7 +15,7 @@ from txbox.policy import Batching
 
 # subtransactions past 64 overflow a backend's cache in PostgreSQL, and every snapshot pays for it
 _SAVEPOINTS_MAX = 64
-_ALONE_S = (1.0, 60.0)
+_CALM_S = (1.0, 60.0)
 _FORGETS = 0.02
 # below this share of failures a failed batch is rare enough to be run twice
 _RARE = 0.0005
@@ -24,25 +24,23 @@ _RARE = 0.0005
 class Pace:
     """The size of one handler's transactions, learned from how they end.
 
-    It doubles from one while transactions of that size stay under half of `Batching.duration`, halves above
-    the whole, and drops to one after a conflict, for longer each time that conflicts come back: batches
-    that lock the same rows in different orders are slower than no batches at all.
+    It doubles from one while transactions of that size stay under half of `Batching.duration`, and halves
+    above the whole. After a conflict it stays under half of what conflicted, for longer each time that
+    conflicts come back: batches that lock the same rows in different orders are slower than no batches.
     """
 
     def __init__(self, batching: Batching) -> None:
-        self._most = batching.messages
         self._longest_s = batching.duration.total_seconds()
+        self._most = self._ceiling = batching.messages
         self._lock = threading.Lock()
         self._size = 1
-        self._alone_until = 0.0
-        self._alone_s = 0.0
+        self._raise_at = 0.0
+        self._calm_s = 0.0
         self._failures = 0.0
 
     @property
     def messages(self) -> int:
         """Messages for the next transaction, 1 or more."""
-        if self._alone_until and time.monotonic() < self._alone_until:
-            return 1
         return min(self._size, _SAVEPOINTS_MAX) if self._failures > _RARE else self._size
 
     def committed(self, messages: int, took_s: float, failed: int = 0) -> None:
@@ -50,26 +48,26 @@ class Pace:
         with self._lock:
             weight = 1 - (1 - _FORGETS) ** messages
             self._failures += (failed / messages - self._failures) * weight
+            if self._ceiling < self._most and time.monotonic() > self._raise_at:
+                self._ceiling = min(self._ceiling * 2, self._most)
+                self._raise_at = time.monotonic() + self._calm_s
             if took_s > self._longest_s:
                 self._size = max(1, messages // 2)
             elif messages >= self._size and took_s < self._longest_s / 2:
-                self._size = min(self._size * 2, self._most)
-            if (
-                messages > 1
-                and self._alone_s
-                and time.monotonic() > self._alone_until + self._alone_s
-            ):
-                self._alone_s = 0.0
+                self._size = min(self._size * 2, self._ceiling)
 
     def conflicted(self, messages: int) -> None:
-        """A transaction lost against another one: one message a transaction for a while."""
-        if messages == 1:
-            return
+        """A transaction of this many messages lost against another one."""
         with self._lock:
-            first_s, longest_s = _ALONE_S
-            self._alone_s = min(max(first_s, self._alone_s * 2), longest_s)
-            self._alone_until = time.monotonic() + self._alone_s
-            self._size = 1
+            lower = max(1, messages // 2)
+            if messages == 1 or lower >= self._ceiling:
+                # the other side of a conflict that is known
+                return
+            first_s, longest_s = _CALM_S
+            self._calm_s = min(max(first_s, self._calm_s * 2), longest_s)
+            self._raise_at = time.monotonic() + self._calm_s
+            self._ceiling = lower
+            self._size = min(self._size, lower)
 
     def failed(self, messages: int) -> None:
         """A transaction failed because of one of its messages."""

@@ -97,7 +97,9 @@ class InboxProtocol:
         self.events = events
         self.limits = limits
         self.lease = lease
-        self.transaction = HandlerTransaction(store, limits, lease, dying=self._dying)
+        self.transaction = HandlerTransaction(
+            store, limits, lease, batching=self.batching, dying=self._dying
+        )
         self.in_flight = InFlight()
         self._paces: dict[tuple[str, int], Pace] = {}
 
@@ -128,26 +130,44 @@ class InboxProtocol:
     def _deliver_what_is_free(
         self, handler: Handler, arrivals: Sequence[Arrival]
     ) -> Steps[dict[str, Settled]]:
-        held: list[str] = []
+        """Process first what nobody works on, then the others one by one: who waits for an id holds none."""
+        consumer = handler.consumer
         settled: dict[str, Settled] = {}
+        mine: list[Arrival] = []
+        busy: list[Arrival] = []
         keys: set[str] = set()
         try:
             for arrival in arrivals:
-                if handler.options.in_order and arrival.message.key in keys:
+                key = arrival.message.key if handler.options.in_order else None
+                if key in keys or self.in_flight.enter(consumer, arrival.message_id) is not None:
                     # a message that another thread works on holds its key
-                    settled[arrival.message_id] = self.held(handler, arrival)
-                elif (yield from self._entered(handler.consumer, arrival.message_id)):
-                    held.append(arrival.message_id)
+                    busy.append(arrival)
+                    if key is not None:
+                        keys.add(key)
                 else:
-                    settled[arrival.message_id] = self.held(handler, arrival)
-                    if arrival.message.key is not None:
-                        keys.add(arrival.message.key)
-            mine = [arrival for arrival in arrivals if arrival.message_id not in settled]
+                    mine.append(arrival)
             if mine:
                 settled.update((yield from self._claim_and_run(handler, mine)))
-            return settled
         finally:
-            self.in_flight.leave(handler.consumer, *held)
+            self.in_flight.leave(consumer, *(own.message_id for own in mine))
+        held: set[str] = set()
+        for arrival in busy:
+            key, own_id = (
+                arrival.message.key if handler.options.in_order else None,
+                arrival.message_id,
+            )
+            if key in held or not (yield from self._entered(consumer, own_id)):
+                settled[own_id] = self.held(handler, arrival)
+                if key is not None:
+                    held.add(key)
+                continue
+            try:
+                settled.update((yield from self._claim_and_run(handler, [arrival])))
+            finally:
+                self.in_flight.leave(consumer, own_id)
+            if key is not None and not settled[own_id].outcome.settles:
+                held.add(key)
+        return settled
 
     def _entered(self, consumer: str, message_id: str) -> Steps[bool]:
         deadline = time.monotonic() + self.limits.lock_timeout.total_seconds()

@@ -14,7 +14,7 @@ from txbox.cause import Run
 from txbox.errors import Fault, StoreError
 from txbox.failure import failure_of
 from txbox.handlers import Handler
-from txbox.policy import Lease, Limits
+from txbox.policy import Batching, Lease, Limits
 from txbox.steps import (
     Begin,
     Call,
@@ -87,9 +87,16 @@ class HandlerTransaction:
     """
 
     def __init__(
-        self, store: InboxStore, limits: Limits, lease: Lease, *, dying: Dying | None = None
+        self,
+        store: InboxStore,
+        limits: Limits,
+        lease: Lease,
+        *,
+        batching: Batching | None = None,
+        dying: Dying | None = None,
     ) -> None:
         self.store = store
+        self._batching = batching or Batching()
         self.dying = dying
         self._limits = limits
         self._lease = lease
@@ -110,6 +117,7 @@ class HandlerTransaction:
             lock_timeout=self._limits.lock_timeout,
             idle_s=self._idle_s(handler),
             keep=handler.keeps_payload,
+            wait=self._batching.duration if len(arrivals) > 1 else None,
         )
         checks = self._order_checks(handler, arrivals, token)
         return self.run(
@@ -161,6 +169,7 @@ class HandlerTransaction:
             lock_timeout=self._limits.lock_timeout,
             idle_s=self._idle_s(handler),
             keep=handler.keeps_payload,
+            wait=self._batching.duration if len(arrivals) > 1 else None,
         )
 
     def _idle_s(self, handler: Handler) -> float:
@@ -263,7 +272,7 @@ class HandlerTransaction:
             alone = max(0, alone - progress.released)
             if progress.raised is None:
                 continue
-            if _end_of_handler(progress.raised) is not End.RAISED:
+            if _end_of_handler(progress.raised, together=len(mine) > 1) is not End.RAISED:
                 raise progress.raised
             group = waiting.popleft()
             alone = max(0, alone - 1)
@@ -376,7 +385,7 @@ class HandlerTransaction:
     def _raised(self, ran: Ran, raised: Raised, token: str) -> Steps[None]:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
         ran.error, ran.store = raised.error, raised.store
-        ran.end = _end_of_handler(raised)
+        ran.end = _end_of_handler(raised, together=len(ran.fresh) > 1)
         # a COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)
         refused = (
             ran.store is not None
@@ -459,11 +468,12 @@ def _bytewise(arrival: Arrival) -> bytes:
     return arrival.message_id.encode()
 
 
-def _end_of_handler(raised: Raised) -> End:
+def _end_of_handler(raised: Raised, *, together: bool) -> End:
     fault = raised.store.fault if raised.store else None
     if fault is Fault.UNAVAILABLE and raised.lost:
         return End.LOST
-    if fault is Fault.CONFLICT:
+    # a batch waits shorter for a lock than a message alone, which the handler need not know
+    if fault is Fault.CONFLICT or (together and fault is Fault.LOCK_TIMEOUT):
         return End.CONFLICT
     return End.RAISED
 

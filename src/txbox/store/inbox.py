@@ -80,8 +80,15 @@ class InboxStore:
         lock_timeout: timedelta,
         idle_s: float,
         keep: bool,
+        wait: timedelta | None = None,
     ) -> tuple[Statement, ...]:
-        """Statements that claim ids (sorted by the caller, each once) and arm the guard with `token`."""
+        """Statements that claim ids (sorted by the caller, each once) and arm the guard with `token`.
+
+        Args:
+            lock_timeout: the longest wait for an id.
+            wait: the longest wait for a lock of the handler's, where the database can bound it and a
+                batch can be run again; None for the connection's own.
+        """
         params = {**self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
         if keep:
             claim = self.dialect.statement(
@@ -95,7 +102,7 @@ class InboxStore:
             return (self.dialect.statement("claim_single", params)._replace(name="claim"),)
         else:
             claim = self.dialect.statement("claim", params, self.columns.slim(arrivals))
-        return self._bounded(claim, token, lock_timeout)
+        return self._bounded(claim, token, lock_timeout, wait)
 
     def claim_leased(
         self,
@@ -107,13 +114,14 @@ class InboxStore:
         lock_timeout: timedelta,
         idle_s: float,
         keep: bool,
+        wait: timedelta | None = None,
     ) -> tuple[Statement, ...]:
         """As `claim`, for rows leased under `lease`: the fence."""
         params = {
             **self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token, "lease": lease, "keep": keep
         }  # fmt: skip
         claim = self.dialect.statement("claim_leased", params, {"message_id": ids})
-        return self._bounded(claim, token, lock_timeout)
+        return self._bounded(claim, token, lock_timeout, wait)
 
     def claim_replay(
         self,
@@ -136,13 +144,19 @@ class InboxStore:
         }
 
     def _bounded(
-        self, claim: Statement, token: str, lock_timeout: timedelta
+        self,
+        claim: Statement,
+        token: str,
+        lock_timeout: timedelta,
+        wait: timedelta | None = None,
     ) -> tuple[Statement, ...]:
         own = self.dialect
         statements = [claim]
         if not own.claim_bounds_wait:
             statements.insert(0, self.bound_lock_timeout(lock_timeout))
-        if own.has("restore_lock_timeout"):
+        if wait is not None and own.has("bound_batch"):
+            statements.append(own.statement("bound_batch", {"longest_s": wait.total_seconds()}))
+        elif own.has("restore_lock_timeout"):
             statements.append(own.statement("restore_lock_timeout"))
         if own.has("arm"):
             statements.append(own.statement("arm", {"token": token}, canary=token))

@@ -47,6 +47,9 @@ UPDATE txbox_inbox
 SET SESSION innodb_lock_wait_timeout = CAST(COALESCE(@txbox_lock_wait, @@SESSION.innodb_lock_wait_timeout) AS UNSIGNED),
     @txbox_lock_wait = NULL
 
+-- name: bound_batch
+-- InnoDB finds deadlocks at once, and its wait is in whole seconds.
+
 -- name: arm
 -- From here on whatever ends the transaction (COMMIT, ROLLBACK, DDL, a deadlock) ends the savepoint.
 SAVEPOINT [canary]

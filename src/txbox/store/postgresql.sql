@@ -102,6 +102,13 @@ RETURNING own.message_id
 SELECT set_config('lock_timeout', coalesce(nullif(current_setting('txbox.lock_timeout', true), ''),
                                            current_setting('lock_timeout')), true)
 
+-- name: bound_batch
+-- Instead of restore_lock_timeout for a claim of several: two batches that lock the same rows in different
+-- orders give up long before deadlock_timeout, and go on message by message. A stricter bound stays.
+SELECT set_config('lock_timeout', CASE WHEN old.wait::interval BETWEEN interval '1 us' AND make_interval(secs => :longest_s::double precision)
+                                       THEN old.wait ELSE (:longest_s::double precision * 1000)::integer || 'ms' END, true)
+  FROM (SELECT coalesce(nullif(current_setting('txbox.lock_timeout', true), ''), current_setting('lock_timeout')) AS wait) AS old
+
 -- name: arm
 -- The claim has armed the guard.
 

@@ -50,6 +50,9 @@ RETURNING message_id
 -- name: restore_lock_timeout
 -- The wait is the connection's busy_timeout, at BEGIN.
 
+-- name: bound_batch
+-- One writer waits for no row.
+
 -- name: arm
 -- From here on no COMMIT succeeds: the row refers to one that never exists.
 INSERT INTO txbox_guard (number, token, never) VALUES (1, :token, 1)

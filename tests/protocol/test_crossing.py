@@ -1,0 +1,60 @@
+"""Batches that share ids, in threads of one process: who waits for an id holds none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from tests.databases import Raw
+from txbox import App, Message, Outcome
+from txbox.policy import Limits
+from txbox.protocol import Settled
+from txbox.steps import drive
+
+_BEGUN = "SELECT count(*) FROM txbox_inbox WHERE message_id IN ('a', 'b')"
+
+
+def test_batches_that_want_each_others_ids_do_not_wait_for_each_other(
+    postgresql_url: str, raw: Callable[[str], Raw]
+) -> None:
+    app = App(postgresql_url, limits=Limits(lock_timeout=timedelta(seconds=60)))
+    app.handler("orders", consumer="billing")(_nothing)
+    answers: dict[str, list[Settled]] = {}
+
+    def take(name: str, ids: list[str]) -> Callable[[], None]:
+        messages = [Message(id=own, topic="orders", payload=b"{}") for own in ids]
+
+        def taking() -> None:
+            connections = app.database.sync
+            assert connections is not None
+            answers[name] = drive(connections, app.intake.take(next(iter(app.handlers)), messages))
+
+        return taking
+
+    with app:
+        in_flight = app.protocol.in_flight
+        for own in ("x", "y"):
+            assert in_flight.enter("billing", own) is None
+        threads = [
+            threading.Thread(target=take("first", ["a", "x", "b"]), daemon=True),
+            threading.Thread(target=take("second", ["b", "y", "a"]), daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 20
+        while not raw(postgresql_url).value(_BEGUN) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        in_flight.leave("billing", "x", "y")
+        for thread in threads:
+            thread.join(20)
+    assert sorted(answers) == ["first", "second"], "two batches wait for each other"
+    outcomes = [settled.outcome for own in answers.values() for settled in own]
+    assert outcomes.count(Outcome.PROCESSED) == 4
+    assert outcomes.count(Outcome.DUPLICATE) == 2
+
+
+def _nothing(message: Message[Any], tx: Any) -> None:
+    pass
