@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from benchmarks import measure
 from tests.servers import ServerError
 from txbox import App, Message
 from txbox.app import Consumption
@@ -18,9 +17,9 @@ from txbox.bench.source import Memory, Stopwatch
 from txbox.bench.workload import CONSUMER, TOPIC, Delivery, Work, order_paid
 from txbox.worker import Worker
 
-#: What a loop of its own keeps, and what txbox does.
-NAIVE_INBOX = "SELECT count(*) FROM inbox"
-TXBOX_INBOX = "SELECT count(*) FROM txbox_inbox WHERE status = 'processed'"
+# what a loop of its own keeps, and what txbox does
+_NAIVE_INBOX = "SELECT count(*) FROM inbox"
+_TXBOX_INBOX = "SELECT count(*) FROM txbox_inbox WHERE status = 'processed'"
 
 _EFFECTS = "SELECT count(DISTINCT number), count(*), (SELECT sum(balance) FROM account) FROM orders"
 _WAIT_S = 120.0
@@ -83,6 +82,7 @@ class Looped:
 
     Args:
         opened: connects, and gives what consumes a delivery.
+        txbox: what it consumes with is txbox, and keeps its inbox.
     """
 
     def __init__(  # one more than the rule: a contender is all of these
@@ -92,13 +92,13 @@ class Looped:
         gauge: Gauge,
         opened: Callable[[], AbstractContextManager[Consume]],
         *,
-        inbox: str = NAIVE_INBOX,
+        txbox: bool = False,
     ) -> None:
         self.name = name
         self._shop = shop
         self._gauge = gauge
         self._opened = opened
-        self._inbox = inbox
+        self._inbox = _TXBOX_INBOX if txbox else _NAIVE_INBOX
 
     def round(self, work: Work) -> Round:
         self._shop.prepare()
@@ -156,7 +156,7 @@ class Worked:
             worker.stop()
             thread.join(_WAIT_S)
             raise ServerError(f"{self.name} did not finish its round: {worker.failure}")
-        return watch.round(self.name, verified(self._shop, work, TXBOX_INBOX))
+        return watch.round(self.name, verified(self._shop, work, _TXBOX_INBOX))
 
     def close(self) -> None:
         self._app.close()
@@ -200,8 +200,3 @@ def interleaved(
             done.append(contender.round(order_paid(round(messages * times), seed=number + 1)))
     order = {contender.name: at for at, (contender, _) in enumerate(cells)}
     return sorted(done, key=lambda own: order[own.contender])
-
-
-def circumstances(url: str | None) -> dict[str, Any]:
-    """The machine, the versions, the commit; settings of the server where it is PostgreSQL."""
-    return measure.circumstances(url)

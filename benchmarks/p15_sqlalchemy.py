@@ -11,13 +11,13 @@ import sqlalchemy as sa
 from sqlalchemy import orm
 from sqlalchemy.dialects.postgresql import insert
 
+from benchmarks.measure import circumstances
 from benchmarks.naive_variants import (
     Consume,
     Contender,
     Looped,
     PostgresqlShop,
     Worked,
-    circumstances,
     interleaved,
 )
 from benchmarks.servers import fresh_database
