@@ -1,64 +1,42 @@
-"""Who takes part in P16, how many messages each gets, and the bars."""
+"""The peers of P16: driver, number of messages, bars."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
-
-
-class Server(Enum):
-    """Which PostgreSQL; both have default durability."""
-
-    SHARED = "shared"
-    LOGICAL = "logical"  # of its own, wal_level = logical
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """One way to consume the workload.
+class Spec:
+    """One peer, driven one way.
 
     Args:
-        driver: a file in drivers/.
-        share: of the messages asked for, so that a round takes seconds for everyone.
-        bars: how many times its rate the named contenders must reach.
+        driver: a file in drivers/, and its arguments.
+        times: as many distinct messages as naive gets, so that a round takes seconds for everyone.
+        pipelined, stored: bars: what txbox with `pipeline=True`, and with `mode="stored"` too, must
+            reach, as a multiple of this peer's rate.
+        logical: needs a server with `wal_level = logical`.
+        from_memory: nothing to store, as with txbox: it is fed by a broker, or called.
     """
 
     name: str
-    driver: str
-    share: float
-    arguments: tuple[str, ...] = ()
-    server: Server = Server.SHARED
-    bars: dict[str, float] = field(default_factory=dict)
+    driver: tuple[str, ...]
+    times: float
+    pipelined: float | None = None
+    stored: float | None = None
+    logical: bool = False
+    from_memory: bool = False
 
 
-NAIVE = "naive"
-PIPELINED = "txbox, pipeline=True"
-STORED = "txbox, mode=stored, pipeline=True"
+OUTBOX = "pg_transactional_outbox.mjs"
 
-CONTENDERS = (
-    Contender(NAIVE, "memory.py", 1.0, ("naive",)),
-    Contender(PIPELINED, "memory.py", 8.0, ("pipelined",)),
-    Contender(STORED, "memory.py", 4.0, ("stored",)),
-    Contender(
-        "pg-transactional-outbox, polling",
-        "pg_transactional_outbox.mjs",
-        1.0,
-        ("polling",),
-        bars={PIPELINED: 12, STORED: 7},
-    ),
-    Contender(
-        "pg-transactional-outbox, replication",
-        "pg_transactional_outbox.mjs",
-        1.0,
-        ("replication",),
-        Server.LOGICAL,
-        bars={PIPELINED: 12, STORED: 7},
-    ),
-    Contender("graphile-worker", "graphile_worker.mjs", 1.25, bars={PIPELINED: 10}),
-    Contender("pgqueuer", "pgqueuer_.py", 2.0, bars={PIPELINED: 7}),
-    Contender("pg-boss", "pg_boss.mjs", 2.0, bars={PIPELINED: 4.5}),
-    Contender("procrastinate", "procrastinate_.py", 0.25, bars={PIPELINED: 35}),
-    Contender("dbos", "dbos_.py", 0.15, ("step",), bars={PIPELINED: 80}),
-    Contender("dbos, datasource", "dbos_.py", 0.15, ("datasource",)),
-    Contender("FastStream, hand-written dedupe", "faststream_.py", 2.0),
+PEERS = (
+    Spec("pg-transactional-outbox, polling", (OUTBOX, "polling"), 1, 12, 7),
+    Spec("pg-transactional-outbox, replication", (OUTBOX, "replication"), 1, 12, 7, logical=True),
+    Spec("graphile-worker", ("graphile_worker.mjs",), 1.5, 10),
+    Spec("pgqueuer", ("pgqueuer_.py",), 1.5, 7),
+    Spec("pg-boss", ("pg_boss.mjs",), 2, 4.5),
+    Spec("procrastinate", ("procrastinate_.py",), 0.25, 35),
+    Spec("dbos", ("dbos_.py", "step"), 0.15, 80, from_memory=True),
+    Spec("dbos, datasource", ("dbos_.py", "datasource"), 0.15, from_memory=True),
+    Spec("FastStream, hand-written dedupe", ("faststream_.py",), 2, from_memory=True),
 )
