@@ -4,8 +4,8 @@ Settings, from https://docs.dbos.dev/python/:
 - tutorials/workflow-tutorial, "Workflow IDs and Idempotency": a workflow with an id that has run returns its recorded
   result, for as long as the record is kept: that deduplicates;
 - called directly, from 16 threads: nothing is queued, which is faster than a queue and its workers;
-- step: the business transaction is an ordinary one, in a @DBOS.step; the step is recorded afterwards, in another one
-  (tutorials/step-tutorial: steps "may be retried"), so a crash between them runs it again;
+- step: the business transaction is an ordinary one, in a @DBOS.step, recorded afterwards in another one; a workflow
+  that is interrupted resumes "from the last completed step", so a crash between the two runs the step again;
 - datasource: @ds.transaction records the step in the business transaction (tutorials/transaction-tutorial), READ
   COMMITTED as everyone else here instead of its default SERIALIZABLE;
 - sys_db_pool_size 20 (reference/configuration), system tables in the same database.

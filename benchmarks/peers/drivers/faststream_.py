@@ -2,7 +2,7 @@
 
 Fed by a Redis stream that holds the whole workload before the clock starts, so that, as for txbox, nothing is stored.
 Settings, from https://faststream.ag2.ai/latest/:
-- redis/streams/groups: a consumer group, acknowledged after the handler (getting-started/acknowledgement: NACK_ON_ERROR),
+- redis/streams/groups: a consumer group, acknowledged after the handler (NACK_ON_ERROR),
   `max_records=100` a read; getting-started/subscription: `max_workers=16`, handlers that run concurrently;
 - asyncpg with a pool of 16 (FastStream brings no database); no schema validation: the body stays a dict;
 - claim, UPDATE and INSERT are in one transaction, the message is acknowledged after its commit: effects happen once.
