@@ -43,12 +43,13 @@ PHASES: dict[str, tuple[str, str | None]] = {
     "P17": ("What the inbox costs", None),
     "P18": ("Import and memory", "benchmarks.p18_footprint"),
     "MARIADB": ("MariaDB", "benchmarks.mariadb"),
+    "PROFILE": ("Where a message's microseconds go", "benchmarks.profile"),
     "SNAPSHOT": ("Stored, while an old snapshot is held", None),
     "CRASH": ("Killed and started again", "benchmarks.crash"),
     "RELAY": ("The relay", "benchmarks.relay"),
     "SOAK": ("Ten minutes of steady load", "benchmarks.soak"),
 }
-_POSTGRESQL = [*CORE, "P5", "P18", "CRASH"]
+_POSTGRESQL = [*CORE, "P5", "P18", "PROFILE", "CRASH"]
 _GROUPS = {
     "all": [name for name in PHASES if name != "SOAK"],
     "postgresql": [name for name in PHASES if name in _POSTGRESQL],
