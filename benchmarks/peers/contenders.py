@@ -32,10 +32,10 @@ OUTBOX = "pg_transactional_outbox.mjs"
 PEERS = (
     Spec("pg-transactional-outbox, polling", (OUTBOX, "polling"), 1, 12, 7),
     Spec("pg-transactional-outbox, replication", (OUTBOX, "replication"), 1, 12, 7, logical=True),
-    Spec("graphile-worker", ("graphile_worker.mjs",), 1.5, 10),
-    Spec("pgqueuer", ("pgqueuer_.py",), 1.5, 7),
+    Spec("graphile-worker", ("graphile_worker.mjs",), 2, 10),
+    Spec("pgqueuer", ("pgqueuer_.py",), 2, 7),
     Spec("pg-boss", ("pg_boss.mjs",), 2, 4.5),
-    Spec("procrastinate", ("procrastinate_.py",), 0.25, 35),
+    Spec("procrastinate", ("procrastinate_.py",), 0.5, 35),
     Spec("dbos", ("dbos_.py", "step"), 0.15, 80, from_memory=True),
     Spec("dbos, datasource", ("dbos_.py", "datasource"), 0.15, from_memory=True),
     Spec("FastStream, hand-written dedupe", ("faststream_.py",), 2, from_memory=True),

@@ -138,7 +138,7 @@ def _sentence(round_of: Callable[[Work], Round], work: Callable[[int], Work]) ->
     return (
         f"{own.contender}: {own.rate or 0:,.0f} msg/s of {own.messages:,}, client {own.client_cpu_us or 0:,.0f} us, "
         f"server {own.server_cpu_us or 0:,.0f} us, lost {own.verified.lost}, doubled {own.verified.doubled}; {more}"
-        f"{'' if own.verified.good else ' NOT GOOD'}{own.failure or ''}"
+        f"{own.failure or ''}"
     )
 
 

@@ -15,7 +15,7 @@ from benchmarks.peers.contenders import Spec
 from benchmarks.peers.servers import database_on
 from tests.servers import ServerError
 from txbox.bench.place import Gauges, Place, checkpoint
-from txbox.bench.result import Round
+from txbox.bench.result import Round, Verified
 from txbox.bench.workload import Work, create_tables, order_paid, verify
 
 #: Delivered once more after all has been processed: what a peer's deduplication has forgotten runs again.
@@ -53,7 +53,7 @@ class Driver:
         self._read("ready")
 
     def consume(self, work: Work) -> dict[str, float]:
-        """Returns `ingest_s`, `process_s` and `cpu_s`."""
+        """Returns `ingest_s`, `process_s` and `cpu_s`; `gave_up` where not all was done."""
         path = self._scratch / "deliveries"
         lines = (f'{{"id": "{own.id}", "body": {own.payload.decode()}}}' for own in work.deliveries)
         path.write_text("\n".join(lines))
@@ -100,6 +100,15 @@ class Peer:
         self._redis = redis
 
     def round(self, work: Work) -> Round:
+        """What goes wrong with one peer is its own failure; the others' rounds stay worth having."""
+        try:
+            return self._round(work)
+        except ServerError as error:
+            said = str(error).strip().splitlines()
+            failure = f"{said[0]} {said[-1]}"
+            return Round(self.name, 0, None, None, None, None, Verified(0, 0), failure=failure)
+
+    def _round(self, work: Work) -> Round:
         with (
             database_on(self._server) as url,
             tempfile.TemporaryDirectory() as scratch,
@@ -150,5 +159,6 @@ class Peer:
             wal_bytes=wal,
             dead_tuples=dead,
             verified=verified,
+            failure="not done after a minute" if took.get("gave_up") else None,
             more=more,
         )

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.servers import ServerError
+from tests.servers import ROOT, ServerError
 
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"
@@ -53,13 +53,25 @@ def _once(lock: str, directory: Path, do: Callable[[], None]) -> None:
 
 
 def _python() -> None:
-    uv = shutil.which("uv")
+    uv = _uv()
     if uv is not None:
         _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, HERE / ".venv"])
         _run([uv, "pip", "install", "--quiet", "--python", PYTHON, "-r", HERE / "requirements.txt"])
         return
     _run([sys.executable, "-m", "venv", "--clear", HERE / ".venv"])
     _run([PYTHON, "-m", "pip", "install", "--quiet", "-r", HERE / "requirements.txt"])
+
+
+def _uv() -> str | None:
+    # a shim on PATH may exist and still not run: only one that answers counts
+    for found in (shutil.which("uv"), str(ROOT / ".tools" / "bin" / "uv")):
+        if found is not None and Path(found).exists() and _runs(found):
+            return found
+    return None
+
+
+def _runs(program: str) -> bool:
+    return not subprocess.run([program, "--version"], capture_output=True, check=False).returncode
 
 
 def _node() -> None:

@@ -44,9 +44,20 @@ export function distinct(deliveries) {
   return [...new Map(deliveries.map((own) => [own.id, own])).values()]
 }
 
-/** Wait until `idle` says so, looking every 5 ms. */
+const PATIENCE_MS = 60_000
+let gaveUp = false
+
+/** Wait until `idle` says so, looking every 5 ms; a minute at most: what is not done by then is counted as lost. */
 export async function until(idle) {
-  while (!(await idle())) await new Promise((resolve) => setTimeout(resolve, 5))
+  const deadline = performance.now() + PATIENCE_MS
+  gaveUp = false
+  while (!(await idle())) {
+    if (performance.now() > deadline) {
+      gaveUp = true
+      return
+    }
+    await new Promise((resolve) => setTimeout(resolve, 5))
+  }
 }
 
 /**
@@ -72,6 +83,7 @@ export async function drive({ ingest, process: run, close }) {
       ingest_s: (ingested - began) / 1e3,
       process_s: (done - ingested) / 1e3,
       cpu_s: (user + system) / 1e6,
+      gave_up: Number(gaveUp),
     }))
   }
   await close?.()

@@ -39,12 +39,6 @@ def batches(items: Sequence[Delivery], size: int) -> list[Sequence[Delivery]]:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
-async def until(idle: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until `idle` says so, looking every 5 ms."""
-    while not await idle():  # noqa: ASYNC110 - the peer's tables cannot tell
-        await asyncio.sleep(0.005)
-
-
 async def drive(ingest: Ingest, process: Process, prepare: Ingest | None = None) -> None:
     """Each line on stdin names a file of deliveries: ingest it, process it, and answer with what that took.
 

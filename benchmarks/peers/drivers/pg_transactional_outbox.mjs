@@ -7,6 +7,8 @@
 // - polling: nextMessagesBatchSize 100, nextMessagesPollingIntervalInMs 10 (default 500), and a batch size strategy
 //   ("Polling listener batch size strategy") that refills in bulk once most of a batch is done: the default one asks
 //   for one message again and again, and each question reads all that is waiting;
+// - polling function: with the fix that lib/CHANGELOG.md describes under 0.6.4 (look at the lease before locking the
+//   row); without it now and then a message waits five seconds for its next attempt;
 // - replication: a semaphore of 16 ("Replication listener concurrency strategy"; the default is one at a time);
 // - 16 handler connections; attempts and poisonous message protection stay on, as advised for an inbox;
 // - each message is locked, handled and marked processed in one transaction of its own.
@@ -43,7 +45,10 @@ const config = {
 
 async function setUp(pool) {
   if (polling) {
-    await pool.query(DatabaseSetupExporter.createPollingScript({ ...names, nextMessagesName: 'next_inbox_messages' }, true))
+    const script = DatabaseSetupExporter.createPollingScript({ ...names, nextMessagesName: 'next_inbox_messages' }, true)
+    const fixed = script.replace(/EXIT WHEN .*;/, '$&\nIF loop_row.locked_until > NOW() THEN CONTINUE; END IF;')
+    if (fixed === script) throw new Error('the polling function has changed: is the fix still needed?')
+    await pool.query(fixed)
     return
   }
   const { dbPublication: publication, dbReplicationSlot: replicationSlot } = config.settings
