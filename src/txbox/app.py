@@ -329,7 +329,7 @@ class App:
             return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
         if handler.is_async:
             raise ConfigurationError(f"{handler.name} is async: await app.process_async(message).")
-        return drive(self._any_sync(), self._processed(handler, message)).outcome
+        return drive(self._any_sync(), self._processed(handler, message))[0].outcome
 
     async def process_async(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
         """The twin of `process`; a sync handler runs in a thread."""
@@ -341,9 +341,10 @@ class App:
         if handler is None:
             await drive_async(self.database.asynchronous, self.unmatched_message(message))
             return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
-        return (
-            await drive_async(self.database.asynchronous, self._processed(handler, message))
-        ).outcome
+        (settled,) = await drive_async(
+            self.database.asynchronous, self._processed(handler, message)
+        )
+        return settled.outcome
 
     async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Answer]:
         found = self.handlers.matching(message.topic, message.type)
@@ -361,7 +362,7 @@ class App:
         handler = self._one_handler(message, consumer)
         if handler is None or handler.is_async:
             return Answer(self.process(message, consumer=consumer))
-        return _answer(drive(self._any_sync(), self._processed(handler, message)))
+        return _answer(*drive(self._any_sync(), self._processed(handler, message)))
 
     async def answer_async(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
         """The twin of `answer`; a sync handler runs in a thread."""
@@ -371,7 +372,7 @@ class App:
         if not handler.is_async or self.database.asynchronous is None:
             return await asyncio.to_thread(self.answer, message, consumer=handler.consumer)
         return _answer(
-            await drive_async(self.database.asynchronous, self._processed(handler, message))
+            *await drive_async(self.database.asynchronous, self._processed(handler, message))
         )
 
     def _one_handler(self, message: Message[Any], consumer: str | None) -> Handler | None:
@@ -387,12 +388,8 @@ class App:
             raise ConfigurationError(f"No handler is registered for consumer {consumer!r}.")
         return None
 
-    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[Settled]:
-        answers = yield from self.taken(
-            handler, [message], for_s=self.limits.unavailable_for.total_seconds()
-        )
-        settled: Settled = answers[0]
-        return settled
+    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[list[Settled]]:
+        return self.taken(handler, [message], for_s=self.limits.unavailable_for.total_seconds())
 
     def taken(
         self,

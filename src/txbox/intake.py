@@ -20,6 +20,9 @@ from txbox.protocol import InboxProtocol, Settled
 from txbox.steps import Steps
 from txbox.store.codec import Arrival, Leased
 
+_QUARANTINED = Settled(Outcome.QUARANTINED)
+_DUPLICATE = Settled(Outcome.DUPLICATE)
+
 
 @dataclass(slots=True)
 class Leasing:
@@ -59,70 +62,59 @@ class Intake:
         Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
         quarantine row.
         """
-        if len(messages) == 1:
-            return [(yield from self._take_one(handler, messages[0], leasing))]
         known: dict[str, Arrival] = {}
-        ids: list[str | None] = []
-        settled: list[Settled | None] = []
+        ids: list[str] = []
         for message in messages:
+            own_id = ""  # no message has this one
             try:
                 arrival = handler.arrival(message, self._protocol.limits)
             except UnusableMessage as error:
                 yield from self._quarantined(handler.consumer, message, "", str(error))
-                ids.append(None)
-                settled.append(Settled(Outcome.QUARANTINED))
-                continue
-            first = known.setdefault(arrival.message_id, arrival)
-            if first.hash != arrival.hash and None not in (first.hash, arrival.hash):
-                yield from self._quarantined(
-                    handler.consumer, message, arrival.message_id,
-                    "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered.",
-                )  # fmt: skip
-                ids.append(None)
-                settled.append(Settled(Outcome.QUARANTINED))
-                continue
-            ids.append(arrival.message_id)
-            settled.append(None)
-        answers = yield from self._run(handler, list(known.values()), leasing)
-        seen: set[str] = set()
+            else:
+                own_id = arrival.message_id
+                first = known.setdefault(own_id, arrival)
+                if first is not arrival and first.differs(arrival):
+                    yield from self._quarantined(
+                        handler.consumer, message, own_id,
+                        "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered.",
+                    )  # fmt: skip
+                    own_id = ""
+            ids.append(own_id)
+        answers: dict[str, Settled] = {}
+        if known:
+            answers = yield from self._run(handler, list(known.values()), leasing)
+        if len(known) == len(ids):
+            return [answers[own_id] for own_id in ids]
+        return self._unfolded(handler, ids, answers)
+
+    def _unfolded(
+        self, handler: Handler, ids: Sequence[str], answers: dict[str, Settled]
+    ) -> list[Settled]:
+        """One outcome a message: copies share the first one's fate, those without an id are set aside."""
         outcomes: list[Settled] = []
-        for own, done in zip(ids, settled, strict=True):
-            if done is not None or own is None:
-                outcomes.append(done or Settled(Outcome.QUARANTINED))
-                continue
-            answer = answers[own]
-            if own in seen and answer.outcome is Outcome.PROCESSED:
-                answer = Settled(Outcome.DUPLICATE)
+        seen: set[str] = set()
+        for own_id in ids:
+            answer = answers[own_id] if own_id else _QUARANTINED
+            if own_id in seen and answer.outcome is Outcome.PROCESSED:
+                answer = _DUPLICATE
                 if self._protocol.events:
                     self._protocol.events.emit(
                         MessageDuplicate(
-                            consumer=handler.consumer, message_id=own, topic=handler.topic
+                            consumer=handler.consumer, message_id=own_id, topic=handler.topic
                         )
                     )
-            seen.add(own)
+            seen.add(own_id)
             outcomes.append(answer)
         return outcomes
-
-    def _take_one(
-        self, handler: Handler, message: Message[Any], leasing: Leasing | None
-    ) -> Steps[Settled]:
-        try:
-            arrival = handler.arrival(message, self._protocol.limits)
-        except UnusableMessage as error:
-            yield from self._quarantined(handler.consumer, message, "", str(error))
-            return Settled(Outcome.QUARANTINED)
-        return (yield from self._run(handler, [arrival], leasing))[arrival.message_id]
 
     def _run(
         self, handler: Handler, arrivals: list[Arrival], leasing: Leasing | None
     ) -> Steps[dict[str, Settled]]:
-        if not arrivals:
-            return {}
         if handler.options.mode == "stored" or leasing is not None:
-            return (yield from self.store(handler, arrivals, leasing))
+            return self.store(handler, arrivals, leasing)
         if handler.options.transactional:
-            return (yield from self._protocol.deliver(handler, arrivals))
-        return (yield from self._run_leased(handler, arrivals))
+            return self._protocol.deliver(handler, arrivals)
+        return self._run_leased(handler, arrivals)
 
     def store(
         self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None = None

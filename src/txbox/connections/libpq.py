@@ -25,7 +25,7 @@ DEALLOCATE = b"DEALLOCATE ALL"
 
 _COMMAND_OK = int(pq.ExecStatus.COMMAND_OK)
 _TUPLES_OK = int(pq.ExecStatus.TUPLES_OK)
-_FINE = (_COMMAND_OK, _TUPLES_OK)
+_FINE = frozenset((_COMMAND_OK, _TUPLES_OK))
 _SYNC = int(pq.ExecStatus.PIPELINE_SYNC)
 _ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
 _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
@@ -127,7 +127,7 @@ class Pipeline:
             _check_queued(answers[:queued])
             answers = answers[queued:]
         commands = len(statements) + len(parsed) + (before is not None) + (after is not None)
-        if len(answers) < commands or any(own.status not in _FINE for own in answers):
+        if len(answers) < commands or not _FINE.issuperset([own.status for own in answers]):
             raise self._failure(statements, parsed, answers, before, after)
         if after is COMMIT and answers[-1].command_status != b"COMMIT":
             # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)

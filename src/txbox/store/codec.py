@@ -34,6 +34,10 @@ class Arrival:
     message_id: str
     hash: bytes | None
 
+    def differs(self, other: Arrival) -> bool:
+        """Say whether the other one has another payload; without a hash there is nothing to compare."""
+        return self.hash != other.hash and None not in (self.hash, other.hash)
+
 
 @dataclass(frozen=True, slots=True)
 class Leased:
