@@ -37,8 +37,8 @@ BAR = 0.8
 _WAIT_S = 120.0
 #: not timed: the first in-flight window of a partition, whose starts are counted (SEMANTICS 4.4)
 _WARM = 600
-#: batches go that much faster, so that their rounds take comparable times
-_MORE_IN_BATCHES = 5
+#: as many times the messages, so that rounds take a second or so
+_MORE, _MORE_IN_BATCHES = 3, 10
 
 
 class Memory:
@@ -255,7 +255,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             for number in range(1, rounds + 1):
                 # who goes first alternates
                 for own in contenders[:: 1 if number % 2 else -1]:
-                    more = _MORE_IN_BATCHES if own.batch else 1
+                    more = _MORE_IN_BATCHES if own.batch else _MORE
                     done.append(own.round(order_paid(messages * more, seed=number)))
                 load.append(os.getloadavg()[0])
         finally:
@@ -264,8 +264,8 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         return result(
             phase=NUMBER,
             title=TITLE,
-            method=f"{rounds} rounds of {messages:,} distinct messages plus 10 % duplicates "
-            f"({_MORE_IN_BATCHES} times as many for the set-based batch handler), one worker with one lane, one "
+            method=f"{rounds} rounds of {_MORE * messages:,} distinct messages plus 10 % duplicates "
+            f"({_MORE_IN_BATCHES * messages:,} for the set-based batch handler), one worker with one lane, one "
             "partition that is full from the start, contenders in turns on one machine with broker and database; "
             f"timed from the settlement of message {_WARM} to that of the last; memory: the same worker, its source a "
             "list of ready messages; latency: received to acknowledged, of a backlog",

@@ -98,6 +98,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
     else:
+        _print_circumstances(found[0])
         for document in found:
             _print(document)
     return 0 if all(passed(document) for document in found) else 1
@@ -137,6 +138,16 @@ _FIGURES = (
     ("lost", "lost", 0),
     ("doubled", "doubled", 0),
 )
+
+
+def _print_circumstances(document: Mapping[str, Any]) -> None:
+    machine, server = document["machine"], dict(document["server"])
+    version = server.pop("server_version", "")
+    settings = ", ".join(f"{name}={value}" for name, value in sorted(server.items()))
+    print_line(
+        f"PostgreSQL {version} ({settings}); {machine['cores']} cores of {machine['cpu']}, "
+        f"Python {document['versions']['python']}, psycopg {document['versions']['psycopg']}\n"
+    )
 
 
 def _print(document: Mapping[str, Any]) -> None:
