@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 from txbox.errors import Fault, StoreError
@@ -89,7 +90,7 @@ class InboxStore:
             wait: the longest wait for a lock of the handler's, where the database can bound it and a
                 batch can be run again; None for the connection's own.
         """
-        params = {**self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
+        params = {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
         if keep:
             claim = self.dialect.statement(
                 "claim_kept",
@@ -99,7 +100,7 @@ class InboxStore:
         elif len(arrivals) == 1 and self.dialect.has("claim_single"):
             params.update(self.columns.single(arrivals[0]))
             # one crash point, whichever form the claim takes
-            return (self.dialect.statement("claim_single", params)._replace(name="claim"),)
+            return (Statement("claim", self.dialect.queries["claim_single"], params),)
         else:
             claim = self.dialect.statement("claim", params, self.columns.slim(arrivals))
         return self._bounded(claim, token, lock_timeout, wait)
@@ -118,7 +119,7 @@ class InboxStore:
     ) -> tuple[Statement, ...]:
         """As `claim`, for rows leased under `lease`: the fence."""
         params = {
-            **self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token, "lease": lease, "keep": keep
+            **_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token, "lease": lease, "keep": keep
         }  # fmt: skip
         claim = self.dialect.statement("claim_leased", params, {"message_id": ids})
         return self._bounded(claim, token, lock_timeout, wait)
@@ -133,15 +134,9 @@ class InboxStore:
         idle_s: float,
     ) -> tuple[Statement, ...]:
         """As `claim`, for processed rows that an operator replays."""
-        params = {**self._bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
+        params = {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
         claim = self.dialect.statement("claim_replay", params, {"message_id": ids})
         return self._bounded(claim, token, lock_timeout)
-
-    def _bounds(self, lock_timeout: timedelta, idle_s: float) -> dict[str, str]:
-        return {
-            "lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000))),
-            "idle_ms": str(max(1, int(idle_s * 1000))),
-        }
 
     def _bounded(
         self,
@@ -693,3 +688,11 @@ class InboxStore:
 
     def _rescue_params(self, consumer: str | None, max_starts: int, limit: int) -> dict[str, Any]:
         return {"consumer": consumer, "max_starts": max_starts, "limit": limit}
+
+
+@lru_cache(maxsize=64)
+def _bounds(lock_timeout: timedelta, idle_s: float) -> dict[str, str]:
+    return {
+        "lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000))),
+        "idle_ms": str(max(1, int(idle_s * 1000))),
+    }
