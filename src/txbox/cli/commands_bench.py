@@ -168,7 +168,7 @@ def _print(document: Mapping[str, Any]) -> None:
     for own in bars:
         verdict = "met" if own["met"] else "not reached" if own["stretch"] else "MISSED"
         measured = "nothing" if own["measured"] is None else f"{own['measured']:.2f}"
-        print_line(f"  {own['sense']} {own['text']}: measured {measured} {own['unit']}, {verdict}")
+        print_line(f"  {own['text']}: measured {measured} {own['unit']}, {verdict}")
     print_line("")
 
 
