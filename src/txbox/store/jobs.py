@@ -123,8 +123,12 @@ def prune(own: Dialect, *, consumer: str | None, older_than_s: float, limit: int
     return Batch(rows, rows == limit)
 
 
+def _begun(own: Dialect) -> Begin:
+    return Begin((own.statement("prune_begin"),) if own.has("prune_begin") else ())
+
+
 def _pruned(own: Dialect, prune: Statement) -> Steps[int]:
-    yield Begin()
+    yield _begun(own)
     gone = yield prune
     if not gone.rows:
         yield Rollback()
@@ -193,7 +197,7 @@ def prunable(own: Dialect, *, consumer: str | None, older_than_s: float) -> Step
 
 def prune_outbox(own: Dialect, *, sent_s: float, discarded_s: float, limit: int) -> Steps[Batch]:
     """Delete one batch of outgoing rows that have ended."""
-    yield Begin()
+    yield _begun(own)
     gone = yield own.statement(
         "prune_outbox", {"sent_s": sent_s, "discarded_s": discarded_s, "limit": limit}
     )
@@ -211,7 +215,7 @@ def prunable_outbox(own: Dialect, *, sent_s: float, discarded_s: float) -> Steps
 
 def drop_payloads(own: Dialect, *, consumer: str, older_than_s: float, limit: int) -> Steps[Batch]:
     """Drop payload and headers of one batch of processed rows."""
-    yield Begin()
+    yield _begun(own)
     dropped = yield own.statement(
         "drop_payloads", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
     )
@@ -249,7 +253,7 @@ def work_left(
 
 def prune_orphans(own: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
     """Delete one batch of the attempts of messages that went with their partition."""
-    yield Begin()
+    yield _begun(own)
     gone = yield own.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
     yield Commit()
     return Batch(int(gone.count), gone.count == limit)

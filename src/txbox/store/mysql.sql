@@ -349,6 +349,9 @@ SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4)
 -- name: prune_blocks
 -- prune finds the rows in the order that is best here.
 
+-- name: prune_begin
+-- Durability is not a transaction's choice here.
+
 -- name: prune_take
 -- Of rows that prune has locked in this transaction.
 DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
@@ -395,12 +398,19 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
    SET own.payload = NULL, own.headers = NULL, own.origin = NULL, own.content_type = NULL, own.has_payload = FALSE
 
 -- name: work_left
--- What keeps `run --once` alive: due rows, and rows that somebody has leased.
+-- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
+-- look again within two seconds.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
                             AND next_attempt_at <= UTC_TIMESTAMP(6))
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
+              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
+                            AND own.next_attempt_at <= UTC_TIMESTAMP(6) + INTERVAL 3 SECOND
+                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
+                                         WHERE done.consumer = own.consumer AND done.`key` = own.`key`
+                                           AND own.sequence = done.last + 1))
             THEN 1 ELSE 0 END
 
 -- name: work_left_ordered

@@ -105,7 +105,10 @@ SELECT set_config('lock_timeout', coalesce(nullif(current_setting('txbox.lock_ti
 -- name: bound_batch
 -- Instead of restore_lock_timeout for a claim of several: two batches that lock the same rows in different
 -- orders give up long before deadlock_timeout, and go on message by message. A stricter bound stays.
-SELECT set_config('lock_timeout', CASE WHEN old.wait::interval BETWEEN interval '1 us' AND make_interval(secs => :longest_s::double precision)
+-- And a mark: the server reports this setting by itself, so the end of this transaction inside a handler
+-- is seen without asking. It means nothing to a transaction that has begun.
+SELECT set_config('default_transaction_read_only', 'on', true),
+       set_config('lock_timeout', CASE WHEN old.wait::interval BETWEEN interval '1 us' AND make_interval(secs => :longest_s::double precision)
                                        THEN old.wait ELSE (:longest_s::double precision * 1000)::integer || 'ms' END, true)
   FROM (SELECT coalesce(nullif(current_setting('txbox.lock_timeout', true), ''), current_setting('lock_timeout')) AS wait) AS old
 
@@ -458,6 +461,10 @@ DELETE FROM txbox_inbox AS own
  WHERE own.consumer = old.consumer AND own.message_id = old.message_id
 RETURNING own.consumer, own.message_id
 
+-- name: prune_begin
+-- A batch that a crash undoes is done again: nobody waits for its flush, and no live commit for the disk it takes.
+SELECT set_config('synchronous_commit', 'off', true)
+
 -- name: prune_take
 -- prune has deleted the rows.
 
@@ -520,12 +527,19 @@ UPDATE txbox_inbox AS own
  WHERE own.consumer = old.consumer AND own.message_id = old.message_id
 
 -- name: work_left
--- What keeps `run --once` alive: due rows, and rows that somebody has leased.
+-- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
+-- look again within two seconds.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
                             AND next_attempt_at <= clock_timestamp())
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer::text AND status = 'processing' AND lease_until IS NOT NULL)
+              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer::text AND own.status <> 'processed' AND own.status = 'pending'
+                            AND own.next_attempt_at <= clock_timestamp() + interval '3 seconds'
+                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
+                                         WHERE done.consumer = own.consumer AND done.key = own.key
+                                           AND own.sequence = done.last + 1))
             THEN 1 ELSE 0 END
 
 -- name: work_left_ordered

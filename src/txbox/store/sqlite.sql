@@ -324,6 +324,9 @@ RETURNING consumer, message_id
 -- name: prune_blocks
 -- prune finds the rows in the order that is best here.
 
+-- name: prune_begin
+-- Durability is not a transaction's choice here.
+
 -- name: prune_take
 -- prune has deleted the rows.
 
@@ -366,12 +369,19 @@ UPDATE txbox_inbox
                     LIMIT :limit)
 
 -- name: work_left
--- What keeps `run --once` alive: due rows, and rows that somebody has leased.
+-- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
+-- look again within two seconds.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status <> 'processed' AND status IN ('pending', 'failed') AND has_payload
                             AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
+              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
+                            AND own.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now', '+3 seconds')
+                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
+                                         WHERE done.consumer = own.consumer AND done.key = own.key
+                                           AND own.sequence = done.last + 1))
             THEN 1 ELSE 0 END
 
 -- name: work_left_ordered
