@@ -140,8 +140,8 @@ def p06(on: Setting) -> dict[str, Any]:
     rounds: list[Round] = []
     bars: list[Bar] = []
     for rate in (200, 1000):
-        # --messages scales the time that each rate is kept up: 4 s by default
-        work = _offered(on, rate, on.messages / 1000)
+        # --messages scales the time that each rate is kept up: 3 s by default
+        work = _offered(on, rate, on.messages / 1333)
         naive = on.naive(name=f"naive, {rate:,}/s", rate=rate)
         own = [
             on.txbox(f"txbox, {rate:,}/s", writes, rate=rate, to_commit=True),
@@ -160,7 +160,7 @@ def p06(on: Setting) -> dict[str, Any]:
     return on.result(
         "P6",
         "Open loop at 200 and 1,000 messages a second",
-        f"{on.messages / 1000:.0f} s each; latency from when a message is due to when it is acknowledged and, as an "
+        f"{on.messages / 1333:.0f} s each; latency from when a message is due to when it is acknowledged and, as an "
         "observer hears of it, to when it is committed, as for naive; one connection each",
         bars,
         rounds,
@@ -193,7 +193,7 @@ def p06b(on: Setting) -> dict[str, Any]:
     bars: list[Bar] = []
     for times in (0.1, 0.5, 0.9, 2.0, _OVERLOAD):
         rate = times * most
-        work = _offered(on, rate, 0.5 * on.messages / 1000)
+        work = _offered(on, rate, 0.4 * on.messages / 1000)
         own = on.txbox(
             f"txbox, pipeline=True, {times:g} times",
             writes,
@@ -233,7 +233,7 @@ def p06b(on: Setting) -> dict[str, Any]:
     return on.result(
         "P6b",
         "Open loop up to 3.7 times the rate at which naive saturates",
-        f"{0.5 * on.messages / 1000:.1f} s each; naive saturates on one connection at {most:,.0f} messages a second in "
+        f"{0.4 * on.messages / 1000:.1f} s each; naive saturates on one connection at {most:,.0f} messages a second in "
         "this run; it gets 4 connections above that. Latency from when a message is due to when it is acknowledged "
         "(naive: committed)",
         bars,
