@@ -7,6 +7,9 @@ export const url = process.env.DATABASE_URL
 // named: node-postgres prepares it once a connection (https://node-postgres.com/features/queries#prepared-statements)
 const TAKE = { name: 'take', text: 'UPDATE account SET balance = balance + $1 WHERE id = $2' }
 const ORDER = { name: 'order', text: 'INSERT INTO orders (number, account, amount) VALUES ($1, $2, $3)' }
+const CLAIM = { name: 'claim', text: 'INSERT INTO inbox (message_id) VALUES ($1) ON CONFLICT DO NOTHING' }
+export const INBOX =
+  'CREATE TABLE inbox (message_id text PRIMARY KEY, received_at timestamptz NOT NULL DEFAULT now())'
 
 /** The job of every contender, in the transaction that the client is in. */
 export async function takePayment(client, body) {
@@ -14,11 +17,16 @@ export async function takePayment(client, body) {
   await client.query({ ...ORDER, values: [body.order, body.account, body.amount] })
 }
 
-/** The same in a transaction of its own. */
-export async function inTransaction(client, body) {
+/** The textbook's dedupe, for peers whose own does not last: true the first time. */
+async function claim(client, id) {
+  return (await client.query({ ...CLAIM, values: [id] })).rowCount === 1
+}
+
+/** The job in a transaction of its own; with an `id` it happens once for that. */
+export async function inTransaction(client, body, id) {
   await client.query('BEGIN')
   try {
-    await takePayment(client, body)
+    if (id === undefined || (await claim(client, id))) await takePayment(client, body)
     await client.query('COMMIT')
   } catch (error) {
     await client.query('ROLLBACK')

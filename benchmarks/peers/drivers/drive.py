@@ -15,6 +15,9 @@ from typing import Any
 URL = os.environ["DATABASE_URL"]
 TAKE = "UPDATE account SET balance = balance + $1 WHERE id = $2"
 ORDER = "INSERT INTO orders (number, account, amount) VALUES ($1, $2, $3)"
+# the textbook's dedupe, for those whose own does not last
+CLAIM = "INSERT INTO inbox (message_id) VALUES ($1) ON CONFLICT DO NOTHING RETURNING message_id"
+INBOX = "CREATE TABLE inbox (message_id text PRIMARY KEY, received_at timestamptz NOT NULL DEFAULT now())"
 
 
 @dataclass(frozen=True, slots=True)

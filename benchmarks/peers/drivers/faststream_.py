@@ -17,7 +17,7 @@ from typing import Any
 
 import asyncpg
 import uvloop
-from drive import ORDER, TAKE, URL, After, Delivery, batches, drive
+from drive import CLAIM, INBOX, ORDER, TAKE, URL, After, Delivery, batches, drive
 from faststream import AckPolicy
 from faststream.redis import RedisBroker, StreamSub
 from redis.asyncio import Redis
@@ -25,14 +25,11 @@ from redis.asyncio import Redis
 REDIS = os.environ["REDIS_URL"]
 # of its own: another run may use the same Redis
 STREAM = f"orders-{os.getpid()}"
-CLAIM = "INSERT INTO inbox (message_id) VALUES ($1) ON CONFLICT DO NOTHING RETURNING message_id"
 
 
 async def main() -> None:
     pool = await asyncpg.create_pool(URL, min_size=16, max_size=16)
-    await pool.execute(
-        "CREATE TABLE inbox (message_id text PRIMARY KEY, received_at timestamptz NOT NULL DEFAULT now())"
-    )
+    await pool.execute(INBOX)
     broker = RedisBroker(REDIS, logger=None)
     stream = StreamSub(
         STREAM, group="billing", consumer="one", max_records=100, polling_interval=10

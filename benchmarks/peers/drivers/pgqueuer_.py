@@ -1,10 +1,11 @@
-"""pgqueuer: bulk enqueue with a dedupe key; QueueManager over an asyncpg pool.
+"""pgqueuer: bulk enqueue; QueueManager over an asyncpg pool. `pgqueuer_.py [dedupe]`
 
 Settings, from https://pgqueuer.readthedocs.io/en/latest/:
 - guides/performance-tuning: a larger `batch_size` (100; default 10) for short jobs, AsyncpgPoolDriver, `pgq autovac`
   after the installation; durability stays `durable`, as the server of everyone here;
 - guides/reliability: `dedupe_key` with on_conflict="skip": unique while a job is queued or picked, free again once it
   is done;
+- `dedupe`: no keys, and the textbook's INSERT … ON CONFLICT in the entrypoint's transaction, which lasts;
 - comparisons/benchmarks: asyncpg is the fastest driver, the event loop is uvloop, "drain" measures a backlog;
 - the entrypoint commits its own transaction; the job is removed and logged afterwards, in another one, in batches.
 """
@@ -12,17 +13,20 @@ Settings, from https://pgqueuer.readthedocs.io/en/latest/:
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
 import asyncpg
 import uvloop
-from drive import ORDER, TAKE, URL, Delivery, batches, drive
+from drive import CLAIM, INBOX, ORDER, TAKE, URL, Delivery, batches, drive
 from pgqueuer import PgQueuer
 from pgqueuer.db import AsyncpgPoolDriver
 from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 from pgqueuer.types import QueueExecutionMode
+
+LASTING = sys.argv[1:] == ["dedupe"]
 
 
 async def main() -> None:
@@ -32,10 +36,16 @@ async def main() -> None:
     await queries.install()
     await queries.optimize_autovacuum()
 
+    if LASTING:
+        await pool.execute(INBOX)
+
     async def pay(job: Job) -> None:
         assert job.payload is not None
-        body = json.loads(job.payload)
+        message = json.loads(job.payload)
+        body = message["body"]
         async with pool.acquire() as connection, connection.transaction():
+            if LASTING and await connection.fetchval(CLAIM, message["id"]) is None:
+                return
             await connection.execute(TAKE, body["amount"], body["account"])
             await connection.execute(ORDER, body["order"], body["account"], body["amount"])
 
@@ -43,9 +53,9 @@ async def main() -> None:
         for batch in batches(deliveries, 500):
             await queries.enqueue(
                 ["pay"] * len(batch),
-                [json.dumps(own.body).encode() for own in batch],
+                [json.dumps({"id": own.id, "body": own.body}).encode() for own in batch],
                 [0] * len(batch),
-                dedupe_key=[own.id for own in batch],
+                dedupe_key=None if LASTING else [own.id for own in batch],
                 on_conflict="skip",
             )
 
