@@ -29,16 +29,19 @@ def write(plot: Mapping[str, Any], directory: Path) -> Path:
 def _bars(plot: Mapping[str, Any]) -> Iterable[str]:
     values = {name: points[0][1] for name, points in plot["lines"].items()}
     left = 20 + 7 * max(len(name) for name in values)
-    most = max(*values.values(), 1e-9)
+    log = bool(plot["log"])
+    ticks = _ticks(list(values.values()), log)
+    scale = ticks if log else [0.0, max(*values.values(), 1e-9)]
     yield from _frame(plot, 60 + _ROW * len(values))
     for at, (name, value) in enumerate(values.items()):
-        y, wide = 36 + at * _ROW, (_WIDTH - left - 90) * value / most
+        y, wide = 36 + at * _ROW, (_WIDTH - left - 90) * _share(value, scale, log)
         colour = _COLOURS[1] if name.startswith("naive") else _COLOURS[-1]
         colour = colour if name.startswith(("naive", "limit", "no inbox")) else _COLOURS[0]
         yield f'<text class="r" x="{left - 8}" y="{y + 15}">{escape(name)}</text>'
         yield f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="18" fill="{colour}"/>'
         yield f'<text x="{left + wide + 6:.1f}" y="{y + 14}">{_number(value)}</text>'
-    yield f'<text class="r" x="{_WIDTH - 10}" y="{50 + _ROW * len(values)}">{escape(plot["y"])}</text>'
+    unit = escape(plot["y"]) + (", logarithmic" if log else "")
+    yield f'<text class="r" x="{_WIDTH - 10}" y="{50 + _ROW * len(values)}">{unit}</text>'
     yield "</svg>"
 
 

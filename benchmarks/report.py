@@ -187,12 +187,15 @@ def _method(phase: str, result: Mapping[str, Any]) -> str:
     machine, versions, server = result["machine"], result["versions"], result["server"]
     changes = " with uncommitted changes" if result["uncommitted_changes"] else ""
     name = f"{phase.lower()}.json"
+    loads = result.get("load_1min")
+    load = loads[-1] if isinstance(loads, list) else loads
+    busy = "" if load is None else f"Load average at the end: {load:.1f}. "
     on = f"PostgreSQL {server['server_version']}, " if "server_version" in server else ""
     return (
         f"Method: {result['method']}. Machine: {machine['cores']} cores of {machine['cpu']}, "
         f"{machine['memory_gb']} GB, Linux {machine['kernel']}; {on}"
         f"Python {versions['python']}, psycopg {versions['psycopg']} ({versions['psycopg_implementation']}). "
-        f"{result['date'][:10]}, commit `{result['commit'][:12]}`{changes}. "
+        f"{busy}{result['date'][:10]}, commit `{result['commit'][:12]}`{changes}. "
         f"All rounds: [{name}](../benchmarks/results/{name})."
     )
 
