@@ -13,11 +13,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from txbox.errors import HandlerTimeout, StoreError
+from txbox.errors import Fault, HandlerTimeout, StoreError
 
 T = TypeVar("T")
 
@@ -96,14 +96,18 @@ class Wait(NamedTuple):
 class Raised(Exception):
     """User code raised; `store` is its database error in txbox's words, if it was one.
 
-    `lost` says that the connection of the transaction is gone.
+    `lost` says that the connection of the transaction is gone; `left`, that this call has ended the
+    transaction, which those before it had not.
     """
 
-    def __init__(self, error: Exception, store: StoreError | None, lost: bool) -> None:
+    def __init__(
+        self, error: Exception, store: StoreError | None, lost: bool, left: bool = False
+    ) -> None:
         super().__init__(error)
         self.error = error
         self.store = store
         self.lost = lost
+        self.left = left
 
 
 @dataclass(slots=True)
@@ -244,6 +248,13 @@ class AsyncNesting(Protocol):
     async def rollback_to_savepoint(self) -> None: ...
 
 
+@runtime_checkable
+class Watching(Protocol):
+    """A Connection, sync or async, that knows without a round trip when the transaction it began has ended."""
+
+    def left(self) -> bool: ...
+
+
 class AsyncConnection(Protocol):
     """The awaitable twin of `Connection`; `discard` and `translate` do no I/O."""
 
@@ -353,7 +364,7 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                     outcome = connection.execute(step)
                     at(f"after:{step.name}")
                 elif type(step) is Invoke:
-                    outcome = [_invoke(connection, call, step.timeout_s) for call in step.calls]
+                    outcome = _invoke_calls(connection, step)
                 elif type(step) is InvokeGroups:
                     assert connection is not None
                     outcome = _invoke_groups(connection, step)
@@ -410,6 +421,33 @@ def _invoke(connection: Connection | None, call: Call, timeout_s: float | None) 
     return answer
 
 
+def _invoke_calls(connection: Connection | None, step: Invoke) -> list[Any]:
+    watching = _watching(connection, step.calls)
+    answers: list[Any] = []
+    for call in step.calls:
+        try:
+            answers.append(_invoke(connection, call, step.timeout_s))
+        except Raised as raised:
+            raised.left = watching is not None and watching.left()
+            raise
+        if watching is not None and watching.left():
+            raise _left(watching)
+    return answers
+
+
+def _watching(connection: object, calls: Sequence[Any]) -> Watching | None:
+    # what one call alone has done is seen when the transaction is closed
+    return connection if len(calls) > 1 and isinstance(connection, Watching) else None
+
+
+def _left(connection: Any) -> Raised:
+    """The transaction has ended in a call: the next ones would write outside of any."""
+    error = StoreError(
+        "The handler ended the transaction that claimed its message.", fault=Fault.GUARD
+    )
+    return Raised(error, None, connection.lost, left=True)
+
+
 def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
     if not isinstance(connection, Nesting):
         calls = [call for group in step.groups for call in group]
@@ -419,6 +457,7 @@ def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
     piping = connection if step.piped and isinstance(connection, Piping) else None
     if piping is not None:
         piping.pipe()
+    watching = connection if isinstance(connection, Watching) else None
     answers: list[Any] = []
     course, stopped = _Course(step.groups), None
     try:
@@ -428,11 +467,19 @@ def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
             for course.call, call in enumerate(group):
                 course.begin(piping.position if piping is not None else None)
                 answers.append(_invoke(connection, call, step.timeout_s))
+                if watching is not None and watching.left():
+                    raise _left(watching)
             course.call = len(group)
             at("before:release_savepoint")
             connection.release_savepoint()
     except Raised as raised:
         stopped = raised
+        stopped.left = watching is not None and watching.left()
+    except StoreError as error:
+        # a handler has swallowed the error that failed the transaction
+        if error.fault is not Fault.ABORTED:
+            raise
+        stopped = Raised(error, error, connection.lost)
     failed = piping.flush() if piping is not None else None
     return course.progress(answers, stopped, failed)
 
@@ -461,7 +508,9 @@ def _sleep(step: Wait) -> None:
     if step.until is None:
         time.sleep(step.timeout_s)
     else:
-        wait_for_futures([step.until], timeout=step.timeout_s)
+        # not concurrent.futures.wait, which costs three times as much: idle lanes come by here for every message
+        with suppress(TimeoutError):
+            step.until.exception(step.timeout_s)
 
 
 async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
@@ -484,9 +533,7 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
                     outcome = await connection.execute(step)
                     at(f"after:{step.name}")
                 elif type(step) is Invoke:
-                    outcome = [
-                        await _invoke_async(connection, call, step.timeout_s) for call in step.calls
-                    ]
+                    outcome = await _invoke_calls_async(connection, step)
                 elif type(step) is InvokeGroups:
                     assert connection is not None
                     outcome = await _invoke_groups_async(connection, step)
@@ -545,6 +592,20 @@ async def _invoke_async(
     return answer
 
 
+async def _invoke_calls_async(connection: AsyncConnection | None, step: Invoke) -> list[Any]:
+    watching = _watching(connection, step.calls)
+    answers: list[Any] = []
+    for call in step.calls:
+        try:
+            answers.append(await _invoke_async(connection, call, step.timeout_s))
+        except Raised as raised:
+            raised.left = watching is not None and watching.left()
+            raise
+        if watching is not None and watching.left():
+            raise _left(watching)
+    return answers
+
+
 async def _invoke_groups_async(connection: AsyncConnection, step: InvokeGroups) -> Progress:
     if not isinstance(connection, AsyncNesting):
         calls = [call for group in step.groups for call in group]
@@ -555,6 +616,7 @@ async def _invoke_groups_async(connection: AsyncConnection, step: InvokeGroups) 
     piping = connection if step.piped and isinstance(connection, AsyncPiping) else None
     if piping is not None:
         await piping.pipe()
+    watching = connection if isinstance(connection, Watching) else None
     answers: list[Any] = []
     course, stopped = _Course(step.groups), None
     try:
@@ -564,11 +626,19 @@ async def _invoke_groups_async(connection: AsyncConnection, step: InvokeGroups) 
             for course.call, call in enumerate(group):
                 course.begin(piping.position if piping is not None else None)
                 answers.append(await _invoke_async(connection, call, step.timeout_s))
+                if watching is not None and watching.left():
+                    raise _left(watching)
             course.call = len(group)
             at("before:release_savepoint")
             await connection.release_savepoint()
     except Raised as raised:
         stopped = raised
+        stopped.left = watching is not None and watching.left()
+    except StoreError as error:
+        # a handler has swallowed the error that failed the transaction
+        if error.fault is not Fault.ABORTED:
+            raise
+        stopped = Raised(error, error, connection.lost)
     failed = await piping.flush() if piping is not None else None
     return course.progress(answers, stopped, failed)
 

@@ -185,8 +185,7 @@ class Source(Protocol):
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         """Return what is there, up to `messages_max`; wait at most `wait_s` seconds for the first.
 
-        While deliveries are in flight `wait_s` is a few milliseconds, so that what comes next is here
-        before it is asked for. A source that cannot wait so briefly returns at once.
+        While deliveries are in flight `wait_s` is zero, and the call comes up to 2,000 times a second.
         """
         ...
 

@@ -26,8 +26,6 @@ _BATCH_MAX = 10  # SQS's own bound, on every call
 _VISIBLE_MAX_S = 12 * 3600.0  # from the receipt on; no extension leads beyond it
 _QUIET_S = (0.1, 1.0)
 _WAIT_MAX = timedelta(seconds=20)
-# a long poll cannot be cut short: for less than this an empty queue is not waited for
-_BRIEF_S = 0.05
 #: Of a queue that is not there, or of a caller who may not use it.
 _NEVER_CURED = frozenset({
     "QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue", "InvalidAddress",
@@ -171,7 +169,7 @@ class SQS:
         turn = self._turn % len(self._queues)
         inturn = self._queues[turn:] + self._queues[:turn]
         found: list[Delivery] = []
-        if wait_s < _BRIEF_S or len(inturn) > 1:
+        if wait_s <= 0 or len(inturn) > 1:
             for queue in inturn:
                 if len(found) >= messages_max:
                     return found
@@ -184,7 +182,7 @@ class SQS:
                     if not found:
                         raise
                     return found
-        if not found and wait_s >= _BRIEF_S:
+        if not found and wait_s > 0:
             found += self._receive_from(inturn[0], messages_max, self._wait_s)
         return found
 

@@ -32,16 +32,19 @@ from txbox.worker.first_ids import FirstIds
 _log = logging.getLogger("txbox")
 
 _WAIT_S = 0.5
-# with deliveries in flight their settlement is looked at this often, while the source is waited for
-_LOOK_S = (0.001, 0.02)
+# with deliveries in flight their settlement is waited for, and the source is looked at this often
+_LOOK_S = (0.0005, 0.02)
 _PAUSE_S = (0.1, 5.0)
+# what deliveries are taken to weigh before any has come
+_FIRST_BYTES = 256.0 * 1024
 
 
 class Pump:
     """Receives from one source, with a bound on what is in flight, and settles what has ended.
 
     Args:
-        in_flight_max: deliveries; the bound on bytes is twice `Batching.payload_bytes`.
+        in_flight_max: deliveries; the bound on bytes is twice `Batching.payload_bytes`, passed at most by
+            what one `receive` returns.
         stop: True when nothing more is to be received.
 
     Guarantee: a delivery is settled only after every consumer has settled its part. Nothing is
@@ -76,6 +79,7 @@ class Pump:
         self._changed = threading.Condition()
         self._settled: list[Delivery] = []
         self._look_s = _LOOK_S[0]
+        self._mean_bytes = _FIRST_BYTES
         self._finish = False
         self._go = threading.Event()
         self._opened = threading.Event()
@@ -154,8 +158,11 @@ class Pump:
                 return
             if self._stop() or self._full():
                 self._wait_for_settled(_WAIT_S)
-            else:
-                self._receive()
+                continue
+            if self._in_flight and self._look_s:
+                self._wait_for_settled(self._look_s)
+                self._settle()
+            self._receive()
 
     def _full(self) -> bool:
         return len(self._in_flight) >= self._in_flight_max or self._bytes >= self._bytes_max
@@ -172,35 +179,41 @@ class Pump:
                 self._changed.wait(min(_WAIT_S, self.source.tend_every_s or _WAIT_S))
 
     def _receive(self) -> None:
-        """Receive and hand out; with deliveries in flight the source is waited for in short looks.
+        """Receive and hand out.
 
-        What comes next is then here before the lanes ask for it, and acknowledgements, which nobody
-        waits for, are a look late. A source that does not wait leaves its look to the settlement.
+        With deliveries in flight, waiting belongs to their settlement; the source is looked at meanwhile,
+        often at first, so that what has arrived is here when a lane asks for it.
         """
-        in_flight = bool(self._in_flight)
-        wait_s = self._look_s if in_flight else _WAIT_S
-        asked_at = time.monotonic()
+        in_flight, asked = bool(self._in_flight), self._room()
         try:
-            received = self.source.receive(self._in_flight_max - len(self._in_flight), wait_s)
+            received = self.source.receive(asked, 0.0 if in_flight else _WAIT_S)
         except (BrokerUnavailable, StoreError) as error:
             self._pause(error)
             return
         if self._paused_at is not None:
             self._resumed()
+        first_s, longest_s = _LOOK_S
         if received:
-            self._look_s = _LOOK_S[0]
+            # as many as were asked for: there are more
+            self._look_s = 0.0 if len(received) >= asked else first_s
             self._hand_out(received)
-        elif in_flight:
-            self._look_s = min(2 * self._look_s, _LOOK_S[1])
-            left_s = wait_s - (time.monotonic() - asked_at)
-            if left_s > 0:
-                self._wait_for_settled(left_s)
+        else:
+            self._look_s = min(max(2 * self._look_s, first_s), longest_s)
+
+    def _room(self) -> int:
+        """How many deliveries may come, by their number and by what the last ones weighed."""
+        messages = self._in_flight_max - len(self._in_flight)
+        heavy = int((self._bytes_max - self._bytes) / max(self._mean_bytes, 1.0))
+        return max(1, min(messages, heavy))
 
     def _hand_out(self, received: Sequence[Delivery]) -> None:
         sizes = [delivery.size_bytes for delivery in received]
         # all before the first is handed out, which may take until the database is back
         self._in_flight.update(zip(received, sizes, strict=True))
         self._bytes += sum(sizes)
+        mean = sum(sizes) / len(sizes)
+        # up at once, down slowly: the bound is for what may come
+        self._mean_bytes = max(mean, (self._mean_bytes + mean) / 2)
         if steps.crash_point is not None:
             for _ in received:
                 steps.at("received")

@@ -41,6 +41,7 @@ _CLOSE_S = 5.0
 # a relay waits for the confirmations of what it has sent
 _RELAY_S = 15.0
 _AFTER_CRASH_S = 10.0
+_IN_FLIGHT = 1000
 
 
 class Worker:
@@ -163,7 +164,7 @@ class Worker:
                 app, self._driver, source, dispatch,
                 topics=wanted,
                 progress=StoredProgress(app, self._driver, source.name),
-                in_flight_max=2 * max(app.batching.messages, lanes),
+                in_flight_max=_in_flight_max(app.batching.messages, lanes),
                 stop=self._stopping.is_set,
             )  # fmt: skip
             self._pumps[pump] = True
@@ -434,6 +435,11 @@ class Worker:
         if self._signals > 1:
             os._exit(1)
         self._reports.put(self._drain)
+
+
+def _in_flight_max(batch: int, lanes: int) -> int:
+    """Two batches for each lane, one at work and one that waits; never many more than a thousand deliveries."""
+    return max(2 * batch, 2 * lanes, min(2 * batch * lanes, _IN_FLIGHT))
 
 
 def run(
