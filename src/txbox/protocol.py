@@ -212,13 +212,17 @@ class InboxProtocol:
                 waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
                 continue
             if len(waiting) > 1:
-                if ran.end is End.AMBIGUOUS and not tries:
+                if ran.end in (End.AMBIGUOUS, End.LOST) and not tries:
                     tries += 1
                     if (yield from self._may_try_again(handler, ran, tries)):
                         continue
                 if ran.end is End.RAISED and not group and _divides(handler):
                     pace.failed(len(waiting))
                     group = pace.group or len(waiting)
+                    continue
+                if ran.end is End.BROKEN:
+                    settled.update((yield from self._left(handler, waiting, ran)))
+                    waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
                     continue
                 settled.update((yield from self._apart(handler, waiting, ran.end)))
                 return settled
@@ -258,7 +262,7 @@ class InboxProtocol:
         size = 1
         if end in (End.CONFLICT, End.LOCKED):
             self.pace(handler).conflicted(len(arrivals))
-        elif end in (End.RAISED, End.BROKEN):
+        elif end is End.RAISED:
             size = (len(arrivals) + 1) // 2
         settled: dict[str, Settled] = {}
         keys: set[str] = set()
@@ -277,6 +281,19 @@ class InboxProtocol:
                 for own in part
                 if not settled[own.message_id].outcome.settles and own.message.key is not None
             )
+        return settled
+
+    def _left(
+        self, handler: Handler, arrivals: Sequence[Arrival], ran: Ran, *, token: str = ""
+    ) -> Steps[dict[str, Settled]]:
+        """A handler left the transaction of its batch: what that makes unknown is dead, and never run again."""
+        self.pace(handler).conflicted(len(arrivals))
+        settled: dict[str, Settled] = {}
+        for arrival in arrivals:
+            if arrival.message_id in ran.unknown:
+                recorded = yield from self._recorded(handler, arrival, BROKEN, token=token)
+                if recorded is not None:
+                    settled[arrival.message_id] = recorded
         return settled
 
     def _stored_behind(
@@ -527,6 +544,8 @@ class InboxProtocol:
                 return settled
             if ran.end in (End.CONFLICT, End.LOCKED):
                 pace.conflicted(len(arrivals))
+            if ran.end is End.BROKEN:
+                return (yield from self._left(handler, arrivals, ran, token=lease_token))
             if ran.end is not End.RAISED or group or not _divides(handler):
                 return {}
             pace.failed(len(arrivals))

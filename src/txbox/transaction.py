@@ -73,6 +73,10 @@ class Ran:
     results: dict[str, bytes] = field(default_factory=dict[str, bytes])
     #: The rows as they were recorded in this transaction, of messages whose handler failed under a savepoint.
     failed: dict[str, Recorded] = field(default_factory=dict[str, Recorded])
+    #: The ids the handler was called for, in their order; may repeat.
+    called: list[str] = field(default_factory=list[str])
+    #: What a BROKEN transaction leaves unknown: who was called when, or after, it was left.
+    unknown: set[str] = field(default_factory=set[str])
 
 
 #: What else is written in the transaction that makes a message dead.
@@ -231,12 +235,12 @@ class HandlerTransaction:
             elif returned is None:
                 if handler.options.pipeline:
                     yield Pipe()
-                returned = yield from handled(handler, mine)
+                returned = yield from handled(handler, mine, ran.called)
         except Raised as raised:
             yield from self._raised(ran, raised, token)
             return ran
         except StoreError as error:
-            yield from self._lost_savepoint(ran, error)
+            yield from self._lost_savepoint(ran, error, token)
             return ran
         if handler.options.keep_result:
             ran.results = {
@@ -262,7 +266,7 @@ class HandlerTransaction:
         while waiting:
             # what is sent behind a failure is sent again: about one failure is met at a time
             now = [waiting[0]] if alone else [waiting[at] for at in range(min(size, len(waiting)))]
-            calls = [[_call(handler, arrival) for arrival in group] for group in now]
+            calls = [[_call(handler, arrival, ran.called) for arrival in group] for group in now]
             progress: Progress = yield InvokeGroups(
                 calls, _timeout_s(handler), handler.options.pipeline
             )
@@ -272,12 +276,16 @@ class HandlerTransaction:
             alone = max(0, alone - progress.released)
             if progress.raised is None:
                 continue
-            if _end_of_handler(progress.raised, together=len(mine) > 1) is not End.RAISED:
+            end = _end_of_handler(progress.raised, together=len(mine) > 1)
+            if end is not End.RAISED or progress.raised.left or self._refused(progress.raised):
                 raise progress.raised
             group = waiting.popleft()
             alone = max(0, alone - 1)
             yield Undo()
-            if progress.culprit is None:
+            failed_before = (
+                progress.raised.store is not None and progress.raised.store.fault is Fault.ABORTED
+            )
+            if progress.culprit is None or (failed_before and len(group) > 1):
                 # it could be any of them: each has a turn of its own
                 waiting.extendleft([own] for own in reversed(group))
                 alone += len(group)
@@ -300,10 +308,14 @@ class HandlerTransaction:
             yield from self.dying(handler, arrival, failure, attempts)
         ran.failed[arrival.message_id] = Recorded(failure, dead, attempts)
 
-    def _lost_savepoint(self, ran: Ran, error: StoreError) -> Steps[None]:
+    def _lost_savepoint(self, ran: Ran, error: StoreError, token: str) -> Steps[None]:
         """A savepoint of txbox's is gone, or its record was refused: the handler left it, or the connection broke."""
         ran.error = ran.store = error
         ran.end = _end_of_commit(error)
+        if ran.end is End.BROKEN:
+            ran.unknown = set(ran.called)
+        elif ran.end is End.RAISED:
+            yield from self._ask(ran, token)
         yield Discard() if ran.end in (End.LOST, End.BROKEN) else Rollback()
 
     def _order_checks(
@@ -364,13 +376,15 @@ class HandlerTransaction:
                     last.insert(0, store.complete(consumer, ids, token=token, keep=keep))
                 results = yield Commit((store.close(token), *last))
                 if ids and results[1].count != len(ids):
-                    ran.end = End.BROKEN
+                    ran.end, ran.unknown = End.BROKEN, set(ran.called)
         except Raised as raised:
             # a flush that the session put off until now
             yield from self._raised(ran, raised, token)
         except StoreError as error:
             ran.error = ran.store = error
             ran.end = _end_of_commit(error)
+            if ran.end is End.BROKEN:
+                ran.unknown = set(ran.called)
             yield Discard() if ran.end in (End.AMBIGUOUS, End.BROKEN, End.LOST) else Rollback()
 
     def _last(self, ran: Ran, handler: Handler, mine: Sequence[Arrival]) -> list[Statement]:
@@ -386,20 +400,30 @@ class HandlerTransaction:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
         ran.error, ran.store = raised.error, raised.store
         ran.end = _end_of_handler(raised, together=len(ran.fresh) > 1)
-        # a COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)
-        refused = (
-            ran.store is not None
-            and ran.store.fault is Fault.GUARD
+        if ran.end is End.RAISED and not self._refused(raised):
+            yield from self._ask(ran, token)
+            if raised.left and self.store.dialect.refuses_commit:
+                # what was called before it was rolled back with the claim, and can run again
+                ran.unknown = set(ran.called[-1:])
+        yield Discard() if ran.end in (End.BROKEN, End.LOST) else Rollback()
+
+    def _refused(self, raised: Raised) -> bool:
+        """A COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)."""
+        return (
+            raised.store is not None
+            and raised.store.fault is Fault.GUARD
             and self.store.dialect.refuses_commit
         )
-        if ran.end is End.RAISED and not refused:
-            try:
-                yield self.store.close(token)
-            except StoreError as error:
-                if error.fault is Fault.GUARD:
-                    # it wrote outside of the transaction that is rolled back: a retry could write again
-                    ran.error, ran.store, ran.end = error, error, End.BROKEN
-        yield Discard() if ran.end in (End.BROKEN, End.LOST) else Rollback()
+
+    def _ask(self, ran: Ran, token: str) -> Steps[None]:
+        """Ask whether this is still the transaction that claimed."""
+        try:
+            yield self.store.close(token)
+        except StoreError as error:
+            if error.fault is Fault.GUARD:
+                # somebody wrote outside of the transaction that is rolled back: a retry could write again
+                ran.error, ran.store, ran.end = error, error, End.BROKEN
+                ran.unknown = set(ran.called)
 
     def _not_claimed(self, error: StoreError) -> Steps[Ran]:
         """The claim failed: nothing has run."""
@@ -413,15 +437,20 @@ class HandlerTransaction:
         raise error
 
 
-def handled(handler: Handler, arrivals: Sequence[Arrival]) -> Steps[list[Any]]:
+def handled(
+    handler: Handler, arrivals: Sequence[Arrival], called: list[str] | None = None
+) -> Steps[list[Any]]:
     """Call the handler: once for all in batch mode, else for each message in its order.
+
+    Args:
+        called: gets the id of each message that it is called for.
 
     Returns: what it returned, as JSON where the handler keeps its results.
     """
     if handler.options.batch:
-        calls = [_call(handler, list(arrivals))]
+        calls = [_call(handler, list(arrivals), called)]
     else:
-        calls = [_call(handler, arrival) for arrival in arrivals]
+        calls = [_call(handler, arrival, called) for arrival in arrivals]
     answers: list[Any] = yield Invoke(calls, _timeout_s(handler))
     return answers
 
@@ -431,13 +460,17 @@ def _timeout_s(handler: Handler) -> float | None:
     return timeout.total_seconds() if timeout else None
 
 
-def _call(handler: Handler, work: Arrival | list[Arrival]) -> Call:
+def _call(handler: Handler, work: Arrival | list[Arrival], called: list[str] | None = None) -> Call:
     """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
     function, transactional = handler.function, handler.options.transactional
     # written inside of the call: what JSON cannot hold is the handler's failure
     keep_result = handler.options.keep_result
 
     def bound() -> tuple[Run, Any]:
+        if called is not None:
+            called.extend(
+                [own.message_id for own in work] if isinstance(work, list) else [work.message_id]
+            )
         if isinstance(work, list):
             messages = [handler.bound(own) for own in work]
             return Run(handler.consumer, messages), messages

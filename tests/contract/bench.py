@@ -16,6 +16,7 @@ from tests.databases import Raw
 from tests.shop import AT_ONCE, Row, effects, the_row
 from txbox import App, Message, Outcome
 from txbox.handlers import Handler
+from txbox.intake import Leasing
 from txbox.steps import Steps, drive, drive_async
 
 _numbers = itertools.count(1)
@@ -97,20 +98,66 @@ class Trial:
     def __init__(self, bench: Bench, misbehaviour: Misbehaviour, mode: str) -> None:
         self.bench = bench
         self.message_id = f"m{next(_numbers)}"
+        self.neighbours = [f"{self.message_id}-{own}" for own in ("a", "b", "d", "e")]
         self._script = ["fail", "break"] if mode == "retried" else ["break"]
+        self.in_batch = mode in ("batched", "grouped", "leased", "pipelined")
         self.runs = 0
 
         async def handle(message: Message[Any], tx: Any) -> None:
+            hand = Hand(bench.kind, tx, str(message.id))
+            if message.id != self.message_id:
+                await hand.write()
+                return
             self.runs += 1
-            hand = Hand(bench.kind, tx, self.message_id)
-            act = self._script.pop(0) if self._script else "behave"
+            act = "behave"
+            if self._script:
+                # in a batch it may be run again before it is settled
+                act = self._script[0] if self.in_batch else self._script.pop(0)
             if act == "fail":
                 raise ValueError("an ordinary failure first")
             await (misbehaviour.run(hand) if act == "break" else hand.write())
 
-        options = {"mode": "stored"} if mode == "stored" else {}
+        options: dict[str, Any] = {"mode": "stored"} if mode == "stored" else {}
+        if mode == "pipelined":
+            options["pipeline"] = True
         self.handler = bench.handler(handle, **options)
-        self.message = Message[Any](id=self.message_id, topic=self.handler.topic, payload=b"{}")
+        self.message = self._message(self.message_id)
+        if mode in ("grouped", "pipelined"):
+            # failures have been frequent: messages run under savepoints from the first try on
+            pace = bench.app.protocol.pace(self.handler)
+            for _ in range(50):
+                pace.failed(4)
+
+    def _message(self, message_id: str) -> Message[Any]:
+        return Message(id=message_id, topic=self.handler.topic, payload=b"{}")
+
+    @property
+    def batch(self) -> list[Message[Any]]:
+        """The message in the middle of its neighbours."""
+        first, second, *rest = [self._message(own) for own in self.neighbours]
+        return [first, second, self.message, *rest]
+
+    def deliver_batch(self) -> list[Outcome]:
+        steps = self.bench.app.intake.take(self.handler, self.batch)
+        return [own.outcome for own in self.bench.drive(steps)]
+
+    def work_batch(self) -> list[Outcome]:
+        """Store the batch, lease it, and run it in one transaction."""
+        bench, token = self.bench, secrets.token_hex(16)
+        leasing = Leasing(bench.app.lease, token)
+        bench.drive(bench.app.intake.take(self.handler, self.batch, leasing=leasing))
+        assert len(leasing.rows) == 5
+        steps = bench.app.protocol.run_leased_many(self.handler, leasing.rows, token)
+        return [own.outcome for own in bench.drive(steps)]
+
+    def behave(self) -> None:
+        """From now on the handler keeps its contract."""
+        self._script.clear()
+
+    def neighbour(self, message_id: str) -> tuple[str, int]:
+        """The status of a neighbour, and how often its effect is there."""
+        raw = self.bench.raw
+        return the_row(raw, message_id, self.handler.consumer).status, effects(raw, message_id)
 
     def deliver(self) -> Outcome:
         return self.bench.process(self.message)

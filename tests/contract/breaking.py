@@ -182,8 +182,8 @@ def _refusal_swallowed(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
         return PROCESSED
     if not dialect.refuses_commit:
         return broken(1)
-    if kind.family == "sqlalchemy":
-        return FAILED  # SQLAlchemy knows that its transaction has ended
+    if kind.family == "sqlalchemy" and kind.product == "sqlite":
+        return FAILED  # SQLAlchemy knows that its transaction has ended; on PostgreSQL close does not ask it
     # a refused COMMIT leaves SQLite's transaction open, with everything in it
     return PROCESSED if kind.product == "sqlite" else broken(0)
 

@@ -20,6 +20,7 @@ from asyncpg.pool import PoolConnectionProxy
 from txbox.connections.base import (
     Idle,
     finished,
+    is_marked,
     not_in_transaction,
     refused_commit,
     store_error,
@@ -141,6 +142,10 @@ class AsyncpgConnection:
         self._dialect = own
         self._transaction: Any = None
         self._fatal = False
+        self._watched = False
+
+    def left(self) -> bool:
+        return self._watched and not self.lost and not is_marked(self.native)
 
     @property
     def lost(self) -> bool:
@@ -183,7 +188,9 @@ class AsyncpgConnection:
             self._fatal = True
             raise self._failure(error) from error
         self._transaction = transaction
-        return [await self.execute(statement) for statement in statements]
+        results = [await self.execute(statement) for statement in statements]
+        self._watched = is_marked(self.native)
+        return results
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
         # a statement that succeeds last proves that the transaction has not failed: asyncpg does not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from txbox.steps import (
 from txbox.store.dialect import Dialect
 
 C = TypeVar("C", bound="Owned")
+
+_MARK = "default_transaction_read_only"
 
 _PRODUCTS = {"postgresql": "PostgreSQL", "mysql": "MySQL", "sqlite": "SQLite"}
 
@@ -232,6 +235,28 @@ def not_released(error: StoreError, lost: bool) -> StoreError | Raised:
 
 def savepoint_is_gone(error: StoreError) -> bool:
     return error.code in _NO_SAVEPOINT
+
+
+def is_marked(driver: Any) -> bool:
+    """Say without a round trip whether a driver's connection is in the transaction of a batch that txbox claimed.
+
+    PostgreSQL reports `default_transaction_read_only`, which such a claim sets to `on` for its own transaction,
+    by itself. SQLite shows a guard that cannot be committed to no other transaction. MySQL has nothing alike.
+    A connection that is closed counts as marked: its next statement says so.
+    """
+    pgconn = getattr(driver, "pgconn", None)
+    if pgconn is not None:
+        # 0 is libpq's CONNECTION_OK
+        return bool(pgconn.status) or pgconn.parameter_status(_MARK.encode()) == b"on"
+    if hasattr(driver, "get_settings"):
+        return driver.is_closed() or getattr(driver.get_settings(), _MARK, None) == "on"
+    raw = getattr(driver, "_conn", driver)
+    if not isinstance(raw, sqlite3.Connection):
+        return False
+    try:
+        return bool(raw.execute("SELECT 1 FROM txbox_guard WHERE never = 1").fetchall())
+    except sqlite3.ProgrammingError:
+        return True
 
 
 def plain_rows(rows: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from txbox.connections.base import (
     check_closed,
     dbapi_error,
     handler_left,
+    is_marked,
     not_in_transaction,
     not_released,
     plain_rows,
@@ -109,7 +110,11 @@ class DjangoConnection:
         self._within: Any = None
         self._nested = False
         self._claims = False
+        self._watched = False
         self._fatal = False
+
+    def left(self) -> bool:
+        return self._watched and not self.lost and not is_marked(self.native.connection)
 
     @property
     def lost(self) -> bool:
@@ -157,7 +162,9 @@ class DjangoConnection:
         except (Error, wrapper.Database.Error) as error:
             raise self._failure(error) from error
         self._claims = any(statement.name.startswith("claim") for statement in statements)
-        return [self.execute(statement) for statement in statements]
+        results = [self.execute(statement) for statement in statements]
+        self._watched = is_marked(wrapper.connection)
+        return results
 
     def _prepare_transaction(self) -> None:
         if self.native.vendor == "postgresql":

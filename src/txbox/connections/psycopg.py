@@ -18,7 +18,13 @@ import psycopg
 from psycopg import pq
 from psycopg.rows import tuple_row
 
-from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
+from txbox.connections.base import (
+    Idle,
+    is_marked,
+    not_in_transaction,
+    without_password,
+    wrong_colour,
+)
 from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
 from txbox.connections.listening import Listener
 from txbox.connections.piped import AsyncConnection, Connection, Plans, Queue
@@ -188,6 +194,10 @@ class _Owned:
         self._pipeline = Pipeline(raw, prepare=database.prepare, translate=self.translate)
         self._plans = Plans(database.prepare)
         self._queue: Queue | None = None
+        self._watched = False
+
+    def left(self) -> bool:
+        return self._watched and not is_marked(self.native)
 
     @property
     def lost(self) -> bool:
@@ -286,6 +296,7 @@ class PsycopgConnection(_Owned):
 
     def begin(self, statements: Sequence[Statement]) -> list[Result]:
         results: list[Result] = self._open().wait(self._pipeline.send(statements, before=BEGIN))
+        self._watched = is_marked(self.native)
         return results
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
@@ -368,6 +379,7 @@ class AsyncPsycopgConnection(_Owned):
         results: list[Result] = await self._open().wait(
             self._pipeline.send(statements, before=BEGIN)
         )
+        self._watched = is_marked(self.native)
         return results
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:

@@ -23,6 +23,7 @@ from txbox.connections.base import (
     dbapi_error,
     finished,
     handler_left,
+    is_marked,
     not_in_transaction,
     not_released,
     refused_commit,
@@ -172,7 +173,8 @@ class SQLAlchemyConnection:
         self._session: Any = None
         # the session's transaction that an earlier call of a handler's has begun, and the next one found
         self._shared: Any = None
-        self._undone = False
+        # sessions that a call has failed, or ended with the work of others in them
+        self._spoilt: list[Any] = []
         self._transaction: Any = None
         self._errors: tuple[type[Exception], ...] = (
             exc.SQLAlchemyError,
@@ -181,25 +183,34 @@ class SQLAlchemyConnection:
         )
         self._enforce_later = False
         self._fatal = False
+        self._watched = False
 
     @property
     def native(self) -> Any:
         """What the next call of a handler gets; the calls of one transaction share a session."""
         if self._maker is None:
             return self._bind
+        if self._session is not None and (self._has_ended() or not _sync(self._session).is_active):
+            # this transaction is lost, but the next call must not meet what the last one has left
+            self._spoilt.append(self._session)
+            self._session = self._shared = None
         if self._session is None:
             self._session = self._maker(
                 bind=self._bind, join_transaction_mode="create_savepoint", twophase=False
             )
-        self._look_back()
         self._shared = _sync(self._session).get_transaction()
         return self._session
 
-    def _look_back(self) -> None:
-        """Notice that a call has ended a transaction of the session's which held the work of calls before it."""
-        if self._shared is not None:
-            self._undone |= _sync(self._session).get_transaction() is not self._shared
-            self._shared = None
+    def _has_ended(self) -> bool:
+        """Say whether a call has ended a transaction of the session's which held the work of calls before it."""
+        shared = self._shared
+        return shared is not None and _sync(self._session).get_transaction() is not shared
+
+    def left(self) -> bool:
+        return self._watched and not self.lost and not self._is_marked()
+
+    def _is_marked(self) -> bool:
+        return is_marked(self.raw.connection.driver_connection)
 
     @property
     def lost(self) -> bool:
@@ -251,9 +262,11 @@ class SQLAlchemyConnection:
                 self._wire.execute(_READ_COMMITTED)
             elif self._dialect.name == "sqlite":
                 self._begin_immediate()
-            return self._wire.begin(statements)
+            results = self._wire.begin(statements)
+            self._watched = self._is_marked()
         except self._errors as error:
             raise self._failure(error) from error
+        return results
 
     def _begin_immediate(self) -> None:
         # a deferred transaction that reads first cannot become a writer later; and the engine may
@@ -291,9 +304,9 @@ class SQLAlchemyConnection:
         """
         if self._session is None:
             return
-        self._look_back()
-        if self._undone:
+        if self._spoilt or self._has_ended():
             raise Raised(_undone(), None, self.lost)
+        self._shared = None
         try:
             _sync(self._session).commit()
         except Exception as error:
@@ -315,9 +328,9 @@ class SQLAlchemyConnection:
         self._ended()
 
     def _ended(self) -> None:
-        session, self._session = self._session, None
-        self._shared, self._undone = None, False
-        if session is not None:
+        sessions = [*self._spoilt, *([] if self._session is None else [self._session])]
+        self._spoilt, self._session, self._shared = [], None, None
+        for session in reversed(sessions):
             _sync(session).close()
 
     def give_back(self) -> None:
@@ -369,6 +382,9 @@ class AsyncSQLAlchemyConnection:
     @property
     def lost(self) -> bool:
         return self._inner.lost
+
+    def left(self) -> bool:
+        return self._inner.left()
 
     def translate(self, error: BaseException) -> StoreError | None:
         return self._inner.translate(error)

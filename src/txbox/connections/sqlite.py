@@ -23,6 +23,7 @@ from txbox.connections.base import (
     SAVEPOINT,
     Idle,
     handler_left,
+    is_marked,
     not_in_transaction,
     not_released,
     refused_commit,
@@ -137,6 +138,13 @@ class _Sqlite:
     def __init__(self, raw: sqlite3.Connection, database: SqliteDatabase) -> None:
         self._raw = raw
         self._database = database
+        self._watched = False
+
+    def left(self) -> bool:
+        return self._watched and not is_marked(self._raw)
+
+    def _begun(self, statements: Sequence[Statement]) -> None:
+        self._watched = any(own.name == "arm" for own in statements)
 
     @property
     def lost(self) -> bool:
@@ -194,6 +202,7 @@ class SqliteConnection(_Sqlite):
             self._raw.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             raise self._failed(error) from error
+        self._begun(statements)
         return [self.execute(statement) for statement in statements]
 
     def savepoint(self) -> None:
@@ -260,6 +269,7 @@ class AsyncSqliteConnection(_Sqlite):
             await self.native.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             raise self._failed(error) from error
+        self._begun(statements)
         return [await self.execute(statement) for statement in statements]
 
     async def savepoint(self) -> None:
