@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import orm
+from sqlalchemy import exc, orm
+from sqlalchemy.ext import asyncio as sa_async
 
 from tests.connections.conformance import KINDS, Given, Held, engine_url
 from tests.databases import Raw
 from txbox import App, Message, Outcome
 from txbox.errors import Fault, StoreError
-from txbox.steps import Raised, drive
+from txbox.steps import Raised, drive, drive_async
 
 SQLALCHEMY = [kind for kind in KINDS if kind.family == "sqlalchemy"]
 SESSIONS = [kind for kind in SQLALCHEMY if "session" in kind.name]
@@ -128,9 +130,75 @@ def test_a_session_that_undoes_an_earlier_calls_work_does_not_commit(
     assert accounts(db, number) == []
 
 
+class Base(orm.DeclarativeBase):
+    pass
+
+
+class Account(Base):
+    __tablename__ = "account"
+    id: orm.Mapped[int] = orm.mapped_column(primary_key=True, autoincrement=False)
+    balance: orm.Mapped[int]
+
+
+def rolls_back(own: int, tx: orm.Session, *, culprit: bool) -> None:
+    tx.execute(sa.text(f"INSERT INTO account (id, balance) VALUES ({own}, 1)"))
+    if culprit:
+        tx.rollback()
+
+
+def closes(own: int, tx: orm.Session, *, culprit: bool) -> None:
+    tx.add(Account(id=own, balance=1))
+    tx.flush()
+    if culprit:
+        tx.close()
+
+
+def commits(own: int, tx: orm.Session, *, culprit: bool) -> None:
+    tx.add(Account(id=own, balance=1))
+    if culprit:
+        tx.flush()
+        tx.rollback()
+    tx.commit()
+
+
+def cannot_be_flushed(own: int, tx: orm.Session, *, culprit: bool) -> None:
+    # found when all are written, at the end
+    tx.add(Account(id=own, balance=None if culprit else 1))
+
+
+def raises(own: int, tx: orm.Session, *, culprit: bool) -> None:
+    tx.add(Account(id=own, balance=1))
+    tx.flush()
+    if culprit:
+        raise ValueError("no")
+
+
+def swallows(own: int, tx: orm.Session, *, culprit: bool) -> None:
+    tx.add(Account(id=own, balance=None if culprit else 1))
+    try:
+        tx.flush()
+    except exc.IntegrityError:
+        return
+
+
 @pytest.mark.parametrize("product", ["postgresql", "mariadb", "sqlite"])
-def test_a_batch_loses_nothing_to_a_handler_that_rolls_its_session_back(
-    product: str, shared_url: Callable[[str], str], number: int
+@pytest.mark.parametrize(
+    ("work", "outcome"),
+    [
+        (rolls_back, Outcome.PROCESSED),
+        (closes, Outcome.PROCESSED),
+        (commits, Outcome.PROCESSED),
+        (cannot_be_flushed, Outcome.FAILED),
+        (raises, Outcome.FAILED),
+        (swallows, Outcome.FAILED),
+    ],
+)
+def test_what_a_handler_does_to_its_session_costs_its_neighbours_nothing(
+    product: str,
+    work: Callable[..., None],
+    outcome: Outcome,
+    shared_url: Callable[[str], str],
+    number: int,
 ) -> None:
     url = shared_url(product)
     drivers = {"postgresql": "psycopg", "mysql": "pymysql", "sqlite": "pysqlite"}
@@ -139,16 +207,46 @@ def test_a_batch_loses_nothing_to_a_handler_that_rolls_its_session_back(
 
     @app.handler("t", consumer=f"s{number}")
     def handle(message: Message[Any], tx: orm.Session) -> None:
-        own = number + int(message.id or 0)
-        tx.execute(sa.text(f"INSERT INTO account (id, balance) VALUES ({own}, 1)"))
-        if message.id == "2":
-            tx.rollback()
+        work(number + int(message.id or 0), tx, culprit=message.id == "3")
 
     (handler,) = app.handlers.matching("t", None)
-    messages = [Message[Any](id=str(own), topic="t", payload=b"{}") for own in range(1, 4)]
+    messages = [Message[Any](id=str(own), topic="t", payload=b"{}") for own in range(1, 6)]
     assert app.database.sync is not None
     settled = drive(app.database.sync, app.taken(handler, messages))
     engine.dispose()
-    assert [own.outcome for own in settled] == [Outcome.PROCESSED] * 3
+    fine = Outcome.PROCESSED
+    assert [own.outcome for own in settled] == [fine, fine, outcome, fine, fine]
     with Raw(url) as db:
-        assert accounts(db, number) == [1, 3]
+        assert accounts(db, number) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_neither_does_a_handler_of_an_async_session(
+    driver: str, shared_url: Callable[[str], str], number: int
+) -> None:
+    url = shared_url("postgresql")
+
+    async def run() -> list[Outcome]:
+        engine = sa_async.create_async_engine(engine_url(url, driver))
+        app = App(sa_async.async_sessionmaker(engine))
+
+        @app.handler("t", consumer=f"s{number}")
+        async def handle(message: Message[Any], tx: sa_async.AsyncSession) -> None:
+            tx.add(Account(id=number + int(message.id or 0), balance=1))
+            await tx.flush()
+            if message.id == "3":
+                await tx.rollback()
+            if message.id == "4":
+                await tx.close()
+
+        (handler,) = app.handlers.matching("t", None)
+        messages = [Message[Any](id=str(own), topic="t", payload=b"{}") for own in range(1, 7)]
+        assert app.database.asynchronous is not None
+        settled = await drive_async(app.database.asynchronous, app.taken(handler, messages))
+        await app.close_async()
+        await engine.dispose()
+        return [own.outcome for own in settled]
+
+    assert asyncio.run(run()) == [Outcome.PROCESSED] * 6
+    with Raw(url) as db:
+        assert accounts(db, number) == [1, 2, 5, 6]
