@@ -23,6 +23,7 @@ from txbox.connections.base import (
     dbapi_error,
     finished,
     handler_left,
+    is_marked,
     not_in_transaction,
     not_released,
     refused_commit,
@@ -182,6 +183,7 @@ class SQLAlchemyConnection:
         )
         self._enforce_later = False
         self._fatal = False
+        self._watched = False
 
     @property
     def native(self) -> Any:
@@ -203,6 +205,12 @@ class SQLAlchemyConnection:
         """Say whether a call has ended a transaction of the session's which held the work of calls before it."""
         shared = self._shared
         return shared is not None and _sync(self._session).get_transaction() is not shared
+
+    def left(self) -> bool:
+        return self._watched and not self.lost and not self._is_marked()
+
+    def _is_marked(self) -> bool:
+        return is_marked(self.raw.connection.driver_connection)
 
     @property
     def lost(self) -> bool:
@@ -254,9 +262,11 @@ class SQLAlchemyConnection:
                 self._wire.execute(_READ_COMMITTED)
             elif self._dialect.name == "sqlite":
                 self._begin_immediate()
-            return self._wire.begin(statements)
+            results = self._wire.begin(statements)
+            self._watched = self._is_marked()
         except self._errors as error:
             raise self._failure(error) from error
+        return results
 
     def _begin_immediate(self) -> None:
         # a deferred transaction that reads first cannot become a writer later; and the engine may
@@ -372,6 +382,9 @@ class AsyncSQLAlchemyConnection:
     @property
     def lost(self) -> bool:
         return self._inner.lost
+
+    def left(self) -> bool:
+        return self._inner.left()
 
     def translate(self, error: BaseException) -> StoreError | None:
         return self._inner.translate(error)
