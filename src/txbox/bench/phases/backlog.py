@@ -83,7 +83,12 @@ def p13(on: Setting) -> dict[str, Any]:
     new = on.txbox("all new", writes, pipeline=True)
     old = on.txbox("99 % duplicates", writes, pipeline=True)
     rounds = on.interleaved(
-        [(new, on.work(5, duplicates=0.0)), (old, on.work(5, make=storm))],
+        [
+            (on.naive(name="naive, 99 % duplicates"), on.work(make=storm)),
+            (new, on.work(5, duplicates=0.0)),
+            (old, on.work(5, make=storm)),
+            (on.limit(), on.work(5, make=storm)),
+        ]
     )
     return on.result(
         "P13",
@@ -98,7 +103,8 @@ def p17(on: Setting) -> dict[str, Any]:
     own = on.txbox("txbox, batch=True", in_sets, batch=True)
     bare = WithoutInbox(on.beside, on.gauges)
     work = on.work(10, duplicates=0.0)
-    rounds = on.interleaved([(bare, work), (own, work)])
+    few = on.work(duplicates=0.0)
+    rounds = on.interleaved([(on.naive(), few), (bare, work), (own, work), (on.limit(), work)])
     pairs = [
         with_inbox - without
         for with_inbox, without in zip(

@@ -23,6 +23,7 @@ def p12(on: Setting) -> dict[str, Any]:
             own = on.txbox(f"{share:.1%} {kind}", handler, pipeline=True)
             cells.append((own, on.work(5, failing=share)))
             bars.append((own.name, bar))
+    cells.append((on.limit(), on.work(5)))
     rounds = on.interleaved(cells)
     return on.result(
         "P12",

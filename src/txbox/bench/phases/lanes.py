@@ -31,6 +31,7 @@ def p07(on: Setting) -> dict[str, Any]:
         for key in (False, True)
     ]
     cells: list[Cell] = [(naive, on.work()), *((own, on.work(2)) for own in lanes)]
+    cells.append((on.limit(), on.work(5)))
     rounds = on.interleaved(cells)
     return on.result(
         "P7",

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 
-from txbox.bench.contender import Txbox
+from txbox.bench.beside import Contender
 from txbox.bench.result import Bar, Round, ratios
 from txbox.bench.setting import Setting
 from txbox.bench.workload import Work, in_sets, writes
@@ -18,7 +18,10 @@ _STORED: dict[str, Any] = {"mode": "stored", "until_processed": True}
 def p10(on: Setting) -> dict[str, Any]:
     one = on.txbox("stored, pipeline=True", writes, pipeline=True, **_STORED)
     sets = on.txbox("stored, batch=True", in_sets, batch=True, **_STORED)
-    rounds = on.interleaved([(on.naive(), on.work()), (one, on.work(4)), (sets, on.work(4))])
+    work = on.work(4)
+    rounds = on.interleaved(
+        [(on.naive(), on.work()), (one, work), (sets, work), (on.limit(), work)]
+    )
     return on.result(
         "P10",
         "mode='stored': acknowledged once the payload is stored, processed from the table",
@@ -35,7 +38,7 @@ def p10(on: Setting) -> dict[str, Any]:
 class Snapshot:
     """A contender while another session holds a snapshot from before its round."""
 
-    def __init__(self, on: Setting, inner: Txbox) -> None:
+    def __init__(self, on: Setting, inner: Contender) -> None:
         self.name = f"{inner.name}, snapshot held"
         self._url, self._inner = on.url, inner
 
@@ -50,7 +53,8 @@ def snapshot(on: Setting) -> dict[str, Any]:
     plain = on.txbox("stored, pipeline=True", writes, pipeline=True, **_STORED)
     held = Snapshot(on, plain)
     work = on.work(10)
-    rounds = on.interleaved([(plain, work), (held, work)])
+    naive = Snapshot(on, on.naive())
+    rounds = on.interleaved([(naive, on.work()), (plain, work), (held, work)])
     return on.result(
         "SNAPSHOT",
         "mode='stored' while another session holds an old snapshot",
