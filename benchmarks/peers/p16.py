@@ -134,7 +134,7 @@ def main() -> None:
 
 def _sentence(round_of: Callable[[Work], Round], work: Callable[[int], Work]) -> str:
     own = round_of(work(1))
-    more = ", ".join(f"{name} {value:,.0f}" for name, value in own.more.items())
+    more = ", ".join(f"{name} {value:,.4g}" for name, value in own.more.items())
     return (
         f"{own.contender}: {own.rate or 0:,.0f} msg/s of {own.messages:,}, client {own.client_cpu_us or 0:,.0f} us, "
         f"server {own.server_cpu_us or 0:,.0f} us, lost {own.verified.lost}, doubled {own.verified.doubled}; {more}"

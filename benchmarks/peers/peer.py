@@ -136,11 +136,11 @@ class Peer:
                 driver.close()
         count = len(work.deliveries)
         more = {
-            "processed/s": count / took["process_s"],
+            "processed, 1,000/s": count / took["process_s"] / 1e3,
             "late duplicates run again, %": 100 * (again.doubled - verified.doubled) / LATE,
         }
         if not self.spec.from_memory:
-            more = {"stored/s": count / took["ingest_s"], **more}
+            more = {"stored, 1,000/s": count / took["ingest_s"] / 1e3, **more}
         server_cpu_s = None
         if began.server_cpu_s is not None and ended.server_cpu_s is not None:
             server_cpu_s = ended.server_cpu_s - began.server_cpu_s

@@ -17,7 +17,7 @@ from typing import Any
 
 import asyncpg
 import uvloop
-from drive import CLAIM, INBOX, ORDER, TAKE, URL, After, Delivery, batches, drive
+from drive import CLAIM, INBOX, ORDER, TAKE, URL, After, Delivery, batches, clock, drive
 from faststream import AckPolicy
 from faststream.redis import RedisBroker, StreamSub
 from redis.asyncio import Redis
@@ -42,6 +42,7 @@ async def main() -> None:
     @broker.subscriber(stream=stream, max_workers=16, ack_policy=AckPolicy.NACK_ON_ERROR)
     async def pay(own: dict[str, Any]) -> None:
         nonlocal left
+        clock.start()
         body = own["body"]
         async with pool.acquire() as connection, connection.transaction():
             if await connection.fetchval(CLAIM, own["id"]) is not None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import asyncpg
 import uvloop
-from drive import CLAIM, INBOX, ORDER, TAKE, URL, Delivery, batches, drive
+from drive import CLAIM, INBOX, ORDER, TAKE, URL, Delivery, batches, clock, drive
 from pgqueuer import PgQueuer
 from pgqueuer.db import AsyncpgPoolDriver
 from pgqueuer.models import Job
@@ -41,6 +41,7 @@ async def main() -> None:
 
     async def pay(job: Job) -> None:
         assert job.payload is not None
+        clock.start()
         message = json.loads(job.payload)
         body = message["body"]
         async with pool.acquire() as connection, connection.transaction():

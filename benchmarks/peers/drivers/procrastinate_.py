@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from drive import INBOX, URL, Delivery, batches, distinct, drive
+from drive import INBOX, URL, Delivery, batches, clock, distinct, drive
 from procrastinate import App, PsycopgConnector
 from psycopg_pool import AsyncConnectionPool
 
@@ -34,6 +34,7 @@ async def main() -> None:
 
     @app.task(queue="orders", name="pay")
     async def pay(id: str, body: dict[str, Any]) -> None:  # noqa: A002 - jobs are stored by parameter
+        clock.start()
         async with pool.connection() as connection:
             if LASTING and await (await connection.execute(CLAIM, (id,))).fetchone() is None:
                 return
