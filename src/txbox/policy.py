@@ -83,7 +83,7 @@ class Lease:
     Args:
         duration: after this long without a heartbeat a row may be rescued.
         max_starts: runs that never ended before the message is dead ("killed its process").
-        batch: rows leased together, 1 to 1,000.
+        batch: rows leased together, 1 to 1,000; more where the next transaction takes more.
     """
 
     duration: timedelta = timedelta(minutes=5)
@@ -200,8 +200,9 @@ class Batching:
     """How many deliveries a lane takes at once.
 
     Args:
-        messages: deliveries, 1 to 10,000.
-        payload_bytes: sum of payloads after which a batch is closed.
+        messages: deliveries, 1 to 10,000. In flight are at most two batches for each lane, and about
+            a thousand deliveries where that is more than two batches.
+        payload_bytes: sum of payloads after which a batch is closed; about twice that is in flight.
         duration: what a transaction of several messages may take; slower handlers get smaller batches.
     """
 

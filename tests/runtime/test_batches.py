@@ -179,11 +179,16 @@ def test_what_is_in_flight_is_bounded_by_its_bytes(database_url: str) -> None:
             assert gate.wait(30)
 
         shop.handler(hold)
-        source = Memory([paid(f"m{number}", b"x" * size) for number in range(60)], endless=True)
+        first = [paid(f"m{number}", b"x" * size) for number in range(3)]
+        source = Memory(first, endless=True)
         shop.app.consume(source)
         own = worker(shop.app)
         with running(own):
             eventually(lambda: shop.calls)
+            # what they weigh is known from those that have come
+            source.waiting = [
+                Delivery(paid(f"m{number}", b"x" * size), TOPIC) for number in range(3, 60)
+            ]
             eventually(lambda: len(source.received) == 10)
             (pump,) = own._pumps
             assert pump.in_flight == 10

@@ -185,7 +185,8 @@ class Source(Protocol):
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         """Return what is there, up to `messages_max`; wait at most `wait_s` seconds for the first.
 
-        While deliveries are in flight `wait_s` is zero, and the call comes up to 2,000 times a second.
+        The first `messages_max` is the most that will ever be in flight. While deliveries are in flight
+        `wait_s` is zero, and the call comes up to 2,000 times a second.
         """
         ...
 

@@ -35,8 +35,6 @@ _WAIT_S = 0.5
 # with deliveries in flight their settlement is waited for, and the source is looked at this often
 _LOOK_S = (0.0005, 0.02)
 _PAUSE_S = (0.1, 5.0)
-# what deliveries are taken to weigh before any has come
-_FIRST_BYTES = 256.0 * 1024
 
 
 class Pump:
@@ -79,7 +77,7 @@ class Pump:
         self._changed = threading.Condition()
         self._settled: list[Delivery] = []
         self._look_s = _LOOK_S[0]
-        self._mean_bytes = _FIRST_BYTES
+        self._mean_bytes = 0.0
         self._finish = False
         self._go = threading.Event()
         self._opened = threading.Event()
@@ -201,7 +199,10 @@ class Pump:
             self._look_s = min(max(2 * self._look_s, first_s), longest_s)
 
     def _room(self) -> int:
-        """How many deliveries may come, by their number and by what the last ones weighed."""
+        """How many deliveries may come, by their number and by what the last ones weighed.
+
+        The first time it is as many as may ever be in flight: a source may remember that.
+        """
         messages = self._in_flight_max - len(self._in_flight)
         heavy = int((self._bytes_max - self._bytes) / max(self._mean_bytes, 1.0))
         return max(1, min(messages, heavy))
