@@ -234,7 +234,8 @@ class InboxProtocol:
                     continue
             (arrival,) = waiting
             if ran.end is End.LOCKED:
-                return {arrival.message_id: self.held(handler, arrival)}
+                settled[arrival.message_id] = self.held(handler, arrival)
+                return settled
             if ran.end is End.AMBIGUOUS or (ran.end in _AGAIN and not ran.fresh):
                 # nothing of the handler's is known to have failed, so there is no attempt to record
                 raise _lost(ran)
@@ -242,7 +243,8 @@ class InboxProtocol:
             failure = self._failure(handler, ran)
             recorded = yield from self._recorded(handler, arrival, failure, token="")
             if recorded is not None:
-                return {arrival.message_id: recorded}
+                settled[arrival.message_id] = recorded
+                return settled
             # the row is somebody else's by now: claim again, which says whose
         return settled
 

@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def pace(clock: Clock) -> Pace:  # noqa: ARG001
+def pace(clock: Clock) -> Pace:
     return Pace(Batching(messages=_CEILING, duration=timedelta(milliseconds=50)))
 
 

@@ -221,6 +221,13 @@ class _Owned:
         self._pipeline.forget()
         self._plans.forget()
 
+    def _is_over(self) -> bool:
+        """Say whether a refused COMMIT has ended the transaction: psycopg then keeps what it has prepared."""
+        over: bool = self.native.pgconn.transaction_status == pq.TransactionStatus.IDLE
+        if over:
+            self._plans.forget()
+        return over
+
     def _put_off(self) -> None:
         """From here on what the handler sends waits for the commit, where the connection is of a class that can."""
         raw = self._open()
@@ -313,6 +320,8 @@ class PsycopgConnection(_Owned):
 
     def rollback(self) -> None:
         self.flush()
+        if self._is_over():
+            return
         self._forget()
         try:
             self.native.rollback()
@@ -396,6 +405,8 @@ class AsyncPsycopgConnection(_Owned):
 
     async def rollback(self) -> None:
         await self.flush()
+        if self._is_over():
+            return
         self._forget()
         try:
             await self.native.rollback()

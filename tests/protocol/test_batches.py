@@ -1,0 +1,322 @@
+"""A batch: one transaction for many messages, in which one culprit costs only itself (SEMANTICS 2.10)."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import NewDatabase
+from tests.databases import Raw
+from tests.shop import CONSUMER, Shop, add_effect, as_id, execute, opened, paid, quarantined
+from txbox import Message, Outbox, Outcome, Reject, RetryPolicy
+from txbox.events import (
+    MessageDead,
+    MessageDeferred,
+    MessageDuplicate,
+    MessageFailed,
+    MessageProcessed,
+    MessageQuarantined,
+)
+from txbox.handlers import Handler
+from txbox.intake import Leasing
+from txbox.steps import drive
+
+Body = Callable[[Message[Any], Any], object]
+IDS = [f"m{number}" for number in range(7)]
+OUTCOMES = (MessageProcessed, MessageFailed, MessageDead, MessageDuplicate, MessageDeferred, MessageQuarantined)  # fmt: skip
+
+
+def raises(message: Message[Any], tx: Any) -> None:
+    raise ValueError("this one")
+
+
+def is_refused(message: Message[Any], tx: Any) -> None:
+    execute(tx, "INSERT INTO effect (message_id) VALUES (NULL)")
+
+
+def rejects(message: Message[Any], tx: Any) -> None:
+    raise Reject("never")
+
+
+class Batch:
+    """A shop whose batches are delivered, or stored and leased and then run together."""
+
+    def __init__(self, shop: Shop, way: str) -> None:
+        self.shop = shop
+        self.way = way
+
+    def take(self, handler: Handler, *messages: Message[Any]) -> list[Outcome]:
+        app = self.shop.app
+        assert app.database.sync is not None
+        if self.way == "savepoints":
+            pace = app.protocol.pace(handler)
+            for _ in range(200):
+                pace.failed(4)
+            assert pace.group > 0
+        if self.way != "leased":
+            settled = drive(app.database.sync, app.intake.take(handler, messages))
+            return [own.outcome for own in settled]
+        leasing = Leasing(app.lease, secrets.token_hex(16))
+        drive(app.database.sync, app.intake.take(handler, messages, leasing=leasing))
+        steps = app.protocol.run_leased_many(handler, leasing.rows, leasing.token)
+        return [own.outcome for own in drive(app.database.sync, steps)]
+
+    def check(self, good: list[str], bad: list[str], status: str = "failed") -> None:
+        """Neighbours are processed once; culprits are recorded once, with all that a retry needs."""
+        shop = self.shop
+        for own in good:
+            assert (own, shop.row(own).status, shop.effects(own)) == (own, "processed", 1)
+            assert shop.row(own).attempts == 0
+            assert not shop.row(own).has_payload
+            assert attempts(shop.raw, own) == []
+        for own in bad:
+            row = shop.row(own)
+            assert (own, row.status, row.attempts, row.has_payload) == (own, status, 1, True)
+            assert row.starts == 0
+            assert shop.effects(own) == 0
+            assert attempts(shop.raw, own) == [(1, status)]
+            payload = shop.raw.value(
+                "SELECT payload FROM txbox_inbox WHERE message_id = ?", (as_id(shop.raw, own),)
+            )
+            assert bytes(payload) == b'{"cents": 100}'
+        ended = Counter(event.message_id for event in shop.events if isinstance(event, OUTCOMES))
+        assert ended == Counter([*good, *bad])
+
+
+def attempts(raw: Raw, message_id: str) -> list[tuple[int, str]]:
+    return [
+        (int(number), str(status))
+        for number, status in raw.rows(
+            "SELECT attempt, status FROM txbox_attempt WHERE message_id = ?",
+            (as_id(raw, message_id),),
+        )
+    ]
+
+
+@pytest.fixture(params=["delivered", "savepoints", "leased"])
+def batch(request: pytest.FixtureRequest, shop: Shop) -> Iterator[Batch]:
+    yield Batch(shop, request.param)
+
+
+def for_ids(ids: list[str], body: Body) -> Body:
+    return lambda message, tx: body(message, tx) if message.id in ids else None
+
+
+def outcomes_of(bad: list[str], end: Outcome = Outcome.FAILED) -> list[Outcome]:
+    return [end if own in bad else Outcome.PROCESSED for own in IDS]
+
+
+@pytest.mark.parametrize("body", [raises, is_refused])
+@pytest.mark.parametrize(
+    "bad",
+    [["m0"], ["m6"], ["m3"], ["m2", "m3"], ["m0", "m6"], IDS],
+    ids=["first", "last", "middle", "adjacent", "both-ends", "all"],
+)
+def test_a_culprit_costs_only_itself(batch: Batch, bad: list[str], body: Body) -> None:
+    handler = batch.shop.handler(for_ids(bad, body))
+    assert batch.take(handler, *map(paid, IDS)) == outcomes_of(bad)
+    batch.check([own for own in IDS if own not in bad], bad)
+
+
+def test_a_rejected_message_of_a_batch_is_dead_with_its_letter(batch: Batch) -> None:
+    handler = batch.shop.handler(for_ids(["m2"], rejects), dead_letter_topic="letters")
+    assert batch.take(handler, *map(paid, IDS)) == outcomes_of(["m2"], Outcome.DEAD)
+    batch.check([own for own in IDS if own != "m2"], ["m2"], "dead")
+    assert [tuple(own) for own in staged(batch.shop.raw)] == [("letters",)]
+
+
+def test_the_last_attempt_in_a_batch_is_dead_with_its_letter(batch: Batch) -> None:
+    handler = batch.shop.handler(
+        for_ids(["m5"], raises),
+        dead_letter_topic="letters",
+        retry=RetryPolicy(max_attempts=1),
+    )
+    assert batch.take(handler, *map(paid, IDS)) == outcomes_of(["m5"], Outcome.DEAD)
+    batch.check([own for own in IDS if own != "m5"], ["m5"], "dead")
+    assert len(staged(batch.shop.raw)) == 1
+
+
+def staged(raw: Raw) -> list[Any]:
+    return [
+        (own.decode() if isinstance(own, bytes) else own,)
+        for (own,) in raw.rows("SELECT topic FROM txbox_outbox")
+    ]
+
+
+def test_what_neighbours_stage_is_kept_and_a_culprits_is_not(batch: Batch) -> None:
+    """And a message that is run twice stages the same ids."""
+    seen: dict[str, set[str]] = {}
+
+    def stages(message: Message[Any], tx: Any) -> None:
+        own = Outbox().stage(tx, "invoices", {"of": message.id}, cause=message)
+        seen.setdefault(str(message.id), set()).add(str(own))
+        if message.id in ("m1", "m5"):
+            raise ValueError("after staging")
+
+    handler = batch.shop.handler(stages)
+    assert batch.take(handler, *map(paid, IDS)) == outcomes_of(["m1", "m5"])
+    assert all(len(ids) == 1 for ids in seen.values()), seen
+    kept = {
+        own.decode() if isinstance(own, bytes) else own
+        for (own,) in batch.shop.raw.rows("SELECT id FROM txbox_outbox")
+    }
+    wanted = {own for key, ids in seen.items() if key not in ("m1", "m5") for own in ids}
+    assert kept == wanted
+
+
+def test_results_are_kept_of_those_that_came_through(batch: Batch) -> None:
+    def answers(message: Message[Any], tx: Any) -> None:
+        if message.id == "m3":
+            raise ValueError("no result")
+
+    shop = batch.shop
+
+    def handle(message: Message[Any], tx: Any) -> str:
+        add_effect(tx, message.id)
+        answers(message, tx)
+        return f"of {message.id}"
+
+    shop.app.handler("orders", consumer=CONSUMER, keep_result=True)(handle)
+    (handler,) = shop.app.handlers.matching("orders", None, CONSUMER)
+    batch.take(handler, *map(paid, IDS))
+    assert shop.app.database.sync is not None
+    for own in IDS:
+        found = drive(shop.app.database.sync, shop.app.store.result(CONSUMER, own))
+        assert found == (None if own == "m3" else f'"of {own}"'.encode())
+
+
+def test_copies_and_rows_that_are_there_are_met_beside_a_culprit(shop: Shop) -> None:
+    done = shop.handler(for_ids(["parked"], raises))
+    assert shop.deliver(paid("known")) is Outcome.PROCESSED
+    assert shop.deliver(paid("parked")) is Outcome.FAILED
+    shop.events.clear()
+    assert Batch(shop, "delivered").take(
+        done,
+        paid("a"),
+        paid("a"),
+        paid("known"),
+        paid("b"),
+        paid("known", b"another"),
+        paid("parked"),
+        paid("a", b"altered"),
+    ) == [
+        Outcome.PROCESSED,
+        Outcome.DUPLICATE,
+        Outcome.DUPLICATE,
+        Outcome.PROCESSED,
+        Outcome.QUARANTINED,
+        Outcome.DEFERRED,
+        Outcome.QUARANTINED,
+    ]
+    assert [shop.effects(own) for own in ("a", "b", "known", "parked")] == [1, 1, 1, 0]
+    assert len(quarantined(shop.raw)) == 2
+
+
+def test_two_copies_of_a_culprit_share_its_fate(batch: Batch) -> None:
+    if batch.way == "leased":
+        pytest.skip("copies are folded before they are stored")
+    handler = batch.shop.handler(for_ids(["bad"], raises))
+    found = batch.take(handler, paid("a"), paid("bad"), paid("b"), paid("bad"))
+    assert found == [Outcome.PROCESSED, Outcome.FAILED, Outcome.PROCESSED, Outcome.FAILED]
+    batch.check(["a", "b"], ["bad"])
+
+
+@pytest.mark.parametrize("way", ["delivered", "savepoints", "leased"])
+def test_a_failure_at_commit_is_narrowed_down(new_database: NewDatabase, way: str) -> None:
+    """A deferred constraint fails when no savepoint is left that could tell whose it is."""
+    with opened(new_database("postgresql")) as shop:
+        shop.raw.execute("CREATE TABLE parent (id text PRIMARY KEY)")
+        shop.raw.execute(
+            "CREATE TABLE child (id text REFERENCES parent DEFERRABLE INITIALLY DEFERRED)"
+        )
+        orphan = for_ids(["m4"], lambda _, tx: execute(tx, "INSERT INTO child VALUES ('nobody')"))
+        batch = Batch(shop, way)
+        assert batch.take(shop.handler(orphan), *map(paid, IDS)) == outcomes_of(["m4"])
+        batch.check([own for own in IDS if own != "m4"], ["m4"])
+
+
+def test_savepoints_of_the_handlers_own(batch: Batch) -> None:
+    def nests(message: Message[Any], tx: Any) -> None:
+        execute(tx, "SAVEPOINT mine")
+        add_effect(tx, message.id, "undone")
+        execute(tx, "ROLLBACK TO SAVEPOINT mine")
+        execute(tx, "RELEASE SAVEPOINT mine")
+        if message.id == "m3":
+            execute(tx, "SAVEPOINT left_open")
+            raise ValueError("inside a savepoint")
+
+    handler = batch.shop.handler(nests)
+    assert batch.take(handler, *map(paid, IDS)) == outcomes_of(["m3"])
+    batch.check([own for own in IDS if own != "m3"], ["m3"])
+
+
+def test_a_batch_handler_is_divided_until_the_culprit_is_alone(shop: Shop) -> None:
+    calls: list[list[str]] = []
+
+    def handle(messages: list[Message[Any]], tx: Any) -> None:
+        calls.append([str(own.id) for own in messages])
+        for own in messages:
+            add_effect(tx, own.id)
+            if own.id == "m5":
+                raise ValueError("this one")
+
+    shop.app.handler("orders", consumer=CONSUMER, batch=True)(handle)
+    (handler,) = shop.app.handlers.matching("orders", None, CONSUMER)
+    batch = Batch(shop, "delivered")
+    assert batch.take(handler, *map(paid, IDS)) == outcomes_of(["m5"])
+    assert calls[0] == IDS
+    assert calls[-1] == ["m6"] or ["m5"] in calls
+    batch.check([own for own in IDS if own != "m5"], ["m5"])
+
+
+def test_an_ordered_batch_passes_no_culprit(shop: Shop) -> None:
+    """Later messages of its key wait; those of other keys go on."""
+    done: list[str] = []
+    handler = shop.handler(for_ids(["x2"], raises), ordered=True)
+    own = [paid(f"{key}{number}", key=key) for number in (1, 2, 3) for key in ("x", "y")]
+    found = Batch(shop, "delivered").take(handler, *own)
+    ended = dict(zip((str(message.id) for message in own), found, strict=True))
+    assert ended["x1"] is ended["y1"] is ended["y2"] is ended["y3"] is Outcome.PROCESSED
+    assert ended["x2"] is Outcome.FAILED
+    assert ended["x3"] is Outcome.DEFERRED
+    assert [shop.effects(f"x{number}") for number in (1, 2, 3)] == [1, 0, 0]
+    assert shop.row("x3").status == "pending"
+    assert not done
+
+
+def test_after_a_broken_batch_nobody_who_may_have_written_runs_again(shop: Shop) -> None:
+    """Every handler leaves the transaction: what each has committed by itself is there once."""
+
+    def escapes(message: Message[Any], tx: Any) -> None:
+        execute(tx, "ROLLBACK")
+        execute(tx, "BEGIN")
+        add_effect(tx, message.id)
+        execute(tx, "COMMIT")
+
+    handler = shop.handler(escapes)
+    assert Batch(shop, "delivered").take(handler, *map(paid, IDS)) == [Outcome.DEAD] * len(IDS)
+    assert [shop.effects(own) for own in IDS] == [1] * len(IDS)
+    assert {shop.row(own).error_type for own in IDS} == {"TransactionBroken"}
+    assert sorted(shop.calls) == IDS
+
+
+def test_a_batch_handler_that_leaves_its_transaction_is_called_once(shop: Shop) -> None:
+    calls: list[int] = []
+
+    def handle(messages: list[Message[Any]], tx: Any) -> None:
+        calls.append(len(messages))
+        execute(tx, "ROLLBACK")
+        execute(tx, "BEGIN")
+        for own in messages:
+            add_effect(tx, own.id)
+        execute(tx, "COMMIT")
+
+    shop.app.handler("orders", consumer=CONSUMER, batch=True)(handle)
+    (handler,) = shop.app.handlers.matching("orders", None, CONSUMER)
+    found = Batch(shop, "delivered").take(handler, *map(paid, IDS))
+    assert (calls, set(found)) == ([len(IDS)], {Outcome.DEAD})
+    assert [shop.effects(own) for own in IDS] == [1] * len(IDS)
