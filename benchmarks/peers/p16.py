@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,7 +30,8 @@ _METHOD = (
     "{rounds} rounds in turns. Rate: deliveries, the 10 % duplicates included, over the time to store them all and "
     "then to process them all; naive, txbox, dbos and FastStream have nothing to store, mode='stored' stores while it "
     "processes. Peers: the same two statements a message in a process of their own (Node or Python), a fresh database "
-    f"each round, warmed up with {WARM} messages; logical replication on a server of its own with the same settings. "
+    f"each round, warmed up with {WARM} messages, processing timed from the first one handled; "
+    "logical replication on a server of its own with the same settings. "
     f"Afterwards {LATE} messages are delivered once more: how many of them run again. "
     "How each is driven, and what it guarantees: benchmarks/peers/README.md"
 )
@@ -98,8 +100,9 @@ def _bars(done: Sequence[Round]) -> list[Bar]:
 def _plot(done: Sequence[Round]) -> Plot:
     rates: dict[str, list[float]] = {}
     for own in done:
-        rates.setdefault(own.contender, []).append(own.rate or 0.0)
-    medians = {name: [(0.0, sorted(own)[len(own) // 2])] for name, own in rates.items()}
+        if own.rate:
+            rates.setdefault(own.contender, []).append(own.rate)
+    medians = {name: [(0.0, statistics.median(own))] for name, own in rates.items()}
     return Plot("p16", TITLE, "bars", "", "deliveries a second", medians, log="y")
 
 

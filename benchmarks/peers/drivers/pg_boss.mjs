@@ -38,9 +38,9 @@ await drive({
   process: async () => {
     await boss.work(
       QUEUE,
-      { batchSize: 100, localConcurrency: 2, burstWhenBatchFull: true, pollingIntervalSeconds: 0.5,
+      { batchSize: 100, localConcurrency: 4, burstWhenBatchFull: true, pollingIntervalSeconds: 0.5,
         orderByCreatedOn: false, priority: false },
-      (jobs) => concurrently(jobs, 8, handle),
+      (jobs) => concurrently(jobs, 4, handle),
     )
     await until(async () => !(await pool.query(left)).rows[0].busy)
     return () => boss.offWork(QUEUE)
