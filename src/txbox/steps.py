@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from txbox.errors import Fault, HandlerTimeout, StoreError
 
@@ -201,7 +201,6 @@ class Failed(NamedTuple):
     position: int
 
 
-@runtime_checkable
 class Piping(Protocol):
     """A Connection that can put statements off.
 
@@ -220,7 +219,6 @@ class Piping(Protocol):
         ...
 
 
-@runtime_checkable
 class AsyncPiping(Protocol):
     """The awaitable twin of `Piping`."""
 
@@ -230,7 +228,6 @@ class AsyncPiping(Protocol):
     async def flush(self) -> Failed | None: ...
 
 
-@runtime_checkable
 class Nesting(Protocol):
     """A Connection with savepoints that the handler's own object knows of."""
 
@@ -239,7 +236,6 @@ class Nesting(Protocol):
     def rollback_to_savepoint(self) -> None: ...
 
 
-@runtime_checkable
 class AsyncNesting(Protocol):
     """The awaitable twin of `Nesting`."""
 
@@ -248,7 +244,6 @@ class AsyncNesting(Protocol):
     async def rollback_to_savepoint(self) -> None: ...
 
 
-@runtime_checkable
 class Watching(Protocol):
     """A Connection, sync or async, that knows without a round trip when the transaction it began has ended."""
 
@@ -268,6 +263,29 @@ class AsyncConnection(Protocol):
     async def rollback(self) -> None: ...
     def discard(self) -> None: ...
     def translate(self, error: BaseException) -> StoreError | None: ...
+
+
+# not isinstance(), which looks at every method of a protocol each time: that costs more than a statement
+
+
+def _nesting(own: object) -> Nesting | None:
+    return cast("Nesting", own) if hasattr(own, "savepoint") else None
+
+
+def _nesting_async(own: object) -> AsyncNesting | None:
+    return cast("AsyncNesting", own) if hasattr(own, "savepoint") else None
+
+
+def _piping(own: object) -> Piping | None:
+    return cast("Piping", own) if hasattr(own, "pipe") else None
+
+
+def _piping_async(own: object) -> AsyncPiping | None:
+    return cast("AsyncPiping", own) if hasattr(own, "pipe") else None
+
+
+def _watching(own: object) -> Watching | None:
+    return cast("Watching", own) if hasattr(own, "left") else None
 
 
 class Connections(Protocol):
@@ -371,12 +389,12 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                 elif type(step) is Undo:
                     at("before:rollback_to_savepoint")
                     assert connection is not None
-                    if isinstance(connection, Nesting):
-                        connection.rollback_to_savepoint()
+                    if (nesting := _nesting(connection)) is not None:
+                        nesting.rollback_to_savepoint()
                 elif type(step) is Pipe:
                     assert connection is not None
-                    if isinstance(connection, Piping):
-                        connection.pipe()
+                    if (piping := _piping(connection)) is not None:
+                        piping.pipe()
                 elif type(step) is Commit:
                     assert connection is not None
                     _around(step.statements, "before:commit", "before")
@@ -422,7 +440,8 @@ def _invoke(connection: Connection | None, call: Call, timeout_s: float | None) 
 
 
 def _invoke_calls(connection: Connection | None, step: Invoke) -> list[Any]:
-    watching = _watching(connection, step.calls)
+    # what one call alone has done is seen when the transaction is closed
+    watching = _watching(connection) if len(step.calls) > 1 else None
     answers: list[Any] = []
     for call in step.calls:
         try:
@@ -435,11 +454,6 @@ def _invoke_calls(connection: Connection | None, step: Invoke) -> list[Any]:
     return answers
 
 
-def _watching(connection: object, calls: Sequence[Any]) -> Watching | None:
-    # what one call alone has done is seen when the transaction is closed
-    return connection if len(calls) > 1 and isinstance(connection, Watching) else None
-
-
 def _left(connection: Any) -> Raised:
     """The transaction has ended in a call: the next ones would write outside of any."""
     error = StoreError(
@@ -449,21 +463,22 @@ def _left(connection: Any) -> Raised:
 
 
 def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
-    if not isinstance(connection, Nesting):
+    nesting = _nesting(connection)
+    if nesting is None:
         calls = [call for group in step.groups for call in group]
         return Progress(
             [_invoke(connection, call, step.timeout_s) for call in calls], len(step.groups)
         )
-    piping = connection if step.piped and isinstance(connection, Piping) else None
+    piping = _piping(connection) if step.piped else None
     if piping is not None:
         piping.pipe()
-    watching = connection if isinstance(connection, Watching) else None
+    watching = _watching(connection)
     answers: list[Any] = []
     course, stopped = _Course(step.groups), None
     try:
         for course.group, group in enumerate(step.groups):
             at("before:savepoint")
-            connection.savepoint()
+            nesting.savepoint()
             for course.call, call in enumerate(group):
                 course.begin(piping.position if piping is not None else None)
                 answers.append(_invoke(connection, call, step.timeout_s))
@@ -471,7 +486,7 @@ def _invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
                     raise _left(watching)
             course.call = len(group)
             at("before:release_savepoint")
-            connection.release_savepoint()
+            nesting.release_savepoint()
     except Raised as raised:
         stopped = raised
         stopped.left = watching is not None and watching.left()
@@ -540,12 +555,12 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
                 elif type(step) is Undo:
                     at("before:rollback_to_savepoint")
                     assert connection is not None
-                    if isinstance(connection, AsyncNesting):
-                        await connection.rollback_to_savepoint()
+                    if (nesting := _nesting_async(connection)) is not None:
+                        await nesting.rollback_to_savepoint()
                 elif type(step) is Pipe:
                     assert connection is not None
-                    if isinstance(connection, AsyncPiping):
-                        await connection.pipe()
+                    if (piping := _piping_async(connection)) is not None:
+                        await piping.pipe()
                 elif type(step) is Commit:
                     assert connection is not None
                     _around(step.statements, "before:commit", "before")
@@ -593,7 +608,8 @@ async def _invoke_async(
 
 
 async def _invoke_calls_async(connection: AsyncConnection | None, step: Invoke) -> list[Any]:
-    watching = _watching(connection, step.calls)
+    # what one call alone has done is seen when the transaction is closed
+    watching = _watching(connection) if len(step.calls) > 1 else None
     answers: list[Any] = []
     for call in step.calls:
         try:
@@ -607,22 +623,23 @@ async def _invoke_calls_async(connection: AsyncConnection | None, step: Invoke) 
 
 
 async def _invoke_groups_async(connection: AsyncConnection, step: InvokeGroups) -> Progress:
-    if not isinstance(connection, AsyncNesting):
+    nesting = _nesting_async(connection)
+    if nesting is None:
         calls = [call for group in step.groups for call in group]
         return Progress(
             [await _invoke_async(connection, call, step.timeout_s) for call in calls],
             len(step.groups),
         )
-    piping = connection if step.piped and isinstance(connection, AsyncPiping) else None
+    piping = _piping_async(connection) if step.piped else None
     if piping is not None:
         await piping.pipe()
-    watching = connection if isinstance(connection, Watching) else None
+    watching = _watching(connection)
     answers: list[Any] = []
     course, stopped = _Course(step.groups), None
     try:
         for course.group, group in enumerate(step.groups):
             at("before:savepoint")
-            await connection.savepoint()
+            await nesting.savepoint()
             for course.call, call in enumerate(group):
                 course.begin(piping.position if piping is not None else None)
                 answers.append(await _invoke_async(connection, call, step.timeout_s))
@@ -630,7 +647,7 @@ async def _invoke_groups_async(connection: AsyncConnection, step: InvokeGroups) 
                     raise _left(watching)
             course.call = len(group)
             at("before:release_savepoint")
-            await connection.release_savepoint()
+            await nesting.release_savepoint()
     except Raised as raised:
         stopped = raised
         stopped.left = watching is not None and watching.left()

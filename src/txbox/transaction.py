@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections import deque
@@ -264,8 +265,9 @@ class HandlerTransaction:
         answers: list[Any] = []
         alone = 0  # as many groups at the head of the line run one by one
         while waiting:
-            # what is sent behind a failure is sent again: about one failure is met at a time
-            now = [waiting[0]] if alone else [waiting[at] for at in range(min(size, len(waiting)))]
+            # what is put off and sent behind a failure is sent again: about one failure is met at a time
+            most = 1 if alone else size if handler.options.pipeline else len(waiting)
+            now = list(itertools.islice(waiting, most))
             calls = [[_call(handler, arrival, ran.called) for arrival in group] for group in now]
             progress: Progress = yield InvokeGroups(
                 calls, _timeout_s(handler), handler.options.pipeline
