@@ -23,6 +23,7 @@ from txbox.bench.workload import CONSUMER, TOPIC
 from txbox.maintenance import run_once
 from txbox.steps import Steps
 from txbox.store import jobs, partitions
+from txbox.store.partitions import Part
 
 NUMBER = "P9"
 TITLE = "Retention of half a million rows"
@@ -180,7 +181,9 @@ def _prune(url: str, parent: Connection[Any, Any]) -> None:
         def run(*args: Any, **named: Any) -> Steps[Any]:
             started = time.perf_counter()
             answer = yield from work(*args, **named)
-            took.append(time.perf_counter() - started)
+            # the days beside the one that has rows are empty, and gone at once
+            if not any(isinstance(own, Part) and not own.blocks for own in args):
+                took.append(time.perf_counter() - started)
             return answer
 
         return run
