@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +27,9 @@ from txbox.steps import drive
 
 Body = Callable[[Message[Any], Any], object]
 IDS = [f"m{number}" for number in range(7)]
-OUTCOMES = (MessageProcessed, MessageFailed, MessageDead, MessageDuplicate, MessageDeferred, MessageQuarantined)  # fmt: skip
+OUTCOMES = (
+    MessageProcessed, MessageFailed, MessageDead, MessageDuplicate, MessageDeferred, MessageQuarantined,
+)  # fmt: skip
 
 
 def raises(message: Message[Any], tx: Any) -> None:
@@ -98,8 +100,8 @@ def attempts(raw: Raw, message_id: str) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(params=["delivered", "savepoints", "leased"])
-def batch(request: pytest.FixtureRequest, shop: Shop) -> Iterator[Batch]:
-    yield Batch(shop, request.param)
+def batch(request: pytest.FixtureRequest, shop: Shop) -> Batch:
+    return Batch(shop, request.param)
 
 
 def for_ids(ids: list[str], body: Body) -> Body:
@@ -320,3 +322,33 @@ def test_a_batch_handler_that_leaves_its_transaction_is_called_once(shop: Shop) 
     found = Batch(shop, "delivered").take(handler, *map(paid, IDS))
     assert (calls, set(found)) == ([len(IDS)], {Outcome.DEAD})
     assert [shop.effects(own) for own in IDS] == [1] * len(IDS)
+
+
+@pytest.mark.parametrize("is_engine", [False, True], ids=["url", "engine"])
+def test_a_refused_commit_costs_no_prepared_statement(
+    new_database: NewDatabase, is_engine: bool
+) -> None:
+    """psycopg has prepared what a batch repeats, and does not forget it when a COMMIT is refused."""
+    import sqlalchemy as sa
+
+    from txbox import App
+
+    url = new_database("postgresql")
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with Raw(url) as raw, App(engine if is_engine else url) as app:
+        raw.execute("CREATE TABLE parent (id text PRIMARY KEY)")
+        raw.execute("CREATE TABLE child (id text REFERENCES parent DEFERRABLE INITIALLY DEFERRED)")
+
+        @app.handler("orders", consumer=CONSUMER)
+        def handle(message: Message[Any], tx: Any) -> None:
+            driver = tx.connection.driver_connection if is_engine else tx
+            driver.execute("SELECT 1 WHERE %s <> ''", (message.id,))
+            if message.id == "m6":
+                driver.execute("INSERT INTO child VALUES ('nobody')")
+
+        assert app.database.sync is not None
+        (own,) = app.handlers.matching("orders", None, CONSUMER)
+        drive(app.database.sync, app.check_schema())
+        settled = drive(app.database.sync, app.intake.take(own, [paid(own) for own in IDS]))
+    engine.dispose()
+    assert [own.outcome for own in settled] == outcomes_of(["m6"])

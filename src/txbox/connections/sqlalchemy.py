@@ -317,12 +317,14 @@ class SQLAlchemyConnection:
 
     def rollback(self) -> None:
         try:
+            over = not self.lost and self._wire.is_over()
             if self._transaction.is_active:
                 self._transaction.rollback()
             elif not self.lost:
                 # COMMIT was refused: SQLite keeps the transaction open then
                 self.raw.connection.rollback()
-            self._wire.rolled_back()
+            if not over:
+                self._wire.rolled_back()
         except self._errors as error:
             raise self._failure(error) from error
         self._ended()

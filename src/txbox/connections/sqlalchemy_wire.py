@@ -31,6 +31,10 @@ class Wire(Protocol):
         """Run what comes last before SQLAlchemy's own COMMIT, which finds nothing to do if it is sent here."""
         ...
 
+    def is_over(self) -> bool:
+        """Say whether the transaction has ended, so that the driver's rollback will do nothing."""
+        ...
+
     def rolled_back(self) -> None: ...
 
 
@@ -56,6 +60,9 @@ class Watched:
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         results = [self.execute(statement) for statement in statements or (_PROBE,)]
         return results if statements else []
+
+    def is_over(self) -> bool:
+        return False
 
     def rolled_back(self) -> None: ...
 
@@ -113,6 +120,11 @@ class Libpq:
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         return self._wait(self._pipeline.send(statements, after=self._commit))
+
+    def is_over(self) -> bool:
+        driver: Any = self._raw.connection.driver_connection
+        # 0 is libpq's PQTRANS_IDLE
+        return int(driver.pgconn.transaction_status) == 0
 
     def rolled_back(self) -> None:
         self._pipeline.forget()
