@@ -8,7 +8,7 @@ PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers test-slow crash crash-brokers bench bench-soak docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow crash crash-brokers bench bench-peers bench-soak docs servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ bench: dev ## Measure every bar beside a naive loop and the limit; writes result
 bench-soak: dev ## Ten minutes of steady load: rate, latency and memory every 10 s
 	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks SOAK $(ARGS)
 
+bench-peers: dev ## Measure the peers beside txbox; installs them first
+	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks P16 $(ARGS)
+
 docs: dev ## Check that the documentation says what the code does
 	$(BIN)/pytest tests/docs $(ARGS)
 
@@ -65,4 +68,4 @@ servers-down: dev ## Stop every server of this checkout, and what aborted tests 
 	@$(PY) -m tests.servers down
 
 clean: ## Remove the environment and every cache
-	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf benchmarks/peers/.venv benchmarks/peers/node_modules .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
