@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -270,6 +271,73 @@ def test_a_sqlite_engine_that_begins_by_itself_still_writes_from_the_start(
     assert app.process(message("2")) is Outcome.PROCESSED
     assert locked == [True, True]
     assert balances(shared_url("sqlite"), number) == {0: 1}
+
+
+@every_product
+def test_a_listener_on_the_engine_sees_what_txbox_executes(
+    product: str,
+    make_engine: Callable[..., sa.Engine],
+    shared_url: Callable[[str], str],
+    number: int,
+) -> None:
+    engine = make_engine(product)
+    seen: list[str] = []
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def executes(connection: Any, cursor: Any, statement: str, *others: Any) -> None:
+        seen.append(statement)
+
+    app = App(engine)
+
+    @app.handler("t", consumer=f"s{number}")
+    def handle(message: Message[Any], tx: sa.Connection) -> None:
+        tx.execute(sa.insert(Account).values(id=number, balance=1))
+
+    assert app.process(message()) is Outcome.PROCESSED
+    assert app.process(message()) is Outcome.DUPLICATE
+    assert sum(re.search(r"INTO \S*txbox_inbox", own) is not None for own in seen) == 2
+    assert balances(shared_url(product), number) == {0: 1}
+
+
+@pytest.mark.parametrize("prepares", [True, False], ids=["prepares", "behind a pooler"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_an_engine_that_does_not_prepare_statements_prepares_none(
+    prepares: bool,
+    is_async: bool,
+    make_engine: Callable[..., sa.Engine],
+    shared_url: Callable[[str], str],
+    number: int,
+) -> None:
+    options = {} if prepares else {"connect_args": {"prepare_threshold": None}}
+    asked = sa.text("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'txbox%'")
+    found: list[int] = []
+
+    async def run() -> Outcome:
+        engine = sa_async.create_async_engine(
+            engine_url(shared_url("postgresql"), "psycopg"), **options
+        )
+        app = App(engine)
+
+        @app.handler("t", consumer=f"s{number}")
+        async def handle(message: Message[Any], tx: sa_async.AsyncConnection) -> None:
+            found.append((await tx.execute(asked)).scalar_one())
+
+        outcome = await app.process_async(message())
+        await app.close_async()
+        await engine.dispose()
+        return outcome
+
+    if is_async:
+        assert asyncio.run(run()) is Outcome.PROCESSED
+    else:
+        app = App(make_engine("postgresql", **options))
+
+        @app.handler("t", consumer=f"s{number}")
+        def handle(message: Message[Any], tx: sa.Connection) -> None:
+            found.append(tx.execute(asked).scalar_one())
+
+        assert app.process(message()) is Outcome.PROCESSED
+    assert (found[0] > 0) is prepares
 
 
 def test_what_cannot_share_a_transaction_is_refused() -> None:
