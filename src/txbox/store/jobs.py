@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from txbox.identity import canonical_id
-from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.steps import Begin, Commit, Statement, Steps
 from txbox.store.dialect import Dialect
 from txbox.store.partitions import Part
 
@@ -131,7 +131,8 @@ def _pruned(own: Dialect, prune: Statement) -> Steps[int]:
     yield _begun(own)
     gone = yield prune
     if not gone.rows:
-        yield Rollback()
+        # no ROLLBACK: psycopg would forget what it has prepared, and planning is most of an empty batch
+        yield Commit()
         return 0
     keys = {
         "consumer": [row[0] for row in gone.rows],
