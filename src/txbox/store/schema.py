@@ -53,9 +53,10 @@ def migration_text(
         if named and after < int(named[1]) <= upto:
             texts.append(entry.read_text())
     if partitioning is not None:
-        if not own.has("partitions") or after:
+        _check_partitions(own)
+        if after:
             raise ConfigurationError(
-                "Partitions are chosen when the tables are made, on PostgreSQL: leave the option out."
+                "Partitions are chosen when the tables are made: leave the option out of an upgrade."
             )
         by = "HASH (consumer, message_id)" if partitioning.kind == "hash" else "RANGE (message_id)"
         texts[0] = texts[0].replace(_INBOX_ENDS, f"{_INBOX_ENDS[:-1]} PARTITION BY {by};")
@@ -65,6 +66,13 @@ def migration_text(
     if schema is None:
         return text
     return f'CREATE SCHEMA IF NOT EXISTS "{schema}";\n\n{qualified(text, schema)}'
+
+
+def _check_partitions(own: Dialect) -> None:
+    if not own.has("partitions"):
+        raise ConfigurationError(
+            "The inbox can be partitioned on PostgreSQL only: leave the option out."
+        )
 
 
 def _filled(text: str, partitioning: Partitioning) -> str:
@@ -165,6 +173,8 @@ def apply(
     Guarantee: two callers at once end with one schema; where DDL is transactional a crash leaves the
     old version, elsewhere running it again completes it.
     """
+    if partitioning is not None:
+        _check_partitions(own)
     yield Begin()
     if own.has("schema_lock"):
         yield own.statement("schema_lock")
