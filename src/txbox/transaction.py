@@ -439,7 +439,7 @@ class HandlerTransaction:
             yield from self.store.lock_timed_out()
             return Ran(End.LOCKED, error=error, store=error)
         yield Rollback()
-        if error.fault in (Fault.CONFLICT, Fault.DUPLICATE):
+        if error.fault in (Fault.CONFLICT, Fault.DUPLICATE, Fault.PREPARED):
             # DUPLICATE: the key's index is being rebuilt; reading again is what a duplicate needs
             return Ran(End.CONFLICT, error=error, store=error)
         raise error
@@ -514,7 +514,7 @@ def _end_of_handler(raised: Raised, *, together: bool) -> End:
     if fault is Fault.UNAVAILABLE and raised.lost:
         return End.LOST
     # a batch waits shorter for a lock than a message alone, which the handler need not know
-    if fault is Fault.CONFLICT or (together and fault is Fault.LOCK_TIMEOUT):
+    if fault in (Fault.CONFLICT, Fault.PREPARED) or (together and fault is Fault.LOCK_TIMEOUT):
         return End.CONFLICT
     return End.RAISED
 
@@ -524,7 +524,8 @@ def _end_of_commit(error: StoreError) -> End:
         return End.AMBIGUOUS
     if error.fault is Fault.GUARD:
         return End.BROKEN
-    if error.fault is Fault.CONFLICT:
+    # psycopg deallocates txbox's statements with its own when a savepoint of the handler's is rolled back
+    if error.fault in (Fault.CONFLICT, Fault.PREPARED):
         return End.CONFLICT
     if error.fault is Fault.UNAVAILABLE:
         return End.LOST

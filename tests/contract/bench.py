@@ -104,7 +104,7 @@ class Trial:
         self.runs = 0
 
         async def handle(message: Message[Any], tx: Any) -> None:
-            hand = Hand(bench.kind, tx, str(message.id))
+            hand = Hand(bench.kind, tx, str(message.id), puts_off=mode == "pipelined")
             if message.id != self.message_id:
                 await hand.write()
                 return

@@ -17,8 +17,9 @@ from txbox.store.dialect import Dialect
 class Hand:
     """What a handler does with the object that it was given; every verb is awaited, also of sync drivers."""
 
-    def __init__(self, kind: Kind, tx: Any, message_id: str) -> None:
+    def __init__(self, kind: Kind, tx: Any, message_id: str, *, puts_off: bool = False) -> None:
         self.kind = kind
+        self.puts_off = puts_off
         self.tx = tx
         self.message_id = message_id
 
@@ -28,6 +29,13 @@ class Hand:
             await done
 
     async def write(self) -> None:
+        if self.puts_off:
+            # with parameters psycopg's statements are put off where the handler says pipeline=True
+            sql = "INSERT INTO effect (message_id, note) VALUES (%s, '')"
+            done = self.tx.execute(sql, (self.message_id,))
+            if inspect.isawaitable(done):
+                await done
+            return
         await self.do(f"INSERT INTO effect (message_id, note) VALUES ('{self.message_id}', '')")
 
     async def commit(self) -> None:

@@ -14,6 +14,7 @@ from tests.contract.breaking import MISBEHAVIOURS, Expected, Misbehaviour, expec
 from txbox import Outcome
 
 by_kind = pytest.mark.parametrize("bench", KINDS, indirect=True, ids=str)
+PIPELINED = ("psycopg-url", "psycopg-async-url", "psycopg-pgbouncer")
 BATCHED = ("batched", "grouped", "leased")
 
 
@@ -31,6 +32,20 @@ def _ends_of_neighbours(bench: Bench, expected: Expected) -> set[tuple[str, int]
 def test_handler_breaks_the_transaction_of_a_batch(
     bench: Bench, misbehaviour: Misbehaviour, mode: str
 ) -> None:
+    check_batch(bench, misbehaviour, mode)
+
+
+@pytest.mark.parametrize(
+    "bench", [own for own in KINDS if own.name in PIPELINED], indirect=True, ids=str
+)
+@pytest.mark.parametrize("misbehaviour", MISBEHAVIOURS, ids=lambda own: own.name)
+def test_pipelined_handler_breaks_the_transaction_of_a_batch(
+    bench: Bench, misbehaviour: Misbehaviour
+) -> None:
+    check_batch(bench, misbehaviour, "pipelined")
+
+
+def check_batch(bench: Bench, misbehaviour: Misbehaviour, mode: str) -> None:
     trial = Trial(bench, misbehaviour, mode)
     expected = expected_of(bench.kind, bench.app.store.dialect, misbehaviour)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tests.databases import Raw
 from tests.shop import CONSUMER, Shop, add_effect, as_id, execute, opened, paid, quarantined
 from txbox import Message, Outbox, Outcome, Reject, RetryPolicy
 from txbox.events import (
+    ConsumptionPaused,
     MessageDead,
     MessageDeferred,
     MessageDuplicate,
@@ -352,3 +354,23 @@ def test_a_refused_commit_costs_no_prepared_statement(
         settled = drive(app.database.sync, app.intake.take(own, [paid(own) for own in IDS]))
     engine.dispose()
     assert [own.outcome for own in settled] == outcomes_of(["m6"])
+
+
+def test_a_savepoint_that_a_handler_rolls_back_is_no_failure(new_database: NewDatabase) -> None:
+    """psycopg then deallocates every prepared statement of the connection, txbox's own among them."""
+    with opened(new_database("postgresql")) as shop:
+
+        def nests(message: Message[Any], tx: Any) -> None:
+            for _ in range(6):  # enough for psycopg to prepare it
+                tx.execute("SELECT 1 WHERE %s <> ''", (message.id,))
+            with contextlib.suppress(ZeroDivisionError), tx.transaction():
+                raise ZeroDivisionError
+
+        handler = shop.handler(nests)
+        for number in range(5):
+            assert shop.deliver(paid(f"alone-{number}")) is Outcome.PROCESSED
+        batch = Batch(shop, "delivered")
+        assert batch.take(handler, *map(paid, IDS)) == [Outcome.PROCESSED] * len(IDS)
+        assert [shop.effects(own) for own in IDS] == [1] * len(IDS)
+        assert not shop.emitted(MessageFailed)
+        assert not shop.emitted(ConsumptionPaused)

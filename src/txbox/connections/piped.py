@@ -132,8 +132,9 @@ class Queue:
 
     def _may_send(self) -> bool:
         if not self.entered:
-            if self._pgconn.transaction_status != _IN_TRANSACTION:
-                # the handler has ended the transaction, or it has failed: psycopg knows what to do
+            if self._pgconn.transaction_status != _IN_TRANSACTION or self._pgconn.pipeline_status:
+                # the handler has ended the transaction, or it has failed, or it is in a pipeline of its
+                # own: psycopg knows what to do
                 return False
             self._pgconn.enter_pipeline_mode()
             self.entered = True
