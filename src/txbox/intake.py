@@ -20,6 +20,9 @@ from txbox.protocol import InboxProtocol, Settled
 from txbox.steps import Steps
 from txbox.store.codec import Arrival, Leased
 
+_TWO_PAYLOADS = (
+    "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
+)
 _QUARANTINED = Settled(Outcome.QUARANTINED)
 _DUPLICATE = Settled(Outcome.DUPLICATE)
 
@@ -74,10 +77,7 @@ class Intake:
                 own_id = arrival.message_id
                 first = known.setdefault(own_id, arrival)
                 if first is not arrival and first.differs(arrival):
-                    yield from self._quarantined(
-                        handler.consumer, message, own_id,
-                        "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered.",
-                    )  # fmt: skip
+                    yield from self._quarantined(handler.consumer, message, own_id, _TWO_PAYLOADS)
                     own_id = ""
             ids.append(own_id)
         answers: dict[str, Settled] = {}
