@@ -20,9 +20,7 @@ from txbox.protocol import InboxProtocol, Settled
 from txbox.steps import Steps
 from txbox.store.codec import Arrival, Leased
 
-_TWO_PAYLOADS = (
-    "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
-)
+_TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
 _QUARANTINED = Settled(Outcome.QUARANTINED)
 _DUPLICATE = Settled(Outcome.DUPLICATE)
 
