@@ -449,7 +449,7 @@ RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.a
 -- SKIP LOCKED: a redelivery that is looking at a row goes first.
 WITH old AS MATERIALIZED (
        SELECT consumer, message_id FROM txbox_inbox
-        WHERE ctid >= :from_ctid::tid AND ctid < :to_ctid::tid
+        WHERE ctid >= :from_ctid::text::tid AND ctid < :to_ctid::text::tid
           AND status IN ('processed', 'discarded')
           AND processed_at < now() - make_interval(secs => :older_than_s::double precision)
           AND (:consumer::text IS NULL OR consumer = :consumer::text)
