@@ -21,7 +21,9 @@ import txbox
 from tests.servers import VARIABLES, server_urls
 
 SELECTION = "TXBOX_TEST_DATABASES"  # a comma-separated subset of the names below
-PARTITION = "TXBOX_TEST_PARTITION"  # how the inbox is partitioned on PostgreSQL: uuid7, ulid or hash
+PARTITION = (
+    "TXBOX_TEST_PARTITION"  # uuid7, ulid or hash: how the inbox is partitioned on PostgreSQL
+)
 
 _numbers = itertools.count(1)
 
