@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass
 from datetime import datetime
-from typing import Any, Generic, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, overload
 
 Body = TypeVar("Body")
 HeaderValue = str | bytes | None
@@ -98,6 +98,15 @@ def _text(value: HeaderValue) -> str | None:
     return value
 
 
+if TYPE_CHECKING:
+
+    class _HeadersField:
+        """What type checkers see: any pairs go in, by `dataclasses.replace` too, and Headers come out."""
+
+        def __get__(self, instance: object, owner: object) -> Headers: ...
+        def __set__(self, instance: object, value: HeaderPairs) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class Message(Generic[Body]):
     """One message as the broker moved it, plus what the inbox knows of it.
@@ -121,7 +130,10 @@ class Message(Generic[Body]):
     id: str | int | None
     type: str | None
     key: str | None
-    headers: Headers
+    if TYPE_CHECKING:
+        headers: _HeadersField = _HeadersField()
+    else:
+        headers: Headers
     content_type: str | None
     time: datetime | None
     sequence: int | None
