@@ -6,6 +6,7 @@ import dataclasses
 
 from tests.shop import CONSUMER, Shop, opened, paid
 from txbox import Outcome
+from txbox.message import Headers
 
 # at COMMIT, from within the transaction that ends
 _LOOK = (
@@ -54,7 +55,7 @@ def test_a_quarantined_message_is_durable(postgresql_url: str) -> None:
     with opened(postgresql_url) as shop:
         looked_at(shop)
         shop.handler()
-        message = dataclasses.replace(paid("a"), id=None, headers=())
+        message = dataclasses.replace(paid("a"), id=None, headers=Headers())
         assert shop.deliver(message) is Outcome.QUARANTINED
         assert commits(shop) == {("txbox_quarantine", "on")}
 

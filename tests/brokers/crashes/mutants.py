@@ -10,6 +10,7 @@ from typing import Any
 from tests.brokers.crashes.service import Job, Watched
 from txbox import App
 from txbox.brokers.base import Delivery
+from txbox.message import Headers
 
 
 class AckFirst:
@@ -47,7 +48,7 @@ class NoIdentity:
         for own in found:
             assert own.message is not None
             new = (("message-id", secrets.token_hex(8)),)
-            own.message = dataclasses.replace(own.message, id=None, headers=new)
+            own.message = dataclasses.replace(own.message, id=None, headers=Headers(new))
         return found
 
 
