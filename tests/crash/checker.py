@@ -24,9 +24,27 @@ def check(raw: Raw, job: Job, *, unended: int, may_die: bool = False) -> Checked
         unended: the runs that never ended, of killed workers above all.
         may_die: a dead letter without an effect is a good end too.
     """
-    who = (job.consumer, job.message.id)
-    effects = raw.value("SELECT count(*) FROM ledger WHERE consumer = ? AND message_id = ?", who)
+    of_each = [_check(raw, job, str(own.id), unended, may_die) for own in job.messages]
+    effects = [own.effects for own in of_each]
     balance = raw.value("SELECT balance FROM account WHERE name = ?", (job.consumer,))
+    notes = job.notes()
+    failures = notes.count("outcome failed") + notes.count("outcome dead")
+    attempts = raw.value(
+        "SELECT coalesce(sum(attempts), 0) FROM txbox_inbox WHERE consumer = ?", (job.consumer,)
+    )
+    found = {
+        "I5 balance": balance != sum(effects) * AMOUNT,
+        "I8 failures": failures > attempts,
+    }
+    wrong = [name for own in of_each for name in own.wrong]
+    wrong += [name for name, is_wrong in found.items() if is_wrong]
+    odd = [number for number in effects if number != 1]
+    return Checked((odd or effects)[0], of_each[0].status, tuple(dict.fromkeys(wrong)))
+
+
+def _check(raw: Raw, job: Job, message_id: str, unended: int, may_die: bool) -> Checked:
+    who = (job.consumer, message_id)
+    effects = raw.value("SELECT count(*) FROM ledger WHERE consumer = ? AND message_id = ?", who)
     aside = raw.value("SELECT count(*) FROM txbox_quarantine WHERE consumer = ?", (job.consumer,))
     rows = raw.rows(
         "SELECT status, attempts, starts, lease_until FROM txbox_inbox"
@@ -38,7 +56,6 @@ def check(raw: Raw, job: Job, *, unended: int, may_die: bool = False) -> Checked
         "SELECT count(*) FROM txbox_attempt WHERE consumer = ? AND message_id = ?", who
     )
     notes = job.notes()
-    failures = notes.count("outcome failed") + notes.count("outcome dead")
     good_dead = may_die and status == "dead" and effects == 0
     found = {
         "I1 doubled": effects > 1,
@@ -47,8 +64,7 @@ def check(raw: Raw, job: Job, *, unended: int, may_die: bool = False) -> Checked
         "I3 effect, not processed": effects > 0 and status != "processed",
         "I3 processed, no effect": effects == 0 and status == "processed",
         "I4 dead": status == "dead" and not good_dead,
-        "I5 balance": balance != effects * AMOUNT,
-        "I8 attempts": not failures <= attempts <= MAX_ATTEMPTS or history < attempts,
+        "I8 attempts": attempts > MAX_ATTEMPTS or history < attempts,
         "I8 starts": starts > unended,
         "I9 stuck": status not in ("processed", "dead", None)
         or (status == "processed" and lease_until is not None)

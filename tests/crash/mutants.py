@@ -52,7 +52,8 @@ class Consumer:
 def deliver_late(consumer: Consumer, job: Job) -> None:
     """Deliver a copy of a message that was acknowledged long ago."""
     with consumer.open(job) as app:
-        job.note(f"late {app.process(job.message)}")
+        for message in job.messages:
+            job.note(f"late {app.process(message)}")
         drain(app)
 
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from tests.databases import Raw
 from txbox import App, Lease, Message, RetryPolicy
-from txbox.steps import at
+from txbox.steps import at, drive
 from txbox.testing import drain
 
-Mode = Literal["inline", "retried", "stored"]
-MODES: tuple[Mode, ...] = ("inline", "retried", "stored")
+Mode = Literal["inline", "retried", "stored", "batched", "pipelined"]
+MODES: tuple[Mode, ...] = ("inline", "retried", "stored", "batched", "pipelined")
 
 TABLES = (
     "CREATE TABLE ledger (consumer varchar(99) NOT NULL, message_id varchar(99) NOT NULL, amount integer NOT NULL)",
@@ -45,7 +45,18 @@ class Job:
 
     @property
     def message(self) -> Message[Any]:
-        return Message(id=f"payment-{self.consumer}", topic="payments", payload=b'{"amount": 7}')
+        return self.messages[0]
+
+    @property
+    def messages(self) -> list[Message[Any]]:
+        """What the broker delivers: one message, or a batch whose second one fails at its first attempt."""
+        own = f"payment-{self.consumer}"
+        ids = [own, f"{own}-culprit", f"{own}-third"] if self.batched else [own]
+        return [Message(id=own, topic="payments", payload=b'{"amount": 7}') for own in ids]
+
+    @property
+    def batched(self) -> bool:
+        return self.mode in ("batched", "pipelined")
 
     def note(self, line: str) -> None:
         """Write a line that survives this process."""
@@ -76,14 +87,20 @@ def execute(tx: Any, sql: str, *params: object) -> None:
         cursor.close()
 
 
-def book(job: Job, tx: Any) -> None:
+def book(job: Job, tx: Any, message: Message[Any] | None = None) -> None:
     """The business: two writes that belong together."""
-    execute(
+    write = _put_off if job.mode == "pipelined" else execute
+    write(
         tx, "INSERT INTO ledger (consumer, message_id, amount) VALUES (?, ?, ?)",
-        job.consumer, job.message.id, AMOUNT,
+        job.consumer, (message or job.message).id, AMOUNT,
     )  # fmt: skip
     at("between:writes")
-    execute(tx, "UPDATE account SET balance = balance + ? WHERE name = ?", AMOUNT, job.consumer)
+    write(tx, "UPDATE account SET balance = balance + ? WHERE name = ?", AMOUNT, job.consumer)
+
+
+def _put_off(tx: Any, sql: str, *params: object) -> None:
+    # a cursor would send it at once
+    tx.execute(sql.replace("?", "%s"), params)
 
 
 def service(job: Job, handle: Callable[[Message[Any], Any], None] | None = None) -> App:
@@ -93,11 +110,14 @@ def service(job: Job, handle: Callable[[Message[Any], Any], None] | None = None)
     mode: Literal["inline", "stored"] = "stored" if job.mode == "stored" else "inline"
 
     def take_payment(message: Message[Any], tx: Any) -> None:
-        book(job, tx)
-        if job.mode == "retried" and message.attempt == 1:
+        book(job, tx, message)
+        culprit = job.mode == "retried" or str(message.id).endswith("-culprit")
+        if culprit and message.attempt == 1:
             raise ValueError("the first attempt fails")
 
-    app.handler("payments", consumer=job.consumer, retry=retry, mode=mode)(handle or take_payment)
+    app.handler(
+        "payments", consumer=job.consumer, retry=retry, mode=mode, pipeline=job.mode == "pipelined"
+    )(handle or take_payment)
     return app
 
 
@@ -106,9 +126,16 @@ def receive(app: App, job: Job) -> None:
     if job.acked:
         return
     at("received")
-    outcome = app.process(job.message)
-    job.note(f"outcome {outcome}")
-    if outcome.settles:
+    if job.batched:
+        (handler,) = app.handlers
+        assert app.database.sync is not None
+        settled = drive(app.database.sync, app.intake.take(handler, job.messages))
+        outcomes = [own.outcome for own in settled]
+    else:
+        outcomes = [app.process(job.message)]
+    for outcome in outcomes:
+        job.note(f"outcome {outcome}")
+    if all(outcome.settles for outcome in outcomes):
         acknowledge(job)
 
 

@@ -22,12 +22,26 @@ _ALSO: dict[Mode, set[str]] = {
         "after:lease",
         "after:claim_leased",
     },
+    "batched": {
+        "before:savepoint",
+        "before:rollback_to_savepoint",
+        "after:record_own",
+        "before:record_attempt",
+    },
+    "pipelined": {
+        "before:savepoint",
+        "before:rollback_to_savepoint",
+        "after:record_own",
+        "after:lease",
+    },
     "stored": {"before:store", "after:store", "before:lease", "after:lease", "after:claim_leased"},
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_crash_sweep(database_kind: Database, mode: Mode, sweep: Sweep) -> None:
+    if mode == "pipelined" and database_kind.dialect != "postgresql":
+        pytest.skip("statements are put off on PostgreSQL alone")
     ended = sweep(database_kind.name, mode, "txbox")
 
     wrong = [

@@ -268,13 +268,13 @@ def test_what_needs_answers_first_sends_what_was_put_off(postgresql_url: str) ->
         assert found == [Outcome.PROCESSED] * 2, the_row(bench.raw, "a").error
         assert set(seen) == {(1,), (7,)}
         for own in ("a", "b"):
-            found = dict(
+            counts = dict(
                 bench.raw.rows(
                     "SELECT message_id, count(*) FROM effect WHERE message_id LIKE ? GROUP BY 1",
                     (f"{own}%",),
                 )
             )
-            assert found == {
+            assert counts == {
                 own: 1, f"{own}-many": 2, f"{own}-before": 1, f"{own}-inside": 1, f"{own}-pipeline": 1,
                 f"{own}-copied": 1, f"{own}-named": 1, f"{own}-percent": 1, f"{own}-binary": 1,
                 f"{own}-literal": 1,
@@ -289,7 +289,7 @@ _FIRST, _LAST = (
     datetime.datetime.fromisoformat("1900-01-01"),
     datetime.datetime.fromisoformat("2100-01-01"),
 )
-_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=20)
+_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 _NUMBER = st.integers(-(2**63), 2**63 - 1)
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | _TEXT,
