@@ -25,7 +25,9 @@ def test_batches_that_want_each_others_ids_do_not_wait_for_each_other(
     answers: dict[str, list[Settled]] = {}
 
     def take(name: str, ids: list[str]) -> Callable[[], None]:
-        messages = [Message(id=own, topic="orders", payload=b"{}") for own in ids]
+        messages: list[Message[Any]] = [
+            Message(id=own, topic="orders", payload=b"{}") for own in ids
+        ]
 
         def taking() -> None:
             connections = app.database.sync
