@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -374,3 +376,59 @@ def test_a_savepoint_that_a_handler_rolls_back_is_no_failure(new_database: NewDa
         assert [shop.effects(own) for own in IDS] == [1] * len(IDS)
         assert not shop.emitted(MessageFailed)
         assert not shop.emitted(ConsumptionPaused)
+
+
+def test_a_deadlock_costs_the_batch_nothing_but_its_size(new_database: NewDatabase) -> None:
+    """A rival holds the second row and waits for the first: one of the two transactions must give way."""
+    with opened(new_database("postgresql")) as shop, Raw(shop.url) as rival:
+        shop.raw.execute("CREATE TABLE account (name text PRIMARY KEY, balance int)")
+        shop.raw.execute("INSERT INTO account VALUES ('m0', 0), ('m1', 0)")
+        rivals: list[threading.Thread] = []
+
+        def books(message: Message[Any], tx: Any) -> None:
+            if message.id == "m1" and not rivals:
+                rival.execute("BEGIN")
+                rival.execute("SET LOCAL deadlock_timeout = '1h'")  # it is not the one to notice
+                rival.execute("UPDATE account SET balance = balance + 100 WHERE name = 'm1'")
+                waits = threading.Thread(
+                    target=rival.execute,
+                    args=("UPDATE account SET balance = balance + 100 WHERE name = 'm0'",),
+                )
+                rivals.append(waits)
+                waits.start()
+                _until_waiting(shop.raw)
+            execute(tx, f"UPDATE account SET balance = balance + 1 WHERE name = '{message.id}'")
+            if message.id == "m0" and rivals and rivals[0].is_alive():
+                rivals[0].join(10)
+
+        handler = shop.handler(books)
+        pace = shop.app.protocol.pace(handler)
+        for _ in range(5):
+            pace.committed(pace.messages, 0.0)
+        before = pace.messages
+        running = threading.Thread(target=_commit_when_free, args=(rival, rivals))
+        running.start()
+        found = Batch(shop, "delivered").take(handler, paid("m0"), paid("m1"))
+        running.join(10)
+        assert found == [Outcome.PROCESSED] * 2
+        balances = dict(shop.raw.rows("SELECT name, balance FROM account"))
+        assert balances == {"m0": 101, "m1": 101}
+        assert [shop.effects(own) for own in ("m0", "m1")] == [1, 1]
+        assert pace.messages == 1 < before
+        assert not shop.emitted(MessageFailed)
+
+
+def _until_waiting(raw: Raw) -> None:
+    deadline = time.monotonic() + 10
+    while not raw.value(
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    ):
+        assert time.monotonic() < deadline
+
+
+def _commit_when_free(rival: Raw, rivals: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + 20
+    while not rivals and time.monotonic() < deadline:
+        time.sleep(0.01)
+    rivals[0].join(20)
+    rival.execute("COMMIT")
