@@ -491,7 +491,8 @@ class InboxStore:
         yield Begin()
         result = yield self.dialect.statement("lease_ordered" if heads_only else "lease", params)
         if not result.rows:
-            yield Rollback()
+            # a ROLLBACK would cost the connection its prepared statements
+            yield Commit()
             return []
         leased = yield from self._taken(consumer, result.rows, token, lease_s)
         yield Commit()
@@ -514,7 +515,7 @@ class InboxStore:
             },
         )
         if not result.rows:
-            yield Rollback()
+            yield Commit()
             return None
         (leased,) = yield from self._taken(consumer, result.rows, token, lease_s)
         yield Commit()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txbox.message import Message
-from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.steps import Begin, Commit, Statement, Steps
 from txbox.store.codec import Columns, decode_headers
 from txbox.store.dialect import Dialect, as_time
 
@@ -109,7 +109,7 @@ class OutboxStore:
                 self._after, look.more = before, True
             if look.rows or not look.more:
                 break
-        yield Commit() if look.rows else Rollback()
+        yield Commit()
         return look
 
     def _page(self, limit: int, topics: Sequence[str], others: bool) -> Steps[list[_Candidate]]:
