@@ -28,7 +28,7 @@ from txbox import App, Message
 from txbox.bench import beside, workload
 from txbox.bench.setting import circumstances
 from txbox.bench.workload import CONSUMER, TOPIC, Delivery, Work
-from txbox.steps import drive
+from txbox.drive import drive
 
 _SAMPLE_S = 0.001
 _WARM = 500

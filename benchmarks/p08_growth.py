@@ -18,7 +18,8 @@ from txbox import App, Message
 from txbox.bench.place import Gauges, Place, checkpoint
 from txbox.bench.result import Bar, Plot, Round, Verified, ratios, result, values
 from txbox.bench.workload import CONSUMER, TOPIC
-from txbox.steps import Begin, Commit, Steps, drive
+from txbox.drive import drive
+from txbox.steps import Begin, Commit, Steps
 from txbox.store.codec import Arrival
 
 NUMBER = "P8"

@@ -27,8 +27,8 @@ from txbox.bench.result import Bar, Round, Verified, ratios, result
 from txbox.bench.workload import Delivery, Work, order_paid
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.drive import drive
 from txbox.relay import Relay
-from txbox.steps import drive
 
 NUMBER = "RELAY"
 TITLE = "The relay, from PostgreSQL to Kafka"

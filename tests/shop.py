@@ -15,9 +15,9 @@ import pytest
 import txbox
 from tests.databases import Raw
 from txbox import App, Lease, Limits, Message, Outcome, RetryPolicy
+from txbox.drive import drive
 from txbox.events import Event
 from txbox.handlers import Handler
-from txbox.steps import drive
 
 CONSUMER = "billing"
 TOPIC = "orders"

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar, cast
 from txbox.admin_outbox import OutboxAdmin
 from txbox.connections import open_database
 from txbox.connections.base import Database
+from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError
 from txbox.events import Events, RowsChanged
 from txbox.failure import BROKEN
@@ -21,7 +22,7 @@ from txbox.outcome import Status
 from txbox.policy import Lease, Limits
 from txbox.protocol import InboxProtocol
 from txbox.replay import Application, Progress, Replay, Replayed, ReplayFailure, again
-from txbox.steps import Steps, drive, drive_async
+from txbox.steps import Steps
 from txbox.store import schema as tables
 from txbox.store import waits
 from txbox.store.codec import Columns

@@ -16,6 +16,7 @@ from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import Database
 from txbox.dead_letters import DeadLetters
+from txbox.drive import drive, drive_async
 from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
@@ -28,7 +29,7 @@ from txbox.policy import Batching, GapPolicy, Lease, Limits, RelayPolicy, Retent
 from txbox.protocol import InboxProtocol, Settled
 from txbox.replies import replied_again, replying
 from txbox.routes import CloudEvents, Routes
-from txbox.steps import AsyncConnections, Connections, Steps, drive, drive_async
+from txbox.steps import AsyncConnections, Connections, Steps
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
 from txbox.store.dialect import dialect

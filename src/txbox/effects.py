@@ -15,12 +15,13 @@ from typing import Any
 
 from txbox.cause import cause_of, passed_on
 from txbox.connections import borrow, borrow_async
+from txbox.drive import run, run_async
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handler, Handlers
 from txbox.identity import time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
 from txbox.policy import Limits
-from txbox.steps import Steps, run, run_async
+from txbox.steps import Steps
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from txbox.connections import borrow, borrow_async
+from txbox.drive import run, run_async
 from txbox.errors import (
     Fault,
     MessageInProgress,
@@ -22,7 +23,7 @@ from txbox.intake import presentable
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import Limits
-from txbox.steps import Steps, run, run_async
+from txbox.steps import Steps
 from txbox.store.codec import Arrival, Codec, Columns
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import Existing, InboxStore

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from txbox.app import App
+from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError
 from txbox.events import LeaseExpired, MessageDead
 from txbox.pruning import Report, Task, drop_payloads, partitions, prune, prune_outbox
-from txbox.steps import Steps, drive, drive_async
+from txbox.steps import Steps
 from txbox.store.inbox import Rescued
 
 __all__ = ["JOBS", "Job", "Report", "Task", "rescue", "run_once"]

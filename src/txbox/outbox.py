@@ -11,10 +11,11 @@ from typing import Any
 
 from txbox.cause import Run, cause_of, passed_on
 from txbox.connections import borrow, borrow_async
+from txbox.drive import run, run_async
 from txbox.errors import ConfigurationError
 from txbox.identity import checked_text, time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
-from txbox.steps import Steps, run, run_async
+from txbox.steps import Steps
 from txbox.store.codec import Codec, Columns, encode_headers
 from txbox.store.dialect import Dialect
 

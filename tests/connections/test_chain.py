@@ -9,9 +9,10 @@ from tests.connections.test_conformance import every
 from tests.connections.test_processing import app_of
 from tests.databases import Raw
 from txbox import App, Message, Outcome
+from txbox.drive import drive, drive_async
 from txbox.outcome import Answer
 from txbox.relay import Relay
-from txbox.steps import Steps, drive, drive_async
+from txbox.steps import Steps
 
 
 class Chain:

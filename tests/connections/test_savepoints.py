@@ -14,8 +14,9 @@ from sqlalchemy.ext import asyncio as sa_async
 from tests.connections.conformance import KINDS, Given, Held, engine_url
 from tests.databases import Raw
 from txbox import App, Message, Outcome
+from txbox.drive import drive, drive_async
 from txbox.errors import Fault, StoreError
-from txbox.steps import Raised, drive, drive_async
+from txbox.steps import Raised
 
 SQLALCHEMY = [kind for kind in KINDS if kind.family == "sqlalchemy"]
 SESSIONS = [kind for kind in SQLALCHEMY if "session" in kind.name]

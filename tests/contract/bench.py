@@ -15,9 +15,10 @@ from tests.contract.breaking import Hand, Misbehaviour
 from tests.databases import Raw
 from tests.shop import AT_ONCE, Row, effects, the_row
 from txbox import App, Message, Outcome
+from txbox.drive import drive, drive_async
 from txbox.handlers import Handler
 from txbox.intake import Leasing
-from txbox.steps import Steps, drive, drive_async
+from txbox.steps import Steps
 
 _numbers = itertools.count(1)
 

@@ -22,8 +22,9 @@ from tests.crash.service import (
 )
 from tests.databases import Raw
 from txbox import App, Message
+from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.steps import Begin, Commit, Statement, Steps, at, drive
+from txbox.steps import Begin, Commit, Statement, Steps, at
 from txbox.store.codec import Arrival
 from txbox.testing import another_process, drain, meanwhile
 from txbox.transaction import End, HandlerTransaction, Ran, handled

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from tests.databases import Raw
 from txbox import App, Lease, Message, RetryPolicy
-from txbox.steps import at, drive
+from txbox.drive import drive
+from txbox.steps import at
 from txbox.testing import drain
 
 Mode = Literal["inline", "retried", "stored", "batched", "pipelined"]

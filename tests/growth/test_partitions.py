@@ -14,8 +14,8 @@ from tests.growth.conftest import DAY, ID_OF, day_parts, midnight, place, uuid7
 from tests.shop import Shop, effects, opened, paid, statuses
 from txbox import App, ConfigurationError, Outcome, SchemaError
 from txbox.admin import Admin
+from txbox.drive import drive
 from txbox.maintenance import run_once
-from txbox.steps import drive
 from txbox.store import partitions
 from txbox.store import schema as tables
 from txbox.store.partitions import Kind

@@ -21,9 +21,9 @@ from tests.growth.conftest import DAY, ID_OF, day_parts, finished_at, midnight, 
 from tests.runtime.support import eventually
 from tests.shop import Shop, opened, paid, statuses
 from txbox import App, ConfigurationError, Message, Outcome, Retention
+from txbox.drive import drive, drive_async
 from txbox.events import RowsPruned
 from txbox.maintenance import JOBS, Report, Task, run_once
-from txbox.steps import drive, drive_async
 from txbox.store import jobs, partitions
 from txbox.store import schema as tables
 from txbox.store.jobs import Walk

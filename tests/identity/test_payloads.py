@@ -120,7 +120,7 @@ def test_payload_is_compared_when_copies_of_a_batch_are_folded(
 
 
 def drive_taken(shop: Shop, handler: Any, messages: list[Message[Any]]) -> list[Outcome]:
-    from txbox.steps import drive
+    from txbox.drive import drive
 
     return [own.outcome for own in drive(shop.app._any_sync(), shop.app.taken(handler, messages))]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from txbox import App, Message, RelayPolicy, RetryPolicy
 from txbox.brokers.redis import RedisStreams
+from txbox.drive import drive
 from txbox.errors import BrokerError
 from txbox.relay import Relay
-from txbox.steps import drive
 from txbox.testing.crash import kill_at
 
 _ITSELF = "tests.outbox.relay_process"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.databases import Raw
 from txbox import App, ConfigurationError, Lease, Message, Outcome, Reject, RetryPolicy
+from txbox.drive import drive
 from txbox.maintenance import Task, run_once
-from txbox.steps import drive
 from txbox.store.codec import decode_headers
 from txbox.testing import drain
 

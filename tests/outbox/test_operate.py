@@ -20,13 +20,13 @@ from tests.outbox.recording import Recorder
 from txbox import App, ConfigurationError, Message, Outbox, Outgoing, RelayPolicy, RetryPolicy
 from txbox.admin import Admin
 from txbox.admin_outbox import OutgoingFilter
+from txbox.drive import drive
 from txbox.errors import BrokerError, MessageRefused
 from txbox.events import Event, RelayPaused, RelayResumed, RowsChanged
 from txbox.maintenance import Task, run_once
 from txbox.observers.counters import Counters, render
 from txbox.policy import Retention
 from txbox.relay import Relay
-from txbox.steps import drive
 from txbox.store.outbox import OutboxStore
 
 Connect = Callable[[str], AbstractContextManager[Any]]

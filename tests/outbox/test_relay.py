@@ -15,10 +15,10 @@ from tests.databases import Raw
 from tests.outbox.recording import Recorder
 from txbox import App, Message, Outbox, Outcome, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.local import Local
+from txbox.drive import drive
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused, RelayResumed
 from txbox.relay import Relay
-from txbox.steps import drive
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]

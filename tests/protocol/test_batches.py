@@ -16,6 +16,7 @@ from tests.conftest import NewDatabase
 from tests.databases import Raw
 from tests.shop import CONSUMER, Shop, add_effect, as_id, execute, opened, paid, quarantined
 from txbox import Message, Outbox, Outcome, Reject, RetryPolicy
+from txbox.drive import drive
 from txbox.events import (
     ConsumptionPaused,
     MessageDead,
@@ -27,7 +28,6 @@ from txbox.events import (
 )
 from txbox.handlers import Handler
 from txbox.intake import Leasing
-from txbox.steps import drive
 
 Body = Callable[[Message[Any], Any], object]
 IDS = [f"m{number}" for number in range(7)]

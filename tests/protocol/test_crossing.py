@@ -10,9 +10,9 @@ from typing import Any
 
 from tests.databases import Raw
 from txbox import App, Message, Outcome
+from txbox.drive import drive
 from txbox.policy import Limits
 from txbox.protocol import Settled
-from txbox.steps import drive
 
 _BEGUN = "SELECT count(*) FROM txbox_inbox WHERE message_id IN ('a', 'b')"
 

@@ -22,9 +22,10 @@ from tests.proxy import Cut, Proxy
 from tests.shop import CONSUMER, TOPIC, effects, paid, the_row
 from txbox import App, Message, Outcome
 from txbox.connections import piped
+from txbox.drive import drive, drive_async
 from txbox.events import Event, TransactionRetried
 from txbox.handlers import Handler
-from txbox.steps import Steps, drive, drive_async
+from txbox.steps import Steps
 
 INSERT = "INSERT INTO effect (message_id, note) VALUES (%s, '')"
 REFUSED = "INSERT INTO effect (message_id, note) VALUES (%s::int::text, '')"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.shop import CONSUMER, Shop, opened, paid
-from txbox.steps import drive
+from txbox.drive import drive
 
 
 def stale(shop: Shop, count: int) -> None:

@@ -19,7 +19,8 @@ from tests.shop import (
     paid,
 )
 from txbox import App, Limits, Message, Outcome, RetryPolicy, StoreError
-from txbox.steps import Raised, Rollback, drive
+from txbox.drive import drive
+from txbox.steps import Raised, Rollback
 from txbox.store.codec import Arrival
 from txbox.store.inbox import Failure
 

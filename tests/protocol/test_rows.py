@@ -14,8 +14,9 @@ from tests.shop import (
     quarantined,
 )
 from txbox import Lease, Limits, Message, Outcome
+from txbox.drive import drive
 from txbox.maintenance import Task, run_once
-from txbox.steps import Result, Statement, drive
+from txbox.steps import Result, Statement
 from txbox.store.inbox import Failure
 
 

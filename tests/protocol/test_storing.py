@@ -10,7 +10,7 @@ import pytest
 
 from tests.databases import Raw
 from txbox import App, Inbox, Limits, Message, Outcome
-from txbox.steps import drive
+from txbox.drive import drive
 
 SHORT = Limits(lock_timeout=timedelta(milliseconds=300))
 

@@ -12,8 +12,9 @@ from tests.conftest import NewDatabase
 from tests.databases import Raw
 from tests.shop import CONSUMER, TOPIC, Shop, add_effect, execute, opened, paid, statuses
 from txbox import App, Inbox, Limits, Message, MessageInProgress, Outcome, SchemaError, StoreError
+from txbox.drive import drive
 from txbox.events import MessageFailed
-from txbox.steps import Raised, Rollback, drive
+from txbox.steps import Raised, Rollback
 
 
 def table_counts(raw: Raw) -> tuple[int, int, int]:

@@ -11,10 +11,11 @@ import pytest
 from tests.runtime.support import eventually, running, worker
 from tests.shop import CONSUMER, Shop, opened, paid, statuses
 from txbox import ConfigurationError, Lease, Message, Reject, Retention
+from txbox.drive import drive
 from txbox.errors import Fault, StoreError
 from txbox.events import LeaseExpired, MessageDead, RowsPruned
 from txbox.maintenance import JOBS, Task, run_once
-from txbox.steps import Steps, drive
+from txbox.steps import Steps
 from txbox.store import jobs
 from txbox.store.jobs import Batch, JobLease
 

@@ -20,7 +20,8 @@ from typing import Any
 import txbox.steps
 from tests.shop import AT_ONCE, CONSUMER, TOPIC, add_effect
 from txbox import App, Lease, Message, Outcome
-from txbox.steps import at, drive
+from txbox.drive import drive
+from txbox.steps import at
 
 
 def say(**what: Any) -> None:

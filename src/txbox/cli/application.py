@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 from txbox.admin import Admin
 from txbox.app import App
+from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError, TxboxError
-from txbox.steps import Steps, drive, drive_async
+from txbox.steps import Steps
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from txbox.app import App
+from txbox.drive import drive as carry_out
+from txbox.drive import drive_async as carry_out_async
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.steps import AsyncConnections, Begin, Commit, Connections, Statement, Steps
-from txbox.steps import drive as carry_out
-from txbox.steps import drive_async as carry_out_async
 from txbox.store.dialect import qualified
 from txbox.testing.crash import recorded
 from txbox.testing.inside import another_process, inside

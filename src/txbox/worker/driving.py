@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from txbox.app import App
-from txbox.steps import Steps, drive, drive_async
+from txbox.drive import drive, drive_async
+from txbox.steps import Steps
 
 T = TypeVar("T")
 

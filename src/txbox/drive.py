@@ -1,0 +1,257 @@
+"""The loops that carry steps out: in the caller's transaction, or in transactions of txbox's own.
+
+`run` and `run_async` carry statements out on a connection whose transaction belongs to the caller;
+`drive` and `drive_async` also begin and end transactions.
+
+Source: docs/decisions/0002-steps.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any
+
+from txbox.errors import StoreError
+from txbox.invoking import (
+    can_nest,
+    can_nest_async,
+    can_pipe,
+    can_pipe_async,
+    invoke,
+    invoke_async,
+    invoke_groups,
+    invoke_groups_async,
+)
+from txbox.steps import (
+    AsyncConnection,
+    AsyncConnections,
+    AsyncExecutor,
+    Begin,
+    Commit,
+    Connection,
+    Connections,
+    Executor,
+    Invoke,
+    InvokeGroups,
+    Pipe,
+    Raised,
+    Rollback,
+    Statement,
+    Steps,
+    T,
+    Undo,
+    Wait,
+    around,
+    at,
+)
+
+
+def run(connection: Executor, steps: Steps[T]) -> T:
+    """Carry statements out in the caller's transaction; begins, commits and rolls back nothing."""
+    try:
+        step = next(steps)
+        while True:
+            assert type(step) is Statement, "only statements may run in a caller's transaction"
+            at(f"before:{step.name}")
+            try:
+                result = connection.execute(step)
+            except StoreError as error:
+                step = steps.throw(error)
+            else:
+                at(f"after:{step.name}")
+                step = steps.send(result)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+
+
+async def run_async(connection: AsyncExecutor, steps: Steps[T]) -> T:
+    """The awaitable twin of `run`."""
+    try:
+        step = next(steps)
+        while True:
+            assert type(step) is Statement, "only statements may run in a caller's transaction"
+            at(f"before:{step.name}")
+            try:
+                result = await connection.execute(step)
+            except StoreError as error:
+                step = steps.throw(error)
+            else:
+                at(f"after:{step.name}")
+                step = steps.send(result)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+
+
+def drive(connections: Connections, steps: Steps[T]) -> T:
+    """Carry steps out in transactions of txbox's own.
+
+    A connection is held from Begin to Commit, Rollback or Discard, never while waiting.
+    Guarantee: whatever leaves this function, no transaction of its stays open.
+    """
+    connection: Connection | None = None
+    try:
+        step = next(steps)
+        while True:
+            outcome: Any = None
+            try:
+                if type(step) is Begin:
+                    at("before:begin")
+                    if connection is None:
+                        connection = connections.acquire()
+                    outcome = connection.begin(step.statements)
+                    around(step.statements, "after:begin", "after")
+                elif type(step) is Statement:
+                    assert connection is not None
+                    at(f"before:{step.name}")
+                    outcome = connection.execute(step)
+                    at(f"after:{step.name}")
+                elif type(step) is Invoke:
+                    outcome = invoke(connection, step)
+                elif type(step) is InvokeGroups:
+                    assert connection is not None
+                    outcome = invoke_groups(connection, step)
+                elif type(step) is Undo:
+                    at("before:rollback_to_savepoint")
+                    assert connection is not None
+                    if (nesting := can_nest(connection)) is not None:
+                        nesting.rollback_to_savepoint()
+                elif type(step) is Pipe:
+                    assert connection is not None
+                    if (piping := can_pipe(connection)) is not None:
+                        piping.pipe()
+                elif type(step) is Commit:
+                    assert connection is not None
+                    around(step.statements, "before:commit", "before")
+                    outcome = connection.commit(step.statements)
+                    at("after:commit")
+                    connections.release(connection)
+                    connection = None
+                elif type(step) is Wait:
+                    _sleep(step)
+                elif connection is not None:  # Rollback, Discard
+                    held, connection = connection, None
+                    if type(step) is Rollback and _rolled_back(held):
+                        connections.release(held)
+                    else:
+                        held.discard()
+            except (StoreError, Raised) as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(outcome)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+    finally:
+        if connection is not None:
+            connection.discard()
+        # a cancelled operation ends now, not when its traceback is collected: it holds ids in flight
+        steps.close()
+
+
+def _rolled_back(connection: Connection) -> bool:
+    try:
+        connection.rollback()
+    except StoreError:
+        return False
+    return not connection.lost
+
+
+def _sleep(step: Wait) -> None:
+    if step.until is None:
+        time.sleep(step.timeout_s)
+    else:
+        # not concurrent.futures.wait, which costs three times as much: idle lanes come by here for every message
+        with suppress(TimeoutError):
+            step.until.exception(step.timeout_s)
+
+
+async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
+    """The awaitable twin of `drive`; a COMMIT that was sent is awaited even when cancelled."""
+    connection: AsyncConnection | None = None
+    try:
+        step = next(steps)
+        while True:
+            outcome: Any = None
+            try:
+                if type(step) is Begin:
+                    at("before:begin")
+                    if connection is None:
+                        connection = await connections.acquire()
+                    outcome = await connection.begin(step.statements)
+                    around(step.statements, "after:begin", "after")
+                elif type(step) is Statement:
+                    assert connection is not None
+                    at(f"before:{step.name}")
+                    outcome = await connection.execute(step)
+                    at(f"after:{step.name}")
+                elif type(step) is Invoke:
+                    outcome = await invoke_async(connection, step)
+                elif type(step) is InvokeGroups:
+                    assert connection is not None
+                    outcome = await invoke_groups_async(connection, step)
+                elif type(step) is Undo:
+                    at("before:rollback_to_savepoint")
+                    assert connection is not None
+                    if (nesting := can_nest_async(connection)) is not None:
+                        await nesting.rollback_to_savepoint()
+                elif type(step) is Pipe:
+                    assert connection is not None
+                    if (piping := can_pipe_async(connection)) is not None:
+                        await piping.pipe()
+                elif type(step) is Commit:
+                    assert connection is not None
+                    around(step.statements, "before:commit", "before")
+                    outcome = await _shielded(connection.commit(step.statements))
+                    at("after:commit")
+                    held, connection = connection, None
+                    await connections.release(held)
+                elif type(step) is Wait:
+                    await _sleep_async(step)
+                elif connection is not None:  # Rollback, Discard
+                    held, connection = connection, None
+                    if type(step) is Rollback and await _rolled_back_async(held):
+                        await connections.release(held)
+                    else:
+                        held.discard()
+            except (StoreError, Raised) as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(outcome)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+    finally:
+        if connection is not None:
+            connection.discard()
+        # a cancelled operation ends now, not when its traceback is collected: it holds ids in flight
+        steps.close()
+
+
+async def _shielded(commit: Awaitable[T]) -> T:
+    task = asyncio.ensure_future(commit)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        # the COMMIT may be on its way: its connection must not be touched before the answer
+        await asyncio.wait([task])
+        raise
+
+
+async def _rolled_back_async(connection: AsyncConnection) -> bool:
+    try:
+        await connection.rollback()
+    except StoreError:
+        return False
+    return not connection.lost
+
+
+async def _sleep_async(step: Wait) -> None:
+    if step.until is None:
+        await asyncio.sleep(step.timeout_s)
+    else:
+        await asyncio.wait([asyncio.wrap_future(step.until)], timeout=step.timeout_s)
