@@ -33,7 +33,7 @@ from txbox.steps import (
 )
 from txbox.store import order
 from txbox.store.codec import Arrival
-from txbox.store.inbox import Existing, Failure, InboxStore
+from txbox.store.inbox import FINISHED, Existing, Failure, InboxStore
 
 
 class End(Enum):
@@ -217,8 +217,13 @@ class HandlerTransaction:
             fresh = store.claimed(claim, results)
             if fresh is None or len(fresh) < len(arrivals):
                 won = fresh or ()
-                wanted = [own.message_id for own in arrivals if own.message_id not in won]
-                ran.existing = yield from store.classify(consumer, wanted)
+                wanted = [own for own in arrivals if own.message_id not in won]
+                done: set[str] = set()
+                if fresh is not None and not handler.options.keep_result:
+                    done = yield from store.duplicates(consumer, wanted)
+                others = [own.message_id for own in wanted if own.message_id not in done]
+                ran.existing = yield from store.classify(consumer, others)
+                ran.existing.update(dict.fromkeys(done, FINISHED))
                 if fresh is None:
                     fresh = {own for own, row in ran.existing.items() if row.token == token}
             ran.fresh = fresh

@@ -36,6 +36,9 @@ def test_every_statement_goes_to_the_right_one_of_two_calls(
             text, _ = native(sql, "numeric")
             if not text or text.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")):
                 continue
+            if "txbox_partition_" in text:
+                # a function of partitioned schemas
+                continue
             returns = bool((await own.prepare(text)).get_attributes())
             if returns != _returns_rows(text):
                 wrong[name] = returns

@@ -37,6 +37,10 @@ class Existing:
         return self.payload_hash is not None and hashed is not None and self.payload_hash != hashed
 
 
+#: A row that is finished, and has the payload of the message: nobody asks for more.
+FINISHED = Existing("processed", None, False, 0, 0, True, None, False)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What is recorded of one failed attempt, already bounded and sanitised."""
@@ -196,6 +200,17 @@ class InboxStore:
                         return set(asked)
                 return {row[0] for row in result.rows}
         raise AssertionError("no claim among the statements")
+
+    def duplicates(self, consumer: str, arrivals: Sequence[Arrival]) -> Steps[set[str]]:
+        """Of several ids those whose rows are finished, under the same payload; none where classify is as quick."""
+        if len(arrivals) < 2 or not self.dialect.has("duplicates"):
+            return set()
+        columns: dict[str, list[Any]] = {
+            "message_id": [own.message_id for own in arrivals],
+            "payload_hash": [own.hash for own in arrivals],
+        }
+        result = yield self.dialect.statement("duplicates", {"consumer": consumer}, columns)
+        return {row[0] for row in result.rows}
 
     def classify(self, consumer: str, ids: Sequence[str]) -> Steps[dict[str, Existing]]:
         """Read the rows under these ids; an id that is missing has no row."""

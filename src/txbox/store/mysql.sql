@@ -78,6 +78,9 @@ SELECT CONVERT(message_id USING utf8mb4), status, payload_hash, has_payload, att
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
   LOCK IN SHARE MODE
 
+-- name: duplicates
+-- classify reads them with the others.
+
 -- name: accept
 -- The token stays in the row: classify reads it back to know what this call inserted.
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, processed_at, payload_hash)

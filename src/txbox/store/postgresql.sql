@@ -140,6 +140,18 @@ SELECT found.*
         WHERE consumer = :consumer::text AND message_id = wanted.message_id
         LIMIT 1) AS found
 
+-- name: duplicates
+-- Of several ids the ones that are finished, under the same payload as far as that is known: all there is to
+-- say of them. The others are classified.
+SELECT wanted.message_id
+  FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS wanted(message_id, payload_hash)
+ CROSS JOIN LATERAL (
+       SELECT status, payload_hash FROM txbox_inbox
+        WHERE consumer = :consumer::text AND message_id = wanted.message_id
+        LIMIT 1) AS found
+ WHERE found.status IN ('processed', 'dead', 'discarded')
+   AND coalesce(found.payload_hash = wanted.payload_hash, true)
+
 -- name: accept
 -- Claims and closes at once, in the caller's transaction. A guard that is open (a handler of
 -- txbox's is running around this call) stays as it is; that handler's own close decides.

@@ -78,6 +78,9 @@ SELECT message_id, status, payload_hash, has_payload, attempts, starts,
   FROM txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
 
+-- name: duplicates
+-- classify reads them with the others.
+
 -- name: accept
 -- An open guard (a handler of txbox's is running around this call) stays as it is.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
