@@ -106,8 +106,15 @@ class InboxProtocol:
     def pace(self, handler: Handler) -> Pace:
         """How this handler's transactions are sized, for all lanes of this process."""
         own = (handler.consumer, id(handler.function))
-        # two threads that come first together make two: the one kept is the one both find next
-        return self._paces.get(own) or self._paces.setdefault(own, Pace(self.batching))
+        pace = self._paces.get(own)
+        if pace is None:
+            batching = self.batching
+            if not self.store.dialect.refuses_commit and not handler.options.batch:
+                # nothing stops a handler's COMMIT there: it would commit its neighbours' claims too
+                batching = replace(batching, messages=1)
+            # two threads that come first together make two: the one kept is the one both find next
+            pace = self._paces.setdefault(own, Pace(batching))
+        return pace
 
     # -- deliveries ---------------------------------------------------------------------------
 
