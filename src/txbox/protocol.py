@@ -227,8 +227,10 @@ class InboxProtocol:
                     pace.failed(len(waiting))
                     group = pace.group or len(waiting)
                     continue
-                if ran.end is End.BROKEN:
-                    settled.update((yield from self._left(handler, waiting, ran)))
+                if ran.end is End.BROKEN and (
+                    left := (yield from self._left(handler, waiting, ran))
+                ):
+                    settled.update(left)
                     waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
                     continue
                 settled.update((yield from self._apart(handler, waiting, ran.end)))
