@@ -43,7 +43,7 @@ def case(broker: str, request: pytest.FixtureRequest) -> Case:
 def test_killed_workers_lose_and_double_nothing(case: Case, pool: ProcessPoolExecutor) -> None:
     cases = [replace(case, point=point, nth=nth) for point, nth in POINTS]
     redelivered = replace(case, first=POINTS[0], point="after:claim_leased", nth=2)
-    wrong = replace(case, point="before:commit", nth=3, wrong="ack_first")
+    wrong = replace(case, point="after:handler", nth=9, wrong="ack_first")
     caught = pool.submit(runs.run, wrong)
     for ended in pool.map(runs.run, [*cases, redelivered]):
         assert not ended.checked.wrong, (ended.case.point, ended.checked, ended.notes)

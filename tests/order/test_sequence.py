@@ -26,7 +26,7 @@ from txbox.testing import Crashed, another_process, crash_at, crash_points, drai
 
 __all__ = ["shop"]
 
-SOON = GapPolicy(wait=timedelta(milliseconds=1))
+SOON = GapPolicy(wait=timedelta(milliseconds=500))
 LATER = RetryPolicy(max_attempts=3, base=timedelta(hours=1))
 
 Fails = Callable[[Message[Any]], bool]

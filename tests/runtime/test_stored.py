@@ -63,6 +63,10 @@ def test_a_lane_that_has_rows_stores_what_comes_for_anybody(shop: Shop) -> None:
 def test_a_batch_that_is_run_at_once_is_written_leased(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if shop.raw.product == "mysql":
+        pytest.skip(
+            "a handler's COMMIT cannot be refused: each message has a transaction of its own"
+        )
     shop.handler(mode="stored")
     shop.app.consume(Memory([paid(f"m{number}") for number in range(100)]))
     points: list[str] = []

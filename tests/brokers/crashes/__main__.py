@@ -92,8 +92,8 @@ def sweep_cases(case: Case, paths: Sequence[str]) -> list[Case]:
 
 
 def wrong_cases(case: Case) -> list[Case]:
-    points = {"ack_first": "before:commit", "no_identity": "after:commit"}
-    return [replace(case, wrong=own, point=points[own], nth=3) for own in WRONG_CONSUMERS]
+    points = {"ack_first": "after:handler", "no_identity": "after:commit"}
+    return [replace(case, wrong=own, point=points[own], nth=9) for own in WRONG_CONSUMERS]
 
 
 def as_result(ended: Ended) -> Result:
