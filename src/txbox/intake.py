@@ -150,6 +150,13 @@ class Intake:
                 settled.update((yield from self._stored_apart(handler, ordered, leasing)))
                 return settled
             rows_of.update((own.arrival.message_id, own) for own in found)
+            if leasing is not None:
+                # stored by the COMMIT whose answer was lost: nobody runs them here, so nobody may lease them
+                ours = [own for own, row in rows.items() if row.token == leasing.token]
+                if ours:
+                    yield from protocol.store.release(
+                        consumer, ours, token=leasing.token, delay_s=0.0
+                    )
             gone: list[Arrival] = []
             for arrival in ordered:
                 if arrival.message_id in fresh:

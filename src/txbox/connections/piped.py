@@ -24,7 +24,8 @@ _FLUSH_EVERY = 32
 _INTS = {int}
 # the OIDs of int2[], int4[] and int8[]
 _INT_ARRAYS = ((2**15, 1005), (2**31, 1007), (2**63, 1016))
-_PLANS_MAX = 1000
+# psycopg's own bound on what a connection has prepared
+_PLANS_MAX = 100
 _IN_TRANSACTION = int(pq.TransactionStatus.INTRANS)
 _FINE = (int(pq.ExecStatus.COMMAND_OK), int(pq.ExecStatus.TUPLES_OK))
 
