@@ -94,7 +94,7 @@ class Feed:
             )
             found.append(
                 Delivery(
-                    Message[Any](topic=TOPIC, id=own.id, payload=own.payload),
+                    Message(topic=TOPIC, id=own.id, payload=own.payload),
                     TOPIC,
                     tag=(at, since),
                     redelivered=at < self._task.first + self._task.redelivered,

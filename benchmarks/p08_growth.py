@@ -201,7 +201,7 @@ def _claimed(app: App, batch: Sequence[Arrival]) -> Steps[set[str]]:
     won = store.claimed(claim, answers)
     yield Commit((store.close(token),))
     assert won is not None
-    return won
+    return won.ids
 
 
 def _batches(ids: Ids, markers: int) -> list[list[Arrival]]:

@@ -17,6 +17,8 @@ from txbox.policy import Batching
 _SAVEPOINTS_MAX = 64
 _CALM_S = (1.0, 60.0)
 _FORGETS = 0.02
+# above this share of duplicates a batch is looked up before it is claimed
+_REPLAYED = 0.5
 # below this share of failures a failed batch is rare enough to be run twice
 _RARE = 0.0005
 
@@ -37,6 +39,7 @@ class Pace:
         self._raise_at = 0.0
         self._calm_s = 0.0
         self._failures = 0.0
+        self._repeats = 0.0
 
     @property
     def messages(self) -> int:
@@ -73,6 +76,17 @@ class Pace:
         """A transaction failed because of one of its messages."""
         with self._lock:
             self._failures += (1 / messages - self._failures) * (1 - (1 - _FORGETS) ** messages)
+
+    def met(self, messages: int, finished: int) -> None:
+        """Of so many messages so many had been finished before."""
+        with self._lock:
+            weight = 1 - (1 - _FORGETS) ** messages
+            self._repeats += (finished / messages - self._repeats) * weight
+
+    @property
+    def looks_first(self) -> bool:
+        """True while most of what comes has been finished before: a read costs less than a claim that loses."""
+        return self._repeats > _REPLAYED
 
     @property
     def group(self) -> int:

@@ -169,6 +169,20 @@ class HandlerTransaction:
         )
         return self.run(handler, [arrival], claim, token, keep=True)
 
+    def finished_before(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[set[str]]:
+        """Read which of these ids are finished under the same payload: a duplicate needs no claim.
+
+        A row that another transaction is about to commit is not seen: what is missing here is claimed.
+        """
+        if not self._finds_duplicates(handler, arrivals):
+            return set()
+        (found,) = yield Begin((self.store.duplicates(handler.consumer, arrivals),))
+        yield Commit()
+        return {row[0] for row in found.rows}
+
+    def _finds_duplicates(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:
+        return not handler.options.keep_result and self.store.finds_duplicates(arrivals)
+
     def _claim_leased(
         self, handler: Handler, arrivals: Sequence[Arrival], lease: str, token: str
     ) -> tuple[Statement, ...]:
@@ -214,19 +228,22 @@ class HandlerTransaction:
             found = results[len(claim) :]
             if checks:
                 results = results[: len(claim)]
-            fresh = store.claimed(claim, results)
-            if fresh is None or len(fresh) < len(arrivals):
-                won = fresh or ()
-                wanted = [own for own in arrivals if own.message_id not in won]
-                done: set[str] = set()
-                if fresh is not None and not handler.options.keep_result:
-                    done = yield from store.duplicates(consumer, wanted)
-                others = [own.message_id for own in wanted if own.message_id not in done]
-                ran.existing = yield from store.classify(consumer, others)
-                ran.existing.update(dict.fromkeys(done, FINISHED))
-                if fresh is None:
+            won = store.claimed(claim, results)
+            if won is None or len(won.ids) < len(arrivals):
+                fresh = won.ids if won is not None else set[str]()
+                if won is not None and won.finished and not handler.options.keep_result:
+                    ran.existing = dict.fromkeys(won.finished, FINISHED)
+                others = [
+                    own.message_id
+                    for own in arrivals
+                    if own.message_id not in fresh and own.message_id not in ran.existing
+                ]
+                ran.existing.update((yield from store.classify(consumer, others)))
+                if won is None:
                     fresh = {own for own, row in ran.existing.items() if row.token == token}
-            ran.fresh = fresh
+                ran.fresh = fresh
+            else:
+                ran.fresh = won.ids
         except StoreError as error:
             return (yield from self._not_claimed(error))
         if checks:

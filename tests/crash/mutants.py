@@ -85,7 +85,8 @@ class _OwnTransaction(HandlerTransaction):
         ran = Ran(End.COMMITTED)
         ids = [own.message_id for own in arrivals]
         results = yield Begin(claim)
-        fresh = self.store.claimed(claim, results)
+        won = self.store.claimed(claim, results)
+        fresh = None if won is None else won.ids
         ran.existing = yield from self.store.classify(handler.consumer, ids)
         if fresh is None:
             fresh = {own for own, row in ran.existing.items() if row.token == token}

@@ -143,7 +143,8 @@ class Memory:
             until, due = min(arrived, self._next + messages_max), self._began_at
         found: list[Delivery] = []
         for at, own in enumerate(self._waiting[self._next : until], self._next):
-            message = Message[Any](topic=TOPIC, id=own.id, payload=own.payload)
+            # not `Message[Any](…)`, which takes three times as long
+            message: Message[Any] = Message(topic=TOPIC, id=own.id, payload=own.payload)
             since = due if self._every_s is None else due + at * self._every_s
             found.append(Delivery(message, TOPIC, tag=since))
             if self.received is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from txbox.errors import Fault, StoreError
 from txbox.message import Message
@@ -39,6 +39,18 @@ class Existing:
 
 #: A row that is finished, and has the payload of the message: nobody asks for more.
 FINISHED = Existing("processed", None, False, 0, 0, True, None, False)
+
+
+class Won(NamedTuple):
+    """What a claim has come to.
+
+    Attributes:
+        ids: what it won.
+        finished: of the others those that are known to be finished, under the same payload.
+    """
+
+    ids: set[str]
+    finished: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,31 +198,41 @@ class InboxStore:
             yield Begin((self.dialect.statement("restore_lock_timeout"),))
             yield Rollback()
 
-    def claimed(self, statements: Sequence[Statement], results: Sequence[Any]) -> set[str] | None:
-        """The ids that a claim won, where its own answer says so; else None: classify by token."""
+    def claimed(self, statements: Sequence[Statement], results: Sequence[Any]) -> Won | None:
+        """What a claim has won, where its own answer says so; else None: classify by token."""
         if not self.dialect.returning:
             return None
         for statement, result in zip(statements, results, strict=True):
             if statement.name.startswith("claim"):
-                if self.dialect.arrays:
-                    params = statement.params
-                    asked = params.get("rows.message_id") or (params["message_id"],)
-                    if result.count == len(asked):
-                        # all of them, as is the rule: their ids need not be read
-                        return set(asked)
-                return {row[0] for row in result.rows}
+                return self._won(statement, result)
         raise AssertionError("no claim among the statements")
 
-    def duplicates(self, consumer: str, arrivals: Sequence[Arrival]) -> Steps[set[str]]:
-        """Of several ids those whose rows are finished, under the same payload; none where classify is as quick."""
-        if len(arrivals) < 2 or not self.dialect.has("duplicates"):
-            return set()
+    def _won(self, claim: Statement, result: Any) -> Won:
+        if not self.dialect.arrays:
+            return Won({row[0] for row in result.rows})
+        params = claim.params
+        asked = params.get("rows.message_id") or (params["message_id"],)
+        if "rows.payload_hash" in params:
+            # a claim of new ones names what it has not won
+            lost = dict(result.rows)
+            won = set(asked).difference(lost) if lost else set(asked)
+            return Won(won, [own for own, finished in lost.items() if finished])
+        if result.count == len(asked):
+            # all of them, as is the rule: their ids need not be read
+            return Won(set(asked))
+        return Won({row[0] for row in result.rows})
+
+    def finds_duplicates(self, arrivals: Sequence[Arrival]) -> bool:
+        """Say whether `duplicates` is quicker than `classify` for these."""
+        return len(arrivals) > 1 and self.dialect.has("duplicates")
+
+    def duplicates(self, consumer: str, arrivals: Sequence[Arrival]) -> Statement:
+        """The statement that reads which of these ids are finished, under the same payload."""
         columns: dict[str, list[Any]] = {
             "message_id": [own.message_id for own in arrivals],
             "payload_hash": [own.hash for own in arrivals],
         }
-        result = yield self.dialect.statement("duplicates", {"consumer": consumer}, columns)
-        return {row[0] for row in result.rows}
+        return self.dialect.statement("duplicates", {"consumer": consumer}, columns)
 
     def classify(self, consumer: str, ids: Sequence[str]) -> Steps[dict[str, Existing]]:
         """Read the rows under these ids; an id that is missing has no row."""

@@ -3,8 +3,11 @@
 -- A query without a body has nothing to do on this database.
 
 -- name: claim
--- One statement arms the guard, bounds the wait for a rival, and writes the row as processed.
--- The CTE is materialized so that the settings change once, whatever the join order.
+-- One statement arms the guard, bounds the wait for a rival, writes the rows as processed, and names what
+-- it has not won: with a mark what is finished under the same payload, as far as that is known, which is
+-- all there is to say of it; the others are classified. A rival that committed meanwhile is not in this
+-- statement's snapshot: it is one of those.
+-- The settings are materialized so that they change once, whatever the join order.
 -- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
 WITH armed AS MATERIALIZED (
     SELECT set_config('txbox.token', :token::text, true) AS token,
@@ -12,14 +15,24 @@ WITH armed AS MATERIALIZED (
            set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
            set_config('lock_timeout', :lock_timeout_ms::text, true),
            set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
+), won AS (
+    INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+    SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
+      FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                         :rows.sequence::bigint[], :rows.payload_hash::bytea[])
+                  AS m(message_id, topic, type, key, sequence, payload_hash)
+    ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+    RETURNING message_id
 )
-INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
-SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
-  FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                     :rows.sequence::bigint[], :rows.payload_hash::bytea[])
-              AS m(message_id, topic, type, key, sequence, payload_hash)
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
-RETURNING message_id
+SELECT m.message_id, found.finished
+  FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS m(message_id, payload_hash)
+  LEFT JOIN LATERAL (
+       SELECT CASE WHEN own.status IN ('processed', 'dead', 'discarded')
+                    AND coalesce(own.payload_hash = m.payload_hash, true) THEN 'finished' END AS finished
+         FROM txbox_inbox AS own
+        WHERE own.consumer = :consumer::text AND own.message_id = m.message_id
+        LIMIT 1) AS found ON true
+ WHERE m.message_id <> ALL (SELECT message_id FROM won)
 
 -- name: claim_single
 -- As claim for one message, 10 us cheaper: no CTE, no arrays, and RETURNING puts the wait back at once.
@@ -45,17 +58,27 @@ WITH armed AS MATERIALIZED (
            set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
            set_config('lock_timeout', :lock_timeout_ms::text, true),
            set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
+), won AS (
+    INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash,
+                             content_type, headers, origin, payload, has_payload, key_id)
+    SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash,
+           m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
+      FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                         :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
+                         :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
+                  AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+    ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+    RETURNING message_id
 )
-INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash,
-                         content_type, headers, origin, payload, has_payload, key_id)
-SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash,
-       m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
-  FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                     :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
-                     :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
-              AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
-RETURNING message_id
+SELECT m.message_id, found.finished
+  FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS m(message_id, payload_hash)
+  LEFT JOIN LATERAL (
+       SELECT CASE WHEN own.status IN ('processed', 'dead', 'discarded')
+                    AND coalesce(own.payload_hash = m.payload_hash, true) THEN 'finished' END AS finished
+         FROM txbox_inbox AS own
+        WHERE own.consumer = :consumer::text AND own.message_id = m.message_id
+        LIMIT 1) AS found ON true
+ WHERE m.message_id <> ALL (SELECT message_id FROM won)
 
 -- name: claim_leased
 -- The fence: a worker whose lease was given to another matches no row. Arms the guard as claim does.
@@ -141,8 +164,7 @@ SELECT found.*
         LIMIT 1) AS found
 
 -- name: duplicates
--- Of several ids the ones that are finished, under the same payload as far as that is known: all there is to
--- say of them. The others are classified.
+-- Of several ids the ones that are finished, as claim says it: for when most of them are, and a claim would lose.
 SELECT wanted.message_id
   FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS wanted(message_id, payload_hash)
  CROSS JOIN LATERAL (
