@@ -21,9 +21,12 @@ from txbox.store import partitions as tables
 from txbox.store.jobs import Batch, JobLease, Walk
 from txbox.store.partitions import Layout, Part
 
-# a batch that takes longer is followed by smaller ones, so that none comes near a tenth of a second
-_SLOW_S = 0.04
+# a batch that takes longer is followed by a smaller one: live messages wait for its CPU and its WAL
+_LONG_S = 0.004
+# below this many rows the round trips to a distant database would count, and only a slow batch is divided
 _FIRST_BATCH = 100
+# so that none comes near a tenth of a second
+_SLOW_S = 0.04
 _PAUSE_MAX_S = 1.0
 _JOB_LEASE_S = 60.0
 _TOO_SLOW = (Fault.TIMEOUT, Fault.LOCK_TIMEOUT, Fault.CONFLICT)
@@ -335,9 +338,10 @@ class _Run:
                 self.did(done.rows)
             if not done.more:
                 break
-            if took_s > _SLOW_S:
-                limit = max(1, limit // 2)
-            elif took_s < _SLOW_S / 2 and done.rows == limit:
+            long_s = _LONG_S if limit > _FIRST_BATCH else _SLOW_S
+            if took_s > long_s:
+                limit = max(limit // 2, 1 if took_s > _SLOW_S else _FIRST_BATCH)
+            elif took_s < long_s / 2 and done.rows == limit:
                 limit = min(most, limit + max(1, limit // 4))
             # as long a pause as the work took: live traffic gets half of the time at least
             yield Wait(min(max(took_s, 0.001), _PAUSE_MAX_S))
