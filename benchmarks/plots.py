@@ -46,8 +46,9 @@ def _bars(plot: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _lines(plot: Mapping[str, Any]) -> Iterable[str]:
-    height, left, right, top, bottom = 400, 70, 190, 40, 350
+    height, left, top, bottom = 400, 70, 50, 350
     lines: Mapping[str, Sequence[Sequence[float]]] = plot["lines"]
+    right = 50 + 7 * max(map(len, lines))
     xs = [point[0] for line in lines.values() for point in line]
     ys = [point[1] for line in lines.values() for point in line]
     x_log, y_log = "x" in plot["log"], "y" in plot["log"]
