@@ -23,8 +23,8 @@ from txbox.bench.workload import Work, order_paid, writes
 NUMBER = "P16"
 TITLE = "Peers, each with its fastest documented settings"
 
-PIPELINED = "pipeline=True"
-STORED = "stored, pipeline=True"
+PIPELINED = "txbox, pipeline=True"
+STORED = "txbox, stored, pipeline=True"
 
 _METHOD = (
     "{rounds} rounds in turns. Rate: deliveries, the 10 % duplicates included, over the time to store them all and "
