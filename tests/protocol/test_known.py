@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import NewDatabase
 from tests.shop import CONSUMER, Shop, opened, paid
 from txbox import App, Message, Outcome
-from txbox.connections.psycopg import PsycopgConnection
+from txbox.connections.psycopg_connection import PsycopgConnection
 from txbox.drive import drive
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler

@@ -1,15 +1,9 @@
-"""psycopg 3, sync and async: a URL, a psycopg_pool pool, or the caller's connection.
-
-txbox's own transactions go to libpq as one pipeline for BEGIN and claim and one for close and
-COMMIT, with prepared statements of txbox's own: psycopg's cache forgets them on a rollback.
-
-Source: docs/decisions/0009-round-trips.md
-"""
+"""psycopg 3, sync and async: a URL, a psycopg_pool pool, or the caller's connection."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakKeyDictionary
@@ -18,23 +12,17 @@ import psycopg
 from psycopg import pq
 from psycopg.rows import tuple_row
 
-from txbox.connections.base import (
-    Idle,
-    is_marked,
-    not_in_transaction,
-    without_password,
-    wrong_colour,
-)
-from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
+from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
 from txbox.connections.listening import Listener
-from txbox.connections.piped import AsyncConnection, Connection, Plans, Queue
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.steps import Failed, Raised, Result, Statement
+from txbox.connections.piped import AsyncConnection, Connection
+from txbox.connections.psycopg_connection import (
+    AsyncPsycopgConnection,
+    PsycopgConnection,
+    translated_or_lost,
+)
+from txbox.errors import ConfigurationError, Fault, StoreUnavailable
+from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
-
-SAVEPOINT = b"SAVEPOINT txbox_handler"
-RELEASE = b"RELEASE SAVEPOINT txbox_handler"
-ROLLBACK_TO = b"ROLLBACK TO SAVEPOINT txbox_handler"
 
 
 def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
@@ -119,21 +107,23 @@ class _Connections:
             waiting = self.idle.take()
             if waiting is not None:
                 return waiting
+        database = self._database
         try:
             if self._pool is None:
-                return PsycopgConnection(
-                    Connection.connect(self._database.conninfo or ""), self._database, None
-                )
+                raw = Connection.connect(database.conninfo or "")
+                return PsycopgConnection(raw, database.dialect, database.prepare, None)
             raw = self._pool.getconn()
         except psycopg.Error as error:
-            raise _unreachable(error, self._database) from error
+            raise _unreachable(error, database) from error
         except Exception as error:
             if type(error).__module__.startswith("psycopg_pool"):
-                raise _unreachable(error, self._database) from error
+                raise _unreachable(error, database) from error
             raise
         known = self._known.get(raw)
         if known is None:
-            known = self._known[raw] = PsycopgConnection(raw, self._database, self._pool)
+            known = self._known[raw] = PsycopgConnection(
+                raw, database.dialect, database.prepare, self._pool
+            )
         known.prepare_for_use()
         return known
 
@@ -158,20 +148,23 @@ class _AsyncConnections:
             waiting = self.idle.take(lambda own: own.loop is loop)
             if waiting is not None:
                 return waiting
+        database = self._database
         try:
             if self._pool is None:
-                raw = await AsyncConnection.connect(self._database.conninfo or "")
-                return AsyncPsycopgConnection(raw, self._database, None)
+                raw = await AsyncConnection.connect(database.conninfo or "")
+                return AsyncPsycopgConnection(raw, database.dialect, database.prepare, None)
             raw = await self._pool.getconn()
         except psycopg.Error as error:
-            raise _unreachable(error, self._database) from error
+            raise _unreachable(error, database) from error
         except Exception as error:
             if type(error).__module__.startswith("psycopg_pool"):
-                raise _unreachable(error, self._database) from error
+                raise _unreachable(error, database) from error
             raise
         known = self._known.get(raw)
         if known is None:
-            known = self._known[raw] = AsyncPsycopgConnection(raw, self._database, self._pool)
+            known = self._known[raw] = AsyncPsycopgConnection(
+                raw, database.dialect, database.prepare, self._pool
+            )
         await known.prepare_for_use()
         return known
 
@@ -181,243 +174,6 @@ class _AsyncConnections:
         else:
             await connection.give_back()
             await self._pool.putconn(connection.native)
-
-
-class _Owned:
-    """What the sync and the async connection share."""
-
-    def __init__(self, raw: Any, database: PsycopgDatabase, pool: Any) -> None:
-        self.native = raw
-        self._database = database
-        self._pool = pool
-        self._autocommit = raw.autocommit
-        self._pipeline = Pipeline(raw, prepare=database.prepare, translate=self.translate)
-        self._plans = Plans(database.prepare)
-        self._queue: Queue | None = None
-        self._watched = False
-
-    def left(self) -> bool:
-        return self._watched and not is_marked(self.native)
-
-    @property
-    def lost(self) -> bool:
-        return bool(self.native.closed)
-
-    def discard(self) -> None:
-        self.native.pgconn.finish()
-
-    def translate(self, error: BaseException) -> StoreError | None:
-        return translated(error, self._database.dialect)
-
-    def _open(self) -> Any:
-        """The driver's connection, if statements can still be sent on it."""
-        if self.native.pgconn.status == pq.ConnStatus.OK:
-            return self.native
-        if self.native.broken:
-            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
-        raise StoreError("The handler closed the connection of its transaction.", fault=Fault.GUARD)
-
-    def _forget(self) -> None:
-        self._pipeline.forget()
-        self._plans.forget()
-
-    def _is_over(self) -> bool:
-        """Say whether a refused COMMIT has ended the transaction: psycopg then keeps what it has prepared."""
-        over: bool = self.native.pgconn.transaction_status == pq.TransactionStatus.IDLE
-        if over:
-            self._plans.forget()
-        return over
-
-    def _put_off(self) -> None:
-        """From here on what the handler sends waits for the commit, where the connection is of a class that can."""
-        raw = self._open()
-        if isinstance(raw, (Connection, AsyncConnection)):
-            self._queue = raw.txbox_queue = Queue(raw, self._plans)
-
-    def _put_on(self) -> Queue | None:
-        """The end of putting off; returns the queue, if there was one."""
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            self.native.txbox_queue = None
-        return queue
-
-    @property
-    def position(self) -> int | None:
-        """How much has been sent since putting off began; None when nothing is put off."""
-        return None if self._queue is None else self._queue.position
-
-    def _queued(self, sql: bytes) -> bool:
-        return self._queue is not None and self._queue.command(sql)
-
-    def _failed(self, queue: Queue) -> Failed | None:
-        if queue.failure is None:
-            return None
-        error, position = queue.failure
-        return Failed(Raised(error, self.translate(error), self.lost), position)
-
-
-class PsycopgConnection(_Owned):
-    """A sync connection whose transactions txbox begins and ends."""
-
-    def prepare_for_use(self) -> None:
-        self._autocommit = self.native.autocommit
-        if self._autocommit:
-            # a handler that rolls back must land in a new transaction, not in autocommit
-            self.native.autocommit = False
-
-    def give_back(self) -> None:
-        if self._autocommit and not self.lost:
-            self.native.autocommit = True
-
-    def pipe(self) -> None:
-        self._put_off()
-
-    def flush(self) -> Failed | None:
-        queue = self._put_on()
-        if queue is None:
-            return None
-        if queue.entered:
-            try:
-                self.native.wait(queue.drained())
-            except psycopg.Error as error:
-                raise _lost(error) from error
-        return self._failed(queue)
-
-    def savepoint(self) -> None:
-        self._command(SAVEPOINT)
-
-    def release_savepoint(self) -> None:
-        self._command(RELEASE)
-
-    def rollback_to_savepoint(self) -> None:
-        self._command(ROLLBACK_TO)
-
-    def _command(self, sql: bytes) -> None:
-        if not self._queued(sql):
-            self._open().wait(self._pipeline.send((), after=sql))
-
-    def execute(self, statement: Statement) -> Result:
-        self.flush()
-        result: Result = self._open().wait(self._pipeline.send((statement,)))[0]
-        return result
-
-    def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = self._open().wait(self._pipeline.send(statements, before=BEGIN))
-        self._watched = is_marked(self.native)
-        return results
-
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        opened, queue = self._open(), self._put_on()
-        queued = 0 if queue is None else queue.left()
-        try:
-            results: list[Result] = opened.wait(
-                self._pipeline.send(statements, after=COMMIT, queued=queued)
-            )
-        except psycopg.Error as error:
-            # a statement of the handler's, put off until now: COMMIT was skipped behind it
-            raise Raised(error, self.translate(error), self.lost) from error
-        return results
-
-    def rollback(self) -> None:
-        self.flush()
-        if self._is_over():
-            return
-        self._forget()
-        try:
-            self.native.rollback()
-            # psycopg may just have deallocated everything, or nothing: make it everything
-            self.native.wait(self._pipeline.send((), after=DEALLOCATE))
-        except psycopg.Error as error:
-            raise _lost(error) from error
-
-    def discard(self) -> None:
-        super().discard()
-        if self._pool is not None:
-            self._pool.putconn(self.native)
-
-
-class AsyncPsycopgConnection(_Owned):
-    """The async twin of `PsycopgConnection`, bound to the event loop that opened it."""
-
-    def __init__(self, raw: Any, database: PsycopgDatabase, pool: Any) -> None:
-        super().__init__(raw, database, pool)
-        self.loop = asyncio.get_running_loop()
-
-    async def prepare_for_use(self) -> None:
-        self._autocommit = self.native.autocommit
-        if self._autocommit:
-            await self.native.set_autocommit(False)
-
-    async def give_back(self) -> None:
-        if self._autocommit and not self.lost:
-            await self.native.set_autocommit(True)
-
-    async def pipe(self) -> None:
-        self._put_off()
-
-    async def flush(self) -> Failed | None:
-        queue = self._put_on()
-        if queue is None:
-            return None
-        if queue.entered:
-            try:
-                await self.native.wait(queue.drained())
-            except psycopg.Error as error:
-                raise _lost(error) from error
-        return self._failed(queue)
-
-    async def savepoint(self) -> None:
-        await self._command(SAVEPOINT)
-
-    async def release_savepoint(self) -> None:
-        await self._command(RELEASE)
-
-    async def rollback_to_savepoint(self) -> None:
-        await self._command(ROLLBACK_TO)
-
-    async def _command(self, sql: bytes) -> None:
-        if not self._queued(sql):
-            await self._open().wait(self._pipeline.send((), after=sql))
-
-    async def execute(self, statement: Statement) -> Result:
-        await self.flush()
-        result: Result = (await self._open().wait(self._pipeline.send((statement,))))[0]
-        return result
-
-    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = await self._open().wait(
-            self._pipeline.send(statements, before=BEGIN)
-        )
-        self._watched = is_marked(self.native)
-        return results
-
-    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        opened, queue = self._open(), self._put_on()
-        queued = 0 if queue is None else queue.left()
-        try:
-            results: list[Result] = await opened.wait(
-                self._pipeline.send(statements, after=COMMIT, queued=queued)
-            )
-        except psycopg.Error as error:
-            # a statement of the handler's, put off until now: COMMIT was skipped behind it
-            raise Raised(error, self.translate(error), self.lost) from error
-        return results
-
-    async def rollback(self) -> None:
-        await self.flush()
-        if self._is_over():
-            return
-        self._forget()
-        try:
-            await self.native.rollback()
-            await self.native.wait(self._pipeline.send((), after=DEALLOCATE))
-        except psycopg.Error as error:
-            raise _lost(error) from error
-
-    def discard(self) -> None:
-        super().discard()
-        if self._pool is not None and self.loop.is_running():
-            self._returning = self.loop.create_task(self._pool.putconn(self.native))
 
 
 class Borrowed:
@@ -434,7 +190,7 @@ class Borrowed:
                 cursor.execute(sql, [statement.params[name] for name in names])
                 return Result(cursor.fetchall() if cursor.description else (), cursor.rowcount)
         except psycopg.Error as error:
-            raise _translated_or_lost(error, self.dialect) from error
+            raise translated_or_lost(error, self.dialect) from error
 
 
 class AsyncBorrowed:
@@ -453,7 +209,7 @@ class AsyncBorrowed:
                     await cursor.fetchall() if cursor.description else (), cursor.rowcount
                 )
         except psycopg.Error as error:
-            raise _translated_or_lost(error, self.dialect) from error
+            raise translated_or_lost(error, self.dialect) from error
 
 
 def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
@@ -473,37 +229,6 @@ def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
 def _check_transaction(tx: Any) -> None:
     if tx.autocommit and tx.info.transaction_status == pq.TransactionStatus.IDLE:
         raise not_in_transaction(tx)
-
-
-def translated(error: BaseException, own: Dialect) -> StoreError | None:
-    """Put a psycopg error into txbox's words; None when it is none."""
-    if not isinstance(error, psycopg.Error):
-        return None
-    code = error.sqlstate
-    diag = error.diag
-    fault = own.fault(code)
-    if code is None and isinstance(error, psycopg.OperationalError):
-        fault = Fault.UNAVAILABLE
-    kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
-    # the message of the server may hold row values; its code and constraint never do
-    constraint = diag.constraint_name
-    text = f"PostgreSQL: {type(error).__name__}" + (f" ({code})" if code else "")
-    return kind(
-        text + (f" on {constraint}" if constraint else ""),
-        fault=fault,
-        code=code,
-        constraint=constraint,
-    )
-
-
-def _translated_or_lost(error: psycopg.Error, own: Dialect) -> StoreError:
-    return translated(error, own) or _lost(error)
-
-
-def _lost(error: psycopg.Error) -> StoreUnavailable:
-    return StoreUnavailable(
-        "The database connection was lost.", fault=Fault.UNAVAILABLE, code=error.sqlstate
-    )
 
 
 def _unreachable(error: Exception, database: PsycopgDatabase) -> StoreUnavailable:
