@@ -20,6 +20,7 @@ from txbox.bench.result import Bar, Plot, Round, Verified, ratios, result, value
 from txbox.bench.workload import CONSUMER, TOPIC
 from txbox.drive import drive
 from txbox.steps import Begin, Commit, Steps
+from txbox.store import claims
 from txbox.store.codec import Arrival
 
 NUMBER = "P8"
@@ -194,12 +195,18 @@ SELECT sum(pg_table_size(oid))::bigint, sum(pg_indexes_size(oid))::bigint
 def _claimed(app: App, batch: Sequence[Arrival]) -> Steps[set[str]]:
     """Claim a batch, and commit without a handler in between."""
     token, store = secrets.token_hex(16), app.store
-    claim = store.claim(
-        CONSUMER, batch, token=token, lock_timeout=app.limits.lock_timeout, idle_s=60.0, keep=False
+    claim = claims.claim(
+        store,
+        CONSUMER,
+        batch,
+        token=token,
+        lock_timeout=app.limits.lock_timeout,
+        idle_s=60.0,
+        keep=False,
     )
     answers = yield Begin(claim)
-    won = store.claimed(claim, answers)
-    yield Commit((store.close(token),))
+    won = claims.claimed(store, claim, answers)
+    yield Commit((claims.close(store, token),))
     assert won is not None
     return won.ids
 

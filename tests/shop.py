@@ -18,6 +18,7 @@ from txbox import App, Lease, Limits, Message, Outcome, RetryPolicy
 from txbox.drive import drive
 from txbox.events import Event
 from txbox.handlers import Handler
+from txbox.store import leases
 
 CONSUMER = "billing"
 TOPIC = "orders"
@@ -164,8 +165,13 @@ class Shop:
         assert self.app.database.sync is not None
         leased = drive(
             self.app.database.sync,
-            self.app.store.lease(
-                consumer, token=token, limit=limit, lease=self.app.lease, suspect=suspect
+            leases.lease(
+                self.app.store,
+                consumer,
+                token=token,
+                limit=limit,
+                lease=self.app.lease,
+                suspect=suspect,
             ),
         )
         return [(own, token) for own in leased]
@@ -181,7 +187,7 @@ class Shop:
         assert self.app.database.sync is not None
         return drive(
             self.app.database.sync,
-            self.app.store.rescue(consumer=None, max_starts=max_starts, limit=100),
+            leases.rescue(self.app.store, consumer=None, max_starts=max_starts, limit=100),
         )
 
     def emitted(self, kind: type[Event]) -> list[Any]:

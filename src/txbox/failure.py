@@ -12,7 +12,7 @@ from types import TracebackType
 from txbox.errors import Reject, Retry, StoreError
 from txbox.handlers import HandlerOptions
 from txbox.policy import Limits
-from txbox.store.inbox import Failure
+from txbox.store.failures import Failure
 
 _HERE = str(Path(__file__).parent)
 _LIBRARIES = tuple(

@@ -18,6 +18,7 @@ from txbox.outcome import Outcome
 from txbox.policy import Lease
 from txbox.protocol import InboxProtocol, Settled
 from txbox.steps import Steps
+from txbox.store import leases
 from txbox.store.codec import Arrival, Leased
 
 _TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
@@ -135,8 +136,8 @@ class Intake:
                 if leasing is None:
                     fresh = yield from protocol.store.store(consumer, ordered, token=token)
                 else:
-                    found = yield from protocol.store.store_leased(
-                        consumer, ordered, token=leasing.token, lease=leasing.lease
+                    found = yield from leases.store_leased(
+                        protocol.store, consumer, ordered, token=leasing.token, lease=leasing.lease
                     )
                     fresh = {own.arrival.message_id for own in found}
                 rows = yield from protocol.store.classify(
@@ -154,8 +155,8 @@ class Intake:
                 # stored by the COMMIT whose answer was lost: nobody runs them here, so nobody may lease them
                 ours = [own for own, row in rows.items() if row.token == leasing.token]
                 if ours:
-                    yield from protocol.store.release(
-                        consumer, ours, token=leasing.token, delay_s=0.0
+                    yield from leases.release(
+                        protocol.store, consumer, ours, token=leasing.token, delay_s=0.0
                     )
             gone: list[Arrival] = []
             for arrival in ordered:

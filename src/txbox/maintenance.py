@@ -13,7 +13,8 @@ from txbox.errors import ConfigurationError
 from txbox.events import LeaseExpired, MessageDead
 from txbox.pruning import Report, Task, drop_payloads, partitions, prune, prune_outbox
 from txbox.steps import Steps
-from txbox.store.inbox import Rescued
+from txbox.store import leases
+from txbox.store.leases import Rescued
 
 __all__ = ["JOBS", "Job", "Report", "Task", "rescue", "run_once"]
 
@@ -73,7 +74,8 @@ def rescue(app: App, task: Task) -> Steps[Report]:
     if task.dry_run:
         raise ConfigurationError("rescue has no dry run: leave --dry-run out.")
     while not task.stop():
-        rescued = yield from app.store.rescue(
+        rescued = yield from leases.rescue(
+            app.store,
             consumer=task.consumer,
             max_starts=app.lease.max_starts,
             limit=_RESCUE_BATCH,

@@ -36,9 +36,11 @@ from txbox.pace import Pace
 from txbox.patience import persistently
 from txbox.policy import Batching, Lease, Limits
 from txbox.steps import Begin, Commit, Raised, Steps, Wait
+from txbox.store import failures, leases
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import Dialect
-from txbox.store.inbox import Existing, Failure, InboxStore
+from txbox.store.failures import Failure
+from txbox.store.inbox import Existing, InboxStore
 from txbox.transaction import End, HandlerTransaction, Ran, handled
 
 T = TypeVar("T")
@@ -454,7 +456,8 @@ class InboxProtocol:
         self, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
     ) -> Steps[Settled | None]:
         """Park a failure, or None when the row is not ours to write."""
-        row = yield from self.store.record(
+        row = yield from failures.record(
+            self.store,
             handler.consumer,
             arrival,
             failure,
@@ -607,8 +610,12 @@ class InboxProtocol:
         self, handler: Handler, arrival: Arrival, lease_token: str, delay_s: float = _RELEASED_S
     ) -> Steps[int]:
         return self.persistently(
-            lambda: self.store.release(
-                handler.consumer, [arrival.message_id], token=lease_token, delay_s=delay_s
+            lambda: leases.release(
+                self.store,
+                handler.consumer,
+                [arrival.message_id],
+                token=lease_token,
+                delay_s=delay_s,
             )
         )
 
@@ -679,7 +686,11 @@ class InboxProtocol:
                 raise _lost(ran)
             failure = self._failure(handler, ran)
             yield Begin(
-                (self.store.attempt(handler.consumer, arrival, failure, status="replay failed"),)
+                (
+                    failures.attempt(
+                        self.store, handler.consumer, arrival, failure, status="replay failed"
+                    ),
+                )
             )
             yield Commit()
             return Settled(Outcome.FAILED, arrival.message.attempt)

@@ -31,9 +31,10 @@ from txbox.steps import (
     Steps,
     Undo,
 )
-from txbox.store import order
+from txbox.store import claims, failures, order
 from txbox.store.codec import Arrival
-from txbox.store.inbox import FINISHED, Existing, Failure, InboxStore
+from txbox.store.failures import Failure
+from txbox.store.inbox import FINISHED, Existing, InboxStore
 
 
 class End(Enum):
@@ -120,7 +121,8 @@ class HandlerTransaction:
                 no savepoints, and one failure is everybody's.
         """
         token = urandom(16).hex()
-        claim = self.store.claim(
+        claim = claims.claim(
+            self.store,
             handler.consumer,
             # sorted bytewise: two batches that share ids then wait for each other instead of deadlocking
             sorted(arrivals, key=_bytewise) if len(arrivals) > 1 else arrivals,
@@ -160,7 +162,8 @@ class HandlerTransaction:
     def replayed(self, handler: Handler, arrival: Arrival) -> Steps[Ran]:
         """Run a processed row once more; it keeps its payload."""
         token = urandom(16).hex()
-        claim = self.store.claim_replay(
+        claim = claims.claim_replay(
+            self.store,
             handler.consumer,
             [arrival.message_id],
             token=token,
@@ -176,17 +179,18 @@ class HandlerTransaction:
         """
         if not self._finds_duplicates(handler, arrivals):
             return set()
-        (found,) = yield Begin((self.store.duplicates(handler.consumer, arrivals),))
+        (found,) = yield Begin((claims.duplicates(self.store, handler.consumer, arrivals),))
         yield Commit()
         return {row[0] for row in found.rows}
 
     def _finds_duplicates(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:
-        return not handler.options.keep_result and self.store.finds_duplicates(arrivals)
+        return not handler.options.keep_result and claims.finds_duplicates(self.store, arrivals)
 
     def _claim_leased(
         self, handler: Handler, arrivals: Sequence[Arrival], lease: str, token: str
     ) -> tuple[Statement, ...]:
-        return self.store.claim_leased(
+        return claims.claim_leased(
+            self.store,
             handler.consumer,
             [arrival.message_id for arrival in arrivals],
             token=token,
@@ -228,7 +232,7 @@ class HandlerTransaction:
             found = results[len(claim) :]
             if checks:
                 results = results[: len(claim)]
-            won = store.claimed(claim, results)
+            won = claims.claimed(store, claim, results)
             if won is None or len(won.ids) < len(arrivals):
                 fresh = won.ids if won is not None else set[str]()
                 if won is not None and won.finished and not handler.options.keep_result:
@@ -331,8 +335,8 @@ class HandlerTransaction:
         self, ran: Ran, handler: Handler, arrival: Arrival, raised: Raised, token: str
     ) -> Steps[None]:
         failure = failure_of(raised.error, raised.store, handler.options, self._limits)
-        dead, attempts = yield from self.store.record_own(
-            handler.consumer, arrival, failure, handler.options.retry, token=token
+        dead, attempts = yield from failures.record_own(
+            self.store, handler.consumer, arrival, failure, handler.options.retry, token=token
         )
         if dead and self.dying is not None:
             yield from self.dying(handler, arrival, failure, attempts)
@@ -396,15 +400,15 @@ class HandlerTransaction:
         last = self._last(ran, handler, mine)
         try:
             if store.dialect.refuses_commit:
-                yield Commit((store.close(token), *last))
+                yield Commit((claims.close(store, token), *last))
             else:
                 # first the proof that this is still the claiming transaction: on a connection that a
                 # handler left in autocommit, `complete` would commit by itself. In one step, since a
                 # session writes what it put off, and releases its savepoint, before all of it
                 ids = [own.message_id for own in mine]
                 if ids:
-                    last.insert(0, store.complete(consumer, ids, token=token, keep=keep))
-                results = yield Commit((store.close(token), *last))
+                    last.insert(0, claims.complete(store, consumer, ids, token=token, keep=keep))
+                results = yield Commit((claims.close(store, token), *last))
                 if ids and results[1].count != len(ids):
                     ran.end, ran.unknown = End.BROKEN, set(ran.called)
         except Raised as raised:
@@ -448,7 +452,7 @@ class HandlerTransaction:
     def _ask(self, ran: Ran, token: str) -> Steps[None]:
         """Ask whether this is still the transaction that claimed."""
         try:
-            yield self.store.close(token)
+            yield claims.close(self.store, token)
         except StoreError as error:
             if error.fault is Fault.GUARD:
                 # somebody wrote outside of the transaction that is rolled back: a retry could write again

@@ -24,6 +24,7 @@ from tests.databases import through_pgbouncer
 from txbox.connections import borrow, borrow_async, open_database
 from txbox.message import Message
 from txbox.steps import Result, Statement
+from txbox.store import claims
 from txbox.store.codec import Arrival, Columns
 from txbox.store.inbox import InboxStore
 
@@ -179,7 +180,8 @@ class Held:
         arrival = Arrival(
             Message(id=message_id, topic="t", payload=b"{}"), message_id, b"\x01" * 32
         )
-        statements = store.claim(
+        statements = claims.claim(
+            store,
             consumer,
             [arrival],
             token=token,
@@ -193,9 +195,11 @@ class Held:
     def close(self, consumer: str, message_id: str, token: str) -> None:
         """Close, complete and COMMIT."""
         store = self.given.store
-        statements = [store.close(token)]
+        statements = [claims.close(store, token)]
         if store.dialect.has("complete"):
-            statements.append(store.complete(consumer, [message_id], token=token, keep=False))
+            statements.append(
+                claims.complete(store, consumer, [message_id], token=token, keep=False)
+            )
         self.commit(*statements)
 
 

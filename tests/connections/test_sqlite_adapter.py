@@ -19,6 +19,7 @@ from tests.connections.conformance import KINDS, Given, Held, statement
 from tests.databases import Raw
 from txbox.connections import borrow, borrow_async, open_database, sqlite
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.store import claims
 
 OWN = [kind for kind in KINDS if kind.name in ("sqlite3", "aiosqlite")]
 both = pytest.mark.parametrize("given", OWN, ids=str, indirect=True)
@@ -147,7 +148,7 @@ def test_close_refuses_the_token_of_another_transaction(
     held.close(f"c{number}", f"m{number}", token)
     held.begin()
     with pytest.raises(StoreError) as found:
-        held.execute(given.store.close(token))
+        held.execute(claims.close(given.store, token))
     assert found.value.fault is Fault.GUARD
     held.rollback()
 
@@ -174,7 +175,7 @@ def test_an_error_that_rolled_everything_back_and_was_swallowed_commits_nothing(
     with pytest.raises(sqlite3.IntegrityError):
         held.do(f"INSERT OR ROLLBACK INTO account (id, balance) VALUES ({number}, 2)")
     with pytest.raises(StoreError) as found:
-        held.commit(given.store.close(token))
+        held.commit(claims.close(given.store, token))
     assert found.value.fault is Fault.GUARD
     assert rows_of(db, number) == []
     assert balance(db, number) == 1

@@ -19,6 +19,7 @@ from txbox.drive import drive, drive_async
 from txbox.handlers import Handler
 from txbox.intake import Leasing
 from txbox.steps import Steps
+from txbox.store import leases
 
 _numbers = itertools.count(1)
 
@@ -169,7 +170,8 @@ class Trial:
         outcomes = []
         for suspect in (False, True):
             leased = bench.drive(
-                bench.app.store.lease(
+                leases.lease(
+                    bench.app.store,
                     self.handler.consumer,
                     token=token,
                     limit=10,
@@ -185,7 +187,9 @@ class Trial:
 
     def rescue(self) -> None:
         self.bench.drive(
-            self.bench.app.store.rescue(consumer=self.handler.consumer, max_starts=3, limit=10)
+            leases.rescue(
+                self.bench.app.store, consumer=self.handler.consumer, max_starts=3, limit=10
+            )
         )
 
     @property

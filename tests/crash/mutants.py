@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import psycopg
 import pymysql
@@ -25,7 +27,9 @@ from txbox import App, Message
 from txbox.drive import drive
 from txbox.handlers import Handler
 from txbox.steps import Begin, Commit, Statement, Steps, at
+from txbox.store import claims, failures, leases
 from txbox.store.codec import Arrival
+from txbox.store.inbox import InboxStore
 from txbox.testing import another_process, drain, meanwhile
 from txbox.transaction import End, HandlerTransaction, Ran, handled
 
@@ -85,17 +89,21 @@ class _OwnTransaction(HandlerTransaction):
         ran = Ran(End.COMMITTED)
         ids = [own.message_id for own in arrivals]
         results = yield Begin(claim)
-        won = self.store.claimed(claim, results)
+        won = claims.claimed(self.store, claim, results)
         fresh = None if won is None else won.ids
         ran.existing = yield from self.store.classify(handler.consumer, ids)
         if fresh is None:
             fresh = {own for own, row in ran.existing.items() if row.token == token}
         ran.fresh = fresh
         mine = [own for own in arrivals if own.message_id in fresh]
-        yield self.store.close(token)
+        yield claims.close(self.store, token)
         if mine and self.store.dialect.has("complete"):
-            yield self.store.complete(
-                handler.consumer, [own.message_id for own in mine], token=token, keep=keep
+            yield claims.complete(
+                self.store,
+                handler.consumer,
+                [own.message_id for own in mine],
+                token=token,
+                keep=keep,
             )
         yield Commit()
         if mine and returned is None:
@@ -242,9 +250,9 @@ def _late_failure(job: Job, *, unconditional: bool) -> None:
     with service(job, fail_first) as app:
         if job.acked:
             return
-        if unconditional:
-            app.store.record = _record_unconditionally  # type: ignore[method-assign]
-        with meanwhile("before:begin", overtake, nth=_passes_before_record(app)):
+        wrong = patch.object(failures, "record", _record_unconditionally)
+        moment = meanwhile("before:begin", overtake, nth=_passes_before_record(app))
+        with wrong if unconditional else nullcontext(), moment:
             job.note(f"outcome {app.process(job.message)}")
         assert not failing[0], "worker 2 never ran"
         acknowledge(job)
@@ -259,7 +267,14 @@ def _passes_before_record(app: App) -> int:
 
 
 def _record_unconditionally(
-    consumer: str, arrival: Arrival, failure: Any, retry: Any, *, token: str, dying: object = None
+    store: InboxStore,
+    consumer: str,
+    arrival: Arrival,
+    failure: Any,
+    retry: Any,
+    *,
+    token: str,
+    dying: object = None,
 ) -> Steps[Any]:
     yield Begin()
     yield Statement(
@@ -296,11 +311,11 @@ def _zombie(job: Job, *, fenced: bool) -> None:
         (handler,) = app.handlers
         assert app.database.sync is not None
         connections = app.database.sync
-        if not fenced:
-            app.store.claim_leased = _unfenced(app)  # type: ignore[method-assign]
         (leased,) = drive(
             connections,
-            app.store.lease(job.consumer, token="zombie", limit=1, lease=app.lease, suspect=False),
+            leases.lease(
+                app.store, job.consumer, token="zombie", limit=1, lease=app.lease, suspect=False
+            ),
         )
         with Raw(job.url) as raw:
             raw.execute(
@@ -309,14 +324,16 @@ def _zombie(job: Job, *, fenced: bool) -> None:
             )
         for outcome in drain(another_process(app)):
             job.note(f"outcome {outcome}")
-        settled = drive(connections, app.protocol.run_leased(handler, leased, "zombie"))
+        wrong = patch.object(claims, "claim_leased", _unfenced(claims.claim_leased))
+        with nullcontext() if fenced else wrong:
+            settled = drive(connections, app.protocol.run_leased(handler, leased, "zombie"))
         job.note(f"zombie {settled.outcome}")
         work_until_quiet(app, job)
 
 
-def _unfenced(app: App) -> Callable[..., tuple[Statement, ...]]:
-    fenced = app.store.claim_leased
-
+def _unfenced(
+    fenced: Callable[..., tuple[Statement, ...]],
+) -> Callable[..., tuple[Statement, ...]]:
     def claim(*args: Any, **options: Any) -> tuple[Statement, ...]:
         return tuple(map(_without_fence, fenced(*args, **options)))
 

@@ -13,6 +13,7 @@ from tests.databases import Raw
 from txbox import App, ConfigurationError, Lease, Message, Outcome, Reject, RetryPolicy
 from txbox.drive import drive
 from txbox.maintenance import Task, run_once
+from txbox.store import leases
 from txbox.store.codec import decode_headers
 from txbox.testing import drain
 
@@ -84,7 +85,7 @@ def test_a_message_that_killed_its_process_leaves_a_letter(database_url: str, ra
         assert app.database.sync is not None
         drive(
             app.database.sync,
-            app.store.lease("billing", token="t", limit=1, lease=lease, suspect=False),
+            leases.lease(app.store, "billing", token="t", limit=1, lease=lease, suspect=False),
         )
         raw(database_url).execute("UPDATE txbox_inbox SET lease_until = received_at")
         assert run_once(app, "rescue", Task()).dead == 1

@@ -19,6 +19,7 @@ from txbox.drive import drive
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused, RelayResumed
 from txbox.relay import Relay
+from txbox.store import leases
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]
@@ -365,7 +366,7 @@ def test_a_run_that_is_repeated_stages_the_same_ids(database_url: str, raw: Look
         handler = next(iter(app.handlers))
         leased = drive(
             app.database.sync,
-            app.store.lease("c", token="t", limit=1, lease=app.lease, suspect=False),
+            leases.lease(app.store, "c", token="t", limit=1, lease=app.lease, suspect=False),
         )
         drive(app.database.sync, app.protocol.run_leased(handler, leased[0], "t"))
     assert len(ids) == 2

@@ -13,6 +13,7 @@ from txbox.drive import drive
 from txbox.errors import Fault, StoreUnavailable
 from txbox.intake import Leasing
 from txbox.steps import Result, Statement
+from txbox.store import leases
 
 
 def test_rows_stored_by_a_commit_in_doubt_are_given_back(
@@ -41,7 +42,7 @@ def test_rows_stored_by_a_commit_in_doubt_are_given_back(
         assert [answer.outcome for answer in answers] == [Outcome.DEFERRED] * 3
         due = drive(
             connections,
-            app.store.lease("billing", token="t", limit=10, lease=app.lease, suspect=False),
+            leases.lease(app.store, "billing", token="t", limit=10, lease=app.lease, suspect=False),
         )
     assert not lost
     assert sorted(row.arrival.message_id for row in due) == ["0", "1", "2"]

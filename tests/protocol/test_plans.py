@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.shop import CONSUMER, Shop, opened, paid
 from txbox.drive import drive
+from txbox.store import leases
 
 
 def stale(shop: Shop, count: int) -> None:
@@ -25,5 +26,5 @@ def test_a_limit_holds_with_stale_statistics(postgresql_url: str) -> None:
         assert len(shop.lease(limit=1, suspect=True)) == 1
         shop.raw.execute("UPDATE txbox_inbox SET lease_until = now() WHERE lease_until IS NOT NULL")
         assert shop.app.database.sync is not None
-        rescued = shop.app.store.rescue(consumer=CONSUMER, max_starts=3, limit=2)
+        rescued = leases.rescue(shop.app.store, consumer=CONSUMER, max_starts=3, limit=2)
         assert len(drive(shop.app.database.sync, rescued)) == 2

@@ -21,8 +21,9 @@ from tests.shop import (
 from txbox import App, Limits, Message, Outcome, RetryPolicy, StoreError
 from txbox.drive import drive
 from txbox.steps import Raised, Rollback
+from txbox.store import failures
 from txbox.store.codec import Arrival
-from txbox.store.inbox import Failure
+from txbox.store.failures import Failure
 
 FAILURE = Failure(error_type="ValueError", error="late", fingerprint="f")
 
@@ -34,7 +35,7 @@ def recorded(shop: Shop, payload: bytes = b"{}", token: str = "") -> Any:
     arrival: Arrival = handler.arrival(message, shop.app.limits)
     return drive(
         shop.app._any_sync(),
-        shop.app.store.record(CONSUMER, arrival, FAILURE, AT_ONCE, token=token),
+        failures.record(shop.app.store, CONSUMER, arrival, FAILURE, AT_ONCE, token=token),
     )
 
 
@@ -226,8 +227,8 @@ def test_exception_without_a_readable_text_is_recorded(shop: Shop) -> None:
 
 def test_delays_grow_to_their_cap_with_full_jitter() -> None:
     policy = RetryPolicy(base=timedelta(seconds=10), factor=2.0, cap=timedelta(seconds=60))
-    for failures, bound in ((1, 10), (2, 20), (3, 40), (4, 60), (5, 60), (1000, 60)):
-        drawn = [policy.delay_s(failures) for _ in range(2000)]
+    for failed, bound in ((1, 10), (2, 20), (3, 40), (4, 60), (5, 60), (1000, 60)):
+        drawn = [policy.delay_s(failed) for _ in range(2000)]
         assert 0 <= min(drawn) < 0.05 * bound
         assert 0.95 * bound < max(drawn) <= bound
         assert abs(statistics.mean(drawn) - bound / 2) < 0.05 * bound

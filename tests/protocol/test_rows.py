@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from tests.shop import (
@@ -17,7 +18,8 @@ from txbox import Lease, Limits, Message, Outcome
 from txbox.drive import drive
 from txbox.maintenance import Task, run_once
 from txbox.steps import Result, Statement
-from txbox.store.inbox import Failure
+from txbox.store import failures, leases
+from txbox.store.failures import Failure
 
 
 def test_existing_row_decides(shop: Shop) -> None:
@@ -39,7 +41,8 @@ def test_failed_row_without_payload_gets_that_of_the_redelivery(shop: Shop) -> N
     handler = shop.handler()
     drive(
         shop.app._any_sync(),
-        shop.app.store.record(
+        failures.record(
+            shop.app.store,
             CONSUMER,
             handler.arrival(paid("a", b"{}"), Limits()),
             Failure(error_type="ValueError", error="late", fingerprint="f"),
@@ -104,7 +107,7 @@ def test_infrastructure_release_gives_the_start_back(shop: Shop) -> None:
     shop.handler(mode="stored")
     shop.deliver(paid("a"))
     ((_, token),) = shop.lease()
-    release = shop.app.store.release
+    release = partial(leases.release, shop.app.store)
     assert drive(shop.app._any_sync(), release(CONSUMER, ["a"], token="not it", delay_s=0)) == 0
     assert drive(shop.app._any_sync(), release(CONSUMER, ["a"], token=token, delay_s=0)) == 1
     assert (shop.row("a").status, shop.row("a").starts) == ("pending", 0)
@@ -115,7 +118,7 @@ def test_heartbeat_keeps_a_lease_from_rescue(shop: Shop) -> None:
     shop.deliver(paid("a"))
     ((_, token),) = shop.lease()
     shop.raw.execute("UPDATE txbox_inbox SET lease_until = received_at")
-    beat = shop.app.store.heartbeat
+    beat = partial(leases.heartbeat, shop.app.store)
     assert drive(shop.app._any_sync(), beat(CONSUMER, ["a"], token="not it", lease=Lease())) == 0
     assert drive(shop.app._any_sync(), beat(CONSUMER, ["a"], token=token, lease=Lease())) == 1
     assert shop.rescue() == []

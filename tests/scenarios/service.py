@@ -22,6 +22,7 @@ from tests.shop import AT_ONCE, CONSUMER, TOPIC, add_effect
 from txbox import App, Lease, Message, Outcome
 from txbox.drive import drive
 from txbox.steps import at
+from txbox.store import leases
 
 
 def say(**what: Any) -> None:
@@ -75,8 +76,8 @@ class Service:
         connections, token = self.app._any_sync(), "token-of-this-process"
         leased = drive(
             connections,
-            self.app.store.lease(
-                CONSUMER, token=token, limit=20, lease=self.app.lease, suspect=False
+            leases.lease(
+                self.app.store, CONSUMER, token=token, limit=20, lease=self.app.lease, suspect=False
             ),
         )
         say(leased=len(leased))

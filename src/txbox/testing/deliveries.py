@@ -17,6 +17,7 @@ from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.steps import AsyncConnections, Begin, Commit, Connections, Statement, Steps
+from txbox.store import leases
 from txbox.store.dialect import qualified
 from txbox.testing.crash import recorded
 from txbox.testing.inside import another_process, inside
@@ -152,8 +153,11 @@ def _drained(app: App, is_async: bool, ignore_dates: bool) -> Steps[list[Outcome
             if any(handler.is_async == is_async for handler in handlers):
                 if ignore_dates:
                     yield from _dates_forgotten(app, consumer)
-                yield from app.store.rescue(
-                    consumer=consumer, max_starts=app.lease.max_starts, limit=_RESCUED_AT_ONCE
+                yield from leases.rescue(
+                    app.store,
+                    consumer=consumer,
+                    max_starts=app.lease.max_starts,
+                    limit=_RESCUED_AT_ONCE,
                 )
                 yield from _consumed(app, consumer, is_async, outcomes)
         # a row that waits for another does not become more by being looked at again
@@ -176,8 +180,8 @@ def _consumed(app: App, consumer: str, is_async: bool, outcomes: list[Outcome]) 
     for suspect in (True, False):
         while True:
             token = secrets.token_hex(16)
-            leased = yield from app.store.lease(
-                consumer, token=token, limit=1, lease=app.lease, suspect=suspect,
+            leased = yield from leases.lease(
+                app.store, consumer, token=token, limit=1, lease=app.lease, suspect=suspect,
                 heads_only=heads_only, dead_blocks=dead_blocks,
             )  # fmt: skip
             if not leased:
@@ -185,8 +189,8 @@ def _consumed(app: App, consumer: str, is_async: bool, outcomes: list[Outcome]) 
             (row,) = leased
             handler = _handler_of(app, row.arrival.message, consumer, is_async)
             if handler is None:
-                yield from app.store.release(
-                    consumer, [row.arrival.message_id], token=token, delay_s=60.0
+                yield from leases.release(
+                    app.store, consumer, [row.arrival.message_id], token=token, delay_s=60.0
                 )
                 continue
             settled = yield from app.protocol.run_leased(handler, row, token)

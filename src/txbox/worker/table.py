@@ -15,6 +15,7 @@ from txbox.app import App
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
 from txbox.steps import Steps
+from txbox.store import leases
 from txbox.store.codec import Leased
 
 _BUSY_S = 0.05
@@ -121,8 +122,13 @@ class Table:
             return None
         token = secrets.token_hex(16)
         found: Leased | None = yield from app.protocol.persistently(
-            lambda: app.store.lease_next(
-                self.consumer, key, token=token, lease=app.lease, dead_blocks=self._dead_blocks
+            lambda: leases.lease_next(
+                app.store,
+                self.consumer,
+                key,
+                token=token,
+                lease=app.lease,
+                dead_blocks=self._dead_blocks,
             ),
             stop=self._stop,
         )
@@ -178,8 +184,8 @@ class Table:
         with self._lock:
             held = [(token, sorted(ids)) for token, ids in self._held.items()]
         for token, ids in held:
-            yield from self._app.store.heartbeat(
-                self.consumer, ids, token=token, lease=self._app.lease
+            yield from leases.heartbeat(
+                self._app.store, self.consumer, ids, token=token, lease=self._app.lease
             )
 
     def give_back(self) -> Steps[int]:
@@ -189,8 +195,8 @@ class Table:
         released = 0
         for row in rows:
             with self.running([row]):
-                released += yield from self._app.store.release(
-                    self.consumer, [row.message_id], token=row.token, delay_s=0.0
+                released += yield from leases.release(
+                    self._app.store, self.consumer, [row.message_id], token=row.token, delay_s=0.0
                 )
         return released
 
@@ -247,7 +253,8 @@ class Table:
         token = secrets.token_hex(16)
         app = self._app
         found: list[Leased] = yield from app.protocol.persistently(
-            lambda: app.store.lease(
+            lambda: leases.lease(
+                app.store,
                 self.consumer,
                 token=token,
                 limit=limit,
@@ -279,7 +286,9 @@ class Table:
         """Give rows back that another release of this service may know how to handle."""
         ids = [leased.arrival.message_id for leased in unmatched]
         yield from self._app.protocol.persistently(
-            lambda: self._app.store.release(self.consumer, ids, token=token, delay_s=_UNMATCHED_S),
+            lambda: leases.release(
+                self._app.store, self.consumer, ids, token=token, delay_s=_UNMATCHED_S
+            ),
             stop=self._stop,
         )
         for leased in unmatched:

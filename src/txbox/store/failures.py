@@ -1,0 +1,155 @@
+"""Failures: how one is recorded, in a transaction of its own or in that which has claimed the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from txbox.errors import Fault, StoreError
+from txbox.outcome import Status
+from txbox.policy import RetryPolicy
+from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.store.codec import Arrival
+from txbox.store.inbox import Existing, InboxStore
+
+_NO_AGE_S = 10.0**9
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is recorded of one failed attempt, already bounded and sanitised."""
+
+    error_type: str
+    error: str
+    fingerprint: str | None
+    final: bool = False
+    delay_s: float | None = None
+
+
+def record(
+    store: InboxStore,
+    consumer: str,
+    arrival: Arrival,
+    failure: Failure,
+    retry: RetryPolicy,
+    *,
+    token: str,
+    dying: Callable[[Existing], Steps[None]] | None = None,
+) -> Steps[Existing | None]:
+    """Record a failure in a transaction of its own; returns the row as it then stands, if it was written.
+
+    Args:
+        dying: what else belongs into this transaction when the row becomes dead.
+
+    None means that the row is somebody else's by now (processed, dead, leased by another, or of
+    another payload): nothing was written, the caller classifies again.
+
+    Guarantee: never overwrites a finished row, another's lease or another payload.
+    """
+    params = _recorded(store, consumer, arrival, failure, retry, token=token)
+    yield Begin()
+    written = yield store.dialect.statement("record_update", params)
+    if written.count == 0:
+        try:
+            written = yield store.dialect.statement("record_insert", params)
+        except StoreError as error:
+            if error.fault is not Fault.DUPLICATE:
+                raise
+            yield Rollback()
+            return None
+    if written.count == 0:
+        yield Rollback()
+        return None
+    row = (yield from store.classify(consumer, [arrival.message_id]))[arrival.message_id]
+    yield attempt(store, consumer, arrival, failure, status=row.status, attempt=row.attempts)
+    if dying is not None and row.status == Status.DEAD:
+        yield from dying(row)
+    yield Commit()
+    return row
+
+
+def record_own(
+    store: InboxStore,
+    consumer: str,
+    arrival: Arrival,
+    failure: Failure,
+    retry: RetryPolicy,
+    *,
+    token: str,
+) -> Steps[tuple[bool, int]]:
+    """Record a failure over the row this transaction has claimed; returns whether it is dead, and its attempts.
+
+    Raises:
+        StoreError: the row is not there: a handler has left the transaction.
+    """
+    written = yield store.dialect.statement(
+        "record_own", _recorded(store, consumer, arrival, failure, retry, token=token)
+    )
+    if written.count == 0:
+        raise StoreError(
+            "A handler left the transaction that claimed its message.", fault=Fault.GUARD
+        )
+    if store.dialect.returning:
+        status, attempts = written.rows[0]
+    else:
+        row = (yield from store.classify(consumer, [arrival.message_id]))[arrival.message_id]
+        status, attempts = row.status, row.attempts
+    yield attempt(store, consumer, arrival, failure, status=status, attempt=attempts)
+    return status == Status.DEAD, attempts
+
+
+def _recorded(
+    store: InboxStore,
+    consumer: str,
+    arrival: Arrival,
+    failure: Failure,
+    retry: RetryPolicy,
+    *,
+    token: str,
+) -> dict[str, Any]:
+    message = arrival.message
+    return {
+        **store.columns.content(message),
+        "consumer": consumer,
+        "message_id": arrival.message_id,
+        "topic": message.topic,
+        "type": message.type,
+        "key": message.key,
+        "sequence": message.sequence,
+        "payload_hash": arrival.hash,
+        "has_payload": True,
+        "key_id": store.columns.key_id,
+        "error_type": failure.error_type,
+        "error": store.columns.error(failure.error),
+        "fingerprint": failure.fingerprint,
+        "final": failure.final,
+        "delay_s": retry.delay_s(message.attempt) if failure.delay_s is None else failure.delay_s,
+        "max_attempts": retry.max_attempts,
+        "max_age_s": retry.max_age.total_seconds() if retry.max_age else _NO_AGE_S,
+        "token": token,
+    }
+
+
+def attempt(
+    store: InboxStore,
+    consumer: str,
+    arrival: Arrival,
+    failure: Failure,
+    *,
+    status: str,
+    attempt: int | None = None,
+) -> Statement:
+    """The statement that adds an attempt to a message's history."""
+    return store.dialect.statement(
+        "record_attempt",
+        {
+            "consumer": consumer,
+            "message_id": arrival.message_id,
+            "attempt": arrival.message.attempt if attempt is None else attempt,
+            "status": status,
+            "error_type": failure.error_type,
+            "error": store.columns.error(failure.error),
+            "fingerprint": failure.fingerprint,
+        },
+    )

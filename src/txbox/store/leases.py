@@ -1,0 +1,240 @@
+"""Leases: rows taken from the table for a time; extended, given back, or run out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from txbox.policy import Lease
+from txbox.steps import Begin, Commit, Steps
+from txbox.store.codec import Arrival, Leased
+from txbox.store.dialect import as_time
+from txbox.store.inbox import InboxStore
+
+
+@dataclass(frozen=True, slots=True)
+class Rescued:
+    """A row whose lease had run out."""
+
+    consumer: str
+    message_id: str
+    topic: str
+    starts: int
+    dead: bool
+    error_type: str
+    error: str
+
+
+def lease(
+    store: InboxStore,
+    consumer: str,
+    *,
+    token: str,
+    limit: int,
+    lease: Lease,
+    suspect: bool,
+    heads_only: bool = False,
+    dead_blocks: bool = False,
+) -> Steps[list[Leased]]:
+    """Lease due rows in a transaction of its own, oldest due first.
+
+    Args:
+        suspect: take rows whose last run never ended; lease those one at a time.
+        heads_only: of each key take only the first row that is unfinished.
+        dead_blocks: with `heads_only`, a dead row stays the head of its key.
+
+    Guarantee: the start is counted before a handler runs, so a message that kills its process
+    still runs out of starts.
+    """
+    lease_s = lease.duration.total_seconds()
+    params: dict[str, Any] = {
+        "consumer": consumer,
+        "token": token,
+        "limit": limit,
+        "lease_s": lease_s,
+        "suspect": suspect,
+    }
+    if heads_only:
+        params["dead_blocks"] = dead_blocks
+    yield Begin()
+    result = yield store.dialect.statement("lease_ordered" if heads_only else "lease", params)
+    if not result.rows:
+        # a ROLLBACK would cost the connection its prepared statements
+        yield Commit()
+        return []
+    leased = yield from _taken(store, consumer, result.rows, token, lease_s)
+    yield Commit()
+    return leased
+
+
+def lease_next(
+    store: InboxStore, consumer: str, key: str, *, token: str, lease: Lease, dead_blocks: bool
+) -> Steps[Leased | None]:
+    """Lease the row of a key whose turn it is, where it is due and no run of it was left unended."""
+    lease_s = lease.duration.total_seconds()
+    yield Begin()
+    result = yield store.dialect.statement(
+        "lease_next",
+        {
+            "consumer": consumer,
+            "key": key,
+            "token": token,
+            "lease_s": lease_s,
+            "dead_blocks": dead_blocks,
+        },
+    )
+    if not result.rows:
+        yield Commit()
+        return None
+    (leased,) = yield from _taken(store, consumer, result.rows, token, lease_s)
+    yield Commit()
+    return leased
+
+
+def store_leased(
+    store: InboxStore, consumer: str, arrivals: Sequence[Arrival], *, token: str, lease: Lease
+) -> Steps[list[Leased]]:
+    """Insert messages as `store` does, leased from the start; returns those that were new.
+
+    For a transaction that is already open: nobody else ever sees them waiting.
+    """
+    if not store.dialect.has("store_leased"):
+        fresh = yield from store.store(consumer, arrivals, token=token)
+        if not fresh:
+            return []
+        return (yield from _lease_stored(store, consumer, sorted(fresh), token=token, lease=lease))
+    statement = store.dialect.statement(
+        "store_leased",
+        {
+            "consumer": consumer,
+            "token": token,
+            "lease_s": lease.duration.total_seconds(),
+            "key_id": store.columns.key_id,
+        },
+        store.columns.whole(arrivals),
+    )
+    # one crash point, whichever form the storing takes
+    stored = yield statement._replace(name="store")
+    written = {row[0]: row for row in stored.rows}
+    return [
+        Leased(
+            replace(
+                arrival,
+                message=replace(
+                    arrival.message, received_at=as_time(written[arrival.message_id][1])
+                ),
+            ),
+            attempts=0,
+            starts=1,
+            number=written[arrival.message_id][2],
+        )
+        for arrival in arrivals
+        if arrival.message_id in written
+    ]
+
+
+def _lease_stored(
+    store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
+) -> Steps[list[Leased]]:
+    lease_s = lease.duration.total_seconds()
+    result = yield store.dialect.statement(
+        "lease_stored",
+        {"consumer": consumer, "token": token, "lease_s": lease_s},
+        {"message_id": ids},
+    )
+    return (yield from _taken(store, consumer, result.rows, token, lease_s))
+
+
+def _taken(
+    store: InboxStore, consumer: str, rows: Sequence[Any], token: str, lease_s: float
+) -> Steps[list[Leased]]:
+    if store.dialect.has("lease_take"):
+        yield store.dialect.statement(
+            "lease_take",
+            {"consumer": consumer, "token": token, "lease_s": lease_s},
+            {"message_id": [row[0] for row in rows]},
+        )
+    return sorted(
+        (store.columns.arrival(consumer, row) for row in rows), key=lambda own: own.number
+    )
+
+
+def heartbeat(
+    store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
+) -> Steps[int]:
+    """Extend a lease; returns how many rows were extended (those in a handler's transaction are skipped)."""
+    yield Begin()
+    result = yield store.dialect.statement(
+        "heartbeat",
+        {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()},
+        {"message_id": ids},
+    )
+    if store.dialect.has("heartbeat_take") and result.rows:
+        result = yield store.dialect.statement(
+            "heartbeat_take",
+            {"consumer": consumer, "lease_s": lease.duration.total_seconds()},
+            {"message_id": [row[0] for row in result.rows]},
+        )
+    yield Commit()
+    return int(result.count)
+
+
+def release(
+    store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, delay_s: float
+) -> Steps[int]:
+    """Give leased rows back without an attempt, fenced; waits for a commit in flight, then matches nothing."""
+    yield Begin()
+    result = yield store.dialect.statement(
+        "release",
+        {"consumer": consumer, "token": token, "delay_s": delay_s},
+        {"message_id": ids},
+    )
+    yield Commit()
+    return int(result.count)
+
+
+def rescue(
+    store: InboxStore,
+    *,
+    consumer: str | None,
+    max_starts: int,
+    limit: int,
+    dying: Callable[[Rescued], Steps[None]] | None = None,
+) -> Steps[list[Rescued]]:
+    """Put rows whose lease ran out back to `failed`, or to `dead` when too many runs never ended.
+
+    Args:
+        dying: what else belongs into this transaction when a row becomes dead.
+    """
+    own = store.dialect
+    yield Begin()
+    rescued: list[Rescued] = []
+    params = {"consumer": consumer, "max_starts": max_starts, "limit": limit}
+    rows = list((yield own.statement("rescue", params)).rows)
+    if rows and own.has("rescue_take"):
+        yield own.statement(
+            "rescue_take",
+            {"max_starts": max_starts},
+            {"consumer": [row[0] for row in rows], "message_id": [row[1] for row in rows]},
+        )
+    for row in rows:
+        rescued.append(Rescued(row[0], row[1], row[2], row[3], row[4] == "dead", row[6], row[7]))
+        yield own.statement(
+            "record_attempt",
+            {
+                "consumer": row[0],
+                "message_id": row[1],
+                "attempt": row[5],
+                "status": row[4],
+                "error_type": row[6],
+                "error": row[7],
+                "fingerprint": None,
+            },
+        )
+        if dying is not None and rescued[-1].dead:
+            yield from dying(rescued[-1])
+    if own.has("rescue_broken"):
+        yield own.statement("rescue_broken", {"consumer": consumer, "limit": limit})
+    yield Commit()
+    return rescued
