@@ -127,6 +127,7 @@ def make(job: Job) -> App:
     def observe(event: Event) -> None:
         if isinstance(event, MessageFailed):
             job.note(f"failed {event.message_id}")
+            job.note(f"because {event.error_type}: {event.error}")
         elif isinstance(event, LeaseExpired):
             job.note(f"expired {event.message_id}")
         elif isinstance(event, ConsumptionPaused):
