@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from txbox.calls import handled
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.events import (
     Events,
@@ -35,13 +36,14 @@ from txbox.outcome import Outcome, Status
 from txbox.pace import Pace
 from txbox.patience import persistently
 from txbox.policy import Batching, Lease, Limits
+from txbox.ran import End, Ran
 from txbox.steps import Begin, Commit, Raised, Steps, Wait
 from txbox.store import failures, leases
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import Dialect
 from txbox.store.failures import Failure
 from txbox.store.inbox import Existing, InboxStore
-from txbox.transaction import End, HandlerTransaction, Ran, handled
+from txbox.transaction import HandlerTransaction
 
 T = TypeVar("T")
 

@@ -1,94 +1,21 @@
-"""The transaction around a handler: claim, handler, close, COMMIT; and the ways it can end (SEMANTICS 2)."""
+"""The transaction around a handler: claim, handler, close, COMMIT (SEMANTICS 2)."""
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Sequence
 from os import urandom
-from typing import Any, NamedTuple
+from typing import Any
 
-from txbox.cause import Run
+from txbox.calls import handled
 from txbox.errors import Fault, StoreError
-from txbox.failure import failure_of
+from txbox.groups import Dying, Groups
 from txbox.handlers import Handler
 from txbox.policy import Batching, Lease, Limits
-from txbox.steps import (
-    Begin,
-    Call,
-    Commit,
-    Discard,
-    Invoke,
-    InvokeGroups,
-    Pipe,
-    Progress,
-    Raised,
-    Rollback,
-    Statement,
-    Steps,
-    Undo,
-)
-from txbox.store import claims, failures, order
+from txbox.ran import End, Ran, end_of_commit, end_of_handler, refused
+from txbox.steps import Begin, Commit, Discard, Pipe, Raised, Rollback, Statement, Steps
+from txbox.store import claims, order
 from txbox.store.codec import Arrival
-from txbox.store.failures import Failure
-from txbox.store.inbox import FINISHED, Existing, InboxStore
-
-
-class End(Enum):
-    """How a transaction around a handler ended."""
-
-    COMMITTED = "committed"
-    RAISED = "raised"  # the handler, or the database on its behalf: rolled back
-    BROKEN = "broken"  # the handler left the claiming transaction
-    CONFLICT = "conflict"  # deadlock or serialization failure: rolled back
-    LOCKED = "locked"  # another transaction holds an id
-    LOST = "lost"  # the connection is gone before COMMIT was sent: rolled back by the server
-    AMBIGUOUS = "ambiguous"  # the COMMIT may have taken effect
-    WAITS = "waits"  # earlier messages of its key come first: nothing ran
-
-
-class Recorded(NamedTuple):
-    """A failure that is part of its batch's transaction."""
-
-    failure: Failure
-    dead: bool
-    attempt: int
-
-
-# the bare types, by names that are typed: `set[str]()` takes six times as long, and one transaction needs seven
-_ids: type[set[str]] = set
-_by_id: Any = dict
-_ids_in_order: type[list[str]] = list
-
-
-@dataclass(slots=True)
-class Ran:
-    """A transaction that has ended, and what it met."""
-
-    end: End
-    fresh: set[str] = field(default_factory=_ids)
-    existing: dict[str, Existing] = field(default_factory=_by_id)
-    error: Exception | None = None
-    store: StoreError | None = None
-    #: The ids that must wait.
-    waiting: set[str] = field(default_factory=_ids)
-    #: The version that was expected instead of this one, when it was not waited for any longer.
-    gap: int | None = None
-    #: What the handler returned, for each id, where it is kept.
-    results: dict[str, bytes] = field(default_factory=_by_id)
-    #: The rows as they were recorded in this transaction, of messages whose handler failed under a savepoint.
-    failed: dict[str, Recorded] = field(default_factory=_by_id)
-    #: The ids the handler was called for, in their order; may repeat.
-    called: list[str] = field(default_factory=_ids_in_order)
-    #: What a BROKEN transaction leaves unknown: who was called when, or after, it was left.
-    unknown: set[str] = field(default_factory=_ids)
-
-
-#: What else is written in the transaction that makes a message dead.
-Dying = Callable[[Handler, Arrival, Failure, int], Steps[None]]
+from txbox.store.inbox import FINISHED, InboxStore
 
 
 class HandlerTransaction:
@@ -109,9 +36,9 @@ class HandlerTransaction:
     ) -> None:
         self.store = store
         self._batching = batching or Batching()
-        self.dying = dying
         self._limits = limits
         self._lease = lease
+        self._groups = Groups(store, limits, dying)
 
     def fresh(self, handler: Handler, arrivals: Sequence[Arrival], group: int = 0) -> Steps[Ran]:
         """Run what is new among these messages, whose ids differ, in their order.
@@ -264,7 +191,7 @@ class HandlerTransaction:
             return ran
         try:
             if returned is None and group and not handler.options.batch:
-                mine, returned = yield from self._grouped(ran, handler, mine, group, token)
+                mine, returned = yield from self._groups.called(ran, handler, mine, group, token)
             elif returned is None:
                 if handler.options.pipeline:
                     yield Pipe()
@@ -282,70 +209,10 @@ class HandlerTransaction:
         yield from self._close(ran, handler, mine, token, keep)
         return ran
 
-    def _grouped(
-        self, ran: Ran, handler: Handler, mine: Sequence[Arrival], size: int, token: str
-    ) -> Steps[tuple[list[Arrival], list[Any]]]:
-        """Call the handler for groups of messages under savepoints; returns who came through, and the answers.
-
-        The culprit of a group is rolled back and recorded in this transaction; its neighbours run again.
-
-        Raises:
-            Raised: what ends the transaction as a whole: a conflict, or the loss of the connection.
-        """
-        waiting = deque(list(mine[at : at + size]) for at in range(0, len(mine), size))
-        good: list[Arrival] = []
-        answers: list[Any] = []
-        alone = 0  # as many groups at the head of the line run one by one
-        while waiting:
-            # what is put off and sent behind a failure is sent again: about one failure is met at a time
-            most = 1 if alone else size if handler.options.pipeline else len(waiting)
-            now = list(itertools.islice(waiting, most))
-            calls = [[_call(handler, arrival, ran.called) for arrival in group] for group in now]
-            progress: Progress = yield InvokeGroups(
-                calls, _timeout_s(handler), handler.options.pipeline
-            )
-            answers += progress.answers
-            for _ in range(progress.released):
-                good += waiting.popleft()
-            alone = max(0, alone - progress.released)
-            if progress.raised is None:
-                continue
-            end = _end_of_handler(progress.raised, together=len(mine) > 1)
-            if end is not End.RAISED or progress.raised.left or self._refused(progress.raised):
-                raise progress.raised
-            group = waiting.popleft()
-            alone = max(0, alone - 1)
-            yield Undo()
-            failed_before = (
-                progress.raised.store is not None and progress.raised.store.fault is Fault.ABORTED
-            )
-            if progress.culprit is None or (failed_before and len(group) > 1):
-                # it could be any of them: each has a turn of its own
-                waiting.extendleft([own] for own in reversed(group))
-                alone += len(group)
-                continue
-            culprit = group.pop(progress.culprit)
-            yield from self._record(ran, handler, culprit, progress.raised, token)
-            if group:
-                waiting.appendleft(group)
-                alone += 1 if alone else 0
-        return good, answers
-
-    def _record(
-        self, ran: Ran, handler: Handler, arrival: Arrival, raised: Raised, token: str
-    ) -> Steps[None]:
-        failure = failure_of(raised.error, raised.store, handler.options, self._limits)
-        dead, attempts = yield from failures.record_own(
-            self.store, handler.consumer, arrival, failure, handler.options.retry, token=token
-        )
-        if dead and self.dying is not None:
-            yield from self.dying(handler, arrival, failure, attempts)
-        ran.failed[arrival.message_id] = Recorded(failure, dead, attempts)
-
     def _lost_savepoint(self, ran: Ran, error: StoreError, token: str) -> Steps[None]:
         """A savepoint of txbox's is gone, or its record was refused: the handler left it, or the connection broke."""
         ran.error = ran.store = error
-        ran.end = _end_of_commit(error)
+        ran.end = end_of_commit(error)
         if ran.end is End.BROKEN:
             ran.unknown = set(ran.called)
         elif ran.end is End.RAISED:
@@ -416,7 +283,7 @@ class HandlerTransaction:
             yield from self._raised(ran, raised, token)
         except StoreError as error:
             ran.error = ran.store = error
-            ran.end = _end_of_commit(error)
+            ran.end = end_of_commit(error)
             if ran.end is End.BROKEN:
                 ran.unknown = set(ran.called)
             yield Discard() if ran.end in (End.AMBIGUOUS, End.BROKEN, End.LOST) else Rollback()
@@ -433,21 +300,13 @@ class HandlerTransaction:
     def _raised(self, ran: Ran, raised: Raised, token: str) -> Steps[None]:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
         ran.error, ran.store = raised.error, raised.store
-        ran.end = _end_of_handler(raised, together=len(ran.fresh) > 1)
-        if ran.end is End.RAISED and not self._refused(raised):
+        ran.end = end_of_handler(raised, together=len(ran.fresh) > 1)
+        if ran.end is End.RAISED and not refused(self.store.dialect, raised):
             yield from self._ask(ran, token)
             if raised.left and self.store.dialect.refuses_commit:
                 # what was called before it was rolled back with the claim, and can run again
                 ran.unknown = set(ran.called[-1:])
         yield Discard() if ran.end in (End.BROKEN, End.LOST) else Rollback()
-
-    def _refused(self, raised: Raised) -> bool:
-        """A COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)."""
-        return (
-            raised.store is not None
-            and raised.store.fault is Fault.GUARD
-            and self.store.dialect.refuses_commit
-        )
 
     def _ask(self, ran: Ran, token: str) -> Steps[None]:
         """Ask whether this is still the transaction that claimed."""
@@ -471,88 +330,5 @@ class HandlerTransaction:
         raise error
 
 
-def handled(
-    handler: Handler, arrivals: Sequence[Arrival], called: list[str] | None = None
-) -> Steps[list[Any]]:
-    """Call the handler: once for all in batch mode, else for each message in its order.
-
-    Args:
-        called: gets the id of each message that it is called for.
-
-    Returns: what it returned, as JSON where the handler keeps its results.
-    """
-    if handler.options.batch:
-        calls = [_call(handler, list(arrivals), called)]
-    else:
-        calls = [_call(handler, arrival, called) for arrival in arrivals]
-    answers: list[Any] = yield Invoke(calls, _timeout_s(handler))
-    return answers
-
-
-def _timeout_s(handler: Handler) -> float | None:
-    timeout = handler.options.timeout
-    return timeout.total_seconds() if timeout else None
-
-
-def _call(handler: Handler, work: Arrival | list[Arrival], called: list[str] | None = None) -> Call:
-    """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
-    function, transactional = handler.function, handler.options.transactional
-    # written inside of the call: what JSON cannot hold is the handler's failure
-    keep_result = handler.options.keep_result
-
-    def bound() -> tuple[Run, Any]:
-        if called is not None:
-            called.extend(
-                [own.message_id for own in work] if isinstance(work, list) else [work.message_id]
-            )
-        if isinstance(work, list):
-            messages = [handler.bound(own) for own in work]
-            return Run(handler.consumer, messages), messages
-        message = handler.bound(work)
-        return Run(handler.consumer, (message,)), message
-
-    def call(tx: Any) -> Any:
-        run, given = bound()
-        with run:
-            answer = function(given, tx) if transactional else function(given)
-        return as_json(answer) if keep_result else None
-
-    async def call_async(tx: Any) -> Any:
-        run, given = bound()
-        with run:
-            answer = await (function(given, tx) if transactional else function(given))
-        return as_json(answer) if keep_result else None
-
-    return call_async if handler.is_async else call
-
-
-def as_json(value: Any) -> bytes:
-    # NaN is no JSON, though Python writes it
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
 def _bytewise(arrival: Arrival) -> bytes:
     return arrival.message_id.encode()
-
-
-def _end_of_handler(raised: Raised, *, together: bool) -> End:
-    fault = raised.store.fault if raised.store else None
-    if fault is Fault.UNAVAILABLE and raised.lost:
-        return End.LOST
-    # a batch waits shorter for a lock than a message alone, which the handler need not know
-    if fault in (Fault.CONFLICT, Fault.PREPARED) or (together and fault is Fault.LOCK_TIMEOUT):
-        return End.CONFLICT
-    return End.RAISED
-
-
-def _end_of_commit(error: StoreError) -> End:
-    if not error.definite:
-        return End.AMBIGUOUS
-    if error.fault is Fault.GUARD:
-        return End.BROKEN
-    # psycopg deallocates txbox's statements with its own when a savepoint of the handler's is rolled back
-    if error.fault in (Fault.CONFLICT, Fault.PREPARED):
-        return End.CONFLICT
-    if error.fault is Fault.UNAVAILABLE:
-        return End.LOST
-    return End.RAISED

@@ -1,0 +1,74 @@
+"""The calls of a handler: for one message, or in batch mode for all; and what it returned, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from txbox.cause import Run
+from txbox.handlers import Handler
+from txbox.steps import Call, Invoke, Steps
+from txbox.store.codec import Arrival
+
+
+def handled(
+    handler: Handler, arrivals: Sequence[Arrival], called: list[str] | None = None
+) -> Steps[list[Any]]:
+    """Call the handler: once for all in batch mode, else for each message in its order.
+
+    Args:
+        called: gets the id of each message that it is called for.
+
+    Returns: what it returned, as JSON where the handler keeps its results.
+    """
+    if handler.options.batch:
+        calls = [call_of(handler, list(arrivals), called)]
+    else:
+        calls = [call_of(handler, arrival, called) for arrival in arrivals]
+    answers: list[Any] = yield Invoke(calls, timeout_s(handler))
+    return answers
+
+
+def timeout_s(handler: Handler) -> float | None:
+    timeout = handler.options.timeout
+    return timeout.total_seconds() if timeout else None
+
+
+def call_of(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None = None
+) -> Call:
+    """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
+    function, transactional = handler.function, handler.options.transactional
+    # written inside of the call: what JSON cannot hold is the handler's failure
+    keep_result = handler.options.keep_result
+
+    def bound() -> tuple[Run, Any]:
+        if called is not None:
+            called.extend(
+                [own.message_id for own in work] if isinstance(work, list) else [work.message_id]
+            )
+        if isinstance(work, list):
+            messages = [handler.bound(own) for own in work]
+            return Run(handler.consumer, messages), messages
+        message = handler.bound(work)
+        return Run(handler.consumer, (message,)), message
+
+    def call(tx: Any) -> Any:
+        run, given = bound()
+        with run:
+            answer = function(given, tx) if transactional else function(given)
+        return _as_json(answer) if keep_result else None
+
+    async def call_async(tx: Any) -> Any:
+        run, given = bound()
+        with run:
+            answer = await (function(given, tx) if transactional else function(given))
+        return _as_json(answer) if keep_result else None
+
+    return call_async if handler.is_async else call
+
+
+def _as_json(value: Any) -> bytes:
+    # NaN is no JSON, though Python writes it
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
