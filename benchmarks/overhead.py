@@ -41,7 +41,8 @@ _STAGES = {
     "messages, ids, hashes": ("handlers", "identity", "message"),
     "folding, in flight": ("intake", "in_flight"),
     "protocol, steps, events": (
-        "app", "patience", "protocol", "transaction", "steps", "pace", "cause", "events",
+        "app", "patience", "protocol", "deliveries", "table_rows", "endings", "settled", "turns", "paces",
+        "transaction", "steps", "pace", "cause", "events",
     ),
     "statements": ("store/inbox", "store/codec", "store/dialect"),
     _BODIES: ("body",),

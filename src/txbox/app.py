@@ -26,9 +26,10 @@ from txbox.message import Message
 from txbox.outbox import Outbox
 from txbox.outcome import Answer, Outcome
 from txbox.policy import Batching, GapPolicy, Lease, Limits, RelayPolicy, Retention, RetryPolicy
-from txbox.protocol import InboxProtocol, Settled
+from txbox.protocol import InboxProtocol
 from txbox.replies import replied_again, replying
 from txbox.routes import CloudEvents, Routes
+from txbox.settled import Settled
 from txbox.steps import AsyncConnections, Connections, Steps
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns

@@ -16,7 +16,8 @@ from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.policy import Lease
-from txbox.protocol import InboxProtocol, Settled
+from txbox.protocol import InboxProtocol
+from txbox.settled import Settled
 from txbox.steps import Steps
 from txbox.store import leases
 from txbox.store.codec import Arrival, Leased

@@ -15,7 +15,7 @@ from txbox.handlers import Handler, HandlerOptions, is_async_function
 from txbox.message import Message
 from txbox.outbox import Outbox, Outgoing
 from txbox.outcome import Outcome
-from txbox.protocol import Settled
+from txbox.settled import Settled
 from txbox.steps import Begin, Commit, Steps
 from txbox.store.dialect import Dialect
 

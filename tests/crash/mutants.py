@@ -117,7 +117,8 @@ class _OwnTransaction(HandlerTransaction):
 
 def _own_transaction(job: Job) -> App:
     app = service(job)
-    app.protocol.transaction = _OwnTransaction(app.store, app.limits, app.lease)
+    own = _OwnTransaction(app.store, app.limits, app.lease)
+    app.protocol.deliveries.transaction = app.protocol.rows.transaction = own
     return app
 
 

@@ -12,7 +12,7 @@ from tests.databases import Raw
 from txbox import App, Message, Outcome
 from txbox.drive import drive
 from txbox.policy import Limits
-from txbox.protocol import Settled
+from txbox.settled import Settled
 
 _BEGUN = "SELECT count(*) FROM txbox_inbox WHERE message_id IN ('a', 'b')"
 

@@ -20,6 +20,7 @@ from tests.shop import (
 from txbox import App, Limits, Message, Outcome, RetryPolicy, SchemaError, StoreError
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
+from txbox.protocol import InboxProtocol
 from txbox.steps import Begin, Commit
 from txbox.testing import drain
 
@@ -27,8 +28,10 @@ from txbox.testing import drain
 def test_conflict_of_the_claim_is_never_an_attempt(shop: Shop) -> None:
     """The budget of immediate retries is spent before the handler ran once: infrastructure."""
     handler = shop.handler()
-    shop.app.protocol.limits = Limits(conflict_retries=2)
-    steps = shop.app.protocol.deliver(handler, [handler.arrival(paid("a"), Limits())])
+    protocol = InboxProtocol(
+        shop.app.store, shop.app.events, Limits(conflict_retries=2), shop.app.lease
+    )
+    steps = protocol.deliver(handler, [handler.arrival(paid("a"), Limits())])
     begun = []
 
     def busy() -> None:

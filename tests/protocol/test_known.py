@@ -30,7 +30,7 @@ def take(app: App, handler: Handler, *messages: Message[Any]) -> list[Outcome]:
 
 def replay(shop: Shop, handler: Handler) -> Pace:
     """Have so many duplicates come that the next batch is looked up before it is claimed."""
-    pace = shop.app.protocol.pace(handler)
+    pace = shop.app.protocol.paces.of(handler)
     pace.met(100, 100)
     assert pace.looks_first
     return pace

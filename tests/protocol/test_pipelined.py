@@ -111,7 +111,7 @@ class Bench:
         return [effects(self.raw, own) for own in ids]
 
     def frequent_failures(self, handler: Handler) -> None:
-        pace = self.app.protocol.pace(handler)
+        pace = self.app.protocol.paces.of(handler)
         for _ in range(200):
             pace.failed(4)
 

@@ -17,7 +17,7 @@ from txbox.handlers import Handler
 from txbox.intake import Leasing
 from txbox.outcome import Outcome
 from txbox.patience import CURABLE
-from txbox.protocol import Settled
+from txbox.settled import Settled
 from txbox.steps import Steps, Wait
 from txbox.worker.table import Row, Table, take_together
 from txbox.worker.work import Way, Work, settle
@@ -135,12 +135,14 @@ class Lane:
         if first.way is Way.INLINE:
             # each version of a key is decided by the one before it
             return (
-                1 if handler.options.sequence is not None else app.protocol.pace(handler).messages
+                1
+                if handler.options.sequence is not None
+                else app.protocol.paces.of(handler).messages
             )
         if first.way is Way.LEASED:
             return min(app.lease.batch, most)
         if self._runs_stored(first):
-            return min(max(app.lease.batch, app.protocol.pace(handler).messages), most)
+            return min(max(app.lease.batch, app.protocol.paces.of(handler).messages), most)
         return most
 
     def _runs_stored(self, work: Work) -> bool:

@@ -50,7 +50,7 @@ def take_together(app: App, rows: deque[Row], index: int = 0) -> list[Row]:
     taken = [row]
     if row.alone:
         return taken
-    messages_max = app.protocol.pace(row.handler).messages
+    messages_max = app.protocol.paces.of(row.handler).messages
     bytes_left = app.batching.payload_bytes - _size_bytes(row)
     while len(taken) < messages_max and index < len(rows):
         following = rows[index]
@@ -245,7 +245,9 @@ class Table:
         """Rows to lease: `Lease.batch`, or as many as the next transaction takes."""
         app = self._app
         paces = (
-            app.protocol.pace(own).messages for own in self._handlers if not own.options.in_order
+            app.protocol.paces.of(own).messages
+            for own in self._handlers
+            if not own.options.in_order
         )
         return max(app.lease.batch, min(max(paces, default=1), app.batching.messages))
 

@@ -1,0 +1,250 @@
+"""What the end of a transaction means for a message: its record, its event, its outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.events import (
+    Events,
+    MessageDead,
+    MessageDeferred,
+    MessageDuplicate,
+    MessageFailed,
+    MessageInFlight,
+    MessageProcessed,
+    MessageQuarantined,
+    SequenceGap,
+)
+from txbox.failure import BROKEN, failure_of
+from txbox.handlers import Handler
+from txbox.message import Message
+from txbox.outcome import Outcome, Status
+from txbox.policy import Limits
+from txbox.ran import End, Ran
+from txbox.settled import Settled
+from txbox.steps import Begin, Commit, Steps
+from txbox.store import failures
+from txbox.store.codec import Arrival
+from txbox.store.dialect import Dialect
+from txbox.store.failures import Failure
+from txbox.store.inbox import Existing, InboxStore
+
+# what nearly every message comes to
+_AT_ONCE = Settled(Outcome.PROCESSED, 1)
+
+
+class Letters(Protocol):
+    """What is staged when a message is given up."""
+
+    def staged(
+        self,
+        own: Dialect,
+        consumer: str,
+        message: Message[Any],
+        *,
+        attempts: int,
+        error_type: str,
+    ) -> Steps[None]: ...
+
+
+class Endings:
+    """Brings messages of one app to their outcomes, whatever way their transactions ended.
+
+    Args:
+        letters: what is staged with a message that is given up.
+    """
+
+    def __init__(
+        self, store: InboxStore, events: Events, limits: Limits, letters: Letters | None = None
+    ) -> None:
+        self.store = store
+        self.events = events
+        self.limits = limits
+        self._letters = letters
+
+    def ran(self, handler: Handler, arrival: Arrival, started: float, ran: Ran) -> Settled:
+        """The outcome of a message whose transaction has committed."""
+        recorded = ran.failed.get(arrival.message_id) if ran.failed else None
+        if recorded is None:
+            return self.processed(handler, arrival, started, ran)
+        return self._gave_up(
+            handler, arrival, recorded.failure, dead=recorded.dead, attempts=recorded.attempt
+        )
+
+    def processed(
+        self, handler: Handler, arrival: Arrival, started: float, ran: Ran | None = None
+    ) -> Settled:
+        """The outcome of a message whose row is processed."""
+        attempt = arrival.message.attempt
+        if self.events:
+            if ran is not None and ran.gap is not None:
+                self.events.emit(
+                    SequenceGap(
+                        **where(handler, arrival),
+                        expected=ran.gap,
+                        sequence=arrival.message.sequence or 0,
+                    )
+                )
+            self.events.emit(
+                MessageProcessed(
+                    consumer=handler.consumer,
+                    message_id=arrival.message_id,
+                    topic=arrival.message.topic,
+                    attempt=attempt,
+                    duration_s=time.monotonic() - started,
+                )
+            )
+        result = ran.results.get(arrival.message_id) if ran is not None and ran.results else None
+        if attempt == 1 and result is None:
+            return _AT_ONCE
+        return Settled(Outcome.PROCESSED, attempt, result)
+
+    def held(self, handler: Handler, arrival: Arrival) -> Settled:
+        """The outcome of a message that another transaction holds, or whose key is held."""
+        if self.events:
+            self.events.emit(MessageInFlight(**where(handler, arrival)))
+        return Settled(Outcome.IN_PROGRESS)
+
+    def met(self, handler: Handler, arrival: Arrival, row: Existing) -> Steps[Settled]:
+        """Decide by the row that stands under this id (SEMANTICS 2.12)."""
+        place = where(handler, arrival)
+        if row.differs(arrival.hash):
+            yield from self.quarantine(
+                handler.consumer, arrival.message, arrival.message_id, arrival.hash or b"",
+                "Another payload came under an id that is known: the producer reuses ids, or a message was altered.",
+            )  # fmt: skip
+            return Settled(Outcome.QUARANTINED)
+        if row.status in (Status.PROCESSED, Status.DEAD, Status.DISCARDED):
+            if self.events:
+                self.events.emit(MessageDuplicate(**place))
+            result = None
+            if handler.options.keep_result and row.status == Status.PROCESSED:
+                result = yield from self.store.result(handler.consumer, arrival.message_id)
+            return Settled(Outcome.DUPLICATE, result=result)
+        if row.status == Status.PROCESSING and not row.leased:
+            # committed without a lease: only a handler that committed by itself leaves this (SEMANTICS 2.3)
+            recorded = yield from self.recorded(handler, arrival, BROKEN, token=row.token or "")
+            return recorded or Settled(Outcome.DUPLICATE)
+        if not row.has_payload:
+            yield Begin((self.store.return_payload(handler.consumer, arrival),))
+            yield Commit()
+        if self.events:
+            self.events.emit(MessageDeferred(**place))
+        return Settled(Outcome.DEFERRED)
+
+    def quarantine(
+        self, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str
+    ) -> Steps[None]:
+        """Set a message aside in a transaction of its own, and raise the alarm."""
+        yield Begin(
+            (
+                self.store.quarantine(
+                    consumer, message, message_id=message_id, hashed=hashed, reason=reason,
+                    payload_limit=self.limits.quarantined_bytes,
+                ),
+            )
+        )  # fmt: skip
+        yield Commit()
+        if self.events:
+            self.events.emit(
+                MessageQuarantined(
+                    consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
+                )
+            )
+
+    def failure(self, handler: Handler, ran: Ran) -> Failure:
+        """What is to be recorded of a transaction that raised, or was left."""
+        if ran.end is End.BROKEN:
+            return BROKEN
+        assert ran.error is not None
+        return failure_of(ran.error, ran.store, handler.options, self.limits)
+
+    def recorded(
+        self, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
+    ) -> Steps[Settled | None]:
+        """Park a failure, or None when the row is not ours to write."""
+        row = yield from failures.record(
+            self.store,
+            handler.consumer,
+            arrival,
+            failure,
+            handler.options.retry,
+            token=token,
+            dying=lambda row: self.dying(handler, arrival, failure, row.attempts),
+        )
+        if row is None:
+            return None
+        return self._gave_up(
+            handler, arrival, failure, dead=row.status == Status.DEAD, attempts=row.attempts
+        )
+
+    def left(
+        self, handler: Handler, arrivals: Sequence[Arrival], ran: Ran, *, token: str = ""
+    ) -> Steps[dict[str, Settled]]:
+        """A handler left the transaction of its batch: what that makes unknown is dead, and never run again."""
+        settled: dict[str, Settled] = {}
+        for arrival in arrivals:
+            if arrival.message_id in ran.unknown:
+                recorded = yield from self.recorded(handler, arrival, BROKEN, token=token)
+                if recorded is not None:
+                    settled[arrival.message_id] = recorded
+        return settled
+
+    def _gave_up(
+        self, handler: Handler, arrival: Arrival, failure: Failure, *, dead: bool, attempts: int
+    ) -> Settled:
+        """The outcome of a failure that is on disk."""
+        if self.events:
+            place = where(handler, arrival)
+            first_line = failure.error.partition("\n")[0]
+            if dead:
+                self.events.emit(
+                    MessageDead(
+                        **place, attempt=attempts, error_type=failure.error_type, error=first_line
+                    )
+                )
+            else:
+                self.events.emit(
+                    MessageFailed(
+                        **place, attempt=attempts, error_type=failure.error_type, error=first_line,
+                        retry_in_s=failure.delay_s or 0.0,
+                    )
+                )  # fmt: skip
+        return Settled(Outcome.DEAD if dead else Outcome.FAILED, attempts)
+
+    def dying(
+        self, handler: Handler, arrival: Arrival, failure: Failure, attempts: int
+    ) -> Steps[None]:
+        """What else is written in the transaction that makes a message dead."""
+        if self._letters is not None and handler.options.dead_letter_topic is not None:
+            yield from self._letters.staged(
+                self.store.dialect,
+                handler.consumer,
+                replace(arrival.message, id=arrival.message_id),
+                attempts=attempts,
+                error_type=failure.error_type,
+            )
+
+
+def where(handler: Handler, arrival: Arrival) -> dict[str, str]:
+    """What every event says of the message it is about."""
+    return {
+        "consumer": handler.consumer,
+        "message_id": arrival.message_id,
+        "topic": arrival.message.topic,
+    }
+
+
+def lost(ran: Ran) -> StoreError:
+    """The error for a transaction that a wait may cure: its own, or the loss of its connection."""
+    if ran.store is not None and ran.end is not End.AMBIGUOUS:
+        return ran.store
+    return StoreUnavailable(
+        "The database connection was lost.",
+        fault=Fault.UNAVAILABLE,
+        code=ran.store.code if ran.store else None,
+    )
