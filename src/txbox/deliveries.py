@@ -111,7 +111,7 @@ class Deliveries:
             ran = yield from self.transaction.fresh(handler, waiting, group)
             if ran.end is End.COMMITTED:
                 pace.committed(len(waiting), time.monotonic() - started, len(ran.failed))
-                pace.met(len(waiting), len(ran.existing))
+                pace.met(len(waiting), len(waiting) - len(ran.fresh))
                 for arrival in waiting:
                     if arrival.message_id in ran.fresh:
                         settled[arrival.message_id] = self._endings.ran(

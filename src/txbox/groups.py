@@ -59,7 +59,7 @@ class Groups:
             alone = max(0, alone - progress.released)
             if progress.raised is None:
                 continue
-            end = end_of_handler(progress.raised, together=len(mine) > 1)
+            end = end_of_handler(progress.raised, together=ran.together)
             if (
                 end is not End.RAISED
                 or progress.raised.left

@@ -61,6 +61,8 @@ class Ran:
     called: list[str] = field(default_factory=_ids_in_order)
     #: What a BROKEN transaction leaves unknown: who was called when, or after, it was left.
     unknown: set[str] = field(default_factory=_ids)
+    #: Several ids were asked for, whatever was won: locks are waited for shortly.
+    together: bool = False
 
 
 def end_of_handler(raised: Raised, *, together: bool) -> End:

@@ -153,7 +153,7 @@ class HandlerTransaction:
             group: messages that share a savepoint.
         """
         store, consumer = self.store, handler.consumer
-        ran = Ran(End.COMMITTED)
+        ran = Ran(End.COMMITTED, together=len(arrivals) > 1)
         try:
             results = yield Begin((*claim, *checks) if checks else claim)
             found = results[len(claim) :]
@@ -300,7 +300,7 @@ class HandlerTransaction:
     def _raised(self, ran: Ran, raised: Raised, token: str) -> Steps[None]:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
         ran.error, ran.store = raised.error, raised.store
-        ran.end = end_of_handler(raised, together=len(ran.fresh) > 1)
+        ran.end = end_of_handler(raised, together=ran.together)
         if ran.end is End.RAISED and not refused(self.store.dialect, raised):
             yield from self._ask(ran, token)
             if raised.left and self.store.dialect.refuses_commit:

@@ -418,6 +418,32 @@ def test_a_deadlock_costs_the_batch_nothing_but_its_size(new_database: NewDataba
         assert not shop.emitted(MessageFailed)
 
 
+@pytest.mark.parametrize("way", ["delivered", "savepoints"])
+def test_a_short_wait_for_a_lock_is_no_failure_when_the_others_are_duplicates(
+    new_database: NewDatabase, way: str
+) -> None:
+    """A batch waits shorter for locks than a message alone, also when only one of it is new."""
+    with opened(new_database("postgresql")) as shop, Raw(shop.url) as rival:
+        shop.raw.execute("CREATE TABLE account (name text PRIMARY KEY, balance int)")
+        shop.raw.execute("INSERT INTO account VALUES ('m0', 0), ('m1', 0)")
+
+        def books(message: Message[Any], tx: Any) -> None:
+            if shop.calls.count("m1") == 2:
+                rival.execute("COMMIT")
+            execute(tx, f"UPDATE account SET balance = balance + 1 WHERE name = '{message.id}'")
+
+        handler = shop.handler(books)
+        assert shop.deliver(paid("m0")) is Outcome.PROCESSED
+        rival.execute("BEGIN")
+        rival.execute("UPDATE account SET balance = balance + 100 WHERE name = 'm1'")
+        found = Batch(shop, way).take(handler, paid("m0"), paid("m1"))
+        assert found == [Outcome.DUPLICATE, Outcome.PROCESSED]
+        assert shop.calls == ["m0", "m1", "m1"]
+        assert dict(shop.raw.rows("SELECT name, balance FROM account")) == {"m0": 1, "m1": 101}
+        assert shop.row("m1").attempts == 0
+        assert not shop.emitted(MessageFailed)
+
+
 def _until_waiting(raw: Raw) -> None:
     deadline = time.monotonic() + 10
     while not raw.value(
