@@ -42,14 +42,17 @@ _STAGES = {
     "folding, in flight": ("intake", "in_flight"),
     "protocol, steps, events": (
         "app", "patience", "protocol", "deliveries", "table_rows", "endings", "settled", "turns", "paces",
-        "transaction", "steps", "pace", "cause", "events",
+        "transaction", "ran", "calls", "groups", "invoking", "drive", "steps", "pace", "cause", "events",
     ),
-    "statements": ("store/inbox", "store/codec", "store/dialect"),
+    "statements": ("store/inbox", "store/claims", "store/failures", "store/codec", "store/dialect"),
     _BODIES: ("body",),
     _HANDLER: ("bench/workload",),
     # Python looks at signals when it is back from the kernel: what sends and receives cannot be told
     # from what encodes
-    _DRIVER: ("connections/libpq", "connections/piped", "connections/psycopg", "connections/base"),
+    _DRIVER: (
+        "connections/libpq", "connections/piped", "connections/psycopg", "connections/psycopg_connection",
+        "connections/base",
+    ),
 }  # fmt: skip
 _STAGE_OF = {f"txbox/{own}.py": stage for stage, files in _STAGES.items() for own in files}
 _ORDER = (*_STAGES, _HANDLERS_DRIVER, _LOOP)
