@@ -233,6 +233,12 @@ class MockCluster:
         """Forget the errors that were ordered and not answered yet."""
         self._lib.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(_OFFSET_COMMIT))
 
+    def answer_after(self, milliseconds: int) -> None:
+        """Let the broker take its time with every answer."""
+        self._lib.rd_kafka_mock_broker_set_rtt(
+            self._cluster, ctypes.c_int32(1), ctypes.c_int(milliseconds)
+        )
+
     def broker(self, *, up: bool) -> None:
         call = "up" if up else "down"
         getattr(self._lib, f"rd_kafka_mock_broker_set_{call}")(self._cluster, 1)

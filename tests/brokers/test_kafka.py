@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import UTC
 from typing import Any
@@ -168,6 +169,44 @@ def test_a_commit_refused_by_a_rebalance_stops_nobody(mock_cluster: MockCluster,
         source.settle(found[:1])  # refused: nothing is raised
         source.settle(found[1:2])
     assert committed(mock_cluster.bootstrap, own, topic) <= 2
+
+
+def test_nobody_waits_for_the_answer_to_a_commit(mock_cluster: MockCluster) -> None:
+    topic, own = mock_cluster.topic(), new_group()
+    produce(mock_cluster.bootstrap, topic, range(3))
+    with opened(Kafka(mock_cluster.bootstrap, group=own), topic) as source:
+        found = take(source, 3)
+        mock_cluster.answer_after(5_000)
+        asked_at = time.monotonic()
+        source.settle(found)
+        source.tend([])
+        assert time.monotonic() - asked_at < 4
+        mock_cluster.answer_after(0)
+    assert committed(mock_cluster.bootstrap, own, topic) == 3
+
+
+def test_a_refused_commit_is_said_and_asked_for_again(mock_cluster: MockCluster) -> None:
+    topic, own = mock_cluster.topic(), new_group()
+    produce(mock_cluster.bootstrap, topic, range(3))
+    with opened(Kafka(mock_cluster.bootstrap, group=own), topic) as source:
+        found = take(source, 3)
+        mock_cluster.refuse_commits(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+        source.settle(found)
+
+        def is_said() -> bool:
+            try:
+                source.receive(100, 0.1)
+            except BrokerUnavailable as error:
+                return "did not take the commit" in str(error)
+            return False
+
+        eventually(is_said, "BrokerUnavailable")
+
+        def is_committed() -> bool:
+            source.receive(100, 0.1)
+            return committed(mock_cluster.bootstrap, own, topic) == 3
+
+        eventually(is_committed, "the commit")
 
 
 def test_brokers_that_are_down_are_waited_for(mock_cluster: MockCluster) -> None:

@@ -128,6 +128,7 @@ class Kafka:
         self._partitions: dict[_Key, Partition] = {}
         self._held: deque[tuple[client.Message, Partition, Record]] = deque()
         self._trouble: KafkaError | None = None
+        self._refusal: KafkaError | None = None
         self._away = False
         self._paused = False
         self._closing = False
@@ -169,7 +170,8 @@ class Kafka:
         self._away = True
         try:
             self._consumer = client.Consumer(
-                self._config | {"error_cb": self._failed}, logger=_client_log
+                self._config | {"error_cb": self._failed, "on_commit": self._answered},
+                logger=_client_log,
             )
             self._consumer.subscribe(
                 [_ALL_TOPICS] if "*" in topics else list(topics),
@@ -227,7 +229,7 @@ class Kafka:
         self._closing = True
         try:
             if not self._away:
-                self._commit(consumer, self._partitions.values())
+                self._commit(consumer, self._partitions.values(), wait=True)
         finally:
             self._forget(self._partitions.values())
             self._held.clear()
@@ -243,7 +245,6 @@ class Kafka:
     def _take(self, raw: client.Message) -> None:
         error = raw.error()
         if error is None:
-            self._away = False
             key = (raw.topic() or "", raw.partition() or 0)
             offset = raw.offset() or 0
             partition = self._partitions.get(key) or self._new(*key)
@@ -299,7 +300,10 @@ class Kafka:
         raise BrokerUnavailable(f"Kafka reports: {error.str()}. It is tried again.")
 
     def _check_away(self) -> None:
-        """The client says once that all brokers are down, and never that they are back."""
+        """The client says once that all brokers are down, and never that they are back.
+
+        Nor do messages say so: the client has fetched them before.
+        """
         if not self._away:
             return
         consumer = self._open_consumer()
@@ -337,11 +341,22 @@ class Kafka:
     # -- committing ---------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
+        self._raise_refusal()
         if not self._away and time.monotonic() >= self._commit_at:
             self._commit(self._open_consumer(), self._partitions.values())
 
-    def _commit(self, consumer: client.Consumer, among: Iterable[Partition]) -> None:
-        behind = [own for own in among if own.is_behind]
+    def _commit(
+        self, consumer: client.Consumer, among: Iterable[Partition], *, wait: bool = False
+    ) -> None:
+        """Commit the fronts; unless `wait`, the answers come to `_answered`, inside a later poll.
+
+        While messages come nobody waits: a commit whose coordinator has died is kept by the client
+        until there is one again, and the pump would stand still for as long.
+        """
+        behind = [
+            own for own in among
+            if own.front is not None and own.front is not (own.committed if wait else own.asked)
+        ]  # fmt: skip
         if not behind:
             return
         self._commit_at = time.monotonic() + _COMMIT_S
@@ -349,24 +364,30 @@ class Kafka:
             lost = self._anchoring.advance(behind)
             self._read_again(lost)
             behind = [own for own in behind if own not in lost]
-        asked = [
-            (own, own.front, own.offset_of(own.front, self._mark(own)))
-            for own in behind
-            if own.front is not None
-        ]
-        if not asked:
+        offsets: list[TopicPartition] = []
+        for own in behind:
+            if own.front is not None:
+                own.asked = own.front
+                offsets.append(own.offset_of(own.front, self._mark(own)))
+        if not offsets:
             return
         try:
-            answered = consumer.commit(offsets=[offset for *_, offset in asked], asynchronous=False)
-        except KafkaException as error:
-            self._refused(error.args[0])
-            return
-        errors = {(own.topic, own.partition): own.error for own in answered}
-        for partition, front, _ in asked:
-            refusal = errors.get((partition.topic, partition.number))
-            if refusal is None:
-                partition.committed = front
+            if wait:
+                self._answered(None, consumer.commit(offsets=offsets, asynchronous=False))
             else:
+                consumer.commit(offsets=offsets, asynchronous=True)
+        except KafkaException as error:
+            self._answered(error.args[0], offsets)
+        if wait:
+            self._raise_refusal()
+
+    def _answered(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
+        """Called by the client inside poll, and when it was waited for."""
+        for own in offsets:
+            refusal = own.error or error
+            if partition := self._partitions.get((own.topic, own.partition)):
+                partition.answer(own.offset, refused=refusal is not None)
+            if refusal is not None:
                 self._refused(refusal)
 
     def _mark(self, partition: Partition) -> str:
@@ -379,6 +400,11 @@ class Kafka:
         elif error.fatal():
             self._trouble = error
         else:
+            self._refusal = error
+
+    def _raise_refusal(self) -> None:
+        error, self._refusal = self._refusal, None
+        if error is not None:
             raise BrokerUnavailable(f"Kafka did not take the commit ({error.str()}).")
 
     # -- anchors ------------------------------------------------------------------------------
@@ -436,7 +462,7 @@ class Kafka:
                 partition.settle(record)
         try:
             if not self._away:
-                self._commit(consumer, leaving)
+                self._commit(consumer, leaving, wait=True)
         except (BrokerError, StoreError) as error:
             # the next owner starts at the last commit and finds duplicates
             _log.info("%s: revoked without a commit: %s", self.name, error)

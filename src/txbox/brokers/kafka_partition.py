@@ -18,7 +18,7 @@ from txbox.message import Headers, Message
 _DEFAULTS = {
     "auto.offset.reset": "earliest",
     "isolation.level": "read_committed",
-    # a synchronous commit waits as long for a broker that hangs
+    # a commit that is waited for, when partitions are given back, waits as long for a broker that hangs
     "socket.timeout.ms": 10_000,
 }
 #: the only names of librdkafka and its Python client that are spelt with underscores
@@ -30,7 +30,7 @@ _FORCED = {
 _REFUSED = {
     "bootstrap.servers": "it is the first argument of Kafka(…)",
     "group.id": "it is group= of Kafka(…)",
-    "on_commit": "txbox commits synchronously",
+    "on_commit": "txbox listens to the answers to its commits by itself",
     "auto.commit.interval.ms": "txbox commits by itself",
 }
 # The group has moved on. Which partitions are gone is said by on_revoke and on_lost, not by these:
@@ -75,6 +75,7 @@ class Partition:
     Args:
         placed: it is known where reading starts; nothing is handed out before.
         moved: reading is to start elsewhere, although it goes on.
+        front: the last record of the gapless settled ones; asked: that whose commit was asked for last.
         floor: the first offset since the offsets are anchored.
         anchor: as it was before anything was handed out that the front may come to stand for.
     """
@@ -85,6 +86,7 @@ class Partition:
     delivered: int = 0
     waiting: deque[Record] = field(default_factory=deque[Record])
     front: Record | None = None
+    asked: Record | None = None
     committed: Record | None = None
     last: int = -1
     placed: bool = True
@@ -114,10 +116,13 @@ class Partition:
         while self.waiting and self.waiting[0].settled:
             self.front = self.waiting.popleft()
 
-    @property
-    def is_behind(self) -> bool:
-        """Say whether there is a front that is not committed."""
-        return self.front is not None and self.front is not self.committed
+    def answer(self, offset: int, *, refused: bool) -> None:
+        """Note what became of the commit of this offset; the answer to an older one says nothing."""
+        if self.asked is not None and self.asked.offset + 1 == offset:
+            if refused:
+                self.asked = self.committed
+            else:
+                self.committed = self.asked
 
     def offset_of(self, front: Record, mark: str) -> TopicPartition:
         offset = front.offset + 1
