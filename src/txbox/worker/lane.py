@@ -55,6 +55,11 @@ class Lane:
     def name(self) -> str:
         return f"txbox-{self._table.consumer}-{self._index}"
 
+    @property
+    def idle(self) -> bool:
+        """True while it waits for something to do."""
+        return self._waiter is not None
+
     def put(self, works: Iterable[Work] = ()) -> None:
         """Add deliveries, in their order, and wake the lane."""
         with self._lock:

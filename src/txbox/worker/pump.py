@@ -34,6 +34,8 @@ _log = logging.getLogger("txbox")
 _WAIT_S = 0.5
 # with deliveries in flight their settlement is waited for, and the source is looked at this often
 _LOOK_S = (0.0005, 0.02)
+# while every lane works: what has come meanwhile is received when one of them settles, and looks cost it time
+_BUSY_LOOK_S = 0.005
 _PAUSE_S = (0.1, 5.0)
 
 
@@ -158,7 +160,8 @@ class Pump:
                 self._wait_for_settled(_WAIT_S)
                 continue
             if self._in_flight and self._look_s:
-                self._wait_for_settled(self._look_s)
+                busy_s = 0.0 if self._dispatch.has_idle_lane() else _BUSY_LOOK_S
+                self._wait_for_settled(max(self._look_s, busy_s))
                 self._settle()
             self._receive()
 
