@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+from collections.abc import Callable
+
 import pytest
 
 from tests.cli.conftest import SHOP, Command
 from tests.conftest import NewDatabase
 from tests.databases import Raw
+from txbox import Outbox
 
 SECRET = "hunter2"
 
@@ -174,6 +179,20 @@ def test_commands_that_run_handlers_take_the_app(command: Command, sqlite_url: s
         assert "takes the App: give --app module:app" in ended.sentence
 
 
+def test_a_relay_without_the_app_gives_no_message_up(
+    command: Command, sqlite_url: str, raw: Callable[[str], Raw]
+) -> None:
+    view = raw(sqlite_url)
+    file = sqlite_url.removeprefix("sqlite:///")
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("BEGIN IMMEDIATE")
+        Outbox().stage(connection, "invoices", {"order": 1})
+    for words in (("--database", sqlite_url), ()):
+        ended = command("relay", "--once", *words, env={"TXBOX_DATABASE_URL": sqlite_url}, code=2)
+        assert "takes the App: give --app module:app" in ended.sentence
+    assert view.value("SELECT status FROM txbox_outbox") != "dead"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -183,12 +202,20 @@ def test_commands_that_run_handlers_take_the_app(command: Command, sqlite_url: s
         (("retry", "billing", "1", "--topic", "x"), "message ids or a filter, not both"),
         (("list", "--quarantined", "--topic", "x"), "--quarantined takes only"),
         (("replay", "--topic", "x", "--as", "other"), "give --consumer"),
+        (
+            ("replay", "--as", "other"),
+            "A replay is of one consumer: give --consumer, or CONSUMER and ids.",
+        ),
     ],
 )
 def test_a_change_must_say_what_it_means(
     command: Command, sqlite_url: str, words: tuple[str, ...], says: str
 ) -> None:
     assert says in command(*words, "--database", sqlite_url, code=2).sentence
+
+
+def test_replay_offers_no_option_that_it_refuses(command: Command) -> None:
+    assert "--all" not in command("replay", "--help").out
 
 
 def test_send_refuses_what_is_no_message(command: Command, sqlite_url: str) -> None:

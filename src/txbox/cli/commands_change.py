@@ -9,7 +9,7 @@ from typing import Any
 
 from txbox.admin import Admin, Changed, Replayed, RowFilter
 from txbox.cli.application import admin_of
-from txbox.cli.consent import CONSENT, agreed
+from txbox.cli.consent import ASKED, CONSENT, agreed
 from txbox.cli.options import add_audit, add_filter, filter_of
 from txbox.cli.output import (
     counted,
@@ -54,7 +54,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Runs processed messages through their handler once more, here and now; their payload must have "
         "been kept (keep_payload=). A replay that fails leaves its message processed, and is reported. "
         "With --as, stores the messages in arrival order as pending ones of another consumer instead. "
-        f"Takes --app; with --as, --database is enough.\n\n{CONSENT}",
+        "Takes --app; with --as, --database is enough.\n\n"
+        f"A replay is of one consumer: CONSUMER and message ids, or --consumer with any other filter. {ASKED}",
     )  # fmt: skip
     for command, names, statuses in (
         (retry, filters, ("dead", "failed")),
@@ -66,9 +67,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         )
         command.add_argument("ids", nargs="*", metavar="ID", help="message ids")
         add_filter(command, *names, statuses=statuses)
-        command.add_argument(
-            "--all", action="store_true", help="no filter: everything the command may change"
-        )
+        if command is replay:
+            # a replay is of one consumer, which is a filter
+            command.set_defaults(all=False)
+        else:
+            command.add_argument("--all", action="store_true", help="no filter: every dead message")
         command.add_argument("--dry-run", action="store_true", help="count, and change nothing")
         command.add_argument("--yes", action="store_true", help="do not ask")
         add_audit(command)
@@ -191,9 +194,11 @@ def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> None
 
 
 def _replay(args: argparse.Namespace) -> int:
+    if args.of is None and args.consumer is None:
+        raise ConfigurationError(
+            "A replay is of one consumer: give --consumer, or CONSUMER and ids."
+        )
     targets = _targets(args)
-    if targets[0].consumer is None:
-        raise ConfigurationError("A replay is of one consumer: give --consumer.")
     handlers = "runs handlers" if args.as_consumer is None else None
     with admin_of(args, handlers=handlers) as admin:
         bulk = targets[0].message_id is None

@@ -56,7 +56,7 @@ class _Tally:
 def _relay(args: argparse.Namespace) -> int:
     take_path(args)
     start_logging(args)
-    with opened(args) as app:
+    with opened(args, handlers="sends where app.publish says") as app:
         tally = _Tally()
         observe(app)
         app.events.observers.append(tally)

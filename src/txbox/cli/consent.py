@@ -5,10 +5,12 @@ from __future__ import annotations
 from txbox.cli.output import confirmed, counted, interactive
 from txbox.errors import ConfigurationError
 
-CONSENT = """\
-What is changed must be said: message ids, at least one filter, or --all.
+ASKED = """\
 Message ids are changed at once. A filter is counted first and asked about;
 without a terminal it needs --yes. --dry-run changes nothing and asks nothing."""
+CONSENT = f"""\
+What is changed must be said: message ids, at least one filter, or --all.
+{ASKED}"""
 
 
 def agreed(verb: str, count: int, what: str, *, yes: bool) -> bool:
