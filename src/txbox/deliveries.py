@@ -12,14 +12,12 @@ from txbox.events import MessageDuplicate, MessageWaits
 from txbox.handlers import Handler
 from txbox.outcome import Outcome
 from txbox.paces import Paces, divides
-from txbox.ran import End
-from txbox.settled import Settled
+from txbox.ran import End, Ran
+from txbox.settled import DUPLICATE, Settled
 from txbox.steps import Steps
 from txbox.store.codec import Arrival
 from txbox.transaction import HandlerTransaction
 from txbox.turns import AGAIN, GAP_LOOK_S, Turns
-
-_DUPLICATE = Settled(Outcome.DUPLICATE)
 
 
 class Deliveries:
@@ -98,65 +96,33 @@ class Deliveries:
     def _claim_and_run(
         self, handler: Handler, arrivals: Sequence[Arrival]
     ) -> Steps[dict[str, Settled]]:
-        """Claim and run; retries conflicts, isolates the culprit of a batch, claims again when in doubt."""
-        pace = self._paces.of(handler)
-        waiting: list[Arrival] = list(arrivals)
-        settled: dict[str, Settled] = {}
-        tries, group = 0, self._paces.group(handler, pace, len(waiting))
-        if pace.looks_first:
-            settled = yield from self._finished_before(handler, waiting)
-            waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
-        while waiting:
+        if len(arrivals) == 1:
+            return self._run_alone(handler, arrivals[0])
+        return self._run_together(handler, arrivals)
+
+    def _run_alone(self, handler: Handler, arrival: Arrival) -> Steps[dict[str, Settled]]:
+        """Claim and run one message; retries conflicts, claims again when in doubt, records a failure."""
+        tries = 0
+        while True:
             started = time.monotonic()
-            ran = yield from self.transaction.fresh(handler, waiting, group)
+            ran = yield from self.transaction.fresh(handler, [arrival])
             if ran.end is End.COMMITTED:
-                pace.committed(len(waiting), time.monotonic() - started, len(ran.failed))
-                pace.met(len(waiting), len(waiting) - len(ran.fresh))
-                for arrival in waiting:
-                    if arrival.message_id in ran.fresh:
-                        settled[arrival.message_id] = self._endings.ran(
-                            handler, arrival, started, ran
-                        )
-                    elif row := ran.existing.get(arrival.message_id):
-                        settled[arrival.message_id] = yield from self._endings.met(
-                            handler, arrival, row
-                        )
-                # an id that is neither fresh nor there was pruned between two statements: claim again
-                waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
+                if settled := (yield from self._committed(handler, [arrival], started, ran)):
+                    return settled
                 continue
             if ran.end is End.WAITS:
-                behind = [own for own in waiting if own.message_id in ran.waiting]
-                settled.update((yield from self._stored_behind(handler, behind)))
-                # what was there already is met by the next claim
-                waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
+                if settled := (yield from self._stored_behind(handler, [arrival])):
+                    return settled
+                # it is there already, which the next claim meets
                 continue
-            if len(waiting) > 1:
-                if ran.end in (End.AMBIGUOUS, End.LOST) and not tries:
-                    tries += 1
-                    if (yield from self._turns.again(handler, ran, tries)):
-                        continue
-                if ran.end is End.RAISED and not group and divides(handler):
-                    pace.failed(len(waiting))
-                    group = pace.group or len(waiting)
-                    continue
-                if ran.end is End.BROKEN:
-                    pace.conflicted(len(waiting))
-                    if left := (yield from self._endings.left(handler, waiting, ran)):
-                        settled.update(left)
-                        waiting = [own for own in waiting if own.message_id not in settled]
-                        continue
-                settled.update((yield from self._apart(handler, waiting, ran.end)))
-                return settled
             if ran.end in AGAIN:
                 # a doubt is decided by claiming again on another connection, never by SELECT; while the
                 # database is away that raises, and the budget is patience's
                 tries += 1
                 if (yield from self._turns.again(handler, ran, tries)):
                     continue
-            (arrival,) = waiting
             if ran.end is End.LOCKED:
-                settled[arrival.message_id] = self._endings.held(handler, arrival)
-                return settled
+                return {arrival.message_id: self._endings.held(handler, arrival)}
             if ran.end is End.AMBIGUOUS or (ran.end in AGAIN and not ran.fresh):
                 # nothing of the handler's is known to have failed, so there is no attempt to record
                 raise lost(ran)
@@ -164,9 +130,63 @@ class Deliveries:
             failure = self._endings.failure(handler, ran)
             recorded = yield from self._endings.recorded(handler, arrival, failure, token="")
             if recorded is not None:
-                settled[arrival.message_id] = recorded
-                return settled
+                return {arrival.message_id: recorded}
             # the row is somebody else's by now: claim again, which says whose
+
+    def _run_together(
+        self, handler: Handler, arrivals: Sequence[Arrival]
+    ) -> Steps[dict[str, Settled]]:
+        """Claim and run a batch; isolates the culprit of one that fails, whose neighbours go on."""
+        pace = self._paces.of(handler)
+        waiting: list[Arrival] = list(arrivals)
+        settled: dict[str, Settled] = {}
+        group, doubted = self._paces.group(handler, pace, len(waiting)), False
+        if pace.looks_first:
+            settled = yield from self._finished_before(handler, waiting)
+            waiting = [own for own in waiting if own.message_id not in settled]
+        while len(waiting) > 1:
+            started = time.monotonic()
+            ran = yield from self.transaction.fresh(handler, waiting, group)
+            if ran.end is End.BROKEN:
+                pace.conflicted(len(waiting))
+            if ran.end is End.COMMITTED:
+                settled.update((yield from self._committed(handler, waiting, started, ran)))
+            elif ran.end is End.WAITS:
+                behind = [own for own in waiting if own.message_id in ran.waiting]
+                settled.update((yield from self._stored_behind(handler, behind)))
+            elif (
+                ran.end in (End.AMBIGUOUS, End.LOST)
+                and not doubted
+                and (yield from self._turns.again(handler, ran, 1))
+            ):
+                doubted = True
+            elif ran.end is End.RAISED and not group and divides(handler):
+                pace.failed(len(waiting))
+                group = pace.group or len(waiting)
+            elif ran.end is End.BROKEN and (
+                left := (yield from self._endings.left(handler, waiting, ran))
+            ):
+                settled.update(left)
+            else:
+                settled.update((yield from self._apart(handler, waiting, ran.end)))
+            waiting = [own for own in waiting if own.message_id not in settled]
+        for arrival in waiting:
+            settled.update((yield from self._run_alone(handler, arrival)))
+        return settled
+
+    def _committed(
+        self, handler: Handler, arrivals: Sequence[Arrival], started: float, ran: Ran
+    ) -> Steps[dict[str, Settled]]:
+        """The outcome of each message; an id that is missing was pruned between two statements: claim again."""
+        pace = self._paces.of(handler)
+        pace.committed(len(arrivals), time.monotonic() - started, len(ran.failed))
+        pace.met(len(arrivals), len(arrivals) - len(ran.fresh))
+        settled: dict[str, Settled] = {}
+        for arrival in arrivals:
+            if arrival.message_id in ran.fresh:
+                settled[arrival.message_id] = self._endings.ran(handler, arrival, started, ran)
+            elif row := ran.existing.get(arrival.message_id):
+                settled[arrival.message_id] = yield from self._endings.met(handler, arrival, row)
         return settled
 
     def _finished_before(
@@ -179,7 +199,7 @@ class Deliveries:
             for arrival in arrivals:
                 if arrival.message_id in finished:
                     self._events.emit(MessageDuplicate(**where(handler, arrival)))
-        return dict.fromkeys(finished, _DUPLICATE)
+        return dict.fromkeys(finished, DUPLICATE)
 
     def _apart(
         self, handler: Handler, arrivals: Sequence[Arrival], end: End

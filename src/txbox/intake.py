@@ -17,14 +17,13 @@ from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.policy import Lease
 from txbox.protocol import InboxProtocol
-from txbox.settled import Settled
+from txbox.settled import DUPLICATE, Settled
 from txbox.steps import Steps
 from txbox.store import leases
 from txbox.store.codec import Arrival, Leased
 
 _TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
 _QUARANTINED = Settled(Outcome.QUARANTINED)
-_DUPLICATE = Settled(Outcome.DUPLICATE)
 
 
 @dataclass(slots=True)
@@ -96,7 +95,7 @@ class Intake:
         for own_id in ids:
             answer = answers[own_id] if own_id else _QUARANTINED
             if own_id in seen and answer.outcome is Outcome.PROCESSED:
-                answer = _DUPLICATE
+                answer = DUPLICATE
                 if self._protocol.events:
                     self._protocol.events.emit(
                         MessageDuplicate(

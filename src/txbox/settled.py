@@ -15,3 +15,7 @@ class Settled:
     attempt: int = 0
     #: What the handler returned, as JSON, where it keeps that.
     result: bytes | None = None
+
+
+#: What carries nothing of its own, and is made once.
+DUPLICATE = Settled(Outcome.DUPLICATE)

@@ -152,29 +152,17 @@ class HandlerTransaction:
             returned: what the handler has returned when it has run already.
             group: messages that share a savepoint.
         """
-        store, consumer = self.store, handler.consumer
         ran = Ran(End.COMMITTED, together=len(arrivals) > 1)
         try:
             results = yield Begin((*claim, *checks) if checks else claim)
             found = results[len(claim) :]
             if checks:
                 results = results[: len(claim)]
-            won = claims.claimed(store, claim, results)
-            if won is None or len(won.ids) < len(arrivals):
-                fresh = won.ids if won is not None else set[str]()
-                if won is not None and won.finished and not handler.options.keep_result:
-                    ran.existing = dict.fromkeys(won.finished, FINISHED)
-                others = [
-                    own.message_id
-                    for own in arrivals
-                    if own.message_id not in fresh and own.message_id not in ran.existing
-                ]
-                ran.existing.update((yield from store.classify(consumer, others)))
-                if won is None:
-                    fresh = {own for own, row in ran.existing.items() if row.token == token}
-                ran.fresh = fresh
-            else:
+            won = claims.claimed(self.store, claim, results)
+            if won is not None and len(won.ids) == len(arrivals):
                 ran.fresh = won.ids
+            else:
+                yield from self._meet(ran, handler, arrivals, won, token)
         except StoreError as error:
             return (yield from self._not_claimed(error))
         if checks:
@@ -187,7 +175,7 @@ class HandlerTransaction:
         if not mine:
             # nothing to keep; where the claim armed a guard in the database, only ROLLBACK lifts it,
             # elsewhere COMMIT is the cheaper way out
-            yield Rollback() if store.dialect.has("arm") else Commit()
+            yield Rollback() if self.store.dialect.has("arm") else Commit()
             return ran
         try:
             if returned is None and group and not handler.options.batch:
@@ -208,6 +196,28 @@ class HandlerTransaction:
             }
         yield from self._close(ran, handler, mine, token, keep)
         return ran
+
+    def _meet(
+        self,
+        ran: Ran,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        won: claims.Won | None,
+        token: str,
+    ) -> Steps[None]:
+        """Read what stands under the ids that were not won; without `won` the rows' tokens say which were."""
+        if won is not None:
+            ran.fresh = won.ids
+            if not handler.options.keep_result:
+                ran.existing = dict.fromkeys(won.finished, FINISHED)
+        others = [
+            own.message_id
+            for own in arrivals
+            if own.message_id not in ran.fresh and own.message_id not in ran.existing
+        ]
+        ran.existing.update((yield from self.store.classify(handler.consumer, others)))
+        if won is None:
+            ran.fresh = {own for own, row in ran.existing.items() if row.token == token}
 
     def _lost_savepoint(self, ran: Ran, error: StoreError, token: str) -> Steps[None]:
         """A savepoint of txbox's is gone, or its record was refused: the handler left it, or the connection broke."""
