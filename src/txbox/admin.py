@@ -17,7 +17,8 @@ from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError
 from txbox.events import Events, RowsChanged
 from txbox.failure import BROKEN
-from txbox.handlers import Handler, HandlerOptions, Handlers
+from txbox.handler_options import HandlerOptions
+from txbox.handlers import Handler, Handlers
 from txbox.outcome import Status
 from txbox.policy import Lease, Limits
 from txbox.protocol import InboxProtocol

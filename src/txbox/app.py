@@ -20,7 +20,8 @@ from txbox.drive import drive, drive_async
 from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
-from txbox.handlers import Handler, HandlerOptions, Handlers
+from txbox.handler_options import HandlerOptions
+from txbox.handlers import Handler, Handlers
 from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.outbox import Outbox

@@ -1,125 +1,38 @@
-"""Handlers: what they consume, how they are to be run, and the registry that holds them."""
+"""Handlers: what they consume, how a message is read for them, and the registry that holds them."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-import typing
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
-from txbox.identity import PayloadHash, checked_consumer, checked_text, message_id, payload_hash
+from txbox.extractor import extractor_of
+from txbox.handler_options import HandlerOptions
+from txbox.identity import checked_consumer, checked_text, message_id, payload_hash
 from txbox.message import Headers, Message, handed_over
-from txbox.policy import GapPolicy, Limits, RetryPolicy
+from txbox.policy import Limits
+from txbox.signature import body_annotation, check_signature, is_async_function
 from txbox.store.codec import Arrival, encode_headers
 
 # what the narrowest column of the supported databases holds
 _TEXT_BYTES_MAX = 1024
-
-IdOf = Callable[[Message[Any]], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HandlerOptions:
-    """The options of `App.handler`; their meaning is in the table of docs/reference/handlers.md."""
-
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    reject_on: tuple[type[Exception], ...] = ()
-    timeout: timedelta | None = None
-    concurrency: int = 1
-    batch: bool = False
-    pipeline: bool = False
-    transactional: bool = True
-    ordered: bool = False
-    dead_blocks: bool = False
-    dead_letter_topic: str | None = None
-    sequence: IdOf | str | None = None
-    gaps: GapPolicy = field(default_factory=GapPolicy)
-    lock_key: IdOf | str | None = None
-    message_id: IdOf | str | None = None
-    weak_ids: bool = False
-    id_scope: Literal["topic"] | None = None
-    decode: Decoder | None = None
-    payload_hash: PayloadHash = "raw"
-    keep_payload: timedelta | Literal["unfinished", "always"] = "unfinished"
-    keep_result: bool = False
-    reply_to: str | Literal[True] | None = None
-    reply_again: bool = False
-    mode: Literal["inline", "stored"] = "inline"
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ConfigurationError(f"concurrency is {self.concurrency}: it must be 1 or more.")
-        if self.mode not in ("inline", "stored"):
-            raise ConfigurationError(f"mode is {self.mode!r}: use 'inline' or 'stored'.")
-        if self.id_scope not in (None, "topic"):
-            raise ConfigurationError(f"id_scope is {self.id_scope!r}: use 'topic' or leave it out.")
-        if self.payload_hash not in ("raw", "json") and not callable(self.payload_hash):
-            raise ConfigurationError(
-                f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable."
-            )
-        _check_keep(self.keep_payload)
-        if self.timeout is not None and self.timeout <= timedelta(0):
-            raise ConfigurationError("timeout must be above zero.")
-        self._check_order()
-        self._check_reply()
-
-    def _check_order(self) -> None:
-        if self.dead_blocks and not self.ordered:
-            raise ConfigurationError(
-                "dead_blocks=True needs ordered=True: nothing waits without it."
-            )
-        if self.ordered and self.sequence is not None:
-            raise ConfigurationError(
-                "ordered=True and sequence= exclude one another: the order of arrival, or that of the versions."
-            )
-        if self.sequence is not None and self.batch:
-            raise ConfigurationError("sequence= takes one message at a time: leave batch=True out.")
-        if self.in_order and not self.transactional:
-            raise ConfigurationError(
-                "An order is decided in the handler's transaction: leave transactional=False out."
-            )
-        if self.keep_result and self.batch:
-            raise ConfigurationError(
-                "keep_result=True keeps what one message returned: leave batch=True out."
-            )
-
-    def _check_reply(self) -> None:
-        if self.reply_to is not None and (self.batch or not self.transactional):
-            raise ConfigurationError(
-                "reply_to= stages what one message returned in its transaction: leave batch=True and "
-                "transactional=False out."
-            )
-        named = isinstance(self.reply_to, str) and self.reply_to != ""
-        if self.reply_to not in (None, True) and not named:
-            raise ConfigurationError(
-                f"reply_to is {self.reply_to!r}: name a topic, or say True for the message's reply-to header."
-            )
-        if self.reply_again and not (self.reply_to and self.keep_result):
-            raise ConfigurationError(
-                "reply_again=True stages the kept result: it needs reply_to= and keep_result=True."
-            )
-
-    @property
-    def in_order(self) -> bool:
-        """True when a message may have to wait for others of its key."""
-        return self.ordered or self.sequence is not None
-
-
-def _check_keep(keep: object) -> None:
-    if keep not in ("unfinished", "always") and not isinstance(keep, timedelta):
-        raise ConfigurationError(
-            f"keep_payload is {keep!r}: use 'unfinished', 'always' or a timedelta."
-        )
+# types come from strangers: what is remembered of them must not grow with them
+_MATCHES_MAX = 4096
 
 
 @dataclass(frozen=True)
 class Handler:
-    """One registered handler."""
+    """One registered handler.
+
+    Args:
+        topic: "*" for every topic.
+        types: None for every type, and for messages without one.
+        function: as it is called: with `reply_to=`, it also stages what was returned.
+        decode: from a message to what the function sees as its body.
+    """
 
     consumer: str
     topic: str
@@ -166,6 +79,7 @@ class Handler:
         if self.options.sequence is not None:
             message = replace(message, sequence=self._sequence(message))
         _check_sizes(message, limits)
+        # most have nothing but the topic that the handler itself names
         if message.topic != self.topic or message.type or message.key or message.content_type:
             _check_texts(message)
         return Arrival(message, own_id, payload_hash(message, self.options.payload_hash))
@@ -179,7 +93,7 @@ class Handler:
         options = self.options
         return message_id(
             message,
-            extract=_extractor(options.message_id),
+            extract=extractor_of(options.message_id),
             scope=options.id_scope,
             weak=options.weak_ids,
         )
@@ -190,7 +104,7 @@ class Handler:
         Raises:
             UnusableMessage: it has none, or no key that it is a version of.
         """
-        extract = _extractor(self.options.sequence)
+        extract = extractor_of(self.options.sequence)
         assert extract is not None
         try:
             found = extract(message)
@@ -208,7 +122,7 @@ class Handler:
 
     def lock_key(self, message: Message[Any]) -> str | None:
         """What the handler locks for this message, as `lock_key=` says; None when that cannot be told."""
-        extract = _extractor(self.options.lock_key)
+        extract = extractor_of(self.options.lock_key)
         if extract is None:
             return None
         try:
@@ -230,10 +144,6 @@ class Handler:
             # whatever a decoder raises on a stranger's bytes means that they are not what was agreed
             raise Reject(f"The body cannot be decoded: {type(error).__name__}: {error}") from error
         return handed_over(message, arrival.message_id, self.consumer, body)
-
-
-def _extractor(extract: IdOf | str | None) -> IdOf | None:
-    return functools.partial(_at_path, extract) if isinstance(extract, str) else extract
 
 
 def _check_sizes(message: Message[Any], limits: Limits) -> None:
@@ -275,17 +185,6 @@ def _check_text(what: str, value: object) -> None:
         raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
 
 
-def _at_path(path: str, message: Message[Any]) -> object:
-    """Follow "body.order.id", "headers.name" or "key" through a message; the body is read as JSON."""
-    head, _, rest = path.partition(".")
-    if head == "headers":
-        return message.headers.text(rest)
-    value: Any = message.json() if head == "body" else getattr(message, head)
-    for part in filter(None, rest.split(".")):
-        value = value[int(part) if isinstance(value, list) else part]
-    return value
-
-
 class Handlers:
     """The handlers of one app, in the order of their registration."""
 
@@ -293,7 +192,7 @@ class Handlers:
         self._handlers: list[Handler] = []
         self._matches: dict[tuple[str, str | None], list[Handler]] = {}
 
-    def __iter__(self) -> typing.Iterator[Handler]:
+    def __iter__(self) -> Iterator[Handler]:
         return iter(self._handlers)
 
     def __len__(self) -> int:
@@ -313,7 +212,7 @@ class Handlers:
         Raises:
             ConfigurationError: a wrong signature, an unusable name, or an overlap with another handler.
         """
-        is_async = _check_function(function, options)
+        check_signature(function, batch=options.batch, transactional=options.transactional)
         if not topic:
             raise ConfigurationError(f"topic={topic!r}: it must be non-empty text.")
         handler = Handler(
@@ -322,8 +221,8 @@ class Handlers:
             types=None if types is None else frozenset(types),
             function=function,
             options=options,
-            is_async=is_async,
-            decode=options.decode or decoder_for(_body_annotation(function, options)),
+            is_async=is_async_function(function),
+            decode=options.decode or decoder_for(body_annotation(function, batch=options.batch)),
         )
         if handler.options.dead_letter_topic == topic:
             raise ConfigurationError(
@@ -350,8 +249,7 @@ class Handlers:
         found = self._matches.get((topic, kind))
         if found is None:
             found = [handler for handler in self._handlers if handler.matches(topic, kind)]
-            if len(self._matches) > 4096:
-                # types come from strangers: the cache must not grow with them
+            if len(self._matches) > _MATCHES_MAX:
                 self._matches.clear()
             self._matches[topic, kind] = found
         return (
@@ -385,67 +283,3 @@ def _check_alike(handler: Handler, other: Handler) -> None:
             f"{handler.name} and {other.name} are handlers of the ordered consumer {handler.consumer!r}: give both the "
             "same ordered=, dead_blocks= and concurrency=, and make both async or neither."
         )
-
-
-def _check_function(function: Callable[..., Any], options: HandlerOptions) -> bool:
-    """Check a handler's shape; returns whether it is async."""
-    if not callable(function):
-        raise ConfigurationError(f"A handler must be a function, got {type(function).__name__}.")
-    bare = inspect.unwrap(function)
-    if inspect.isgeneratorfunction(bare) or inspect.isasyncgenfunction(bare):
-        raise ConfigurationError(f"{function!r} is a generator: a handler must return, not yield.")
-    wanted = 2 if options.transactional else 1
-    shape = "(message, tx)" if options.transactional else "(message)"
-    if options.batch:
-        shape = shape.replace("message", "messages")
-    try:
-        inspect.signature(function).bind(*range(wanted))
-    except TypeError:
-        raise ConfigurationError(
-            f"The handler {getattr(function, '__qualname__', function)} must take {shape}, "
-            f"but its signature is {inspect.signature(function)}."
-        ) from None
-    return is_async_function(function)
-
-
-def is_async_function(function: Callable[..., Any]) -> bool:
-    """Say whether calling it gives a coroutine."""
-    return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
-        getattr(type(function), "__call__", None)  # noqa: B004  # the colour, not whether it can be called
-    )
-
-
-def _body_annotation(function: Callable[..., Any], options: HandlerOptions) -> Any:
-    """Return the X of `message: Message[X]` (or `list[Message[X]]`), or Any."""
-    target: Any = inspect.unwrap(function)
-    if not (inspect.isfunction(target) or inspect.ismethod(target)):
-        # an object with __call__ carries its annotations there
-        target = getattr(target.__class__, "__call__", target)  # noqa: B004
-    if isinstance(target, functools.partial):
-        target = target.func
-    parameters = list(inspect.signature(function).parameters)
-    try:
-        hints: Mapping[str, Any] = typing.get_type_hints(target)
-    except NameError:
-        # a name that is imported for type checkers only; look at the one annotation that matters
-        hints = _own_hint(target, parameters[0])
-    hint = hints.get(parameters[0], Any)
-    if options.batch and typing.get_origin(hint) in (list, typing.Sequence):
-        (hint,) = typing.get_args(hint) or (Any,)
-    if typing.get_origin(hint) is Message:
-        return typing.get_args(hint)[0]
-    return Any
-
-
-def _own_hint(target: Any, parameter: str) -> Mapping[str, Any]:
-    annotation = getattr(target, "__annotations__", {}).get(parameter, Any)
-    if not isinstance(annotation, str):
-        return {parameter: annotation}
-    scope = {**typing.get_type_hints(Message), **getattr(target, "__globals__", {})}
-    try:
-        return {parameter: eval(annotation, scope)}  # noqa: S307  # the user's own annotation, as get_type_hints does
-    except NameError as error:
-        raise ConfigurationError(
-            f"The annotation {annotation!r} of {target.__qualname__} names {error.name!r}, which is not there at run "
-            "time: import it outside of TYPE_CHECKING."
-        ) from error

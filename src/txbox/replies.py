@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from txbox.cause import Run
-from txbox.handlers import Handler, HandlerOptions, is_async_function
+from txbox.handler_options import HandlerOptions
+from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outbox import Outbox, Outgoing
 from txbox.outcome import Outcome
 from txbox.settled import Settled
+from txbox.signature import is_async_function
 from txbox.steps import Begin, Commit, Steps
 from txbox.store.dialect import Dialect
 
