@@ -26,20 +26,18 @@ from txbox.replay import Application, Progress, Replay, Replayed, ReplayFailure,
 from txbox.steps import Steps
 from txbox.store import schema as tables
 from txbox.store import waits
+from txbox.store.audit import Audit, Change
 from txbox.store.codec import Columns
 from txbox.store.dialect import dialect
+from txbox.store.filters import RowFilter
 from txbox.store.inbox import InboxStore
-from txbox.store.rows import (
-    Audit,
-    Change,
-    ChangedBatch,
+from txbox.store.rows import ChangedBatch, InboxRows
+from txbox.store.shown import (
     ConsumerStatus,
-    InboxRows,
     ListedMessage,
     PartitionStatus,
     QuarantinedMessage,
     RecordedAttempt,
-    RowFilter,
     ShownMessage,
     TableSize,
 )

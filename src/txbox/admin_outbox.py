@@ -9,16 +9,16 @@ from typing import Protocol, TypeVar
 from txbox.errors import ConfigurationError
 from txbox.replay import Progress, again
 from txbox.steps import Steps
+from txbox.store.audit import Audit, Change
+from txbox.store.filters import OutgoingFilter
 from txbox.store.inbox import InboxStore
 from txbox.store.outbox_rows import (
     ListedOutgoing,
     OutboxRows,
     OutgoingBatch,
-    OutgoingFilter,
     ShownOutgoing,
     TopicStatus,
 )
-from txbox.store.rows import Audit, Change
 
 T = TypeVar("T")
 

@@ -16,9 +16,11 @@ from txbox.outcome import Outcome, Status
 from txbox.policy import Limits
 from txbox.protocol import InboxProtocol
 from txbox.steps import Discard, Steps, Wait
+from txbox.store.audit import Audit
 from txbox.store.codec import Arrival
+from txbox.store.filters import RowFilter
 from txbox.store.inbox import InboxStore
-from txbox.store.rows import Audit, InboxRows, RowFilter
+from txbox.store.rows import InboxRows
 
 T = TypeVar("T")
 #: Called after each batch with the number of messages done so far.

@@ -16,7 +16,7 @@ from tests.runtime.support import eventually, running, worker
 from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, paid, shop, the_row
 from txbox import App, ConfigurationError, Message, Outcome, Reject, RetryPolicy
 from txbox.admin import Admin
-from txbox.store.rows import RowFilter
+from txbox.store.filters import RowFilter
 from txbox.testing import Crashed, crash_at, drain, drain_async
 
 __all__ = ["shop"]

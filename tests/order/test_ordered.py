@@ -15,7 +15,7 @@ from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, statuses
 from txbox import App, ConfigurationError, Limits, Message, Outcome, Retry, RetryPolicy, steps
 from txbox.admin import Admin
 from txbox.events import MessageWaits
-from txbox.store.rows import RowFilter
+from txbox.store.filters import RowFilter
 from txbox.testing import another_process
 
 LATER = RetryPolicy(max_attempts=3, base=timedelta(hours=1))

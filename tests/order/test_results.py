@@ -14,7 +14,7 @@ from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, shop
 from txbox import App, ConfigurationError, Message, Outcome
 from txbox.admin import Admin
 from txbox.brokers.webhook import Webhook
-from txbox.store.rows import RowFilter
+from txbox.store.filters import RowFilter
 from txbox.testing import drain
 
 __all__ = ["shop"]

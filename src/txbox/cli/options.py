@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from txbox.cli.output import print_error, redacted
 from txbox.outcome import Status
-from txbox.store.rows import RowFilter
+from txbox.store.filters import RowFilter
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")

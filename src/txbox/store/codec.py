@@ -13,6 +13,9 @@ from txbox.errors import ConfigurationError
 from txbox.message import Headers, HeaderValue, Message
 from txbox.store.dialect import as_time
 
+#: What an error text begins with that a codec has encoded.
+ENCODED_ERROR = "codec:"
+
 
 class Codec(Protocol):
     """Encrypts or compresses payloads and error texts at rest.
@@ -91,14 +94,16 @@ class Columns:
     def error(self, text: str) -> str:
         if self._codec is None:
             return text
-        return "codec:" + base64.b64encode(self._codec.encode(text.encode())).decode()
+        return ENCODED_ERROR + base64.b64encode(self._codec.encode(text.encode())).decode()
 
     def error_back(self, text: str | None, key_id: str | None) -> str | None:
-        if text is None or not text.startswith("codec:") or key_id is None:
+        if text is None or not text.startswith(ENCODED_ERROR) or key_id is None:
             return text
         if self._codec is None:
             return f"(encoded with key {key_id})"
-        return self._codec.decode(base64.b64decode(text[6:]), key_id).decode()
+        return self._codec.decode(
+            base64.b64decode(text.removeprefix(ENCODED_ERROR)), key_id
+        ).decode()
 
     def payload_back(self, payload: Any, key_id: str | None) -> bytes | None:
         """Read a payload column.

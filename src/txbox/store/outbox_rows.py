@@ -4,37 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from txbox.steps import Begin, Commit, Rollback, Steps
-from txbox.store.codec import decode_headers
+from txbox.store import shown
+from txbox.store.audit import Audit, Change
 from txbox.store.dialect import as_time
+from txbox.store.filters import OutgoingFilter
 from txbox.store.inbox import InboxStore
-from txbox.store.rows import Audit, Change, audit_statement
 
-_ENCODED = "(encoded: `txbox outbox show` with --app can read it)"
 #: What becomes of an outgoing message, as people see it; the first four are `pending` in the table.
 STATUSES = ("due", "delayed", "leased", "failed", "dead", "sent", "discarded")
 _PENDING = STATUSES[:4]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutgoingFilter:
-    """Which outgoing messages an operator means; what is None (or no status) is not asked for."""
-
-    message_id: str | None = None
-    status: str | None = None
-    topic: str | None = None
-    type: str | None = None
-    key: str | None = None
-    error_type: str | None = None
-    older_than: timedelta | None = None
-
-    def criteria(self) -> dict[str, str]:
-        """What is asked for, for people and for `txbox_audit`."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: str(value) for name, value in values.items() if value is not None}
+# the columns of outbox_list, in their order
+_LIST = (
+    "id", "number", "state", "topic", "type", "key", "attempts", "staged_at", "available_at", "sent_at",
+    "cause_consumer", "cause_id", "error_type", "error", "key_id", "waits_for",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +85,12 @@ class ShownOutgoing:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingBatch:
-    """One batch of a change: the ids it meant, and where the next one starts."""
+    """One batch of a change.
+
+    Attributes:
+        ids: the messages it meant.
+        next_after: the number behind which the next batch begins; None when this is the last.
+    """
 
     ids: tuple[str, ...]
     next_after: int | None
@@ -130,14 +122,25 @@ class OutboxRows:
     def page(
         self, where: OutgoingFilter, *, limit: int, before: int | None
     ) -> Steps[list[ListedOutgoing]]:
-        """Read rows, newest first."""
+        """Read rows, newest first.
+
+        Args:
+            before: the number of the last row of the page before; None for the first page.
+        """
         yield Begin()
         listed = yield from self._listed(where, limit, before)
         yield Commit()
         return listed
 
     def shown(self, message_id: str, *, reveal: bool) -> Steps[ShownOutgoing | None]:
-        """Read one message, and the one it waits for."""
+        """Read one message, and the one it waits for; None when it is not there.
+
+        Args:
+            reveal: with payload and header values.
+
+        Raises:
+            ConfigurationError: revealed, and written through a codec that this app does not have.
+        """
         yield Begin()
         found = yield from self._listed(OutgoingFilter(message_id=message_id), 1, None)
         if not found:
@@ -158,9 +161,7 @@ class OutboxRows:
             message=own,
             waits_for=ahead[0] if ahead else None,
             content_type=content_type,
-            headers=tuple(
-                (name, _text(value) if reveal else None) for name, value in decode_headers(headers)
-            ),
+            headers=shown.headers(headers, reveal=reveal),
             payload_bytes=None if payload is None else len(payload),
             payload=bytes(payload) if reveal and payload is not None else None,
         )
@@ -184,17 +185,26 @@ class OutboxRows:
         return [self._row(row) for row in result.rows]
 
     def _row(self, row: Sequence[Any]) -> ListedOutgoing:
-        status, at = row[2], as_time(row[8])
-        error = self._store.columns.error_back(row[13], row[14])
+        own = shown.named(_LIST, row)
+        status, at = own["state"], as_time(own["available_at"])
         return ListedOutgoing(
-            message_id=row[0], number=row[1], status=status, topic=row[3], type=row[4], key=row[5],
-            attempts=row[6], staged_at=_time(row[7]),
+            message_id=own["id"],
+            number=own["number"],
+            status=status,
+            topic=own["topic"],
+            type=own["type"],
+            key=own["key"],
+            attempts=own["attempts"],
+            staged_at=shown.known_time(own["staged_at"]),
             next_attempt_at=at if status in ("delayed", "failed") else None,
             lease_until=at if status == "leased" else None,
-            sent_at=as_time(row[9]), cause_consumer=row[10], cause_id=row[11], error_type=row[12],
-            error=_ENCODED if error is not None and error.startswith("codec:") else error,
-            waits_for=row[15],
-        )  # fmt: skip
+            sent_at=as_time(own["sent_at"]),
+            cause_consumer=own["cause_consumer"],
+            cause_id=own["cause_id"],
+            error_type=own["error_type"],
+            error=shown.error(self._store.columns, own["error"], own["key_id"], "outbox show"),
+            waits_for=own["waits_for"],
+        )
 
     def change(
         self,
@@ -209,7 +219,9 @@ class OutboxRows:
         """Change one batch of rows in a transaction of its own, in the order of their numbers.
 
         Args:
+            statuses: those that are changed, as people see them.
             audit: None makes it a dry run, which is rolled back.
+            after: the number behind which the batch begins; -1 for the first.
 
         Guarantee: rows that a relay has leased or is marking are left to it, without waiting; the
             change and its audit row are one commit.
@@ -229,9 +241,7 @@ class OutboxRows:
             yield Rollback()
             return batch
         yield own.statement(f"outbox_{action}", rows={"id": list(batch.ids)})
-        yield audit_statement(
-            own, audit, f"{action} outgoing", where.criteria(), affected=len(batch.ids)
-        )
+        yield audit.statement(own, f"{action} outgoing", where, affected=len(batch.ids))
         yield Commit()
         return batch
 
@@ -244,13 +254,3 @@ def _filter(where: OutgoingFilter) -> dict[str, Any]:
         "error_type": where.error_type,
         "older_than_s": None if where.older_than is None else where.older_than.total_seconds(),
     }
-
-
-def _time(value: Any) -> datetime:
-    found = as_time(value)
-    assert found is not None
-    return found
-
-
-def _text(value: str | bytes | None) -> str | None:
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
