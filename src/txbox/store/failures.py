@@ -13,12 +13,19 @@ from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store.codec import Arrival
 from txbox.store.inbox import Existing, InboxStore
 
+# thirty years: no limit, where the SQL wants one
 _NO_AGE_S = 10.0**9
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is recorded of one failed attempt, already bounded and sanitised."""
+    """What is recorded of one failed attempt, already bounded and sanitised.
+
+    Attributes:
+        fingerprint: what failures that are alike have in common.
+        final: the message is dead, whatever attempts it has left.
+        delay_s: until the next attempt; None for what the handler's policy draws.
+    """
 
     error_type: str
     error: str
@@ -37,23 +44,26 @@ def record(
     token: str,
     dying: Callable[[Existing], Steps[None]] | None = None,
 ) -> Steps[Existing | None]:
-    """Record a failure in a transaction of its own; returns the row as it then stands, if it was written.
+    """Record a failure in a transaction of its own, over a row or as a new one.
 
     Args:
+        token: that of the caller's lease, if it has one.
         dying: what else belongs into this transaction when the row becomes dead.
 
-    None means that the row is somebody else's by now (processed, dead, leased by another, or of
-    another payload): nothing was written, the caller classifies again.
+    Returns:
+        The row as it then stands. None means that it is somebody else's by now (processed, dead, leased
+        by another, or of another payload): nothing was written, the caller classifies again.
 
     Guarantee: never overwrites a finished row, another's lease or another payload.
     """
-    params = _recorded(store, consumer, arrival, failure, retry, token=token)
+    params = _params(store, consumer, arrival, failure, retry, token=token)
     yield Begin()
     written = yield store.dialect.statement("record_update", params)
     if written.count == 0:
         try:
             written = yield store.dialect.statement("record_insert", params)
         except StoreError as error:
+            # where the INSERT cannot leave a rival's row alone, it fails instead
             if error.fault is not Fault.DUPLICATE:
                 raise
             yield Rollback()
@@ -62,7 +72,7 @@ def record(
         yield Rollback()
         return None
     row = (yield from store.classify(consumer, [arrival.message_id]))[arrival.message_id]
-    yield attempt(store, consumer, arrival, failure, status=row.status, attempt=row.attempts)
+    yield attempt(store, consumer, arrival, failure, status=row.status, number=row.attempts)
     if dying is not None and row.status == Status.DEAD:
         yield from dying(row)
     yield Commit()
@@ -78,13 +88,16 @@ def record_own(
     *,
     token: str,
 ) -> Steps[tuple[bool, int]]:
-    """Record a failure over the row this transaction has claimed; returns whether it is dead, and its attempts.
+    """Record a failure over the row that this transaction has claimed under `token`.
+
+    Returns:
+        Whether the row is dead, and its failures so far.
 
     Raises:
         StoreError: the row is not there: a handler has left the transaction.
     """
     written = yield store.dialect.statement(
-        "record_own", _recorded(store, consumer, arrival, failure, retry, token=token)
+        "record_own", _params(store, consumer, arrival, failure, retry, token=token)
     )
     if written.count == 0:
         raise StoreError(
@@ -95,11 +108,11 @@ def record_own(
     else:
         row = (yield from store.classify(consumer, [arrival.message_id]))[arrival.message_id]
         status, attempts = row.status, row.attempts
-    yield attempt(store, consumer, arrival, failure, status=status, attempt=attempts)
+    yield attempt(store, consumer, arrival, failure, status=status, number=attempts)
     return status == Status.DEAD, attempts
 
 
-def _recorded(
+def _params(
     store: InboxStore,
     consumer: str,
     arrival: Arrival,
@@ -138,18 +151,19 @@ def attempt(
     failure: Failure,
     *,
     status: str,
-    attempt: int | None = None,
+    number: int | None = None,
 ) -> Statement:
-    """The statement that adds an attempt to a message's history."""
-    return store.dialect.statement(
-        "record_attempt",
-        {
-            "consumer": consumer,
-            "message_id": arrival.message_id,
-            "attempt": arrival.message.attempt if attempt is None else attempt,
-            "status": status,
-            "error_type": failure.error_type,
-            "error": store.columns.error(failure.error),
-            "fingerprint": failure.fingerprint,
-        },
+    """The statement that adds a failure to a message's history.
+
+    Args:
+        number: the failures so far; None for the message's own attempt.
+    """
+    return store.attempt(
+        consumer,
+        arrival.message_id,
+        arrival.message.attempt if number is None else number,
+        status=status,
+        error_type=failure.error_type,
+        error=store.columns.error(failure.error),
+        fingerprint=failure.fingerprint,
     )

@@ -15,7 +15,16 @@ from txbox.store.dialect import Dialect
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A row that a claim met instead of writing its own (SEMANTICS 2.12)."""
+    """A row that a claim met instead of writing its own (SEMANTICS 2.12).
+
+    Attributes:
+        payload_hash: None where the row was written without one.
+        attempts: failures so far.
+        starts: runs from the table that never ended.
+        due: its time has come, or it has none.
+        token: of the claim, the lease or the storing that wrote it last, where the row keeps it.
+        leased: a worker has it for a time.
+    """
 
     status: str
     payload_hash: bytes | None
@@ -32,7 +41,16 @@ class Existing:
 
 
 #: A row that is finished, and has the payload of the message: nobody asks for more.
-FINISHED = Existing("processed", None, False, 0, 0, True, None, False)
+FINISHED = Existing(
+    status="processed",
+    payload_hash=None,
+    has_payload=False,
+    attempts=0,
+    starts=0,
+    due=True,
+    token=None,
+    leased=False,
+)
 
 
 class InboxStore:
@@ -47,7 +65,10 @@ class InboxStore:
         self.columns = columns
 
     def classify(self, consumer: str, ids: Sequence[str]) -> Steps[dict[str, Existing]]:
-        """Read the rows under these ids; an id that is missing has no row."""
+        """Read the rows under these ids; an id that is missing from the answer has no row.
+
+        For a transaction that is already open.
+        """
         if not ids:
             return {}
         result = yield self.dialect.statement(
@@ -138,7 +159,11 @@ class InboxStore:
         reason: str,
         payload_limit: int,
     ) -> Statement:
-        """The statement that sets a message aside; the same one again only counts up."""
+        """The statement that sets a message aside; the same one again only counts up.
+
+        Args:
+            payload_limit: bytes of the payload that are kept.
+        """
         content = self.columns.content(message)
         if message.payload is not None and len(message.payload) > payload_limit:
             content["payload"] = self.columns.payload(message.payload[:payload_limit])
@@ -154,6 +179,35 @@ class InboxStore:
                 "type": message.type,
                 "key": message.key,
                 "key_id": self.columns.key_id,
+            },
+        )
+
+    def attempt(
+        self,
+        consumer: str,
+        message_id: str,
+        number: int,
+        *,
+        status: str,
+        error_type: str,
+        error: str,
+        fingerprint: str | None,
+    ) -> Statement:
+        """The statement that adds an attempt to a message's history.
+
+        Args:
+            error: as it is to be stored: through the codec, unless the database wrote it.
+        """
+        return self.dialect.statement(
+            "record_attempt",
+            {
+                "consumer": consumer,
+                "message_id": message_id,
+                "attempt": number,
+                "status": status,
+                "error_type": error_type,
+                "error": error,
+                "fingerprint": fingerprint,
             },
         )
 
@@ -180,7 +234,7 @@ class InboxStore:
         return self.columns.result_back(found.rows[0][0])
 
     def kept_message(self, consumer: str, message_id: str) -> Steps[Message[Any] | None]:
-        """Read a message whose row keeps its payload; for a transaction that is open."""
+        """Read a message whose row keeps its payload, else None; for a transaction that is already open."""
         found = yield self.dialect.statement(
             "replay_read",
             {
@@ -199,6 +253,7 @@ class InboxStore:
         return self.columns.arrival(consumer, found.rows[0]).arrival.message
 
     def bound_lock_timeout(self, lock_timeout: timedelta) -> Statement:
+        """The statement that ends every later wait for a lock after `lock_timeout`."""
         return self.dialect.statement(
             "bound_lock_timeout",
             {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))},

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from txbox.outcome import Status
 from txbox.policy import Lease
 from txbox.steps import Begin, Commit, Steps
 from txbox.store.codec import Arrival, Leased
@@ -15,7 +16,12 @@ from txbox.store.inbox import InboxStore
 
 @dataclass(frozen=True, slots=True)
 class Rescued:
-    """A row whose lease had run out."""
+    """A row whose lease had run out.
+
+    Attributes:
+        starts: runs from the table that never ended.
+        error_type, error: what was recorded of it.
+    """
 
     consumer: str
     message_id: str
@@ -163,7 +169,7 @@ def _taken(
 def heartbeat(
     store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
 ) -> Steps[int]:
-    """Extend a lease; returns how many rows were extended (those in a handler's transaction are skipped)."""
+    """Extend leases held under `token`; returns how many (those in a handler's transaction are skipped)."""
     yield Begin()
     result = yield store.dialect.statement(
         "heartbeat",
@@ -183,7 +189,10 @@ def heartbeat(
 def release(
     store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, delay_s: float
 ) -> Steps[int]:
-    """Give leased rows back without an attempt, fenced; waits for a commit in flight, then matches nothing."""
+    """Give leased rows back without an attempt, due in `delay_s`; returns how many were still ours.
+
+    Guarantee: fenced by `token`; it waits for a commit in flight, and then matches nothing.
+    """
     yield Begin()
     result = yield store.dialect.statement(
         "release",
@@ -205,11 +214,15 @@ def rescue(
     """Put rows whose lease ran out back to `failed`, or to `dead` when too many runs never ended.
 
     Args:
+        consumer: None for all.
+        limit: rows of one batch.
         dying: what else belongs into this transaction when a row becomes dead.
+
+    Guarantee: a batch is one commit with its history; rows that a handler's transaction holds are
+    left alone, without waiting.
     """
     own = store.dialect
     yield Begin()
-    rescued: list[Rescued] = []
     params = {"consumer": consumer, "max_starts": max_starts, "limit": limit}
     rows = list((yield own.statement("rescue", params)).rows)
     if rows and own.has("rescue_take"):
@@ -218,22 +231,21 @@ def rescue(
             {"max_starts": max_starts},
             {"consumer": [row[0] for row in rows], "message_id": [row[1] for row in rows]},
         )
-    for row in rows:
-        rescued.append(Rescued(row[0], row[1], row[2], row[3], row[4] == "dead", row[6], row[7]))
-        yield own.statement(
-            "record_attempt",
-            {
-                "consumer": row[0],
-                "message_id": row[1],
-                "attempt": row[5],
-                "status": row[4],
-                "error_type": row[6],
-                "error": row[7],
-                "fingerprint": None,
-            },
+    rescued: list[Rescued] = []
+    for name, message_id, topic, starts, status, attempts, error_type, error in rows:
+        row = Rescued(name, message_id, topic, starts, status == Status.DEAD, error_type, error)
+        rescued.append(row)
+        yield store.attempt(
+            name,
+            message_id,
+            attempts,
+            status=status,
+            error_type=error_type,
+            error=error,
+            fingerprint=None,
         )
-        if dying is not None and rescued[-1].dead:
-            yield from dying(rescued[-1])
+        if dying is not None and row.dead:
+            yield from dying(row)
     if own.has("rescue_broken"):
         yield own.statement("rescue_broken", {"consumer": consumer, "limit": limit})
     yield Commit()
