@@ -36,11 +36,11 @@ _GONE = frozenset(
 
 
 class _Mysql:
-    """What the sync and the async connection share: reading errors."""
+    """What the sync and the async connection share."""
 
     def __init__(self, raw: Any, own: Dialect) -> None:
         self.native = raw
-        self.dialect = own
+        self._dialect = own
         self._broken = False
 
     @property
@@ -62,7 +62,7 @@ class _Mysql:
 
     def _check_open(self) -> None:
         if self._broken:
-            raise _gone()
+            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
         if not self._is_open:
             raise handler_left("it closed the connection")
 
@@ -70,7 +70,7 @@ class _Mysql:
         code = code_of(error)
         if code in _GONE or not self._is_open:
             self._broken = True
-        return store_error(error, self.dialect, code=code, lost=self._broken)
+        return store_error(error, self._dialect, code=code, lost=self._broken)
 
     def _commit_failed(self, error: BaseException) -> StoreError:
         found = self._failed(error)
@@ -225,12 +225,9 @@ async def executed_async(connection: Any, statement: Statement) -> Result:
 
 
 def code_of(error: BaseException) -> str | None:
+    """The server's error number; None when the driver met the error by itself and gave it none."""
     number = error.args[0] if error.args else None
     return str(number) if isinstance(number, int) and number else None
-
-
-def _gone() -> StoreUnavailable:
-    return StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
 
 
 def _is_ours(loop: asyncio.AbstractEventLoop) -> bool:
@@ -251,6 +248,7 @@ def _close_orphan(raw: Any) -> None:
 
 
 def async_driver() -> Any:
+    """Import asyncmy, which only async handlers need."""
     try:
         return import_module("asyncmy")
     except ModuleNotFoundError as error:

@@ -149,18 +149,18 @@ class AsyncBorrowed:
 def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
     if not isinstance(tx, sqlite3.Connection):
         raise wrong_colour(tx, wants="async")
-    _check_mode(tx)
+    _check_transaction(tx)
     return Borrowed(tx, dialect("sqlite", schema))
 
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
     if isinstance(tx, sqlite3.Connection):
         raise wrong_colour(tx, wants="sync")
-    _check_mode(tx)
+    _check_transaction(tx)
     return AsyncBorrowed(tx, dialect("sqlite", schema))
 
 
-def _check_mode(tx: Any) -> None:
+def _check_transaction(tx: Any) -> None:
     # `autocommit` came with Python 3.12; its legacy value is -1
     alone = getattr(tx, "autocommit", -1) is True or tx.isolation_level is None
     if alone and not tx.in_transaction:

@@ -40,7 +40,8 @@ class _Sqlite:
     def left(self) -> bool:
         return self._watched and not is_marked(self._raw)
 
-    def _begun(self, statements: Sequence[Statement]) -> None:
+    def _watch(self, statements: Sequence[Statement]) -> None:
+        # a transaction that claims nothing has no guard to look for
         self._watched = any(own.name == "arm" for own in statements)
 
     @property
@@ -48,7 +49,13 @@ class _Sqlite:
         return _closed(self._raw)
 
     def translate(self, error: BaseException) -> StoreError | None:
-        return _translated(error, self._dialect)
+        if not isinstance(error, sqlite3.Error):
+            return None
+        found = store_error(error, self._dialect, code=getattr(error, "sqlite_errorname", None))
+        if found.fault is Fault.GUARD:
+            # a handler meets the code of close with data of its own
+            found.fault = Fault.OTHER
+        return found
 
     def _check_open(self) -> None:
         # nobody but its user closes a connection to a file
@@ -99,7 +106,7 @@ class SqliteConnection(_Sqlite):
             self._raw.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             raise self._failed(error) from error
-        self._begun(statements)
+        self._watch(statements)
         return [self.execute(statement) for statement in statements]
 
     def savepoint(self) -> None:
@@ -166,7 +173,7 @@ class AsyncSqliteConnection(_Sqlite):
             await self.native.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             raise self._failed(error) from error
-        self._begun(statements)
+        self._watch(statements)
         return [await self.execute(statement) for statement in statements]
 
     async def savepoint(self) -> None:
@@ -258,17 +265,6 @@ def _closed(raw: sqlite3.Connection) -> bool:
     except sqlite3.ProgrammingError:
         return True
     return False
-
-
-def _translated(error: BaseException, own: Dialect) -> StoreError | None:
-    """Put an error of the handler's into txbox's words; None when it is no database error."""
-    if not isinstance(error, sqlite3.Error):
-        return None
-    found = store_error(error, own, code=getattr(error, "sqlite_errorname", None))
-    if found.fault is Fault.GUARD:
-        # a handler meets the code of close with data of its own
-        found.fault = Fault.OTHER
-    return found
 
 
 def own_failure(error: sqlite3.Error, own: Dialect) -> StoreError:
