@@ -7,6 +7,9 @@
 -- Where PostgreSQL picks and takes in one statement, `x` locks and reads and `x_take` writes.
 -- Identity is VARBINARY and is converted to text in each list of columns. UPDATE assigns from left
 -- to right here, unless sql_mode says otherwise, so a column that others read is assigned after them.
+-- A section has the queries of the modules that it names.
+
+-- ---- claims.py ------------------------------------------------------------------------------------------------------
 
 -- name: claim
 -- Never INSERT IGNORE, which truncates; never the row count, which depends on the client's flags.
@@ -41,6 +44,11 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, lease_until = NULL, updated_at = UTC_TIMESTAMP(6)
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
 
+-- name: bound_lock_timeout
+-- Of the session, in whole seconds, at least one.
+SET @txbox_lock_wait = CAST(COALESCE(@txbox_lock_wait, @@SESSION.innodb_lock_wait_timeout) AS UNSIGNED),
+    SESSION innodb_lock_wait_timeout = GREATEST(1, (CAST(:lock_timeout_ms AS UNSIGNED) + 999) DIV 1000)
+
 -- name: restore_lock_timeout
 -- The wait was bounded for the claim only; the handler gets back what it had. The variable is of
 -- the session: whatever rolled back in between, the first value that was saved is the true one.
@@ -59,6 +67,7 @@ SAVEPOINT [canary]
 RELEASE SAVEPOINT [canary]
 
 -- name: complete
+-- What elsewhere the claim has written.
 UPDATE txbox_inbox
    SET status = 'processed', processed_at = COALESCE(processed_at, UTC_TIMESTAMP(6)), updated_at = UTC_TIMESTAMP(6),
        token = NULL, error_type = NULL, error = NULL, fingerprint = NULL,
@@ -70,6 +79,11 @@ UPDATE txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
    AND token = :token AND status = 'processing'
 
+-- name: duplicates
+-- classify reads them with the others.
+
+-- ---- inbox.py -------------------------------------------------------------------------------------------------------
+
 -- name: classify
 -- A locking read sees who won also under REPEATABLE READ; FOR SHARE is not MariaDB's.
 SELECT CONVERT(message_id USING utf8mb4), status, payload_hash, has_payload, attempts, starts,
@@ -78,20 +92,12 @@ SELECT CONVERT(message_id USING utf8mb4), status, payload_hash, has_payload, att
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
   LOCK IN SHARE MODE
 
--- name: duplicates
--- classify reads them with the others.
-
 -- name: accept
 -- The token stays in the row: classify reads it back to know what this call inserted.
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, processed_at, payload_hash)
 VALUES {(:consumer, :rows.message_id, 'processed', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
          UTC_TIMESTAMP(6), :rows.payload_hash)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
-
--- name: bound_lock_timeout
--- Of the session, in whole seconds, at least one.
-SET @txbox_lock_wait = CAST(COALESCE(@txbox_lock_wait, @@SESSION.innodb_lock_wait_timeout) AS UNSIGNED),
-    SESSION innodb_lock_wait_timeout = GREATEST(1, (CAST(:lock_timeout_ms AS UNSIGNED) + 999) DIV 1000)
 
 -- name: savepoint
 -- A lock timeout rolls back its statement only, and a deadlock takes every savepoint with it.
@@ -109,8 +115,35 @@ VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type
          :rows.origin, :rows.payload, TRUE, :key_id)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
--- name: store_leased
--- Nothing tells here what an INSERT wrote: store, then lease_stored.
+-- name: return_payload
+-- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
+UPDATE txbox_inbox
+   SET content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = TRUE, key_id = :key_id, payload_hash = :payload_hash,
+       next_attempt_at = COALESCE(next_attempt_at, UTC_TIMESTAMP(6)), updated_at = UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND status IN ('pending', 'failed') AND NOT has_payload
+
+-- name: quarantine
+-- The same message again counts up.
+INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, `key`,
+                              content_type, headers, origin, payload, key_id)
+VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
+        :content_type, :headers, :origin, :payload, :key_id)
+ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6)
+
+-- name: record_attempt
+INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
+VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
+
+-- name: keep_result
+UPDATE txbox_inbox SET result = :result
+ WHERE consumer = :consumer AND message_id = :message_id
+
+-- name: result
+SELECT result FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
+
+-- ---- failures.py ----------------------------------------------------------------------------------------------------
 
 -- name: record_update
 -- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
@@ -157,25 +190,10 @@ UPDATE txbox_inbox
        payload = :payload, has_payload = :has_payload, key_id = :key_id
  WHERE consumer = :consumer AND message_id = :message_id AND status = 'processing' AND token = :token
 
--- name: return_payload
--- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
-UPDATE txbox_inbox
-   SET content_type = :content_type, headers = :headers, origin = :origin,
-       payload = :payload, has_payload = TRUE, key_id = :key_id, payload_hash = :payload_hash,
-       next_attempt_at = COALESCE(next_attempt_at, UTC_TIMESTAMP(6)), updated_at = UTC_TIMESTAMP(6)
- WHERE consumer = :consumer AND message_id = :message_id
-   AND status IN ('pending', 'failed') AND NOT has_payload
+-- ---- leases.py ------------------------------------------------------------------------------------------------------
 
--- name: record_attempt
-INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
-VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
-
--- name: quarantine
-INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, `key`,
-                              content_type, headers, origin, payload, key_id)
-VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
-        :content_type, :headers, :origin, :payload, :key_id)
-ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6)
+-- name: store_leased
+-- Nothing tells here what an INSERT wrote: store, then lease_stored.
 
 -- name: lease
 -- A row whose last run never ended is taken alone (`suspect`), so that a message which kills its
@@ -239,41 +257,6 @@ UPDATE txbox_inbox
        lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
 
--- name: order_waiting
--- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
-SELECT DISTINCT CONVERT(`key` USING utf8mb4) FROM txbox_inbox
- WHERE consumer = :consumer AND `key` IN ({:rows.key})
-   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND status = 'dead'))
-   AND NOT (token <=> :token)
-
--- name: sequence_state
--- The version processed last; whether an earlier one is on its way through the table; and whether this
--- one has waited long enough. Nothing is locked: a version whose predecessor has yet to commit is stored,
--- instead of waiting here for as long as another's handler runs.
-SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND `key` = :key),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer AND `key` = :key
-                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer AND message_id = :message_id
-                  AND received_at < UTC_TIMESTAMP(6) - INTERVAL :wait_s SECOND)
-
--- name: sequence_done
-INSERT INTO txbox_sequence (consumer, `key`, last) VALUES (:consumer, :key, :sequence)
-ON DUPLICATE KEY UPDATE last = GREATEST(txbox_sequence.last, VALUES(last)), updated_at = UTC_TIMESTAMP(6)
-
--- name: sequence_next
--- The version behind the one that is done need not wait for its next look.
-UPDATE txbox_inbox SET next_attempt_at = UTC_TIMESTAMP(6)
- WHERE consumer = :consumer AND `key` = :key AND status = 'pending' AND sequence = :sequence + 1
-
--- name: keep_result
-UPDATE txbox_inbox SET result = :result
- WHERE consumer = :consumer AND message_id = :message_id
-
--- name: result
-SELECT result FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
-
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.
 -- A statement of its own: inside an UPDATE, MariaDB waits for the rows it is told to skip.
@@ -336,99 +319,41 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
        STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = broken.consumer AND own.message_id = broken.message_id
    SET own.status = 'dead', own.token = NULL, own.next_attempt_at = NULL, own.updated_at = UTC_TIMESTAMP(6),
        own.error_type = 'TransactionBroken',
-       own.error = 'the handler ended the transaction of its message; what it wrote is not known', own.fingerprint = NULL
+       own.error = 'the handler ended the transaction of its message; what it wrote is not known',
+       own.fingerprint = NULL
 
--- name: prune
--- Oldest completion first; SKIP LOCKED: a redelivery that is looking at a row goes first.
-SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4)
-  FROM txbox_inbox
- WHERE status IN ('processed', 'discarded')
-   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
-   AND (:consumer IS NULL OR consumer = :consumer)
- ORDER BY processed_at
- LIMIT :limit
-   FOR UPDATE SKIP LOCKED
+-- ---- order.py -------------------------------------------------------------------------------------------------------
 
--- name: prune_blocks
--- prune finds the rows in the order that is best here.
+-- name: order_waiting
+-- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
+SELECT DISTINCT CONVERT(`key` USING utf8mb4) FROM txbox_inbox
+ WHERE consumer = :consumer AND `key` IN ({:rows.key})
+   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND status = 'dead'))
+   AND NOT (token <=> :token)
 
--- name: prune_begin
--- Durability is not a transaction's choice here.
+-- name: sequence_state
+-- The version processed last; whether an earlier one is on its way through the table; and whether this
+-- one has waited long enough. Nothing is locked: a version whose predecessor has yet to commit is stored,
+-- instead of waiting here for as long as another's handler runs.
+SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND `key` = :key),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND `key` = :key
+                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND message_id = :message_id
+                  AND received_at < UTC_TIMESTAMP(6) - INTERVAL :wait_s SECOND)
 
--- name: prune_take
--- Of rows that prune has locked in this transaction.
-DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
-        SELECT consumer, message_id FROM m) AS picked
-       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+-- name: sequence_done
+-- Never back: a version that comes late leaves the higher one.
+INSERT INTO txbox_sequence (consumer, `key`, last) VALUES (:consumer, :key, :sequence)
+ON DUPLICATE KEY UPDATE last = GREATEST(txbox_sequence.last, VALUES(last)), updated_at = UTC_TIMESTAMP(6)
 
--- name: prune_attempts
-DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
-        SELECT consumer, message_id FROM m) AS picked
-       STRAIGHT_JOIN txbox_attempt AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+-- name: sequence_next
+-- The version behind the one that is done need not wait for its next look.
+UPDATE txbox_inbox SET next_attempt_at = UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND `key` = :key AND status = 'pending' AND sequence = :sequence + 1
 
--- name: prunable
-SELECT count(*) FROM txbox_inbox
- WHERE status IN ('processed', 'discarded')
-   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
-   AND (:consumer IS NULL OR consumer = :consumer)
-
--- name: partitions
--- There are no partitions here.
-
--- name: partition_make
--- There are no partitions here.
-
--- name: partition_rows
--- There are no partitions here.
-
--- name: partition_drop
--- There are no partitions here.
-
--- name: prune_orphans
--- There are no partitions here.
-
--- name: second_of_day
-SELECT TIME_TO_SEC(UTC_TIME())
-
--- name: drop_payloads
--- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
-UPDATE (SELECT consumer, message_id FROM txbox_inbox
-         WHERE consumer = :consumer AND status = 'processed' AND has_payload
-           AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
-         LIMIT :limit
-           FOR UPDATE SKIP LOCKED) AS old
-       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = old.consumer AND own.message_id = old.message_id
-   SET own.payload = NULL, own.headers = NULL, own.origin = NULL, own.content_type = NULL, own.has_payload = FALSE
-
--- name: work_left
--- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
--- look again within two seconds.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
-                            AND next_attempt_at <= UTC_TIMESTAMP(6))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
-              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
-                            AND own.next_attempt_at <= UTC_TIMESTAMP(6) + INTERVAL 3 SECOND
-                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
-                                         WHERE done.consumer = own.consumer AND done.`key` = own.`key`
-                                           AND own.sequence = done.last + 1))
-            THEN 1 ELSE 0 END
-
--- name: work_left_ordered
--- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status IN ('pending', 'failed')
-                            AND own.has_payload AND own.next_attempt_at <= UTC_TIMESTAMP(6)
-                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                                           WHERE earlier.consumer = own.consumer AND earlier.`key` = own.`key`
-                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                                             AND (earlier.status IN ('pending', 'failed', 'processing')
-                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
-            THEN 1 ELSE 0 END
+-- ---- jobs.py --------------------------------------------------------------------------------------------------------
 
 -- name: job_create
 INSERT INTO txbox_job (name) VALUES (:name) ON DUPLICATE KEY UPDATE name = txbox_job.name
@@ -466,6 +391,120 @@ INSERT INTO txbox_job (name, state) VALUES {(:rows.name, :rows.position)}
 ON DUPLICATE KEY UPDATE
     state = GREATEST(CAST(txbox_job.state AS SIGNED), CAST(VALUES(state) AS SIGNED)), updated_at = UTC_TIMESTAMP(6)
 
+-- name: prune
+-- Oldest completion first; SKIP LOCKED: a redelivery that is looking at a row goes first.
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4)
+  FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+   AND (:consumer IS NULL OR consumer = :consumer)
+ ORDER BY processed_at
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
+-- name: prune_blocks
+-- prune finds the rows in the order that is best here.
+
+-- name: prune_begin
+-- Durability is not a transaction's choice here.
+
+-- name: prune_take
+-- Of rows that prune has locked in this transaction.
+DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
+        SELECT consumer, message_id FROM m) AS picked
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+
+-- name: prune_attempts
+DELETE own FROM (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
+        SELECT consumer, message_id FROM m) AS picked
+       STRAIGHT_JOIN txbox_attempt AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+
+-- name: prunable
+SELECT count(*) FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+   AND (:consumer IS NULL OR consumer = :consumer)
+
+-- name: prune_orphans
+-- There are no partitions here.
+
+-- name: prune_outbox
+DELETE own FROM (SELECT id FROM txbox_outbox
+                  WHERE status IN ('sent', 'discarded')
+                    AND ((status = 'sent' AND sent_at < UTC_TIMESTAMP(6) - INTERVAL :sent_s SECOND)
+                         OR (status = 'discarded' AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
+                  LIMIT :limit
+                    FOR UPDATE SKIP LOCKED) AS old
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = old.id
+
+-- name: prunable_outbox
+SELECT count(*) FROM txbox_outbox
+ WHERE status IN ('sent', 'discarded')
+   AND ((status = 'sent' AND sent_at < UTC_TIMESTAMP(6) - INTERVAL :sent_s SECOND)
+        OR (status = 'discarded'
+            AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
+
+-- name: second_of_day
+SELECT TIME_TO_SEC(UTC_TIME())
+
+-- name: drop_payloads
+-- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
+UPDATE (SELECT consumer, message_id FROM txbox_inbox
+         WHERE consumer = :consumer AND status = 'processed' AND has_payload
+           AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+         LIMIT :limit
+           FOR UPDATE SKIP LOCKED) AS old
+       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = old.consumer AND own.message_id = old.message_id
+   SET own.payload = NULL, own.headers = NULL, own.origin = NULL, own.content_type = NULL, own.has_payload = FALSE
+
+-- name: work_left
+-- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
+-- look again within two seconds.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                            AND next_attempt_at <= UTC_TIMESTAMP(6))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
+              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
+                            AND own.next_attempt_at <= UTC_TIMESTAMP(6) + INTERVAL 3 SECOND
+                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
+                                         WHERE done.consumer = own.consumer AND done.`key` = own.`key`
+                                           AND own.sequence = done.last + 1))
+            THEN 1 ELSE 0 END
+
+-- name: work_left_ordered
+-- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed'
+                            AND own.status IN ('pending', 'failed')
+                            AND own.has_payload AND own.next_attempt_at <= UTC_TIMESTAMP(6)
+                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                                           WHERE earlier.consumer = own.consumer AND earlier.`key` = own.`key`
+                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                                             AND (earlier.status IN ('pending', 'failed', 'processing')
+                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status <> 'processed'
+                            AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
+-- ---- partitions.py --------------------------------------------------------------------------------------------------
+
+-- name: partitions
+-- There are no partitions here.
+
+-- name: partition_make
+-- There are no partitions here.
+
+-- name: partition_rows
+-- There are no partitions here.
+
+-- name: partition_drop
+-- There are no partitions here.
+
+-- ---- schema.py ------------------------------------------------------------------------------------------------------
+
 -- name: schema_version
 SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 
@@ -484,6 +523,8 @@ SELECT RELEASE_LOCK(CONCAT('txbox.', SHA1(DATABASE())))
 -- The savepoint guards transactional tables only.
 SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
  WHERE table_schema = DATABASE() AND table_name = 'txbox_inbox' AND engine = 'InnoDB'
+
+-- ---- rows.py, audit.py ----------------------------------------------------------------------------------------------
 
 -- name: status
 SELECT CONVERT(own.consumer USING utf8mb4), own.status, count(*), min(own.received_at)
@@ -604,6 +645,43 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor, :action, :filter, :affected, :reason)
 
+-- ---- waits.py -------------------------------------------------------------------------------------------------------
+
+-- name: waits_order
+-- Of rows that have not run: the first row of their key that is in their way.
+SELECT CONVERT(own.message_id USING utf8mb4), CONVERT(head.message_id USING utf8mb4), head.status,
+       head.next_attempt_at
+  FROM (SELECT behind.message_id,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.`key` = behind.`key`
+                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (:dead_blocks AND earlier.status = 'dead'))
+                 ORDER BY earlier.arrival LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed')) AS own
+  JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
+
+-- name: waits_version
+-- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
+SELECT CONVERT(own.message_id USING utf8mb4), own.sequence, own.last, CONVERT(head.message_id USING utf8mb4),
+       head.status, head.next_attempt_at, head.sequence
+  FROM (SELECT behind.message_id, behind.sequence, done.last,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.`key` = behind.`key`
+                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
+                 ORDER BY earlier.sequence LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.`key` = behind.`key`
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
+
+-- ---- outbox.py ------------------------------------------------------------------------------------------------------
+
 -- name: stage
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
 -- A re-run under the same cause stages the same ids, and changes nothing.
@@ -612,6 +690,9 @@ INSERT INTO txbox_outbox (id, topic, type, `key`, content_type, headers, payload
 VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
          :rows.cause_consumer, :rows.cause_id, UTC_TIMESTAMP(6) + INTERVAL :rows.delay_s SECOND)}
 ON DUPLICATE KEY UPDATE id = txbox_outbox.id
+
+-- name: stage_notify
+-- Nobody listens: relays poll.
 
 -- name: stage_lock
 -- Locks of InnoDB's own end with the transaction, those of GET_LOCK do not: so a row for each of 4,096
@@ -688,11 +769,11 @@ UPDATE txbox_outbox
 SELECT EXISTS (SELECT 1 FROM txbox_outbox
                 WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= UTC_TIMESTAMP(6)))
 
--- name: stage_notify
--- Nobody listens: relays poll.
+-- ---- outbox_rows.py -------------------------------------------------------------------------------------------------
 
 -- name: outbox_status
-SELECT CONVERT(own.topic USING utf8mb4), own.state, count(*), TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6
+SELECT CONVERT(own.topic USING utf8mb4), own.state, count(*),
+       TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6
   FROM (SELECT topic, staged_at,
                CASE WHEN status <> 'pending' THEN status WHEN available_at <= UTC_TIMESTAMP(6) THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
@@ -765,52 +846,3 @@ UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, availabl
 -- Of a row that is no longer pending, available_at says when it was given up.
 UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = UTC_TIMESTAMP(6)
  WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
-
--- name: prune_outbox
-DELETE own FROM (SELECT id FROM txbox_outbox
-                  WHERE status IN ('sent', 'discarded')
-                    AND ((status = 'sent' AND sent_at < UTC_TIMESTAMP(6) - INTERVAL :sent_s SECOND)
-                         OR (status = 'discarded' AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
-                  LIMIT :limit
-                    FOR UPDATE SKIP LOCKED) AS old
-       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = old.id
-
--- name: prunable_outbox
-SELECT count(*) FROM txbox_outbox
- WHERE status IN ('sent', 'discarded')
-   AND ((status = 'sent' AND sent_at < UTC_TIMESTAMP(6) - INTERVAL :sent_s SECOND)
-        OR (status = 'discarded'
-            AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
-
--- name: waits_order
--- Of rows that have not run: the first row of their key that is in their way.
-SELECT CONVERT(own.message_id USING utf8mb4), CONVERT(head.message_id USING utf8mb4), head.status,
-       head.next_attempt_at
-  FROM (SELECT behind.message_id,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.`key` = behind.`key`
-                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (:dead_blocks AND earlier.status = 'dead'))
-                 ORDER BY earlier.arrival LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
-           AND behind.status IN ('pending', 'failed')) AS own
-  JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
-
--- name: waits_version
--- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
-SELECT CONVERT(own.message_id USING utf8mb4), own.sequence, own.last, CONVERT(head.message_id USING utf8mb4),
-       head.status, head.next_attempt_at, head.sequence
-  FROM (SELECT behind.message_id, behind.sequence, done.last,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.`key` = behind.`key`
-                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
-                 ORDER BY earlier.sequence LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.`key` = behind.`key`
-         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
-           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
-  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id

@@ -1,6 +1,11 @@
 -- The statements of txbox for PostgreSQL 14 and later.
 -- `:name` is a parameter, `:rows.name` one column of many rows, here an array.
 -- A query without a body has nothing to do on this database.
+-- `status <> 'processed'` stands beside narrower conditions: it is what the partial indexes over open rows are
+-- made under, and with parameters in the narrower ones the planner could not conclude it.
+-- A section has the queries of the modules that it names.
+
+-- ---- claims.py ------------------------------------------------------------------------------------------------------
 
 -- name: claim
 -- One statement arms the guard, bounds the wait for a rival, writes the rows as processed, and names what
@@ -119,6 +124,14 @@ UPDATE txbox_inbox AS own SET status = 'processed', updated_at = now()
  WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status = 'processed'
 RETURNING own.message_id
 
+-- name: bound_lock_timeout
+-- For storing, and where accept was given a timeout: the caller's own setting is put back by
+-- restore_lock_timeout. What is stored is acknowledged next, so its commit is made durable.
+SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
+       set_config('lock_timeout', :lock_timeout_ms::text, true),
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
+
 -- name: restore_lock_timeout
 -- The wait was bounded for the claim only; the handler gets back what it had. A fence that matched
 -- no row may have set nothing: then everything stays as it is.
@@ -131,9 +144,12 @@ SELECT set_config('lock_timeout', coalesce(nullif(current_setting('txbox.lock_ti
 -- And a mark: the server reports this setting by itself, so the end of this transaction inside a handler
 -- is seen without asking. It means nothing to a transaction that has begun.
 SELECT set_config('default_transaction_read_only', 'on', true),
-       set_config('lock_timeout', CASE WHEN old.wait::interval BETWEEN interval '1 us' AND make_interval(secs => :longest_s::double precision)
-                                       THEN old.wait ELSE (:longest_s::double precision * 1000)::integer || 'ms' END, true)
-  FROM (SELECT coalesce(nullif(current_setting('txbox.lock_timeout', true), ''), current_setting('lock_timeout')) AS wait) AS old
+       set_config('lock_timeout',
+                  CASE WHEN old.wait::interval BETWEEN interval '1 us'
+                                                   AND make_interval(secs => :longest_s::double precision)
+                       THEN old.wait ELSE (:longest_s::double precision * 1000)::integer || 'ms' END, true)
+  FROM (SELECT coalesce(nullif(current_setting('txbox.lock_timeout', true), ''),
+                        current_setting('lock_timeout')) AS wait) AS old
 
 -- name: arm
 -- The claim has armed the guard.
@@ -150,6 +166,19 @@ SELECT CASE WHEN :token::text <> '' AND current_setting('txbox.token', true) = :
 -- name: complete
 -- The claim has written the row as processed.
 
+-- name: duplicates
+-- Of several ids the ones that are finished, as claim says it: for when most of them are, and a claim would lose.
+SELECT wanted.message_id
+  FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS wanted(message_id, payload_hash)
+ CROSS JOIN LATERAL (
+       SELECT status, payload_hash FROM txbox_inbox
+        WHERE consumer = :consumer::text AND message_id = wanted.message_id
+        LIMIT 1) AS found
+ WHERE found.status IN ('processed', 'dead', 'discarded')
+   AND coalesce(found.payload_hash = wanted.payload_hash, true)
+
+-- ---- inbox.py -------------------------------------------------------------------------------------------------------
+
 -- name: classify
 -- What a claim did not name, read by a second statement: its snapshot sees who won.
 -- LATERAL with LIMIT, so that each id is one look-up by the key whatever the planner believes of a
@@ -162,17 +191,6 @@ SELECT found.*
          FROM txbox_inbox
         WHERE consumer = :consumer::text AND message_id = wanted.message_id
         LIMIT 1) AS found
-
--- name: duplicates
--- Of several ids the ones that are finished, as claim says it: for when most of them are, and a claim would lose.
-SELECT wanted.message_id
-  FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS wanted(message_id, payload_hash)
- CROSS JOIN LATERAL (
-       SELECT status, payload_hash FROM txbox_inbox
-        WHERE consumer = :consumer::text AND message_id = wanted.message_id
-        LIMIT 1) AS found
- WHERE found.status IN ('processed', 'dead', 'discarded')
-   AND coalesce(found.payload_hash = wanted.payload_hash, true)
 
 -- name: accept
 -- Claims and closes at once, in the caller's transaction. A guard that is open (a handler of
@@ -192,14 +210,6 @@ SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.seq
               AS m(message_id, topic, type, key, sequence, payload_hash)
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id
-
--- name: bound_lock_timeout
--- For storing, and where accept was given a timeout: the caller's own setting is put back by
--- restore_lock_timeout. What is stored is acknowledged next, so its commit is made durable.
-SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
-       set_config('lock_timeout', :lock_timeout_ms::text, true),
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
 
 -- name: savepoint
 SAVEPOINT txbox_accept
@@ -225,19 +235,43 @@ SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.seque
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id
 
--- name: store_leased
--- As store, for rows that are leased from the start: nobody else ever sees them waiting.
-INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, starts, topic, type, key, sequence,
-                         payload_hash, next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
-SELECT :consumer::text, m.message_id, 'processing', :token::text,
-       clock_timestamp() + make_interval(secs => :lease_s::double precision), 1, m.topic, m.type, m.key, m.sequence,
-       m.payload_hash, now(), m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
-  FROM unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-              :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
-              :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
-       AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
-RETURNING message_id, received_at, arrival
+-- name: return_payload
+-- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
+UPDATE txbox_inbox
+   SET content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
+       payload = :payload::bytea, has_payload = true, key_id = :key_id::text, payload_hash = :payload_hash::bytea,
+       next_attempt_at = coalesce(next_attempt_at, clock_timestamp()), updated_at = clock_timestamp()
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+   AND status IN ('pending', 'failed') AND NOT has_payload
+RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
+
+-- name: quarantine
+-- The same message again counts up.
+INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
+                                     content_type, headers, origin, payload, key_id)
+VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
+        :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text)
+ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
+RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
+
+-- name: record_attempt
+-- An acknowledgement follows: here, in quarantine and in return_payload the commit is made durable.
+INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
+VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
+        :error_type::text, :error::text, :fingerprint::text)
+RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+               THEN set_config('synchronous_commit', 'on', true) END
+
+-- name: keep_result
+UPDATE txbox_inbox SET result = :result::bytea
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- name: result
+SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- ---- failures.py ----------------------------------------------------------------------------------------------------
 
 -- name: record_update
 -- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
@@ -257,6 +291,7 @@ UPDATE txbox_inbox
         OR (status = 'processing' AND token = :token::text))
 
 -- name: record_insert
+-- Somebody else's row is left alone: nothing was written.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
                          next_attempt_at, error_type, error, fingerprint,
                          content_type, headers, origin, payload, has_payload, key_id)
@@ -284,33 +319,21 @@ UPDATE txbox_inbox
    AND xmin = pg_current_xact_id()::xid AND :token::text = current_setting('txbox.token', true)
 RETURNING status, attempts
 
--- name: return_payload
--- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
-UPDATE txbox_inbox
-   SET content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
-       payload = :payload::bytea, has_payload = true, key_id = :key_id::text, payload_hash = :payload_hash::bytea,
-       next_attempt_at = coalesce(next_attempt_at, clock_timestamp()), updated_at = clock_timestamp()
- WHERE consumer = :consumer::text AND message_id = :message_id::text
-   AND status IN ('pending', 'failed') AND NOT has_payload
-RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
+-- ---- leases.py ------------------------------------------------------------------------------------------------------
 
--- name: record_attempt
--- An acknowledgement follows: here, in quarantine and in return_payload the commit is made durable.
-INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
-VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
-        :error_type::text, :error::text, :fingerprint::text)
-RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
-
--- name: quarantine
-INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
-                                     content_type, headers, origin, payload, key_id)
-VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
-        :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text)
-ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
-RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
+-- name: store_leased
+-- As store, for rows that are leased from the start: nobody else ever sees them waiting.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, starts, topic, type, key, sequence,
+                         payload_hash, next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
+SELECT :consumer::text, m.message_id, 'processing', :token::text,
+       clock_timestamp() + make_interval(secs => :lease_s::double precision), 1, m.topic, m.type, m.key, m.sequence,
+       m.payload_hash, now(), m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
+  FROM unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+              :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
+              :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
+       AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+RETURNING message_id, received_at, arrival
 
 -- name: lease
 -- Picks and takes in one statement. A row whose last run never ended is taken alone (`suspect`),
@@ -329,7 +352,8 @@ UPDATE txbox_inbox AS own
   FROM due
  WHERE own.consumer = due.consumer AND own.message_id = due.message_id
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
+          own.has_payload, own.key_id, own.arrival
 
 -- name: lease_ordered
 -- As lease, of each key only the first row that is unfinished. That is looked up for each due row, by
@@ -355,7 +379,8 @@ UPDATE txbox_inbox AS own
   FROM due
  WHERE own.consumer = due.consumer AND own.message_id = due.message_id
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
+          own.has_payload, own.key_id, own.arrival
 
 -- name: lease_next
 -- As lease_ordered, the row of one key whose turn it is: whoever has run its predecessor asks for it, and
@@ -379,51 +404,14 @@ UPDATE txbox_inbox AS own
   FROM due
  WHERE own.consumer = due.consumer AND own.message_id = due.message_id
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload, own.has_payload, own.key_id, own.arrival
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
+          own.has_payload, own.key_id, own.arrival
 
 -- name: lease_stored
 -- store_leased has taken the rows.
 
 -- name: lease_take
 -- lease has taken the rows.
-
--- name: order_waiting
--- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
-SELECT DISTINCT key FROM txbox_inbox
- WHERE consumer = :consumer::text AND key = ANY(:rows.key::text[]) AND status <> 'processed'
-   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks::boolean AND status = 'dead'))
-   AND token IS DISTINCT FROM :token::text
-
--- name: sequence_state
--- The version processed last; whether an earlier one is on its way through the table; and whether this
--- one has waited long enough. Nothing is locked: a version whose predecessor has yet to commit is stored,
--- instead of waiting here for as long as another's handler runs.
-SELECT (SELECT last FROM txbox_sequence
-         WHERE consumer = :consumer::text AND key = :key::text),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed'
-                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence::bigint),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer::text AND message_id = :message_id::text
-                  AND received_at < clock_timestamp() - make_interval(secs => :wait_s::double precision))
-
--- name: sequence_done
-INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer::text, :key::text, :sequence::bigint)
-ON CONFLICT ON CONSTRAINT txbox_sequence_pkey
-DO UPDATE SET last = greatest(txbox_sequence.last, excluded.last), updated_at = clock_timestamp()
-
--- name: sequence_next
--- The version behind the one that is done need not wait for its next look.
-UPDATE txbox_inbox SET next_attempt_at = clock_timestamp()
- WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed' AND status = 'pending'
-   AND sequence = :sequence::bigint + 1
-
--- name: keep_result
-UPDATE txbox_inbox SET result = :result::bytea
- WHERE consumer = :consumer::text AND message_id = :message_id::text
-
--- name: result
-SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.
@@ -473,6 +461,87 @@ RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.a
 -- name: rescue_broken
 -- A processing row without a lease cannot be committed here: the guard refuses it.
 
+-- ---- order.py -------------------------------------------------------------------------------------------------------
+
+-- name: order_waiting
+-- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
+SELECT DISTINCT key FROM txbox_inbox
+ WHERE consumer = :consumer::text AND key = ANY(:rows.key::text[]) AND status <> 'processed'
+   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks::boolean AND status = 'dead'))
+   AND token IS DISTINCT FROM :token::text
+
+-- name: sequence_state
+-- The version processed last; whether an earlier one is on its way through the table; and whether this
+-- one has waited long enough. Nothing is locked: a version whose predecessor has yet to commit is stored,
+-- instead of waiting here for as long as another's handler runs.
+SELECT (SELECT last FROM txbox_sequence
+         WHERE consumer = :consumer::text AND key = :key::text),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed'
+                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence::bigint),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer::text AND message_id = :message_id::text
+                  AND received_at < clock_timestamp() - make_interval(secs => :wait_s::double precision))
+
+-- name: sequence_done
+-- Never back: a version that comes late leaves the higher one.
+INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer::text, :key::text, :sequence::bigint)
+ON CONFLICT ON CONSTRAINT txbox_sequence_pkey
+DO UPDATE SET last = greatest(txbox_sequence.last, excluded.last), updated_at = clock_timestamp()
+
+-- name: sequence_next
+-- The version behind the one that is done need not wait for its next look.
+UPDATE txbox_inbox SET next_attempt_at = clock_timestamp()
+ WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed' AND status = 'pending'
+   AND sequence = :sequence::bigint + 1
+
+-- ---- jobs.py --------------------------------------------------------------------------------------------------------
+
+-- name: job_create
+INSERT INTO txbox_job (name) VALUES (:name::text) ON CONFLICT (name) DO NOTHING
+
+-- name: job_acquire
+-- One holder at a time, by the clock of the database; a holder renews with the same token.
+UPDATE txbox_job
+   SET token = :token::text, updated_at = clock_timestamp(),
+       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+ WHERE name = :name::text AND (lease_until IS NULL OR lease_until <= clock_timestamp() OR token = :token::text)
+
+-- name: job_release
+UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = clock_timestamp()
+ WHERE name = :name::text AND token = :token::text
+
+-- name: job_state
+SELECT state FROM txbox_job WHERE name = :name::text
+
+-- name: job_save
+-- Fenced by the lease: a reader that lost it cannot move the progress back.
+UPDATE txbox_job SET state = :state::text, updated_at = clock_timestamp()
+ WHERE name = :name::text AND token = :token::text
+
+-- name: anchor_history
+-- Another text when commits may be missing: another server, one started again, a restored database or table.
+-- With synchronous_commit=off, what is anchored must be durable all the same, and with it all that was committed
+-- before.
+SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, own.oid::text,
+                 'txbox_job'::regclass::oid::text),
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+            THEN set_config('synchronous_commit', 'on', true) END
+  FROM pg_database own
+ WHERE own.datname = current_database()
+
+-- name: anchor_read
+SELECT name, state::bigint FROM txbox_job WHERE name = ANY(:rows.name::text[])
+
+-- name: anchor_advance
+-- Never back, whoever writes; always in one order, so that two writers do not deadlock.
+INSERT INTO txbox_job AS own (name, state)
+SELECT moved.name, moved.position::text
+  FROM unnest(:rows.name::text[], :rows.position::bigint[]) AS moved(name, position)
+ ORDER BY moved.name
+ON CONFLICT (name) DO UPDATE
+   SET state = greatest(own.state::bigint, excluded.state::bigint)::text, updated_at = clock_timestamp()
+
 -- name: prune
 -- Here rows are walked through in the order they lie in: prune_blocks.
 
@@ -513,28 +582,6 @@ SELECT count(*) FROM txbox_inbox
    AND processed_at < now() - make_interval(secs => :older_than_s::double precision)
    AND (:consumer::text IS NULL OR consumer = :consumer::text)
 
--- name: partitions
--- The tables that hold the rows: the inbox itself, or its partitions; where a partition by ranges begins and
--- ends, how many blocks each has, and what time it is.
-SELECT own.oid::bigint, own.relname::text,
-       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'FROM \(''([^'']*)''\)'),
-       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'TO \(''([^'']*)''\)'),
-       pg_relation_size(own.oid) / current_setting('block_size')::bigint, extract(epoch FROM clock_timestamp())::double precision
-  FROM pg_class AS own
- WHERE (own.oid = 'txbox_inbox'::regclass AND own.relkind = 'r')
-    OR own.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass)
- ORDER BY own.relname
-
--- name: partition_make
-SELECT txbox_partition_make(to_timestamp(:first_s::double precision), to_timestamp(:last_s::double precision), :most::integer)
-
--- name: partition_rows
-SELECT count(*) FROM txbox_inbox
- WHERE message_id >= :first::text COLLATE "C" AND message_id < :last::text COLLATE "C"
-
--- name: partition_drop
-SELECT txbox_partition_drop(:name::text, :older_than_s::double precision)
-
 -- name: prune_orphans
 -- The attempts of messages that went with their partition.
 DELETE FROM txbox_attempt AS own
@@ -543,6 +590,26 @@ DELETE FROM txbox_attempt AS own
                          AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS kept
                                           WHERE kept.consumer = gone.consumer AND kept.message_id = gone.message_id)
                        LIMIT :limit::integer)
+
+-- name: prune_outbox
+WITH old AS MATERIALIZED (
+       SELECT id FROM txbox_outbox
+        WHERE status <> 'pending'
+          AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
+               OR (status = 'discarded'
+                   AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
+        LIMIT :limit::integer
+          FOR UPDATE SKIP LOCKED)
+DELETE FROM txbox_outbox AS own
+ USING old
+ WHERE own.id = old.id
+
+-- name: prunable_outbox
+SELECT count(*) FROM txbox_outbox
+ WHERE status <> 'pending'
+   AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
+        OR (status = 'discarded'
+            AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
 
 -- name: second_of_day
 SELECT mod(extract(epoch FROM clock_timestamp())::numeric, 86400)::double precision
@@ -579,7 +646,8 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
 -- name: work_left_ordered
 -- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer::text AND own.status <> 'processed' AND own.status IN ('pending', 'failed')
+                          WHERE own.consumer = :consumer::text AND own.status <> 'processed'
+                            AND own.status IN ('pending', 'failed')
                             AND own.has_payload AND own.next_attempt_at <= clock_timestamp()
                             AND (own.key IS NULL
                                  OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
@@ -590,51 +658,37 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
                                                     ORDER BY head.arrival
                                                     LIMIT 1)))
               OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer::text AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
+                          WHERE consumer = :consumer::text AND status <> 'processed'
+                            AND status = 'processing' AND lease_until IS NOT NULL)
             THEN 1 ELSE 0 END
 
--- name: job_create
-INSERT INTO txbox_job (name) VALUES (:name::text) ON CONFLICT (name) DO NOTHING
+-- ---- partitions.py --------------------------------------------------------------------------------------------------
 
--- name: job_acquire
--- One holder at a time, by the clock of the database; a holder renews with the same token.
-UPDATE txbox_job
-   SET token = :token::text, updated_at = clock_timestamp(),
-       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
- WHERE name = :name::text AND (lease_until IS NULL OR lease_until <= clock_timestamp() OR token = :token::text)
+-- name: partitions
+-- The tables that hold the rows: the inbox itself, or its partitions; where a partition by ranges begins and
+-- ends, how many blocks each has, and what time it is.
+SELECT own.oid::bigint, own.relname::text,
+       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'FROM \(''([^'']*)''\)'),
+       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'TO \(''([^'']*)''\)'),
+       pg_relation_size(own.oid) / current_setting('block_size')::bigint,
+       extract(epoch FROM clock_timestamp())::double precision
+  FROM pg_class AS own
+ WHERE (own.oid = 'txbox_inbox'::regclass AND own.relkind = 'r')
+    OR own.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass)
+ ORDER BY own.relname
 
--- name: job_release
-UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = clock_timestamp()
- WHERE name = :name::text AND token = :token::text
+-- name: partition_make
+SELECT txbox_partition_make(to_timestamp(:first_s::double precision), to_timestamp(:last_s::double precision),
+                            :most::integer)
 
--- name: job_state
-SELECT state FROM txbox_job WHERE name = :name::text
+-- name: partition_rows
+SELECT count(*) FROM txbox_inbox
+ WHERE message_id >= :first::text COLLATE "C" AND message_id < :last::text COLLATE "C"
 
--- name: job_save
--- Fenced by the lease: a reader that lost it cannot move the progress back.
-UPDATE txbox_job SET state = :state::text, updated_at = clock_timestamp()
- WHERE name = :name::text AND token = :token::text
+-- name: partition_drop
+SELECT txbox_partition_drop(:name::text, :older_than_s::double precision)
 
--- name: anchor_history
--- Another text when commits may be missing: another server, one started again, a restored database or table.
--- With synchronous_commit=off, what is anchored must be durable all the same, and with it all that was committed before.
-SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, own.oid::text, 'txbox_job'::regclass::oid::text),
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-            THEN set_config('synchronous_commit', 'on', true) END
-  FROM pg_database own
- WHERE own.datname = current_database()
-
--- name: anchor_read
-SELECT name, state::bigint FROM txbox_job WHERE name = ANY(:rows.name::text[])
-
--- name: anchor_advance
--- Never back, whoever writes; always in one order, so that two writers do not deadlock.
-INSERT INTO txbox_job AS own (name, state)
-SELECT moved.name, moved.position::text
-  FROM unnest(:rows.name::text[], :rows.position::bigint[]) AS moved(name, position)
- ORDER BY moved.name
-ON CONFLICT (name) DO UPDATE
-   SET state = greatest(own.state::bigint, excluded.state::bigint)::text, updated_at = clock_timestamp()
+-- ---- schema.py ------------------------------------------------------------------------------------------------------
 
 -- name: schema_version
 SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
@@ -662,6 +716,8 @@ SELECT NOT EXISTS (SELECT 1
                                        WHERE tgname = 'txbox_inbox_guard' AND tgrelid = own.relation
                                          AND tgenabled IN ('O', 'A'))) AS triggers,
        current_setting('session_replication_role') AS role
+
+-- ---- rows.py, audit.py ----------------------------------------------------------------------------------------------
 
 -- name: status
 SELECT consumer, status, count(*), min(received_at) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
@@ -731,7 +787,6 @@ SELECT consumer, message_id, hash, reason, topic, type, key, content_type, heade
 SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
  WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
    AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   -- no processed row is meant, and said so: the index over open rows serves this
    AND status <> 'processed' AND status IN (:status_a::text, :status_b::text)
    AND (has_payload OR NOT :needs_payload::boolean)
    AND (:topic::text IS NULL OR topic = :topic::text)
@@ -779,6 +834,41 @@ SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attemp
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)
 
+-- ---- waits.py -------------------------------------------------------------------------------------------------------
+
+-- name: waits_order
+-- Of rows that have not run: the first row of their key that is in their way.
+SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
+  FROM (SELECT behind.message_id,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (:dead_blocks::boolean AND earlier.status = 'dead'))
+                 ORDER BY earlier.arrival LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
+           AND behind.status IN ('pending', 'failed')) AS own
+  JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
+
+-- name: waits_version
+-- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
+SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
+  FROM (SELECT behind.message_id, behind.sequence, done.last,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
+                 ORDER BY earlier.sequence LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
+         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
+
+-- ---- outbox.py ------------------------------------------------------------------------------------------------------
+
 -- name: stage
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
 -- A re-run under the same cause stages the same ids, and changes nothing.
@@ -793,6 +883,22 @@ SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_
                             position)
  ORDER BY m.position
 ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
+
+-- name: stage_notify
+-- As stage, and at its commit whoever listens looks at the outbox; one round trip.
+WITH staged AS (
+    INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
+                              available_at)
+    SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
+           m.cause_id, now() + make_interval(secs => m.delay_s)
+      FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                  :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
+                  :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[])
+           WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
+                                position)
+     ORDER BY m.position
+    ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING)
+SELECT pg_notify('txbox_outbox', '')
 
 -- name: stage_lock
 -- Until the caller's transaction ends nobody else stages in order under these keys: numbers are then
@@ -854,7 +960,8 @@ UPDATE txbox_outbox SET status = 'sent', token = NULL, sent_at = clock_timestamp
 
 -- name: relay_failed
 UPDATE txbox_outbox
-   SET status = :status::text, attempts = attempts + 1, token = NULL, error_type = :error_type::text, error = :error::text,
+   SET status = :status::text, attempts = attempts + 1, token = NULL,
+       error_type = :error_type::text, error = :error::text,
        available_at = clock_timestamp() + make_interval(secs => :delay_s::double precision)
  WHERE id = :id::text AND token = :token::text AND status = 'pending'
 
@@ -863,21 +970,7 @@ UPDATE txbox_outbox
 SELECT EXISTS (SELECT 1 FROM txbox_outbox
                 WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= now()))
 
--- name: stage_notify
--- As stage, and at its commit whoever listens looks at the outbox; one round trip.
-WITH staged AS (
-    INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
-                              available_at)
-    SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
-           m.cause_id, now() + make_interval(secs => m.delay_s)
-      FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                  :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
-                  :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[])
-           WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
-                                position)
-     ORDER BY m.position
-    ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING)
-SELECT pg_notify('txbox_outbox', '')
+-- ---- outbox_rows.py -------------------------------------------------------------------------------------------------
 
 -- name: outbox_status
 SELECT own.topic, own.state, count(*), extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision
@@ -951,54 +1044,3 @@ UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, availabl
 -- Of a row that is no longer pending, available_at says when it was given up.
 UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = clock_timestamp()
  WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')
-
--- name: prune_outbox
-WITH old AS MATERIALIZED (
-       SELECT id FROM txbox_outbox
-        WHERE status <> 'pending'
-          AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
-               OR (status = 'discarded'
-                   AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
-        LIMIT :limit::integer
-          FOR UPDATE SKIP LOCKED)
-DELETE FROM txbox_outbox AS own
- USING old
- WHERE own.id = old.id
-
--- name: prunable_outbox
-SELECT count(*) FROM txbox_outbox
- WHERE status <> 'pending'
-   AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
-        OR (status = 'discarded'
-            AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
-
--- name: waits_order
--- Of rows that have not run: the first row of their key that is in their way.
-SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
-  FROM (SELECT behind.message_id,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
-                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (:dead_blocks::boolean AND earlier.status = 'dead'))
-                 ORDER BY earlier.arrival LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
-           AND behind.status IN ('pending', 'failed')) AS own
-  JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
-
--- name: waits_version
--- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
-SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
-  FROM (SELECT behind.message_id, behind.sequence, done.last,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
-                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
-                 ORDER BY earlier.sequence LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
-         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
-           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
-  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id

@@ -5,6 +5,9 @@
 -- Times are UTC text of one width, so that they compare as text.
 -- `status <> 'processed'` stands beside narrower conditions: SQLite uses the partial index over open rows
 -- only where a query states the index's own condition.
+-- A section has the queries of the modules that it names.
+
+-- ---- claims.py ------------------------------------------------------------------------------------------------------
 
 -- name: claim
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
@@ -29,7 +32,8 @@ RETURNING message_id
 -- name: claim_leased
 -- The fence: a worker whose lease was given to another matches no row.
 UPDATE txbox_inbox
-   SET status = 'processed', processed_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+   SET status = 'processed', processed_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        starts = max(starts - 1, 0), lease_until = NULL, token = NULL, next_attempt_at = NULL,
        error_type = NULL, error = NULL, fingerprint = NULL,
        content_type = CASE WHEN :keep THEN content_type END,
@@ -46,6 +50,9 @@ RETURNING message_id
 UPDATE txbox_inbox SET status = 'processed', updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
 RETURNING message_id
+
+-- name: bound_lock_timeout
+-- The wait is the connection's busy_timeout.
 
 -- name: restore_lock_timeout
 -- The wait is the connection's busy_timeout, at BEGIN.
@@ -71,15 +78,17 @@ RETURNING token
 -- name: complete
 -- The claim has written the row as processed.
 
+-- name: duplicates
+-- classify reads them with the others.
+
+-- ---- inbox.py -------------------------------------------------------------------------------------------------------
+
 -- name: classify
 SELECT message_id, status, payload_hash, has_payload, attempts, starts,
        coalesce(next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'), true) AS due, token,
        lease_until IS NOT NULL AS leased
   FROM txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
-
--- name: duplicates
--- classify reads them with the others.
 
 -- name: accept
 -- An open guard (a handler of txbox's is running around this call) stays as it is.
@@ -88,9 +97,6 @@ VALUES {(:consumer, :rows.message_id, 'processed', :rows.topic, :rows.type, :row
          strftime('%Y-%m-%d %H:%M:%f', 'now'), :rows.payload_hash)}
 ON CONFLICT (consumer, message_id) DO NOTHING
 RETURNING message_id
-
--- name: bound_lock_timeout
--- The wait is the connection's busy_timeout.
 
 -- name: savepoint
 -- A statement that fails leaves the transaction as it was.
@@ -109,16 +115,37 @@ VALUES {(:consumer, :rows.message_id, 'pending', :rows.topic, :rows.type, :rows.
 ON CONFLICT (consumer, message_id) DO NOTHING
 RETURNING message_id
 
--- name: store_leased
--- As store, for rows that are leased from the start: nobody else ever sees them waiting.
-INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, starts, topic, type, key, sequence,
-                         payload_hash, next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
-VALUES {(:consumer, :rows.message_id, 'processing', :token,
-         strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s)), 1, :rows.topic, :rows.type, :rows.key,
-         :rows.sequence, :rows.payload_hash, strftime('%Y-%m-%d %H:%M:%f', 'now'), :rows.content_type, :rows.headers,
-         :rows.origin, :rows.payload, true, :key_id)}
-ON CONFLICT (consumer, message_id) DO NOTHING
-RETURNING message_id, received_at, arrival
+-- name: return_payload
+-- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
+UPDATE txbox_inbox
+   SET content_type = :content_type, headers = :headers, origin = :origin,
+       payload = :payload, has_payload = true, key_id = :key_id, payload_hash = :payload_hash,
+       next_attempt_at = coalesce(next_attempt_at, strftime('%Y-%m-%d %H:%M:%f', 'now')),
+       updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE consumer = :consumer AND message_id = :message_id
+   AND status IN ('pending', 'failed') AND NOT has_payload
+
+-- name: quarantine
+-- The same message again counts up.
+INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, key,
+                              content_type, headers, origin, payload, key_id)
+VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
+        :content_type, :headers, :origin, :payload, :key_id)
+ON CONFLICT (consumer, message_id, hash)
+DO UPDATE SET seen = seen + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+
+-- name: record_attempt
+INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
+VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
+
+-- name: keep_result
+UPDATE txbox_inbox SET result = :result
+ WHERE consumer = :consumer AND message_id = :message_id
+
+-- name: result
+SELECT result FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
+
+-- ---- failures.py ----------------------------------------------------------------------------------------------------
 
 -- name: record_update
 -- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
@@ -137,6 +164,7 @@ UPDATE txbox_inbox
    AND ((status = 'failed' AND payload_hash IS :payload_hash) OR (status = 'processing' AND token = :token))
 
 -- name: record_insert
+-- Somebody else's row is left alone: nothing was written.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
                          next_attempt_at, error_type, error, fingerprint,
                          content_type, headers, origin, payload, has_payload, key_id)
@@ -163,25 +191,18 @@ UPDATE txbox_inbox
    AND EXISTS (SELECT 1 FROM txbox_guard WHERE token = :token AND never = 1)
 RETURNING status, attempts
 
--- name: return_payload
--- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
-UPDATE txbox_inbox
-   SET content_type = :content_type, headers = :headers, origin = :origin,
-       payload = :payload, has_payload = true, key_id = :key_id, payload_hash = :payload_hash,
-       next_attempt_at = coalesce(next_attempt_at, strftime('%Y-%m-%d %H:%M:%f', 'now')), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
- WHERE consumer = :consumer AND message_id = :message_id
-   AND status IN ('pending', 'failed') AND NOT has_payload
+-- ---- leases.py ------------------------------------------------------------------------------------------------------
 
--- name: record_attempt
-INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
-VALUES (:consumer, :message_id, :attempt, :status, :error_type, :error, :fingerprint)
-
--- name: quarantine
-INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, key,
-                              content_type, headers, origin, payload, key_id)
-VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
-        :content_type, :headers, :origin, :payload, :key_id)
-ON CONFLICT (consumer, message_id, hash) DO UPDATE SET seen = seen + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+-- name: store_leased
+-- As store, for rows that are leased from the start: nobody else ever sees them waiting.
+INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, starts, topic, type, key, sequence,
+                         payload_hash, next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
+VALUES {(:consumer, :rows.message_id, 'processing', :token,
+         strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s)), 1, :rows.topic, :rows.type, :rows.key,
+         :rows.sequence, :rows.payload_hash, strftime('%Y-%m-%d %H:%M:%f', 'now'), :rows.content_type, :rows.headers,
+         :rows.origin, :rows.payload, true, :key_id)}
+ON CONFLICT (consumer, message_id) DO NOTHING
+RETURNING message_id, received_at, arrival
 
 -- name: lease
 -- A row whose last run never ended is taken alone (`suspect`), so that a message which kills its
@@ -190,7 +211,8 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
  WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
-                    WHERE due.consumer = :consumer AND due.status <> 'processed' AND due.status IN ('pending', 'failed') AND due.has_payload
+                    WHERE due.consumer = :consumer AND due.status <> 'processed'
+                      AND due.status IN ('pending', 'failed') AND due.has_payload
                       AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND (due.starts > 0) = :suspect
                     ORDER BY due.next_attempt_at, due.arrival
                     LIMIT :limit)
@@ -203,13 +225,14 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
  WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
-                    WHERE due.consumer = :consumer AND due.status <> 'processed' AND due.status IN ('pending', 'failed') AND due.has_payload
+                    WHERE due.consumer = :consumer AND due.status <> 'processed'
+                      AND due.status IN ('pending', 'failed') AND due.has_payload
                       AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND (due.starts > 0) = :suspect
-           AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                            WHERE earlier.consumer = due.consumer AND earlier.key = due.key
-                              AND earlier.arrival < due.arrival AND earlier.status <> 'processed'
-                              AND (earlier.status IN ('pending', 'failed', 'processing')
-                                   OR (:dead_blocks AND earlier.status = 'dead')))
+                      AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                                       WHERE earlier.consumer = due.consumer AND earlier.key = due.key
+                                         AND earlier.arrival < due.arrival AND earlier.status <> 'processed'
+                                         AND (earlier.status IN ('pending', 'failed', 'processing')
+                                              OR (:dead_blocks AND earlier.status = 'dead')))
                     ORDER BY due.next_attempt_at, due.arrival
                     LIMIT :limit)
 RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
@@ -222,7 +245,8 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
  WHERE arrival = (SELECT head.arrival FROM txbox_inbox AS head
-                   WHERE head.consumer = :consumer AND head.key = :key AND head.status <> 'processed' AND head.key IS NOT NULL
+                   WHERE head.consumer = :consumer AND head.key = :key AND head.status <> 'processed'
+                     AND head.key IS NOT NULL
                      AND (head.status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND head.status = 'dead'))
                    ORDER BY head.arrival
                    LIMIT 1)
@@ -236,42 +260,6 @@ RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, att
 
 -- name: lease_take
 -- lease has taken the rows.
-
--- name: order_waiting
--- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
-SELECT DISTINCT key FROM txbox_inbox
- WHERE consumer = :consumer AND key IN ({:rows.key}) AND status <> 'processed'
-   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND status = 'dead'))
-   AND token IS NOT :token
-
--- name: sequence_state
--- The version processed last; whether an earlier one is on its way through the table; and whether this
--- one has waited long enough.
-SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND key = :key),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer AND key = :key AND status <> 'processed'
-                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer AND message_id = :message_id
-                  AND received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:wait_s)))
-
--- name: sequence_done
-INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer, :key, :sequence)
-ON CONFLICT (consumer, key)
-DO UPDATE SET last = max(txbox_sequence.last, excluded.last), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
-
--- name: sequence_next
--- The version behind the one that is done need not wait for its next look.
-UPDATE txbox_inbox SET next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
- WHERE consumer = :consumer AND key = :key AND status <> 'processed' AND status = 'pending'
-   AND sequence = :sequence + 1
-
--- name: keep_result
-UPDATE txbox_inbox SET result = :result
- WHERE consumer = :consumer AND message_id = :message_id
-
--- name: result
-SELECT result FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 
 -- name: heartbeat
 UPDATE txbox_inbox
@@ -295,13 +283,15 @@ UPDATE txbox_inbox
 -- The start stays counted: its run never ended.
 UPDATE txbox_inbox
    SET status = CASE WHEN starts >= :max_starts THEN 'dead' ELSE 'failed' END,
-       lease_until = NULL, token = NULL, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       lease_until = NULL, token = NULL,
+       updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        error_type = CASE WHEN starts >= :max_starts THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
        error = CASE WHEN starts >= :max_starts
                     THEN 'killed its process: ' || starts || ' runs never ended' ELSE 'lease expired' END,
        fingerprint = NULL
  WHERE arrival IN (SELECT expired.arrival FROM txbox_inbox AS expired
-                    WHERE expired.status <> 'processed' AND expired.status = 'processing' AND expired.lease_until <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                    WHERE expired.status <> 'processed'
+                      AND expired.status = 'processing' AND expired.lease_until <= strftime('%Y-%m-%d %H:%M:%f', 'now')
                       AND (:consumer IS NULL OR expired.consumer = :consumer)
                     ORDER BY expired.lease_until
                     LIMIT :limit)
@@ -313,93 +303,39 @@ RETURNING consumer, message_id, topic, starts, status, attempts, error_type, err
 -- name: rescue_broken
 -- A processing row without a lease cannot be committed here: the claim writes `processed`.
 
--- name: prune
--- In arrival order, which is about the order of completion.
-DELETE FROM txbox_inbox
- WHERE arrival IN (SELECT old.arrival FROM txbox_inbox AS old
-                    WHERE old.status IN ('processed', 'discarded')
-                      AND old.processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
-                      AND (:consumer IS NULL OR old.consumer = :consumer)
-                    ORDER BY old.arrival
-                    LIMIT :limit)
-RETURNING consumer, message_id
+-- ---- order.py -------------------------------------------------------------------------------------------------------
 
--- name: prune_blocks
--- prune finds the rows in the order that is best here.
+-- name: order_waiting
+-- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
+SELECT DISTINCT key FROM txbox_inbox
+ WHERE consumer = :consumer AND key IN ({:rows.key}) AND status <> 'processed'
+   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks AND status = 'dead'))
+   AND token IS NOT :token
 
--- name: prune_begin
--- Durability is not a transaction's choice here.
+-- name: sequence_state
+-- The version processed last; whether an earlier one is on its way through the table; and whether this
+-- one has waited long enough.
+SELECT (SELECT last FROM txbox_sequence WHERE consumer = :consumer AND key = :key),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND key = :key AND status <> 'processed'
+                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer AND message_id = :message_id
+                  AND received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:wait_s)))
 
--- name: prune_take
--- prune has deleted the rows.
+-- name: sequence_done
+-- Never back: a version that comes late leaves the higher one.
+INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer, :key, :sequence)
+ON CONFLICT (consumer, key)
+DO UPDATE SET last = max(txbox_sequence.last, excluded.last), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
 
--- name: prune_attempts
-DELETE FROM txbox_attempt
- WHERE number IN (SELECT own.number FROM (VALUES {(:rows.consumer, :rows.message_id)}) AS m
-                   JOIN txbox_attempt AS own ON own.consumer = m.column1 AND own.message_id = m.column2)
+-- name: sequence_next
+-- The version behind the one that is done need not wait for its next look.
+UPDATE txbox_inbox SET next_attempt_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE consumer = :consumer AND key = :key AND status <> 'processed' AND status = 'pending'
+   AND sequence = :sequence + 1
 
--- name: prunable
-SELECT count(*) FROM txbox_inbox
- WHERE status IN ('processed', 'discarded')
-   AND processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
-   AND (:consumer IS NULL OR consumer = :consumer)
-
--- name: partitions
--- There are no partitions here.
-
--- name: partition_make
--- There are no partitions here.
-
--- name: partition_rows
--- There are no partitions here.
-
--- name: partition_drop
--- There are no partitions here.
-
--- name: prune_orphans
--- There are no partitions here.
-
--- name: second_of_day
-SELECT strftime('%s', 'now') - strftime('%s', 'now', 'start of day')
-
--- name: drop_payloads
--- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
-UPDATE txbox_inbox
-   SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = 0
- WHERE arrival IN (SELECT old.arrival FROM txbox_inbox AS old
-                    WHERE old.consumer = :consumer AND old.status = 'processed' AND old.has_payload
-                      AND old.processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
-                    LIMIT :limit)
-
--- name: work_left
--- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
--- look again within two seconds.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed' AND status IN ('pending', 'failed') AND has_payload
-                            AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
-              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
-                            AND own.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now', '+3 seconds')
-                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
-                                         WHERE done.consumer = own.consumer AND done.key = own.key
-                                           AND own.sequence = done.last + 1))
-            THEN 1 ELSE 0 END
-
--- name: work_left_ordered
--- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status IN ('pending', 'failed')
-                            AND own.has_payload AND own.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
-                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
-                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                                             AND (earlier.status IN ('pending', 'failed', 'processing')
-                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed' AND status = 'processing' AND lease_until IS NOT NULL)
-            THEN 1 ELSE 0 END
+-- ---- jobs.py --------------------------------------------------------------------------------------------------------
 
 -- name: job_create
 INSERT INTO txbox_job (name) VALUES (:name) ON CONFLICT (name) DO NOTHING
@@ -437,6 +373,122 @@ ON CONFLICT (name) DO UPDATE
    SET state = CAST(max(CAST(txbox_job.state AS INTEGER), CAST(excluded.state AS INTEGER)) AS TEXT),
        updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
 
+-- name: prune
+-- In arrival order, which is about the order of completion.
+DELETE FROM txbox_inbox
+ WHERE arrival IN (SELECT old.arrival FROM txbox_inbox AS old
+                    WHERE old.status IN ('processed', 'discarded')
+                      AND old.processed_at
+                          < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+                      AND (:consumer IS NULL OR old.consumer = :consumer)
+                    ORDER BY old.arrival
+                    LIMIT :limit)
+RETURNING consumer, message_id
+
+-- name: prune_blocks
+-- prune finds the rows in the order that is best here.
+
+-- name: prune_begin
+-- Durability is not a transaction's choice here.
+
+-- name: prune_take
+-- prune has deleted the rows.
+
+-- name: prune_attempts
+DELETE FROM txbox_attempt
+ WHERE number IN (SELECT own.number FROM (VALUES {(:rows.consumer, :rows.message_id)}) AS m
+                   JOIN txbox_attempt AS own ON own.consumer = m.column1 AND own.message_id = m.column2)
+
+-- name: prunable
+SELECT count(*) FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+   AND (:consumer IS NULL OR consumer = :consumer)
+
+-- name: prune_orphans
+-- There are no partitions here.
+
+-- name: prune_outbox
+DELETE FROM txbox_outbox
+ WHERE number IN (SELECT old.number FROM txbox_outbox AS old
+                   WHERE old.status <> 'pending'
+                     AND ((old.status = 'sent'
+                           AND old.sent_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:sent_s)))
+                          OR (old.status = 'discarded'
+                              AND old.available_at < strftime('%Y-%m-%d %H:%M:%f', 'now',
+                                                              printf('%+.3f seconds', -:discarded_s))))
+                   LIMIT :limit)
+
+-- name: prunable_outbox
+SELECT count(*) FROM txbox_outbox
+ WHERE status <> 'pending'
+   AND ((status = 'sent' AND sent_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:sent_s)))
+        OR (status = 'discarded'
+            AND available_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:discarded_s))))
+
+-- name: second_of_day
+SELECT strftime('%s', 'now') - strftime('%s', 'now', 'start of day')
+
+-- name: drop_payloads
+-- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
+UPDATE txbox_inbox
+   SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = 0
+ WHERE arrival IN (SELECT old.arrival FROM txbox_inbox AS old
+                    WHERE old.consumer = :consumer AND old.status = 'processed' AND old.has_payload
+                      AND old.processed_at
+                          < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+                    LIMIT :limit)
+
+-- name: work_left
+-- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
+-- look again within two seconds.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status <> 'processed'
+                            AND status IN ('pending', 'failed') AND has_payload
+                            AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status <> 'processed'
+                            AND status = 'processing' AND lease_until IS NOT NULL)
+              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
+                            AND own.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now', '+3 seconds')
+                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
+                                         WHERE done.consumer = own.consumer AND done.key = own.key
+                                           AND own.sequence = done.last + 1))
+            THEN 1 ELSE 0 END
+
+-- name: work_left_ordered
+-- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer AND own.status <> 'processed'
+                            AND own.status IN ('pending', 'failed')
+                            AND own.has_payload AND own.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
+                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                                             AND (earlier.status IN ('pending', 'failed', 'processing')
+                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status <> 'processed'
+                            AND status = 'processing' AND lease_until IS NOT NULL)
+            THEN 1 ELSE 0 END
+
+-- ---- partitions.py --------------------------------------------------------------------------------------------------
+
+-- name: partitions
+-- There are no partitions here.
+
+-- name: partition_make
+-- There are no partitions here.
+
+-- name: partition_rows
+-- There are no partitions here.
+
+-- name: partition_drop
+-- There are no partitions here.
+
+-- ---- schema.py ------------------------------------------------------------------------------------------------------
+
 -- name: schema_version
 SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 
@@ -455,12 +507,15 @@ SELECT (SELECT foreign_keys FROM pragma_foreign_keys)
        AND (SELECT count(*) FROM pragma_foreign_key_list('txbox_guard')) AS triggers,
        'origin' AS role
 
+-- ---- rows.py, audit.py ----------------------------------------------------------------------------------------------
+
 -- name: status
 SELECT consumer, status, count(*), min(received_at) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
 
 -- name: oldest_unfinished
 SELECT consumer, (julianday('now') - julianday(min(received_at))) * 86400.0
-  FROM txbox_inbox WHERE status <> 'processed' AND status IN ('pending', 'processing', 'failed') GROUP BY consumer ORDER BY consumer
+  FROM txbox_inbox WHERE status <> 'processed' AND status IN ('pending', 'processing', 'failed')
+ GROUP BY consumer ORDER BY consumer
 
 -- name: quarantine_status
 SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
@@ -482,7 +537,8 @@ SELECT consumer, message_id, status, topic, type, key, attempts, starts, receive
    AND (:key IS NULL OR key = :key)
    AND (:error_type IS NULL OR error_type = :error_type)
    AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
-   AND (:older_than_s IS NULL OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+   AND (:older_than_s IS NULL
+        OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
    AND (:before IS NULL OR arrival < :before)
  ORDER BY arrival DESC
  LIMIT :limit
@@ -514,7 +570,6 @@ SELECT consumer, message_id, hash, reason, topic, type, key, content_type, heade
 SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
  WHERE (:consumer IS NULL OR consumer = :consumer)
    AND (:message_id IS NULL OR message_id = :message_id)
-   -- no processed row is meant, and said so: the index over open rows serves this
    AND status <> 'processed' AND status IN (:status_a, :status_b)
    AND (has_payload OR NOT :needs_payload)
    AND (:topic IS NULL OR topic = :topic)
@@ -522,7 +577,8 @@ SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
    AND (:key IS NULL OR key = :key)
    AND (:error_type IS NULL OR error_type = :error_type)
    AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
-   AND (:older_than_s IS NULL OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+   AND (:older_than_s IS NULL
+        OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
    AND arrival > :after
  ORDER BY arrival
  LIMIT :limit
@@ -538,7 +594,8 @@ UPDATE txbox_inbox
 
 -- name: discard
 UPDATE txbox_inbox
-   SET status = 'discarded', processed_at = strftime('%Y-%m-%d %H:%M:%f', 'now'), updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+   SET status = 'discarded', processed_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        next_attempt_at = NULL, lease_until = NULL, token = NULL
  WHERE arrival IN (SELECT own.arrival FROM (VALUES {(:rows.consumer, :rows.message_id)}) AS m
                     JOIN txbox_inbox AS own ON own.consumer = m.column1 AND own.message_id = m.column2)
@@ -562,6 +619,41 @@ SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attemp
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor, :action, :filter, :affected, :reason)
 
+-- ---- waits.py -------------------------------------------------------------------------------------------------------
+
+-- name: waits_order
+-- Of rows that have not run: the first row of their key that is in their way.
+SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
+  FROM (SELECT behind.message_id,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (:dead_blocks AND earlier.status = 'dead'))
+                 ORDER BY earlier.arrival LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed')) AS own
+  JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
+
+-- name: waits_version
+-- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
+SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
+  FROM (SELECT behind.message_id, behind.sequence, done.last,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
+                 ORDER BY earlier.sequence LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
+         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
+
+-- ---- outbox.py ------------------------------------------------------------------------------------------------------
+
 -- name: stage
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
 -- A re-run under the same cause stages the same ids, and changes nothing.
@@ -571,6 +663,9 @@ VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows
          :rows.cause_consumer, :rows.cause_id,
          strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :rows.delay_s)))}
 ON CONFLICT (id) DO NOTHING
+
+-- name: stage_notify
+-- Nobody listens: relays poll.
 
 -- name: stage_lock
 -- One writer at a time: numbers are committed in their order.
@@ -593,7 +688,8 @@ SELECT topic, key, min(number), count(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND key IS NOT NULL AND number <= :last
    AND (topic, key) IN (VALUES {(:rows.topic, :rows.key)})
-   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at
+        OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
  GROUP BY topic, key
 
 -- name: relay_lease
@@ -629,15 +725,16 @@ UPDATE txbox_outbox
 -- name: relay_left
 -- Whether anything is due or leased.
 SELECT EXISTS (SELECT 1 FROM txbox_outbox
-                WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')))
+                WHERE status = 'pending'
+                  AND (token IS NOT NULL OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')))
 
--- name: stage_notify
--- Nobody listens: relays poll.
+-- ---- outbox_rows.py -------------------------------------------------------------------------------------------------
 
 -- name: outbox_status
 SELECT own.topic, own.state, count(*), (julianday('now') - julianday(min(own.staged_at))) * 86400.0
   FROM (SELECT topic, staged_at,
-               CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+               CASE WHEN status <> 'pending' THEN status
+                    WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
           FROM txbox_outbox) AS own
  GROUP BY own.topic, own.state ORDER BY own.topic, own.state
@@ -655,13 +752,15 @@ SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts
              ORDER BY head.number LIMIT 1) END
   FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
                cause_id, error_type, error, key_id,
-               CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+               CASE WHEN status <> 'pending' THEN status
+                    WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
           FROM txbox_outbox
          WHERE (:id IS NULL OR id = :id)
            AND (:stored IS NULL OR status = :stored)
            AND (:state IS NULL
-                OR CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+                OR CASE WHEN status <> 'pending' THEN status
+                        WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
                         WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
                    = :state)
            AND (:topic IS NULL OR topic = :topic)
@@ -683,7 +782,8 @@ SELECT content_type, headers, payload, key_id FROM txbox_outbox WHERE id = :id
 SELECT id, number FROM txbox_outbox
  WHERE (:id IS NULL OR id = :id)
    AND status IN ('pending', 'dead')
-   AND CASE WHEN status <> 'pending' THEN status WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
+   AND CASE WHEN status <> 'pending' THEN status
+            WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
             WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
        IN ({:rows.state})
    AND (:topic IS NULL OR topic = :topic)
@@ -705,52 +805,3 @@ UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, availabl
 -- Of a row that is no longer pending, available_at says when it was given up.
 UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
  WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
-
--- name: prune_outbox
-DELETE FROM txbox_outbox
- WHERE number IN (SELECT old.number FROM txbox_outbox AS old
-                   WHERE old.status <> 'pending'
-                     AND ((old.status = 'sent'
-                           AND old.sent_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:sent_s)))
-                          OR (old.status = 'discarded'
-                              AND old.available_at < strftime('%Y-%m-%d %H:%M:%f', 'now',
-                                                              printf('%+.3f seconds', -:discarded_s))))
-                   LIMIT :limit)
-
--- name: prunable_outbox
-SELECT count(*) FROM txbox_outbox
- WHERE status <> 'pending'
-   AND ((status = 'sent' AND sent_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:sent_s)))
-        OR (status = 'discarded'
-            AND available_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:discarded_s))))
-
--- name: waits_order
--- Of rows that have not run: the first row of their key that is in their way.
-SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
-  FROM (SELECT behind.message_id,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
-                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (:dead_blocks AND earlier.status = 'dead'))
-                 ORDER BY earlier.arrival LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
-           AND behind.status IN ('pending', 'failed')) AS own
-  JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
-
--- name: waits_version
--- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
-SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
-  FROM (SELECT behind.message_id, behind.sequence, done.last,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
-                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
-                 ORDER BY earlier.sequence LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
-         WHERE behind.consumer = :consumer AND behind.message_id IN ({:rows.message_id})
-           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
-  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer AND head.message_id = own.head_id
