@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -76,6 +78,53 @@ def test_a_plain_table_is_aligned_and_leaves_empty_columns_out(
         "a               3  2026-01-31 12:00:00",
         "long-id        12  2026-01-31 12:00:00",
     ]
+
+
+_ID = "da3e9f32-2333-4b88-b191-4f943e803423"
+
+
+def on_a_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """The lines of a list of two messages on a terminal of that width."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    moment = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    print_table(
+        ["consumer", "id", "status", "topic", "type", "key", "attempts", "received", "error"],
+        [
+            ["billing", _ID, "failed", "orders", "order.paid", None, 3, moment, "ValueError: " + "no " * 30],
+            ["billing", "2", "processed", "orders", "order.paid", "k", 12, moment, None],
+        ],
+    )  # fmt: skip
+    shown_there = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    return [own.rstrip() for own in shown_there.splitlines() if own.strip()]
+
+
+def test_a_table_wider_than_the_terminal_breaks_no_id_and_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = on_a_terminal(80, monkeypatch, capsys)
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["consumer", "id", "status", "topic", "type"]
+    assert lines[2].split() == ["billing", _ID, "failed", "orders", "order.paid"]
+    assert lines[3].split() == (
+        ["attempts", "3,", "received", "2026-01-31", "12:00:00,", "error", "ValueError:"]
+        + ["no"] * 5
+    )
+    assert lines[-1].strip() == "key k, attempts 12, received 2026-01-31 12:00:00"
+
+
+def test_only_the_last_column_is_folded_where_that_is_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = on_a_terminal(160, monkeypatch, capsys)
+    assert max(map(len, lines)) <= 160
+    assert lines[0].split()[-1] == "error"
+    assert "2026-01-31 12:00:00   ValueError: no no" in lines[2]
+    assert lines[-1].split()[:2] == ["billing", "2"]
 
 
 def test_json_has_times_in_iso_and_bytes_in_base64(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,10 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # user:password@ in a URL, and password=… in a query or a connection string
 _PASSWORD = re.compile(r"(://[^:@/\s]*:)[^\s]*(?=@)|(\bpassword\s*=\s*)('[^']*'|[^\s&'\"]+)", re.I)
@@ -126,26 +129,79 @@ def _print_rich(
 ) -> bool:
     try:
         from rich import box
+        from rich.cells import cell_len
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
         return False
+    console = Console()
+    widths = [max(cell_len(line[index]) for line in (heads, *cells)) for index in range(len(heads))]
+    # a blank at both edges, two and a line between columns
+    if _across([*widths[:-1], min(widths[-1], _FOLDED)], 3) + 2 > console.width:
+        if title:
+            console.print(Text(title, "italic"))
+        _print_stacked(console, heads, cells, widths, right)
+        return True
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for head, to_right in zip(heads, right, strict=True):
+    for index, (head, to_right) in enumerate(zip(heads, right, strict=True)):
         table.add_column(
             head,
             justify="right" if to_right else "left",
             overflow="fold",
-            no_wrap=head in ("status", "received", "at"),
+            no_wrap=index < len(heads) - 1,
         )
     for row in cells:
         # Text, never markup: the cells are not ours
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
+    console.print(table)
     return True
 
 
+def _across(widths: Sequence[int], between: int) -> int:
+    """Columns of the terminal that a row takes."""
+    return sum(widths) + between * (len(widths) - 1)
+
+
+def _print_stacked(
+    console: Console,
+    heads: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    right: Sequence[bool],
+) -> None:
+    """The columns that fit as a table, the others named in a line below each row: ids stay whole."""
+    from rich.cells import cell_len
+    from rich.padding import Padding
+    from rich.text import Text
+
+    ends = range(1, len(widths) + 1)
+    fit = max(1, sum(_across(widths[:end], 2) <= console.width for end in ends))
+
+    def line(row: Sequence[str], style: str | None = None) -> Text:
+        text = Text(overflow="fold")
+        for index in range(fit):
+            blanks = " " * (widths[index] - cell_len(row[index]))
+            text.append("  " if index else "")
+            text.append(
+                blanks + row[index] if right[index] else row[index] + blanks,
+                _STYLES.get(row[index], "") if style is None else style,
+            )
+        text.rstrip()
+        return text
+
+    console.print(line(heads, "bold"))
+    console.print("─" * min(_across(widths[:fit], 2), console.width))
+    for row in cells:
+        console.print(line(row))
+        below = range(fit, len(row))
+        if rest := ", ".join(f"{heads[index]} {row[index]}" for index in below if row[index]):
+            text = Text(rest, "dim", overflow="fold")
+            console.print(Padding(text, (0, 0, 0, 4), expand=False))
+
+
+# a last column of text is folded down to this before the table is stacked
+_FOLDED = 30
 _STYLES = {
     "dead": "red",
     "failed": "yellow",
