@@ -10,9 +10,11 @@ from txbox.app import App
 from txbox.brokers.base import Delivery
 from txbox.message import Message
 from txbox.worker.lane import Lane
-from txbox.worker.work import Parts, Route, Settling, Work
+from txbox.worker.work import Course, Parts, Settling, Work
 
-_ROUTES_MAX = 4096
+_COURSES_MAX = 4096
+# who takes a message, and in which lanes
+_Taken = tuple[Course, tuple[Lane, ...]]
 
 
 class Dispatch:
@@ -21,7 +23,7 @@ class Dispatch:
     def __init__(self, app: App, lanes: Mapping[tuple[str, bool], Sequence[Lane]]) -> None:
         self._app = app
         self._lanes = lanes
-        self._routes: dict[tuple[str, str | None], list[Route]] = {}
+        self._courses: dict[tuple[str, str | None], list[_Taken]] = {}
         self._turn = 0
 
     def has_idle_lane(self) -> bool:
@@ -37,21 +39,21 @@ class Dispatch:
             if message is None:
                 left.append(delivery)
                 continue
-            routes = self._routes.get((message.topic, message.type))
-            if routes is None:
-                routes = self._found(message)
-            if not routes:
+            courses = self._courses.get((message.topic, message.type))
+            if courses is None:
+                courses = self._found(message)
+            if not courses:
                 left.append(delivery)
                 continue
-            parts = Parts(len(routes)) if len(routes) > 1 else None
+            parts = Parts(len(courses)) if len(courses) > 1 else None
             self._turn += 1
-            for route in routes:
-                work = Work(owner, delivery, route, parts)
-                if route.in_order:
+            for course, lanes in courses:
+                work = Work(owner, delivery, course, parts)
+                if course.in_order:
                     work.key = message.key
-                elif route.lock_key:
-                    work.lock_key = route.handler.lock_key(message)
-                lane = route.lanes[0] if len(route.lanes) == 1 else self._lane(work, message)
+                elif course.lock_key:
+                    work.lock_key = course.handler.lock_key(message)
+                lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
                 own = handed.get(lane)
                 if own is None:
                     handed[lane] = [work]
@@ -61,18 +63,23 @@ class Dispatch:
             lane.put(works)
         return left
 
-    def _lane(self, work: Work, message: Message[Any]) -> Lane:
-        lanes = work.route.lanes
+    def _lane(self, work: Work, lanes: Sequence[Lane], message: Message[Any]) -> Lane:
         key = work.lock_key if work.lock_key is not None else message.key
         if key is None:
             return lanes[self._turn % len(lanes)]
         return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
 
-    def _found(self, message: Message[Any]) -> list[Route]:
+    def _found(self, message: Message[Any]) -> list[_Taken]:
         handlers = self._app.handlers.matching(message.topic, message.type)
-        if len(self._routes) > _ROUTES_MAX:
+        if len(self._courses) > _COURSES_MAX:
             # types come from strangers: the cache must not grow with them
-            self._routes.clear()
-        found = [Route(own, self._lanes[own.consumer, own.is_async]) for own in handlers]
-        self._routes[message.topic, message.type] = found
+            self._courses.clear()
+        found = [
+            (
+                Course(own),
+                tuple(self._lanes[own.consumer, own.is_async][: own.options.concurrency]),
+            )
+            for own in handlers
+        ]
+        self._courses[message.topic, message.type] = found
         return found

@@ -117,20 +117,20 @@ class Lane:
                     first, messages_max = work, self._batch_messages(work)
                 elif (
                     len(batch) >= messages_max
-                    or work.route is not first.route
+                    or work.course is not first.course
                     or work.way is not first.way
                     or bytes_left < 0
                 ):
                     break
                 batch.append(queue.popleft())
-        if len(batch) > 1 and batch[0].route.lock_key:
+        if len(batch) > 1 and batch[0].course.lock_key:
             # two transactions that lock the same rows take them in one order
             batch.sort(key=_lock_key)
         return batch
 
     def _batch_messages(self, first: Work) -> int:
         """The one place that decides how many deliveries share a transaction."""
-        app, handler = self._app, first.route.handler
+        app, handler = self._app, first.course.handler
         most = app.batching.messages
         if first.way is Way.INLINE:
             # each version of a key is decided by the one before it
@@ -147,7 +147,7 @@ class Lane:
 
     def _runs_stored(self, work: Work) -> bool:
         """Say whether this lane runs what it stores now: one that has rows to run does not take more."""
-        options = work.route.handler.options
+        options = work.course.handler.options
         return not self._rows and options.mode == "stored" and not options.in_order
 
     def _take(self, batch: list[Work]) -> Steps[None]:
@@ -160,7 +160,7 @@ class Lane:
             yield from self._deliver(batch)
 
     def _deliver(self, batch: list[Work]) -> Steps[None]:
-        handler = batch[0].route.handler
+        handler = batch[0].course.handler
         answers: list[Settled] = yield from self._app.taken(
             handler.stored if batch[0].way is Way.STORED else handler,
             [work.message for work in batch],
@@ -171,7 +171,7 @@ class Lane:
 
     def _store(self, batch: list[Work]) -> Steps[None]:
         """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""
-        handler, leasing = batch[0].route.handler, Leasing(self._app.lease)
+        handler, leasing = batch[0].course.handler, Leasing(self._app.lease)
         answers: list[Settled] = yield from self._app.taken(
             handler, [work.message for work in batch], leasing=leasing, stop=self._stop
         )
@@ -200,7 +200,7 @@ class Lane:
 
         Nobody else sees these rows before this lane is done with them, so the order of the lane holds.
         """
-        handler, leasing = batch[0].route.handler, Leasing(self._app.lease)
+        handler, leasing = batch[0].course.handler, Leasing(self._app.lease)
         answers: list[Settled] = yield from self._app.taken(
             handler, [work.message for work in batch], leasing=leasing, stop=self._stop
         )

@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
 from txbox.message import Message
-
-if TYPE_CHECKING:
-    from txbox.worker.lane import Lane
 
 
 class Way(Enum):
@@ -25,19 +22,18 @@ class Way(Enum):
     STORED = "stored"
 
 
-class Route:
-    """Where the deliveries for one handler go, and in which way: the same for all of them.
+class Course:
+    """Which way the deliveries for one handler go: the same for all of them.
 
     A redelivery may have killed the worker that had it: its run must be counted before it begins.
     Rows of the table are counted anyway; where a key's messages have an order, the table keeps that.
     """
 
-    __slots__ = ("handler", "in_order", "lanes", "lock_key", "once", "redelivered")
+    __slots__ = ("handler", "in_order", "lock_key", "once", "redelivered")
 
-    def __init__(self, handler: Handler, lanes: Sequence[Lane]) -> None:
+    def __init__(self, handler: Handler) -> None:
         options = handler.options
         self.handler = handler
-        self.lanes = tuple(lanes[: options.concurrency])
         self.in_order = options.in_order
         # an order goes by the key of the messages, and no other lane or place in a batch will do
         self.lock_key = options.lock_key is not None and not options.in_order
@@ -80,16 +76,16 @@ class Work:
         tries: how often it was claimed while another transaction held it.
     """
 
-    __slots__ = ("delivery", "key", "lock_key", "owner", "parts", "route", "tries", "way")
+    __slots__ = ("course", "delivery", "key", "lock_key", "owner", "parts", "tries", "way")
 
     def __init__(
-        self, owner: Settling, delivery: Delivery, route: Route, parts: Parts | None
+        self, owner: Settling, delivery: Delivery, course: Course, parts: Parts | None
     ) -> None:
         self.owner = owner
         self.delivery = delivery
-        self.route = route
+        self.course = course
         self.parts = parts
-        self.way = route.redelivered if delivery.redelivered else route.once
+        self.way = course.redelivered if delivery.redelivered else course.once
         self.key: str | None = None
         self.lock_key: str | None = None
         self.tries = 0
