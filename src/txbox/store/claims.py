@@ -39,6 +39,8 @@ def claim(
 
     Args:
         lock_timeout: the longest wait for an id.
+        idle_s: after this time without a statement the server ends the transaction, where it can.
+        keep: the payload stays in the row.
         wait: the longest wait for a lock of the handler's, where the database can bound it and a
             batch can be run again; None for the connection's own.
     """
@@ -70,10 +72,17 @@ def claim_leased(
     keep: bool,
     wait: timedelta | None = None,
 ) -> tuple[Statement, ...]:
-    """As `claim`, for rows leased under `lease`: the fence."""
+    """As `claim`, for rows leased under the token `lease`.
+
+    Guarantee: the fence: a row whose lease was given to another is not won.
+    """
     params = {
-        **_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token, "lease": lease, "keep": keep
-    }  # fmt: skip
+        **_bounds(lock_timeout, idle_s),
+        "consumer": consumer,
+        "token": token,
+        "lease": lease,
+        "keep": keep,
+    }
     statement = store.dialect.statement("claim_leased", params, {"message_id": ids})
     return _bounded(store, statement, token, lock_timeout, wait)
 
@@ -172,6 +181,7 @@ def close(store: InboxStore, token: str) -> Statement:
     return store.dialect.statement("close", {"token": token}, canary=token)
 
 
+# the same two for every message of a handler
 @lru_cache(maxsize=64)
 def _bounds(lock_timeout: timedelta, idle_s: float) -> dict[str, str]:
     return {

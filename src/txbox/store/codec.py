@@ -44,7 +44,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A row taken from the table."""
+    """A row taken from the table.
+
+    Attributes:
+        attempts: failures so far.
+        starts: runs from the table that never ended; of a leased row with the one to come.
+        number: its place in the order of arrivals.
+    """
 
     arrival: Arrival
     attempts: int
@@ -86,17 +92,21 @@ class Columns:
 
     @property
     def key_id(self) -> str | None:
+        """The key that rows are written with now; None without a codec."""
         return self._codec.key_id if self._codec else None
 
     def payload(self, payload: bytes | None) -> bytes | None:
+        """Write a payload column."""
         return self._codec.encode(payload) if self._codec and payload is not None else payload
 
     def error(self, text: str) -> str:
+        """Write an error column: text, marked where a codec has encoded it."""
         if self._codec is None:
             return text
         return ENCODED_ERROR + base64.b64encode(self._codec.encode(text.encode())).decode()
 
     def error_back(self, text: str | None, key_id: str | None) -> str | None:
+        """Read an error column. Without the row's key it stays encoded; without a codec only the key is told."""
         if text is None or not text.startswith(ENCODED_ERROR) or key_id is None:
             return text
         if self._codec is None:
@@ -170,6 +180,7 @@ class Columns:
         return columns
 
     def content(self, message: Message[Any]) -> dict[str, Any]:
+        """The values of a message that only rows with a payload have."""
         return {
             "content_type": message.content_type,
             "headers": encode_headers(message.headers),
@@ -178,7 +189,11 @@ class Columns:
         }
 
     def arrival(self, consumer: str, row: Sequence[Any]) -> Leased:
-        """Read a row of lease or replay_read."""
+        """Read a row of one of the lease queries, or of replay_read.
+
+        Raises:
+            ConfigurationError: as `payload_back`.
+        """
         (message_id, topic, kind, key, sequence, received_at, hashed, attempts, starts) = row[:9]
         (content_type, headers, origin, payload, _, key_id, number) = row[9:]
         coordinates, time = decode_origin(origin)
@@ -202,12 +217,14 @@ class Columns:
 
 
 def encode_origin(origin: Mapping[str, Any], time: datetime | None) -> str | None:
+    """Write where a message came from, and its own time, as JSON; what JSON does not know as its text."""
     if not origin and time is None:
         return None
     return json.dumps({**origin, **({"_time": time.isoformat()} if time else {})}, default=str)
 
 
 def decode_origin(text: str | None) -> tuple[dict[str, Any], datetime | None]:
+    """Read what `encode_origin` wrote."""
     if not text:
         return {}, None
     origin = json.loads(text)

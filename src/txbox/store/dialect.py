@@ -66,6 +66,8 @@ class Dialect:
         """Build a statement.
 
         Args:
+            name: of the query; also the statement's crash point.
+            params: may hold more than the query asks for.
             rows: columns of equal length, one element a row.
             canary: a random identifier for the databases that guard by savepoint.
         """
@@ -125,11 +127,9 @@ def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
     def rewrite(token: re.Match[str]) -> str:
         name = token[1]
         if name is None:
-            return (
-                ""
-                if token[0].startswith("--")
-                else token[0].replace("%", "%%" if style == "format" else "%")
-            )
+            if token[0].startswith("--"):
+                return ""
+            return token[0].replace("%", "%%") if style == "format" else token[0]
         if style == "numeric":
             if name not in names:
                 names.append(name)
@@ -157,7 +157,7 @@ def parse_queries(text: str) -> dict[str, str]:
 
 
 def qualified(sql: str, schema: str) -> str:
-    """Put a PostgreSQL schema before every table, view and function of txbox."""
+    """Put a PostgreSQL schema, a plain identifier, before every table, view and function of txbox."""
     return _OBJECT.sub(lambda found: f'"{schema}".{found[0]}', sql)
 
 

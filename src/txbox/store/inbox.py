@@ -56,8 +56,8 @@ FINISHED = Existing(
 class InboxStore:
     """The rows of the inbox in one dialect; `claims`, `failures` and `leases` are what is done to them.
 
-    Methods named as verbs are operations (steps); those that return statements are for callers
-    that put them into one round trip with BEGIN or COMMIT.
+    Methods that return steps are operations; those that return statements are for callers that put
+    them into one round trip with BEGIN or COMMIT.
     """
 
     def __init__(self, own: Dialect, columns: Columns) -> None:

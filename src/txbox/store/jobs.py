@@ -113,7 +113,13 @@ class Batch:
 
 
 def prune(own: Dialect, *, consumer: str | None, older_than_s: float, limit: int) -> Steps[Batch]:
-    """Delete one batch of finished rows and their attempts in one transaction."""
+    """Delete one batch of finished rows and their attempts in one transaction.
+
+    Args:
+        consumer: None for all.
+        older_than_s: seconds since they ended.
+        limit: rows, 1 or more.
+    """
     rows = yield from _pruned(
         own,
         own.statement(
@@ -196,8 +202,20 @@ def prunable(own: Dialect, *, consumer: str | None, older_than_s: float) -> Step
     return int(found.rows[0][0])
 
 
+def prune_orphans(own: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
+    """Delete one batch of the attempts of messages that went with their partition."""
+    yield _begun(own)
+    gone = yield own.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
+    yield Commit()
+    return Batch(int(gone.count), gone.count == limit)
+
+
 def prune_outbox(own: Dialect, *, sent_s: float, discarded_s: float, limit: int) -> Steps[Batch]:
-    """Delete one batch of outgoing rows that have ended."""
+    """Delete one batch of outgoing rows that have ended.
+
+    Args:
+        sent_s, discarded_s: seconds that sent and discarded ones are kept.
+    """
     yield _begun(own)
     gone = yield own.statement(
         "prune_outbox", {"sent_s": sent_s, "discarded_s": discarded_s, "limit": limit}
@@ -215,7 +233,7 @@ def prunable_outbox(own: Dialect, *, sent_s: float, discarded_s: float) -> Steps
 
 
 def drop_payloads(own: Dialect, *, consumer: str, older_than_s: float, limit: int) -> Steps[Batch]:
-    """Drop payload and headers of one batch of processed rows."""
+    """Drop payload and headers of one batch of rows that were processed `older_than_s` ago or earlier."""
     yield _begun(own)
     dropped = yield own.statement(
         "drop_payloads", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
@@ -238,7 +256,7 @@ def work_left(
     """Say whether a consumer has rows that are due now or leased by anybody.
 
     Args:
-        order: as `Handlers.order_of` says.
+        order: whether rows are taken by the heads of their keys only, and whether dead rows stay heads.
     """
     heads_only, dead_blocks = order
     yield Begin()
@@ -250,11 +268,3 @@ def work_left(
         found = yield own.statement("work_left", {"consumer": consumer})
     yield Commit()
     return bool(found.rows[0][0])
-
-
-def prune_orphans(own: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
-    """Delete one batch of the attempts of messages that went with their partition."""
-    yield _begun(own)
-    gone = yield own.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
-    yield Commit()
-    return Batch(int(gone.count), gone.count == limit)

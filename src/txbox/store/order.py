@@ -15,7 +15,12 @@ from txbox.store.dialect import Dialect
 def waiting(
     own: Dialect, consumer: str, arrivals: Iterable[Arrival], *, dead_blocks: bool, token: str
 ) -> Statement | None:
-    """The statement that names the keys with unfinished messages; None when no message has a key."""
+    """The statement that names the keys with unfinished messages; None when no message has a key.
+
+    Args:
+        dead_blocks: a dead message counts as unfinished.
+        token: of the claim, whose own rows do not count.
+    """
     keys = sorted({key for arrival in arrivals if (key := arrival.message.key) is not None})
     if not keys:
         return None
@@ -66,6 +71,7 @@ class Versions:
 
     @classmethod
     def read(cls, rows: Sequence[Sequence[Any]]) -> Versions:
+        """Read the answer to `sequence_state`."""
         ((last, earlier, overdue),) = rows
         return cls(last, bool(earlier), bool(overdue))
 

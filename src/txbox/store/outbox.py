@@ -34,6 +34,7 @@ class Staged:
 
     @property
     def id(self) -> str:
+        """The message's id, which is never None here."""
         return str(self.message.id)
 
 
@@ -90,6 +91,7 @@ class OutboxStore:
         Args:
             limit: rows, 1 or more.
             payload_bytes: sum of payloads after which no more is taken.
+            lease_s: seconds after which another relay may take them.
             topics: of these only; with `others`, of all but these.
         """
         look = Look()
@@ -207,7 +209,7 @@ class OutboxStore:
     def failed(
         self, row: Staged, *, token: str, dead: bool, delay_s: float, error_type: str, error: str
     ) -> Statement:
-        """The statement that records that a row could not be sent."""
+        """The statement that records that a leased row could not be sent; due again after `delay_s`."""
         return self.dialect.statement(
             "relay_failed",
             {

@@ -18,8 +18,9 @@ KINDS: tuple[Kind, ...] = ("uuid7", "ulid", "hash")
 
 _NAME = re.compile(r"txbox_inbox_(uuid7|ulid|hash)_(\w+)")
 _CROCKFORD = {letter: value for value, letter in enumerate("0123456789ABCDEFGHJKMNPQRSTVWXYZ")}
+# all that come wait behind one who waits for this lock: so it is tried for briefly, and again later
 _LOCK_MS = "100"
-#: More rows than this in the way of a new partition stay where they are.
+# more rows than this in the way of a new partition stay where they are
 _STRAYS = 10_000
 
 
@@ -43,6 +44,10 @@ class Part:
     """One table that holds rows of the inbox.
 
     Args:
+        relation: its oid.
+        kind: None for the inbox itself.
+        begins, ends: the least id of it, and the least behind it; None where there is no bound.
+        blocks: its size, in blocks of the server.
         ends_s: for a partition of a time, the end of that; else None.
     """
 
@@ -119,9 +124,14 @@ def layout(own: Dialect) -> Steps[Layout]:
 
 
 def make(own: Dialect, first_s: float, last_s: float) -> Steps[str]:
-    """Make the partition of a time, as far as it is missing; "made", "there", or "strays".
+    """Make the partition of a time, as far as it is missing.
 
-    "strays" means that too many rows of that time lie in the default partition, and stay there.
+    Args:
+        first_s, last_s: where it begins and ends, in seconds of the epoch.
+
+    Returns:
+        "made"; "there" when it was; "strays" when too many rows of that time lie in the default
+        partition, and stay there.
 
     Raises:
         StoreError: LOCK_TIMEOUT while transactions are open that have used the inbox.
@@ -155,7 +165,10 @@ def drop(own: Dialect, part: Part, *, older_than_s: float) -> Steps[bool]:
 
 
 def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, float]]:
-    """The times from now on, `ahead` of them beside the present one, that have no partition."""
+    """The times from now on, `ahead` of them beside the present one, that have no partition.
+
+    Each is where it begins and ends, in seconds of the epoch.
+    """
     ready = found.ready_until
     if ready is None:
         return []
@@ -166,5 +179,5 @@ def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, f
 
 
 def moment(at_s: float) -> str:
-    """A time for people."""
+    """A time in seconds of the epoch, for people."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ", timespec="minutes")

@@ -26,7 +26,12 @@ _PIECE = re.compile(r"\$(\w*)\$.*?\$\1\$|'(?:[^']|'')*'|--[^\n]*|;", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class SchemaState:
-    """What the database holds: the version, and the PostgreSQL schema the tables are in."""
+    """What the database holds: the version, and the PostgreSQL schema the tables are in.
+
+    Attributes:
+        version: None when there are no tables.
+        compatible_from: the oldest version whose releases can work with them.
+    """
 
     version: int | None
     compatible_from: int | None
@@ -204,21 +209,28 @@ def _as_found(kind: partitions.Kind | None) -> str:
 
 
 def grants(own: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
-    """Return the rights that each role needs, as SQL with `<role>` to fill in.
+    """Return the rights that each role needs, as SQL with `<role>` to fill in; none where there are no roles.
 
     Args:
         kind: how the inbox is partitioned.
     """
     if own.name == "sqlite":
         return {}
-    timed = kind in ("uuid7", "ulid")
-    everything = {
+    rights = _rights(mysql=own.name == "mysql", timed=kind in ("uuid7", "ulid"))
+    return {
+        role: "\n".join(f"GRANT {right} ON {table} TO <{role}>;" for right, table in pairs)
+        for role, pairs in rights.items()
+    }
+
+
+def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
+    return {
         "consumer": [
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
             ("SELECT, INSERT", "txbox_attempt"),
             ("SELECT, INSERT, UPDATE", "txbox_quarantine"),
             # MySQL writes a row again that is there, instead of leaving it alone
-            ("SELECT, INSERT, UPDATE" if own.name == "mysql" else "SELECT, INSERT", "txbox_outbox"),
+            ("SELECT, INSERT, UPDATE" if mysql else "SELECT, INSERT", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_sequence"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
             ("SELECT", "txbox_schema"),
@@ -226,7 +238,7 @@ def grants(own: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
         "relay": [
             ("SELECT, UPDATE, DELETE", "txbox_outbox"),
             # MySQL shows what the check at start asks only to who may read the table
-            *([("SELECT", "txbox_inbox")] if own.name == "mysql" else []),
+            *([("SELECT", "txbox_inbox")] if mysql else []),
             ("SELECT", "txbox_schema"),
         ],
         "maintenance": [
@@ -236,17 +248,7 @@ def grants(own: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
             ("SELECT", "txbox_schema"),
-            *(
-                [
-                    (
-                        "EXECUTE",
-                        "FUNCTION txbox_partition_make(timestamptz, timestamptz, integer)",
-                    ),
-                    ("EXECUTE", "FUNCTION txbox_partition_drop(text, double precision)"),
-                ]
-                if timed
-                else []
-            ),
+            *(_PARTITION_RIGHTS if timed else ()),
         ],
         "operator": [
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
@@ -259,21 +261,22 @@ def grants(own: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
             ("SELECT", "txbox_status"),
             ("SELECT", "txbox_schema"),
         ],
-        "readonly": [
-            ("SELECT", table)
-            for table in (
-                "txbox_status",
-                "txbox_dead_letters",
-                "txbox_inbox",
-                "txbox_attempt",
-                "txbox_quarantine",
-                "txbox_outbox",
-                "txbox_sequence",
-                "txbox_schema",
-            )
-        ],
+        "readonly": [("SELECT", table) for table in _READABLE],
     }
-    return {
-        role: "\n".join(f"GRANT {rights} ON {table} TO <{role}>;" for rights, table in tables)
-        for role, tables in everything.items()
-    }
+
+
+_PARTITION_RIGHTS = (
+    ("EXECUTE", "FUNCTION txbox_partition_make(timestamptz, timestamptz, integer)"),
+    ("EXECUTE", "FUNCTION txbox_partition_drop(text, double precision)"),
+)
+
+_READABLE = (
+    "txbox_status",
+    "txbox_dead_letters",
+    "txbox_inbox",
+    "txbox_attempt",
+    "txbox_quarantine",
+    "txbox_outbox",
+    "txbox_sequence",
+    "txbox_schema",
+)

@@ -28,7 +28,11 @@ class Waits:
 def by_arrival(
     own: Dialect, consumer: str, ids: Sequence[str], *, dead_blocks: bool
 ) -> Steps[dict[str, Waits]]:
-    """Read what messages of a consumer with `ordered=True` wait for; those that wait for nothing are left out."""
+    """Read what messages of a consumer with `ordered=True` wait for; those that wait for nothing are left out.
+
+    Args:
+        dead_blocks: a dead message is waited for as well.
+    """
     yield Begin()
     found = yield own.statement(
         "waits_order",
