@@ -56,8 +56,8 @@ def stand(shop: Shop, ids: list[str] = IDS, *, has_payload: bool = True) -> None
     for own in ids:
         assert shop.deliver(paid(own), CONSUMER) is Outcome.PROCESSED
         shop.force(
-            "UPDATE txbox_inbox SET status = ?, has_payload = ? WHERE message_id = ?",
-            (own, has_payload, as_id(shop.raw, own)),
+            "UPDATE txbox_inbox SET status = ?, has_payload = ? WHERE consumer = ? AND message_id = ?",
+            (own, has_payload, as_id(shop.raw, CONSUMER), as_id(shop.raw, own)),
         )
     shop.force(
         "UPDATE txbox_inbox SET token = 'another', lease_until = received_at"
@@ -114,12 +114,15 @@ def test_unfinished_rows_without_a_payload_get_theirs_from_a_batch(
 def test_the_rows_of_other_consumers_decide_nothing_in_a_batch(
     shop: Shop, handler: Handler
 ) -> None:
-    other = shop.handler(consumer="shipping")
-    assert take(shop.app, other, *map(paid, IDS)) == [Outcome.PROCESSED] * len(IDS)
-    stand(shop, ["dead"])
-    known = [Outcome.DUPLICATE if own == "dead" else Outcome.PROCESSED for own in IDS]
-    assert take(shop.app, handler, *map(paid, IDS)) == known
-    assert [shop.effects(own) for own in IDS] == [2] * len(IDS)
+    for consumer in ("a-first", "shipping"):
+        other = shop.handler(consumer=consumer)
+        messages = [paid(own) for own in [*IDS, *NEW]]
+        assert take(shop.app, other, *messages) == [Outcome.PROCESSED] * len(messages)
+    stand(shop)
+    outcomes = take(shop.app, handler, *map(paid, [*IDS, *NEW]))
+    assert dict(zip(IDS, outcomes, strict=False)) == DECIDES
+    assert outcomes[len(IDS) :] == [Outcome.PROCESSED] * 2
+    assert [shop.effects(own) for own in NEW] == [3, 3]
 
 
 @pytest.mark.parametrize("savepoints", [False, True])
