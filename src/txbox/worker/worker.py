@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import logging
-import os
-import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from queue import Empty, SimpleQueue
-from types import FrameType
 
 from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
-from txbox.maintenance import JOBS, Task
 from txbox.patience import CURABLE
 from txbox.relay import Relays
-from txbox.steps import Steps
 from txbox.store import jobs
 from txbox.worker import checks
+from txbox.worker.background import Background
 from txbox.worker.dispatch import Dispatch
 from txbox.worker.driving import Driver, thread
 from txbox.worker.endpoints import Endpoints
 from txbox.worker.health import Health
-from txbox.worker.lane import Lane
+from txbox.worker.lanes import Lanes
 from txbox.worker.progress import StoredProgress
 from txbox.worker.pump import Pump
-from txbox.worker.supervisor import PARENT_FD
-from txbox.worker.table import Table
+from txbox.worker.signals import draining_on_signals
 
 _log = logging.getLogger("txbox")
 
+# the main thread comes round this often
 _TICK_S = 0.1
+# for the acknowledgements of what is settled, for the threads beside the lanes, for the connections
 _CLOSE_S = 5.0
 # a relay waits for the confirmations of what it has sent
 _RELAY_S = 15.0
+# something is broken: what still runs may end, but nobody waits for it as long as in a drain
 _AFTER_CRASH_S = 10.0
+# deliveries of one source: more would only be memory, and withheld from other workers
 _IN_FLIGHT = 1000
 
 
@@ -86,15 +84,21 @@ class Worker:
         self._stopping = threading.Event()
         self._relay = relay
         self._relays: Relays | None = None
-        self._ended = threading.Event()
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._tables: dict[str, Table] = {}
-        self._lanes: dict[tuple[str, bool], list[Lane]] = {}
-        self._pumps: dict[Pump, bool] = {}
-        self._beside: list[threading.Thread] = []
+        self._lanes = Lanes(app, stop=self._stopping.is_set)
+        # those of lanes and endpoints that have not reported their end
         self._lanes_alive = 0
-        self._signals = 0
+        # each is True until it has reported its end
+        self._pumps: dict[Pump, bool] = {}
+        self._background = Background(
+            app,
+            self._driver,
+            self._lanes.tables,
+            draining=self._stopping,
+            ended=self._thread_ended,
+            orphaned=self.stop,
+        )
         self._consuming = False
         self._crash: BaseException | None = None
         #: What made `run` return 1 or 2.
@@ -108,34 +112,43 @@ class Worker:
         Returns: 0 drained or finished, 2 wrong configuration, schema or an unreachable database at
         the start, 1 anything that should not have happened.
         """
-        restore = self._signal_handlers() if self._install_signals else None
-        try:
-            self._start()
-            self._supervise()
-        except (ConfigurationError, SchemaError, StoreError) as error:
-            self._crash = self._crash or error
-        finally:
-            clean = self._shut_down()
-            if restore is not None:
-                restore()
+        with draining_on_signals(self._signalled) if self._install_signals else nullcontext():
+            try:
+                self._start()
+                self._supervise()
+            except (ConfigurationError, SchemaError, StoreError) as error:
+                self._crash = self._crash or error
+            finally:
+                clean = self._shut_down()
         if self._consuming:
             self._app.events.emit(WorkerStopped(clean=clean and self._crash is None))
+        self.failure = self._crash
         return self._status(clean)
 
-    def stop(self, hard: bool = False) -> None:
-        """Drain: receive nothing more, finish what runs, give the rest back. From any thread.
-
-        Args:
-            hard: end the whole process at once with status 1.
-        """
-        if hard:
-            os._exit(1)
+    def stop(self) -> None:
+        """Drain: receive nothing more, finish what runs, give the rest back. From any thread."""
         self._reports.put(self._drain)
 
     # -- start --------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Check everything that can be checked, then open the sources, then start the lanes."""
+        topics = self._check()
+        if self._relay:
+            self._relays = Relays(
+                self._app,
+                self._driver.perform,
+                stop=self._stopping.is_set,
+                ended=self._thread_ended,
+                delivered=self._lanes.look_now,
+            )
+        self._lanes.make()
+        self._open_sources(topics)
+        if self._crash is None:
+            self._consume()
+
+    def _check(self) -> list[Sequence[str]]:
+        """Check what can be checked before sources are open; returns the topics to ask each for."""
         app = self._app
         checks.check_handlers(app)
         if self._endpoints is not None:
@@ -147,24 +160,19 @@ class Worker:
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             checks.check_order(app, consumption.source, wanted)
         checks.check_database(app, self._driver)
-        if self._relay:
-            self._relays = Relays(
-                app,
-                self._driver.perform,
-                stop=self._stopping.is_set,
-                ended=self._thread_ended,
-                delivered=self._look_at_tables,
-            )
-        self._make_lanes()
-        dispatch = Dispatch(app, self._lanes)
-        lanes = sum(len(own) for own in self._lanes.values())
+        return topics
+
+    def _open_sources(self, topics: Sequence[Sequence[str]]) -> None:
+        """Start a pump for each source, and wait until all are open or something has ended."""
+        app = self._app
+        dispatch = Dispatch(app, self._lanes.by_colour)
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             source = consumption.source
             pump = Pump(
                 app, self._driver, source, dispatch,
                 topics=wanted,
                 progress=StoredProgress(app, self._driver, source.name),
-                in_flight_max=_in_flight_max(app.batching.messages, lanes),
+                in_flight_max=_in_flight_max(app.batching.messages, len(self._lanes)),
                 stop=self._stopping.is_set,
             )  # fmt: skip
             self._pumps[pump] = True
@@ -174,64 +182,37 @@ class Worker:
             while self._pumps[pump] and not pump.opened(_TICK_S):
                 self._handle_reports(0.0)
         self._handle_reports(0.0)
-        if self._crash is not None:
-            return
+
+    def _consume(self) -> None:
+        """Start whatever takes messages or rows, and let the pumps go."""
         for consumption in self._consumptions:
             # some ask their broker what it is set to
-            checks.check_redelivery(app, consumption.source)
-        app.events.emit(
+            checks.check_redelivery(self._app, consumption.source)
+        tables = self._lanes.tables
+        self._app.events.emit(
             WorkerStarted(
-                consumers=tuple(self._tables),
+                consumers=tuple(tables),
                 sources=tuple(own.source.name for own in self._consumptions),
             )
         )
         self._consuming = True
-        self._health.consuming(self._tables.values(), self._driver)
-        self._start_threads()
-        for pump in self._pumps:
-            pump.go()
-
-    def _make_lanes(self) -> None:
-        suspects = threading.Lock()
-        stop = self._stopping.is_set
-        for consumer, handlers in self._app.handlers.consumers().items():
-            self._tables[consumer] = table = Table(
-                self._app,
-                consumer,
-                suspects=suspects,
-                stop=stop,
-                wake=partial(self._wake, consumer),
-            )
-            for is_async in sorted({handler.is_async for handler in handlers}):
-                count = max(own.options.concurrency for own in handlers if own.is_async == is_async)
-                self._lanes[consumer, is_async] = [
-                    Lane(self._app, table, index=index, is_async=is_async, stop=stop)
-                    for index in range(count)
-                ]
-
-    def _start_threads(self) -> None:
-        for (_, is_async), lanes in self._lanes.items():
-            for lane in lanes:
-                self._lanes_alive += 1
-                if is_async:
-                    self._driver.start(lane.steps()).add_done_callback(self._task_ended)
-                else:
-                    self._driver.start_thread(lane.name, lane.steps(), self._lane_ended)
+        self._health.consuming(tables.values(), self._driver)
+        self._lanes_alive = len(self._lanes)
+        self._lanes.start(self._driver, thread_ended=self._lane_ended, task_ended=self._task_ended)
         if self._endpoints is not None:
+            # requests are drained as lanes are
             self._lanes_alive += 1
             self._driver.task(self._endpoints.serve()).add_done_callback(self._task_ended)
-        self._beside.append(thread("txbox-heartbeat", self._beat, self._thread_ended))
+        self._background.start(maintenance=self._maintenance)
         if self._relays is not None:
             self._relays.start()
-        if self._maintenance:
-            self._beside.append(thread("txbox-maintenance", self._maintain, self._thread_ended))
-        # not for processes that a handler starts: the descriptor is not theirs
-        if parent := os.environ.pop(PARENT_FD, None):
-            thread("txbox-parent", lambda: self._watch_parent(int(parent)), self._thread_ended)
+        for pump in self._pumps:
+            pump.go()
 
     # -- the main thread ----------------------------------------------------------------------
 
     def _supervise(self) -> None:
+        """Come round until stopped, failed or, with `once`, idle."""
         while not self._stopping.is_set():
             self._handle_reports(_TICK_S)
             if self._crash is not None:
@@ -243,6 +224,7 @@ class Worker:
                 return
 
     def _handle_reports(self, wait_s: float) -> None:
+        """Carry out what other threads and signals have reported; waits at most this long for the first."""
         self._health.beat()
         try:
             report = self._reports.get(timeout=wait_s) if wait_s else self._reports.get_nowait()
@@ -253,6 +235,7 @@ class Worker:
             pass
 
     def _work_left(self) -> bool:
+        """Say whether rows of the outbox or of these consumers are due or leased."""
         try:
             with self._health.asking_the_database():
                 # the outbox first: what it holds may be rows of these tables a moment later
@@ -264,7 +247,7 @@ class Worker:
                             order=self._app.handlers.order_of(consumer),
                         )
                     )
-                    for consumer in self._tables
+                    for consumer in self._lanes.tables
                 )
         except StoreError as error:
             if error.fault not in CURABLE:
@@ -277,19 +260,7 @@ class Worker:
         self._health.draining()
         if self._endpoints is not None:
             self._endpoints.stop()
-        for lanes in self._lanes.values():
-            for lane in lanes:
-                lane.wake()
-
-    def _look_at_tables(self) -> None:
-        for consumer, table in self._tables.items():
-            table.look_now()
-            self._wake(consumer)
-
-    def _wake(self, consumer: str) -> None:
-        for is_async in (False, True):
-            for lane in self._lanes.get((consumer, is_async), ()):
-                lane.wake()
+        self._lanes.wake()
 
     def _shut_down(self) -> bool:
         """Let lanes finish, settle, give rows back, close; returns whether all of it ended in time."""
@@ -297,23 +268,33 @@ class Worker:
         grace_s = self._grace_s
         if self._crash is not None:
             grace_s = min(_AFTER_CRASH_S, _AFTER_CRASH_S if grace_s is None else grace_s)
-        deadline = None if grace_s is None else time.monotonic() + grace_s
-        clean = self._wait_until(lambda: self._lanes_alive == 0, deadline)
+        clean = self._wait_until(lambda: self._lanes_alive == 0, grace_s)
         for pump in self._pumps:
             pump.finish()
-        clean = (
-            self._wait_until(lambda: not any(self._pumps.values()), time.monotonic() + _CLOSE_S)
-            and clean
-        )
-        self._ended.set()
+        clean = self._wait_until(lambda: not any(self._pumps.values()), _CLOSE_S) and clean
+        self._background.end()
         self._health.closing()
         if self._relays is not None:
             # a drain that has used up its grace does not wait once more
             clean = self._relays.join(_RELAY_S if clean else _TICK_S) and clean
-        for own in self._beside:
-            own.join(_CLOSE_S)
+        self._background.join(_CLOSE_S)
+        self._close()
+        return clean
+
+    def _wait_until(self, done: Callable[[], bool], for_s: float | None) -> bool:
+        """Handle reports until it is done; returns False when that has taken longer than `for_s`."""
+        deadline = None if for_s is None else time.monotonic() + for_s
+        self._handle_reports(0.0)
+        while not done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._handle_reports(_TICK_S)
+        return True
+
+    def _close(self) -> None:
+        """Give leased rows back and close; a database that is away must not keep the worker alive."""
         try:
-            for table in self._tables.values():
+            for table in self._lanes.tables.values():
                 self._driver.perform(table.give_back())
         except StoreError as error:
             _log.warning(
@@ -324,18 +305,9 @@ class Worker:
             self._driver.close(_CLOSE_S)
         except (StoreError, TimeoutError) as error:
             _log.warning("Connections did not close cleanly: %s", error)
-        return clean
-
-    def _wait_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
-        self._handle_reports(0.0)
-        while not done():
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            self._handle_reports(_TICK_S)
-        return True
 
     def _status(self, clean: bool) -> int:
-        self.failure = self._crash
+        """Say how it ended: in the log, and as the exit status."""
         if self._crash is None:
             if not clean:
                 _log.error(
@@ -354,9 +326,15 @@ class Worker:
         )
         return 1
 
-    # -- reports from threads -----------------------------------------------------------------
+    # -- reports from threads and signals -----------------------------------------------------
+
+    def _signalled(self) -> None:
+        # here and not in the report: the main thread may be waiting for the database
+        self._health.draining()
+        self._reports.put(self._drain)
 
     def _failed(self, error: BaseException | None) -> None:
+        """The first error ends the worker; those that follow from it are not told."""
         if error is not None and self._crash is None:
             self._crash = error
             self._health.failed(error)
@@ -384,57 +362,6 @@ class Worker:
 
     def _thread_ended(self, error: BaseException | None) -> None:
         self._reports.put(lambda: self._failed(error))
-
-    # -- threads beside the lanes -------------------------------------------------------------
-
-    def _beat(self) -> None:
-        """Extend the leases held here, until everything has ended."""
-        while not self._ended.wait(self._app.lease.heartbeat_s):
-            for table in self._tables.values():
-                self._patiently(table.heartbeat())
-
-    def _maintain(self) -> None:
-        due = {job.name: time.monotonic() for job in JOBS}
-        while not self._stopping.wait(max(0.0, min(due.values()) - time.monotonic())):
-            for job in JOBS:
-                if due[job.name] <= time.monotonic() and not self._stopping.is_set():
-                    self._patiently(job.run(self._app, Task(stop=self._stopping.is_set)))
-                    due[job.name] = time.monotonic() + job.every(self._app).total_seconds()
-
-    def _patiently(self, steps: Steps[object]) -> None:
-        """Carry steps out; what a later round cures is left to it."""
-        try:
-            self._driver.perform(steps)
-        except StoreError as error:
-            if error.fault not in CURABLE:
-                raise
-            _log.info("Put off while the database is busy or away: %s", error)
-
-    def _watch_parent(self, fd: int) -> None:
-        while not self._ended.is_set():
-            if select.select([fd], [], [], 1.0)[0]:
-                # the supervising process is gone
-                self.stop()
-                return
-
-    def _signal_handlers(self) -> Callable[[], None]:
-        before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        return restore
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._signals += 1
-        self._health.draining()
-        if self._signals > 1:
-            os._exit(1)
-        self._reports.put(self._drain)
 
 
 def _in_flight_max(batch: int, lanes: int) -> int:
