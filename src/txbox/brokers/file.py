@@ -2,135 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.file_cursor import RAW_KEPT_BYTES, Cursor, Line
 from txbox.cloudevents import message_of
 from txbox.errors import ConfigurationError, UnusableMessage
 
-_CHUNK_BYTES = 256 * 1024
 _RECEIVED_BYTES = 8 * 1024 * 1024
-_RAW_KEPT_BYTES = 64 * 1024
-_HEAD_BYTES = 256
 _SAVE_S = 0.5
 _POLL_S = 0.1
 _WAIT_FOR_LEASE_S = 0.5
-
-
-@dataclass(slots=True, eq=False)
-class _Span:
-    """One delivered line: where it ends, and whether it is settled."""
-
-    end: int
-    settled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    start: int
-    content: bytes
-    span: _Span
-    too_long: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Cursor:
-    """Reads one stream line by line and knows the end of its gapless settled front."""
-
-    path: Path | None  # None: standard input
-    topic: str
-    limit: int
-    fd: int
-    inode: int = 0
-    start: int = 0  # the offset of buffer[0]
-    front: int = 0  # all lines before this offset are settled
-    buffer: bytearray = field(default_factory=bytearray)
-    scanned: int = 0
-    cut: tuple[int, bytes] | None = None  # an endless line: its offset and its beginning
-    waiting: deque[_Span] = field(default_factory=deque[_Span])
-    head: str = ""
-    ended: bool = False  # the last read met the end
-    last: bool = False  # the file was replaced: its end also ends a line
-
-    def next_line(self, *, final: bool) -> _Line | None:
-        """Return the next line that is not blank, or None at the end; `final`: the end also ends a line."""
-        while True:
-            newline = self.buffer.find(b"\n", self.scanned)
-            if newline >= 0:
-                line = self._take(newline + 1)
-            elif self._read():
-                continue
-            elif (final or self.last) and self.ended and (self.buffer or self.cut):
-                line = self._take(len(self.buffer))
-            else:
-                return None
-            if line is not None:
-                return line
-
-    def _read(self) -> bool:
-        self.scanned = len(self.buffer)
-        if self.scanned > self.limit:
-            if self.cut is None:
-                self.cut = self.start, bytes(self.buffer[:_RAW_KEPT_BYTES])
-            self.start += self.scanned
-            self.buffer.clear()
-            self.scanned = 0
-        if self.path is None and not select.select([self.fd], [], [], 0)[0]:
-            # a pipe with nothing in it yet: reading would wait
-            return False
-        chunk = os.read(self.fd, _CHUNK_BYTES)
-        self.buffer += chunk
-        self.ended = not chunk
-        return bool(chunk)
-
-    def _take(self, length: int) -> _Line | None:
-        start, content = self.start, bytes(self.buffer[:length])
-        del self.buffer[:length]
-        self.scanned = 0
-        self.start += length
-        too_long = self.cut is not None or length > self.limit
-        if self.cut is not None:
-            start, content = self.cut
-            self.cut = None
-        if not too_long and not content.strip():
-            # a blank line is settled together with the line before it
-            if self.waiting:
-                self.waiting[-1].end = self.start
-            else:
-                self.front = self.start
-            return None
-        span = _Span(self.start)
-        self.waiting.append(span)
-        return _Line(start, content, span, too_long)
-
-    def settled(self, span: _Span) -> None:
-        span.settled = True
-        while self.waiting and self.waiting[0].settled:
-            self.front = self.waiting.popleft().end
-
-    def state(self) -> list[object]:
-        """What identifies the file's settled part: its inode, its length and its beginning."""
-        if self.fd >= 0:
-            self.head = _head(self.fd, self.front)
-        return [self.inode, self.front, self.head]
-
-    def close(self) -> None:
-        if self.fd >= 0 and self.path is not None:
-            self.state()
-            os.close(self.fd)
-            self.fd = -1
-
-
-def _head(fd: int, front: int) -> str:
-    return hashlib.sha256(os.pread(fd, min(front, _HEAD_BYTES), 0)).hexdigest()
 
 
 class File:
@@ -177,7 +64,7 @@ class File:
         self._line_bytes = line_bytes
         self._kept_under = name or ("-" if self._stdin else str(self.path))
         self._progress: Progress | None = None
-        self._cursors: dict[str, _Cursor] = {}
+        self._cursors: dict[str, Cursor] = {}
         self._saved: dict[str, list[object]] = {}
         self._holding = False
         self._ended = False
@@ -217,7 +104,7 @@ class File:
         self._holding = self._ended = self._dirty = False
         self._lease_at = 0.0
         if self._stdin:
-            self._cursors = {"-": _Cursor(None, self._topic or "-", self._line_bytes, 0)}
+            self._cursors = {"-": Cursor(None, self._topic or "-", self._line_bytes, 0)}
             self._holding = True
             return
         if not self.path.exists():
@@ -244,7 +131,7 @@ class File:
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
             cursor, span = delivery.tag
-            cursor.settled(span)
+            cursor.settle(span)
         self._dirty = True
         if self._leased():
             self._save()
@@ -322,7 +209,7 @@ class File:
             self._ended = not found and not self._follow
         return found
 
-    def _current(self) -> list[_Cursor]:
+    def _current(self) -> list[Cursor]:
         """The streams in reading order, those of new files included."""
         if self._stdin:
             return list(self._cursors.values())
@@ -341,26 +228,19 @@ class File:
             if (own := self._cursors.get(path.name)) is not None and own.fd >= 0
         ]
 
-    def _opened(self, path: Path) -> _Cursor | None:
+    def _opened(self, path: Path) -> Cursor | None:
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             # moved away a moment ago; when it comes back it is a new file
             return None
         found = os.fstat(fd)
-        cursor = _Cursor(path, self._topic or path.stem, self._line_bytes, fd, inode=found.st_ino)
-        inode, front, head = self._saved.get(path.name) or (None, 0, "")
-        if (
-            isinstance(front, int)
-            and inode == found.st_ino
-            and front <= found.st_size
-            and head == _head(fd, front)
-        ):
-            cursor.start = cursor.front = front
-            os.lseek(fd, front, os.SEEK_SET)
+        cursor = Cursor(path, self._topic or path.stem, self._line_bytes, fd, inode=found.st_ino)
+        if saved := self._saved.get(path.name):
+            cursor.resume(saved, found.st_size)
         return cursor
 
-    def _reopen(self, path: Path, cursor: _Cursor) -> None:
+    def _reopen(self, path: Path, cursor: Cursor) -> None:
         """Look again at a file that was read to its end and closed."""
         try:
             found = path.stat()
@@ -373,7 +253,7 @@ class File:
         if opened is not None:
             self._cursors[path.name] = opened
 
-    def _at_end(self, cursor: _Cursor) -> None:
+    def _at_end(self, cursor: Cursor) -> None:
         """A stream has nothing more for now: follow its path to a new file, or close it."""
         if cursor.path is None or cursor.waiting:
             return
@@ -396,12 +276,12 @@ class File:
             del self._cursors[cursor.path.name]
             self._dirty = True
 
-    def _delivery(self, cursor: _Cursor, line: _Line) -> Delivery:
+    def _delivery(self, cursor: Cursor, line: Line) -> Delivery:
         tag = (cursor, line.span)
         where = "-" if cursor.path is None else cursor.path.name
         if line.too_long:
             return Delivery(
-                None, cursor.topic, tag, raw=line.content[:_RAW_KEPT_BYTES],
+                None, cursor.topic, tag, raw=line.content[:RAW_KEPT_BYTES],
                 problem=f"The line at byte {line.start} of {where} is longer than {self._line_bytes} bytes "
                 "(line_bytes of File): only its beginning is kept.",
             )  # fmt: skip
