@@ -123,21 +123,15 @@ def store_leased(
     # one crash point, whichever form the storing takes
     stored = yield statement._replace(name="store")
     written = {row[0]: row for row in stored.rows}
-    return [
-        Leased(
-            replace(
-                arrival,
-                message=replace(
-                    arrival.message, received_at=as_time(written[arrival.message_id][1])
-                ),
-            ),
-            attempts=0,
-            starts=1,
-            number=written[arrival.message_id][2],
-        )
-        for arrival in arrivals
-        if arrival.message_id in written
-    ]
+    leased: list[Leased] = []
+    for arrival in arrivals:
+        if arrival.message_id in written:
+            _, received_at, number = written[arrival.message_id]
+            message = replace(arrival.message, received_at=as_time(received_at))
+            leased.append(
+                Leased(replace(arrival, message=message), attempts=0, starts=1, number=number)
+            )
+    return leased
 
 
 def _lease_stored(
