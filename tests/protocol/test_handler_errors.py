@@ -1,0 +1,115 @@
+"""Errors inside of a handler that look like the infrastructure's, and the other way round (SEMANTICS 2.6, 2.8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.conftest import NewDatabase
+from tests.shop import Shop, execute, opened, paid
+from txbox import Limits, Message, Outcome, StoreError
+from txbox.drive import drive
+from txbox.errors import Fault
+from txbox.events import ConsumptionPaused, TransactionRetried
+from txbox.handlers import Handler
+from txbox.settled import Settled
+from txbox.steps import Commit, Steps
+
+
+def raises(tx: Any, code: str) -> None:
+    execute(tx, f"DO $$ BEGIN RAISE 'no' USING ERRCODE = '{code}'; END $$")
+
+
+def take(shop: Shop, handler: Handler, *ids: str) -> list[Outcome]:
+    settled = drive(shop.app._any_sync(), shop.app.intake.take(handler, [*map(paid, ids)]))
+    return [own.outcome for own in settled]
+
+
+def test_a_message_alone_that_waits_too_long_for_a_lock_has_failed(
+    new_database: NewDatabase,
+) -> None:
+    """A wait that txbox has not shortened is the handler's own: only a batch runs again for it."""
+    with opened(new_database("postgresql")) as shop:
+        handler = shop.handler(lambda message, tx: raises(tx, "55P03"))
+        assert take(shop, handler, "a") == [Outcome.FAILED]
+        assert (shop.calls, shop.row("a").attempts) == (["a"], 1)
+        assert not shop.emitted(TransactionRetried)
+
+
+def test_in_a_batch_the_one_that_waits_too_long_is_alone_before_it_has_failed(
+    new_database: NewDatabase,
+) -> None:
+    def waits(message: Message[Any], tx: Any) -> None:
+        if message.id == "b":
+            raises(tx, "55P03")
+
+    with opened(new_database("postgresql")) as shop:
+        handler = shop.handler(waits)
+        failed, processed = Outcome.FAILED, Outcome.PROCESSED
+        assert take(shop, handler, "a", "b", "c") == [processed, failed, processed]
+        assert (shop.calls.count("b"), shop.row("b").attempts) == (2, 1)
+        assert [shop.effects(own) for own in "abc"] == [1, 0, 1]
+
+
+def test_another_connection_of_the_handlers_that_is_lost_is_its_failure(
+    new_database: NewDatabase,
+) -> None:
+    def elsewhere(message: Message[Any], tx: Any) -> None:
+        raise psycopg.OperationalError("connection to server at another.example failed")
+
+    with opened(new_database("postgresql")) as shop:
+        handler = shop.handler(elsewhere)
+        assert take(shop, handler, "a") == [Outcome.FAILED]
+        assert (shop.calls, shop.row("a").attempts) == (["a"], 1)
+        assert not shop.emitted(ConsumptionPaused)
+
+
+def test_a_prepared_statement_that_is_gone_is_no_attempt(new_database: NewDatabase) -> None:
+    """A pooler gave this transaction to another server connection; the next one prepares again."""
+
+    def forgets(message: Message[Any], tx: Any) -> None:
+        if len(shop.calls) == 1:
+            raises(tx, "26000")
+
+    with opened(new_database("postgresql")) as shop:
+        handler = shop.handler(forgets)
+        assert take(shop, handler, "a") == [Outcome.PROCESSED]
+        assert (shop.calls, shop.effects("a"), shop.row("a").attempts) == (["a", "a"], 1, 0)
+        assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+@pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]], ids=["alone", "together"])
+def test_an_answer_to_a_commit_that_nobody_knows_leaves_it_in_doubt(
+    new_database: NewDatabase, ids: list[str], retries: int
+) -> None:
+    """A pooler says what it likes after a transaction that has been committed: only a claim decides."""
+    with opened(new_database("postgresql"), limits=Limits(conflict_retries=retries)) as shop:
+        handler = shop.handler()
+        doubts: list[StoreError] = []
+
+        def doubtful() -> Steps[dict[str, Settled]]:
+            arrivals = [handler.arrival(paid(own), Limits()) for own in ids]
+            delivered = shop.app.protocol.deliver(handler, arrivals)
+            step = next(delivered)
+            while True:
+                answer = yield step
+                try:
+                    if isinstance(step, Commit) and step.statements and not doubts:
+                        error = StoreError("odd", fault=Fault.OTHER, code="08P01", definite=False)
+                        doubts.append(error)
+                        step = delivered.throw(error)
+                    else:
+                        step = delivered.send(answer)
+                except StopIteration as stop:
+                    settled: dict[str, Settled] = stop.value
+                    return settled
+
+        settled = drive(shop.app._any_sync(), shop.app.protocol.persistently(doubtful))
+        assert {own: settled[own].outcome for own in ids} == dict.fromkeys(ids, Outcome.DUPLICATE)
+        assert shop.calls == ids
+        assert [shop.effects(own) for own in ids] == [1] * len(ids)
+        assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
+        assert len(doubts) == 1
