@@ -19,7 +19,7 @@ import pytest
 from tests.cli.conftest import Command
 from tests.conftest import FreshDatabase
 from tests.databases import Raw
-from txbox.cli import make_parser
+from txbox.cli import main, make_parser
 
 RawOf = Callable[[str], Raw]
 
@@ -397,6 +397,18 @@ def test_a_terminal_gets_rich_tables_and_plain_ones_without_rich(sqlite_shop: Co
         "--yes",
         python=_WITHOUT_RICH,
     )
+
+
+def test_a_declined_change_prints_nothing_where_json_is_expected(
+    sqlite_shop: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    send(sqlite_shop, "1")
+    database = sqlite_shop.environment["SHOP_URL"]
+    monkeypatch.setattr("txbox.cli.consent.interactive", lambda: True)
+    monkeypatch.setattr("txbox.cli.consent.confirmed", lambda _question: False)
+    words = ("discard", "--consumer", "billing", "--status", "pending", "--database", database)
+    assert main([*words, "--json"]) == 1
+    assert capsys.readouterr() == ("", "txbox: Nothing was changed.\n")
 
 
 def test_a_terminal_is_asked_before_a_change_in_bulk(

@@ -22,8 +22,9 @@ from txbox.cli.output import print_error
 from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
 
 _EPILOG = """\
-Every command takes --app MODULE:APP (or TXBOX_APP) or --database URL (or
-TXBOX_DATABASE_URL), and --json. The working directory is importable.
+All but demo and bench take --app MODULE:APP (or TXBOX_APP) or, where no
+handler is needed, --database URL (or TXBOX_DATABASE_URL); all take --json.
+The working directory is importable.
 Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
 `txbox COMMAND --help` says more."""
 

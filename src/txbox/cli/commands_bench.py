@@ -13,6 +13,7 @@ from txbox.cli.output import (
     Cell,
     confirmed,
     interactive,
+    print_error,
     print_json,
     print_line,
     print_table,
@@ -72,7 +73,7 @@ def _bench(args: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in PHASES]:
         raise ConfigurationError(f"There is no phase {unknown[0]}: use {', '.join(PHASES)}.")
     if not (args.yes or _agreed()):
-        print_line("Nothing was done.")
+        print_error("Nothing was done.")
         return 1
     found: list[dict[str, Any]] = []
     try:

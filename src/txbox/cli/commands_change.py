@@ -125,7 +125,7 @@ def _change(args: argparse.Namespace, verb: Callable[[Admin], Callable[..., Chan
             if not agreed(
                 args.command, expected, f"{where.status or 'dead'} message", yes=args.yes
             ):
-                print_line("Nothing was changed.")
+                print_error("Nothing was changed.")
                 return 1
             with progress(args.command, expected) as bar:
                 results = [change(where, actor=args.actor, reason=args.reason, progress=bar)]
@@ -206,7 +206,7 @@ def _replay(args: argparse.Namespace) -> int:
         if bulk and not args.dry_run:
             count = admin.replay(targets[0], as_consumer=args.as_consumer, dry_run=True).count
             if not agreed(args.command, count, f"{targets[0].consumer} message", yes=args.yes):
-                print_line("Nothing was changed.")
+                print_error("Nothing was changed.")
                 return 1
         results: list[Replayed] = []
         with progress("replay", count or None) as bar:

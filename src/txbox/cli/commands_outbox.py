@@ -259,7 +259,7 @@ def _change(
             expected = change(where, dry_run=True).count
             what = f"{where.status or 'dead'} outgoing message"
             if not agreed(args.verb, expected, what, yes=args.yes):
-                print_line("Nothing was changed.")
+                print_error("Nothing was changed.")
                 return 1
             with progress(args.verb, expected) as bar:
                 results = [change(where, actor=args.actor, reason=args.reason, progress=bar)]

@@ -40,7 +40,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     run.add_argument("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
     run.add_argument(
-        "--once", action="store_true", help="end when the sources and the table are exhausted"
+        "--once",
+        action="store_true",
+        help="end when the sources and the table are exhausted; a broker never is",
     )
     run.add_argument(
         "--processes", type=count, default=1, metavar="N", help="worker processes (default 1)"

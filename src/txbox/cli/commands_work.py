@@ -19,6 +19,7 @@ from txbox.cli.output import (
     confirmed,
     counted,
     interactive,
+    print_error,
     print_json,
     print_line,
     print_table,
@@ -114,7 +115,7 @@ def _prune(args: argparse.Namespace) -> int:
             and not args.yes
             and not _agreed(counted(count, what), wanted, kept)
         ):
-            print_line("Nothing was deleted.")
+            print_error("Nothing was deleted.")
             return 1
         with progress("prune", count) as bar:
             report = run_once(
