@@ -107,6 +107,7 @@ class Deliveries:
             started = time.monotonic()
             ran = yield from self.transaction.fresh(handler, [arrival])
             if ran.end is End.COMMITTED:
+                self._paces.of(handler).met(1, 1 - len(ran.fresh))
                 if settled := (yield from self._committed(handler, [arrival], started, ran)):
                     return settled
                 continue
@@ -141,7 +142,7 @@ class Deliveries:
         waiting: list[Arrival] = list(arrivals)
         settled: dict[str, Settled] = {}
         group, doubted = self._paces.group(handler, pace, len(waiting)), False
-        if pace.looks_first:
+        if looked := pace.looks_first:
             settled = yield from self._finished_before(handler, waiting)
             waiting = [own for own in waiting if own.message_id not in settled]
         while len(waiting) > 1:
@@ -150,6 +151,8 @@ class Deliveries:
             if ran.end is End.BROKEN:
                 pace.conflicted(len(waiting))
             if ran.end is End.COMMITTED:
+                if not looked:
+                    pace.met(len(waiting), len(waiting) - len(ran.fresh))
                 settled.update((yield from self._committed(handler, waiting, started, ran)))
             elif ran.end is End.WAITS:
                 behind = [own for own in waiting if own.message_id in ran.waiting]
@@ -180,7 +183,6 @@ class Deliveries:
         """The outcome of each message; an id that is missing was pruned between two statements: claim again."""
         pace = self._paces.of(handler)
         pace.committed(len(arrivals), time.monotonic() - started, len(ran.failed))
-        pace.met(len(arrivals), len(arrivals) - len(ran.fresh))
         settled: dict[str, Settled] = {}
         for arrival in arrivals:
             if arrival.message_id in ran.fresh:

@@ -12,6 +12,7 @@
 -- it has not won: with a mark what is finished under the same payload, as far as that is known, which is
 -- all there is to say of it; the others are classified. A rival that committed meanwhile is not in this
 -- statement's snapshot: it is one of those.
+-- NOT IN is hashed; `<> ALL` and an anti-join with an estimate of one row compare every id with every other.
 -- The settings are materialized so that they change once, whatever the join order.
 -- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
 WITH armed AS MATERIALIZED (
@@ -37,7 +38,7 @@ SELECT m.message_id, found.finished
          FROM txbox_inbox AS own
         WHERE own.consumer = :consumer::text AND own.message_id = m.message_id
         LIMIT 1) AS found ON true
- WHERE m.message_id <> ALL (SELECT message_id FROM won)
+ WHERE m.message_id NOT IN (SELECT message_id FROM won)
 
 -- name: claim_single
 -- As claim for one message, 10 us cheaper: no CTE, no arrays, and RETURNING puts the wait back at once.
@@ -83,7 +84,7 @@ SELECT m.message_id, found.finished
          FROM txbox_inbox AS own
         WHERE own.consumer = :consumer::text AND own.message_id = m.message_id
         LIMIT 1) AS found ON true
- WHERE m.message_id <> ALL (SELECT message_id FROM won)
+ WHERE m.message_id NOT IN (SELECT message_id FROM won)
 
 -- name: claim_leased
 -- The fence: a worker whose lease was given to another matches no row. Arms the guard as claim does.
