@@ -1,4 +1,4 @@
-"""Calls of SQS to send: the client, and what its errors mean for the messages."""
+"""Calls of SQS: the client, and what an error means for the messages to be sent."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class CallError(Exception):
 
 
 def new_client(given: Mapping[str, Any], within_s: float) -> Any:
+    """Make a client of boto3 by the options of SQS(…), that waits so many seconds for an answer.
+
+    Raises:
+        ConfigurationError: boto3 does not take the options.
+    """
     import boto3.session
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -56,6 +61,11 @@ def new_client(given: Mapping[str, Any], within_s: float) -> Any:
 
 
 def called(call: Callable[[], Any]) -> Any:
+    """Call SQS to send, or to find where to.
+
+    Raises:
+        CallError.
+    """
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
 
