@@ -113,3 +113,36 @@ def test_an_answer_to_a_commit_that_nobody_knows_leaves_it_in_doubt(
         assert [shop.effects(own) for own in ids] == [1] * len(ids)
         assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
         assert len(doubts) == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.PREPARED, Fault.UNAVAILABLE, Fault.CONFLICT])
+@pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]], ids=["alone", "together"])
+def test_a_close_that_certainly_failed_is_no_attempt(
+    new_database: NewDatabase, ids: list[str], fault: Fault
+) -> None:
+    """The error is of txbox's own statement, and nothing was committed: the handler has not failed."""
+    with opened(new_database("postgresql")) as shop:
+        handler = shop.handler()
+        refused: list[StoreError] = []
+
+        def refusing() -> Steps[dict[str, Settled]]:
+            arrivals = [handler.arrival(paid(own), Limits()) for own in ids]
+            delivered = shop.app.protocol.deliver(handler, arrivals)
+            step = next(delivered)
+            while True:
+                try:
+                    if isinstance(step, Commit) and step.statements and not refused:
+                        refused.append(StoreError("not now", fault=fault))
+                        step = delivered.throw(refused[0])
+                    else:
+                        step = delivered.send((yield step))
+                except StopIteration as stop:
+                    settled: dict[str, Settled] = stop.value
+                    return settled
+
+        settled = drive(shop.app._any_sync(), refusing())
+        assert {own: settled[own].outcome for own in ids} == dict.fromkeys(ids, Outcome.PROCESSED)
+        assert sorted(shop.calls) == sorted(ids * 2)
+        assert [shop.effects(own) for own in ids] == [1] * len(ids)
+        assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
+        assert not shop.emitted(ConsumptionPaused)
