@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import secrets
-import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, cast
 
 from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.brokers.redis_entry import Entry, delivery_of, entries_of, entry_of
+from txbox.brokers.redis_entry import Entry, delivery_of
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.events import MessagesLost
 
@@ -25,6 +22,7 @@ try:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
+    from txbox.brokers.redis_group import Group, code_of
     from txbox.brokers.redis_publisher import RedisPublisher
 except ModuleNotFoundError as error:
     raise ConfigurationError(
@@ -34,7 +32,6 @@ except ModuleNotFoundError as error:
 _log = logging.getLogger("txbox")
 
 _SOCKET_TIMEOUT_S = 10.0
-_COMMAND_IDS = 500
 _REFUSED = {
     "decode_responses": "payloads stay bytes",
     "protocol": "replies are read in one form",
@@ -125,21 +122,16 @@ class RedisStreams:
             ) from error
         if self._client.connection_pool.connection_kwargs.get("decode_responses"):
             raise ConfigurationError("RedisStreams takes no decode_responses: payloads stay bytes.")
-        for command in ("XREADGROUP", "XAUTOCLAIM", "XCLAIM"):
-            # redis-py would fold repeated fields into a dict, and knows JUSTID only from its own method
-            self._client.set_response_callback(command, _as_it_came)
         self._block_max_s = math.inf if timeout_s is None else timeout_s / 2
         database = self._client.connection_pool.connection_kwargs.get("db") or 0
         self._weak_scope = f"redis:{incarnation}:{database}"
-        self._group = group or ""
+        self._group = Group(self._client, group or "", ())
         self._payload = payload.encode()
         self._claim_idle_s = claim_idle.total_seconds()
         self._start = start
-        self._streams: tuple[str, ...] = ()
         self._in_flight: InFlight | None = None
         self._ready = False
         self._broken = False
-        self._consumer = ""
         self._claim_at = 0.0
         self._buffer: deque[Delivery] = deque()
         self._held: set[tuple[str, bytes]] = set()  # ours: in the buffer or handed out
@@ -151,7 +143,7 @@ class RedisStreams:
 
     @property
     def name(self) -> str:
-        return f"redis:{self._group}" if self._group else self.publisher().name
+        return f"redis:{self._group.name}" if self._group.name else self.publisher().name
 
     def publisher(self) -> RedisPublisher:
         return self._published()
@@ -175,16 +167,14 @@ class RedisStreams:
         progress: Progress,  # noqa: ARG002  # the group remembers
         in_flight: InFlight | None = None,
     ) -> None:
-        if not self._group:
+        if not self._group.name:
             raise ConfigurationError("RedisStreams needs the name of a consumer group: group=.")
         if "*" in topics or not topics:
             raise ConfigurationError(
                 "RedisStreams reads streams by name: list them, app.consume(source, topics=[…])."
             )
-        self._streams = tuple(topics)
+        self._group = Group(self._client, self._group.name, topics)
         self._in_flight = in_flight
-        # two processes under one name would read each other's pending entries
-        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._ready = self._broken = False
         self._buffer.clear()
         self._held.clear()
@@ -196,20 +186,6 @@ class RedisStreams:
             ) from error
         except exceptions.RedisError as error:
             self._at_open(error)
-
-    def _at_open(self, error: exceptions.RedisError) -> None:
-        if isinstance(error, exceptions.NoPermissionError):
-            raise ConfigurationError(
-                f"Redis does not permit this user to consume ({error}): allow @stream on the streams."
-            ) from error
-        if _code(error) == "WRONGTYPE":
-            raise ConfigurationError(
-                f"One of the keys {', '.join(map(repr, self._streams))} is no stream: check the topics."
-            ) from error
-        try:
-            self._raise(error)
-        except BrokerUnavailable as away:
-            _log.info("%s cannot be opened yet: %s", self.name, away)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         try:
@@ -225,21 +201,29 @@ class RedisStreams:
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Reset the idle time of what is in flight; neither delivered nor counted by that."""
-        self._touch([own.tag for own in (*deliveries, *self._buffer)], idle_ms=0)
+        try:
+            self._group.touch([own.tag for own in (*deliveries, *self._buffer)], idle_ms=0)
+        except exceptions.RedisError as error:
+            self._raise(error)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         # if it fails they come again by a claim, as duplicates
         self._held.difference_update(own.tag for own in deliveries)
-        self._acknowledge([own.tag for own in deliveries])
+        try:
+            self._group.acknowledge([own.tag for own in deliveries])
+        except exceptions.RedisError as error:
+            self._raise(error)
 
     def close(self) -> None:
         """Let the others take over at once what was not settled, and leave the group."""
         try:
             if self._ready:
-                self._touch(list(self._held), idle_ms=math.ceil(self._claim_idle_s * 1000))
+                self._group.touch(list(self._held), idle_ms=math.ceil(self._claim_idle_s * 1000))
                 # after a broken connection an unseen read could still bring entries under our name
                 if not self._broken:
-                    self._leave()
+                    self._group.leave()
+        except exceptions.RedisError as error:
+            self._raise(error)
         finally:
             self._buffer.clear()
             self._held.clear()
@@ -250,57 +234,34 @@ class RedisStreams:
 
     def _prepare(self) -> None:
         """Make sure of the groups, then take what is pending under our own name."""
-        for stream in self._streams:
-            self._create_group(stream, self._start)
-        for stream in self._streams:
-            self._read_own(stream)
+        for stream in self._group.streams:
+            self._group.create(stream, self._start)
+        for stream in self._group.streams:
+            for entries in self._group.read_own(stream):
+                self._keep(stream, entries, redelivered=True)
         self._ready = True
-
-    def _create_group(self, stream: str, start: str) -> None:
-        try:
-            self._client.xgroup_create(stream, self._group, id=start, mkstream=True)
-        except exceptions.ResponseError as error:
-            if _code(error) != "BUSYGROUP":
-                raise
-
-    def _read_own(self, stream: str) -> None:
-        after: bytes | str = "0"
-        while True:
-            reply = self._client.execute_command(
-                "XREADGROUP", "GROUP", self._group, self._consumer, "COUNT", _COMMAND_IDS,
-                "STREAMS", stream, after,
-            )  # fmt: skip
-            entries = [entry for _, found in entries_of(reply) for entry in found]
-            if not entries:
-                return
-            self._keep(stream, entries, redelivered=True)
-            after = entries[-1][0]
 
     def _read_new(self, messages_max: int, wait_s: float) -> None:
         # COUNT holds for each stream; what is more than asked for waits in the buffer, tended
-        count = math.ceil(messages_max / len(self._streams))
+        count = math.ceil(messages_max / len(self._group.streams))
         block_ms = math.floor(min(wait_s, self._block_max_s) * 1000)
-        block = ("BLOCK", block_ms) if block_ms > 0 else ()
         try:
-            reply = self._client.execute_command(
-                "XREADGROUP", "GROUP", self._group, self._consumer, "COUNT", count, *block,
-                "STREAMS", *self._streams, *[">"] * len(self._streams),
-            )  # fmt: skip
+            found = self._group.read_new(count, block_ms)
         except exceptions.ResponseError as error:
-            if _code(error) not in ("NOGROUP", "UNBLOCKED"):
+            if code_of(error) not in ("NOGROUP", "UNBLOCKED"):
                 raise
             self._recreate()
             return
-        for stream, entries in entries_of(reply):
+        for stream, entries in found:
             self._keep(stream, entries, redelivered=False)
 
     def _recreate(self) -> None:
         _log.warning(
             "%s: the group or a stream of %s was deleted; it is created again and read from its beginning.",
-            self.name, ", ".join(self._streams),
+            self.name, ", ".join(self._group.streams),
         )  # fmt: skip
-        for stream in self._streams:
-            self._create_group(stream, "0")
+        for stream in self._group.streams:
+            self._group.create(stream, "0")
 
     def _claim(self, messages_max: int) -> None:
         """Take over what consumers that are gone left pending, oldest first."""
@@ -308,23 +269,21 @@ class RedisStreams:
             return
         idle_ms = math.ceil(self._claim_idle_s * 1000)
         more = False
-        for stream in self._streams:
+        for stream in self._group.streams:
             cursor: bytes = b"0-0"
             while len(self._buffer) < messages_max:
                 try:
-                    cursor, found, *deleted = self._client.execute_command(
-                        "XAUTOCLAIM", stream, self._group, self._consumer, idle_ms, cursor,
-                        "COUNT", messages_max,
-                    )  # fmt: skip
+                    cursor, found, deleted = self._group.claim(
+                        stream, cursor, idle_ms, messages_max
+                    )
                 except exceptions.ResponseError as error:
-                    if _code(error) != "NOGROUP":
+                    if code_of(error) != "NOGROUP":
                         raise
                     self._recreate()
                     break
-                if deleted and deleted[0]:
-                    # Redis has taken them out of the group itself
-                    self._lost(stream, deleted[0])
-                self._keep(stream, (entry_of(own) for own in found if own), redelivered=True)
+                if deleted:
+                    self._lost(stream, deleted)
+                self._keep(stream, found, redelivered=True)
                 if cursor == b"0-0":
                     break
             more = more or len(self._buffer) >= messages_max
@@ -351,13 +310,13 @@ class RedisStreams:
             )
         if gone:
             self._lost(stream, gone)
-            self._acknowledge([(stream, own) for own in gone])
+            self._group.acknowledge([(stream, own) for own in gone])
 
     def _lost(self, stream: str, entry_ids: Sequence[bytes]) -> None:
         self.lost_upstream += len(entry_ids)
         reason = (
             f"lost upstream: {len(entry_ids)} entries of stream {stream} were trimmed or deleted before group "
-            f"{self._group} could process them (first {entry_ids[0].decode()}): give the stream a longer MAXLEN."
+            f"{self._group.name} could process them (first {entry_ids[0].decode()}): give the stream a longer MAXLEN."
         )
         _log.warning("%s", reason)
         if self._in_flight is not None:
@@ -365,67 +324,25 @@ class RedisStreams:
                 MessagesLost(source=self.name, topic=stream, count=len(entry_ids), reason=reason)
             )
 
-    # -- acknowledging and keeping ------------------------------------------------------------
+    # -- errors -------------------------------------------------------------------------------
 
-    def _acknowledge(self, tags: Sequence[tuple[str, bytes]]) -> None:
-        with self._client.pipeline(transaction=False) as pipeline:
-            for stream, entry_ids in _by_stream(tags):
-                pipeline.xack(stream, self._group, *entry_ids)
-            self._run(pipeline)
-
-    def _touch(self, tags: Sequence[tuple[str, bytes]], idle_ms: int) -> None:
-        with self._client.pipeline(transaction=False) as pipeline:
-            for stream, entry_ids in _by_stream(tags):
-                # an entry that is acknowledged by now is passed over
-                pipeline.execute_command(
-                    "XCLAIM", stream, self._group, self._consumer, 0, *entry_ids,
-                    "IDLE", idle_ms, "JUSTID",
-                )  # fmt: skip
-            self._run(pipeline)
-
-    def _run(self, pipeline: Any) -> None:
+    def _at_open(self, error: exceptions.RedisError) -> None:
+        if isinstance(error, exceptions.NoPermissionError):
+            raise ConfigurationError(
+                f"Redis does not permit this user to consume ({error}): allow @stream on the streams."
+            ) from error
+        if code_of(error) == "WRONGTYPE":
+            raise ConfigurationError(
+                f"One of the keys {', '.join(map(repr, self._group.streams))} is no stream: check the topics."
+            ) from error
         try:
-            answers = pipeline.execute(raise_on_error=False)
-        except exceptions.RedisError as error:
             self._raise(error)
-        for answer in answers:
-            # without the group there is nothing to acknowledge or to keep
-            if isinstance(answer, exceptions.RedisError) and _code(answer) != "NOGROUP":
-                self._raise(answer)
-
-    def _leave(self) -> None:
-        for stream in self._streams:
-            try:
-                # DELCONSUMER forgets what is pending: it must be nothing
-                if not self._client.xpending_range(
-                    stream, self._group, "-", "+", 1, consumername=self._consumer
-                ):
-                    self._client.xgroup_delconsumer(stream, self._group, self._consumer)
-            except exceptions.RedisError as error:
-                if _code(error) != "NOGROUP":
-                    self._raise(error)
+        except BrokerUnavailable as away:
+            _log.info("%s cannot be opened yet: %s", self.name, away)
 
     def _raise(self, error: exceptions.RedisError) -> NoReturn:
-        if isinstance(error, _PASSING_ERRORS) or _code(error) in _PASSING:
+        if isinstance(error, _PASSING_ERRORS) or code_of(error) in _PASSING:
             # an answer may have been lost on its way: what it held is pending under our name
             self._ready, self._broken = False, True
             raise BrokerUnavailable(f"Redis cannot be used now: {error}") from error
         raise BrokerError(f"Redis refused a command of {self.name}: {error}") from error
-
-
-def _as_it_came(reply: object, **_: object) -> object:
-    return reply
-
-
-def _code(error: Exception) -> str:
-    """The error code, with which every error reply of Redis begins."""
-    return getattr(error, "status_code", None) or str(error).partition(" ")[0]
-
-
-def _by_stream(tags: Sequence[tuple[str, bytes]]) -> Iterator[tuple[str, list[bytes]]]:
-    grouped: dict[str, list[bytes]] = {}
-    for stream, entry_id in tags:
-        grouped.setdefault(stream, []).append(entry_id)
-    for stream, entry_ids in grouped.items():
-        for at in range(0, len(entry_ids), _COMMAND_IDS):
-            yield stream, entry_ids[at : at + _COMMAND_IDS]
