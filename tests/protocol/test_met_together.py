@@ -18,6 +18,8 @@ from txbox.handlers import Handler
 from txbox.intake import Leasing
 from txbox.pace import Pace
 from txbox.policy import Batching
+from txbox.steps import Statement
+from txbox.store import claims
 
 DECIDES = {
     "processed": Outcome.DUPLICATE,
@@ -167,6 +169,47 @@ def test_duplicates_that_were_claimed_bring_the_look_and_new_messages_end_it(sho
         take(shop.app, handler, *[paid(f"new {own}") for own in ids]) == [Outcome.PROCESSED] * 100
     )
     assert not pace.looks_first
+
+
+@pytest.mark.parametrize("share", [60, 70, 90])
+def test_every_batch_is_looked_up_while_more_than_half_is_known(
+    new_database: NewDatabase, share: int
+) -> None:
+    """What a look leaves over is not counted a second time, as if all that came were new."""
+    with opened(new_database("postgresql")) as shop:
+        shop.app.handler(TOPIC, consumer=CONSUMER, batch=True)(lambda messages, tx: None)
+        handler = shop.app.handlers.matching(TOPIC, None, CONSUMER)[0]
+        known = [paid(f"m{number}") for number in range(share)]
+        looked: list[bool] = []
+        for batch in range(7):
+            new = [paid(f"{batch}-{number}") for number in range(100 - share)]
+            looked.append(pace_of(shop, handler).looks_first)
+            outcomes = take(shop.app, handler, *known, *new)
+            assert outcomes[share:] == [Outcome.PROCESSED] * len(new)
+        assert looked == [False, False, *[True] * 5]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_a_claim_has_not_won_is_found_in_linear_time(
+    new_database: NewDatabase, keep: bool
+) -> None:
+    """Hashed: an id is not compared with every id that was won, which took seconds for 10,000."""
+    with opened(new_database("postgresql")) as shop:
+        own = shop.handler()
+        (claim, *_) = claims.claim(
+            shop.app.store,
+            CONSUMER,
+            [own.arrival(paid(f"m{number}"), Limits()) for number in range(1000)],
+            token="t" * 32,
+            lock_timeout=timedelta(seconds=1),
+            idle_s=60.0,
+            keep=keep,
+        )
+        connection = shop.app._any_sync().acquire()
+        (plan,) = connection.begin((Statement("plan", f"EXPLAIN {claim.sql}", claim.params),))
+        connection.rollback()
+        connection.discard()
+        assert any("hashed SubPlan" in line for (line,) in plan.rows)
 
 
 # -- how long a claim waits, and how long a handler may ------------------------------------------
