@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from txbox.body import Decoder
 from txbox.brokers.base import Destination, Source
 from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
@@ -20,8 +21,10 @@ from txbox.drive import drive, drive_async
 from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
+from txbox.extractor import Extractor
 from txbox.handler_options import HandlerOptions
 from txbox.handlers import Handler, Handlers
+from txbox.identity import PayloadHash
 from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.outbox import Outbox
@@ -31,7 +34,7 @@ from txbox.protocol import InboxProtocol
 from txbox.replies import replied_again, replying
 from txbox.routes import CloudEvents, Routes
 from txbox.settled import Settled
-from txbox.steps import AsyncConnections, Connections, Steps
+from txbox.steps import Connections, Steps
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
 from txbox.store.dialect import dialect
@@ -60,12 +63,18 @@ class App:
         schema: the PostgreSQL schema of the tables; None uses the search path.
         observers: called with every event; alerts hang here.
         codec: encrypts or compresses payloads and error texts at rest.
+        limits, lease, retention, batching, relaying: policies; units and defaults are those of their
+            classes. Without `limits`, a claim gives up before a short `lease` runs out.
         notify: on PostgreSQL, wake relays in other processes at the commit of what is staged, by NOTIFY,
             instead of when they look next. It costs: transactions that notify commit one after the
             other, over all databases of the server, so that they share no flush. Relays listen on a
             connection of their own, if `database` is a URL for psycopg; all others look, as always.
         unmatched: what to do with a message that no handler consumes: acknowledge and count it, or
             keep it in the quarantine.
+
+    Raises:
+        ConfigurationError: no database or two, one that txbox does not know, a driver that is not
+            installed.
 
     Constructing an App does no I/O, and it may be forked.
     """
@@ -99,7 +108,7 @@ class App:
         self.consumptions: list[Consumption] = []
         self.webhooks: list[Webhook] = []
         #: Where staged messages go.
-        self.routes = Routes(self._consumes)
+        self.routes = Routes(self.handlers.consumes)
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
         self.outbox = Outbox(schema=schema, codec=codec, routed=self.routes.knows, notify=notify)
         self.notify = notify
@@ -146,15 +155,15 @@ class App:
         ordered: bool = False,
         dead_blocks: bool = False,
         dead_letter_topic: str | None = None,
-        sequence: Any = None,
+        sequence: Extractor | str | None = None,
         gaps: GapPolicy | None = None,
-        lock_key: Any = None,
-        message_id: Any = None,
+        lock_key: Extractor | str | None = None,
+        message_id: Extractor | str | None = None,
         weak_ids: bool = False,
         id_scope: Literal["topic"] | None = None,
-        decode: Any = None,
-        payload_hash: Any = "raw",
-        keep_payload: Any = "unfinished",
+        decode: Decoder | None = None,
+        payload_hash: PayloadHash = "raw",
+        keep_payload: timedelta | Literal["unfinished", "always"] = "unfinished",
         keep_result: bool = False,
         reply_to: str | Literal[True] | None = None,
         reply_again: bool = False,
@@ -171,7 +180,7 @@ class App:
             timeout: bound on one run; what it did is rolled back.
             concurrency: lanes of one worker, 1 or more.
             batch: the function takes a list of messages and one transaction.
-            pipeline: the function reads no results.
+            pipeline: the function reads no results: with psycopg its statements travel with COMMIT.
             transactional: False for work outside a transaction: `(message)`, leased, at least once;
                 a worker stores its messages first and keeps the lease while it runs.
             ordered: messages of one key are processed in the order of their arrival; one that fails
@@ -179,16 +188,20 @@ class App:
             dead_blocks: with `ordered`, a dead message holds its key up until somebody acts.
             dead_letter_topic: where a copy of a message that is given up is sent, through the outbox.
             sequence: the version of the message's key, as a callable or a path; versions are
-                processed in their order, and one that is missing is waited for (`gaps`).
+                processed in their order, and one that is missing is waited for.
+            gaps: with `sequence`, what to do about a missing version; see GapPolicy.
+            lock_key: what the function locks, as a callable or a path: messages of one lock key
+                share a lane, and a batch is sorted by it.
             message_id: a callable or a path like "body.order_id"; see SEMANTICS 1.2.
+            weak_ids: accept ids made of transport coordinates where a message has no other.
             id_scope: "topic" where ids are unique within a topic only.
             decode: a callable from Message to body, instead of the annotation.
             payload_hash: "raw", "json" or a callable; how copies are compared.
+            keep_payload: "unfinished", "always", or how long processed rows keep their payload.
             keep_result: keep what the function returned, as JSON, and give it to duplicates; see `answer`.
             reply_to: stage what the function returned, in its transaction, to this topic; True: to
                 the one that the message's `reply-to` header names. None is no reply.
             reply_again: stage the kept result once more for a duplicate, under the same id.
-            keep_payload: "unfinished", "always", or how long processed rows keep their payload.
             mode: "stored" acknowledges once the payload is stored, and processes from the table.
 
         Raises:
@@ -265,17 +278,6 @@ class App:
             concurrency=concurrency,
         )
 
-    def _check_colour(self, handler: Handler) -> None:
-        if handler.options.transactional and self._connections(handler) is None:
-            colour, other = ("async", "def") if handler.is_async else ("sync", "async def")
-            raise ConfigurationError(
-                f"{handler.name} is {colour}, but {self.database.name} has no {colour} connections: "
-                f"write it as `{other}`, or give App() a database object of its colour."
-            )
-
-    def _connections(self, handler: Handler) -> Connections | AsyncConnections | None:
-        return self.database.asynchronous if handler.is_async else self.database.sync
-
     def consume(self, source: Source | Webhook, topics: Iterable[str] | None = None) -> None:
         """Take messages from a source; `topics` default to those of the handlers.
 
@@ -309,16 +311,26 @@ class App:
         """
         self.routes.add(destination, topics, cloudevents, source)
 
-    def _consumes(self, topic: str) -> bool:
-        return any(handler.topic in (topic, "*") for handler in self.handlers)
+    def _check_colour(self, handler: Handler) -> None:
+        own = self.database.asynchronous if handler.is_async else self.database.sync
+        if handler.options.transactional and own is None:
+            colour, other = ("async", "def") if handler.is_async else ("sync", "async def")
+            raise ConfigurationError(
+                f"{handler.name} is {colour}, but {self.database.name} has no {colour} connections: "
+                f"write it as `{other}`, or give App() a database object of its colour."
+            )
 
     # -- one message --------------------------------------------------------------------------
 
     def process(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
         """Run the handler of one message safely; acknowledge unless the outcome is IN_PROGRESS.
 
+        Returns: UNMATCHED when no handler consumes its topic and type, QUARANTINED with
+        `unmatched="quarantine"`; see Outcome for the others.
+
         Raises:
-            ConfigurationError: no handler, several without `consumer=`, or an async one.
+            ConfigurationError: several consumers without `consumer=`, one that has no handler at all, an
+                async handler, or a database with async connections only.
             SchemaError: the tables are missing or do not fit; the message has the command to run.
             StoreUnavailable: the database stayed away for Limits.unavailable_for: do not acknowledge.
 
@@ -326,50 +338,40 @@ class App:
         handler with `transactional=False` is leased for `Lease.duration` and its `timeout=` on top,
         without heartbeats: a run that outlasts both may be run a second time beside itself.
         """
-        handler = self._one_handler(message, consumer)
+        handler = self.handlers.only(message.topic, message.type, consumer)
         if handler is None:
-            drive(self._any_sync(), self.unmatched_message(message))
-            return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
+            return drive(self._any_sync(), self._unmatched(message))
         if handler.is_async:
             raise ConfigurationError(f"{handler.name} is async: await app.process_async(message).")
         return drive(self._any_sync(), self._processed(handler, message))[0].outcome
 
     async def process_async(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
         """The twin of `process`; a sync handler runs in a thread."""
-        handler = self._one_handler(message, consumer)
+        handler = self.handlers.only(message.topic, message.type, consumer)
         if handler is not None and not handler.is_async:
             return await asyncio.to_thread(self.process, message, consumer=handler.consumer)
         if self.database.asynchronous is None:
             return await asyncio.to_thread(self.process, message, consumer=consumer)
         if handler is None:
-            await drive_async(self.database.asynchronous, self.unmatched_message(message))
-            return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
+            return await drive_async(self.database.asynchronous, self._unmatched(message))
         (settled,) = await drive_async(
             self.database.asynchronous, self._processed(handler, message)
         )
         return settled.outcome
-
-    async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Answer]:
-        found = self.handlers.matching(message.topic, message.type)
-        if not found:
-            return {"": await self.answer_async(message)}
-        return {
-            own.consumer: await self.answer_async(message, consumer=own.consumer) for own in found
-        }
 
     def answer(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
         """As `process`; also returns what the handler of `keep_result=True` returned, then or now.
 
         A duplicate gets the answer that the first delivery got.
         """
-        handler = self._one_handler(message, consumer)
+        handler = self.handlers.only(message.topic, message.type, consumer)
         if handler is None or handler.is_async:
             return Answer(self.process(message, consumer=consumer))
         return _answer(*drive(self._any_sync(), self._processed(handler, message)))
 
     async def answer_async(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
         """The twin of `answer`; a sync handler runs in a thread."""
-        handler = self._one_handler(message, consumer)
+        handler = self.handlers.only(message.topic, message.type, consumer)
         if handler is None:
             return Answer(await self.process_async(message, consumer=consumer))
         if not handler.is_async or self.database.asynchronous is None:
@@ -378,21 +380,39 @@ class App:
             *await drive_async(self.database.asynchronous, self._processed(handler, message))
         )
 
-    def _one_handler(self, message: Message[Any], consumer: str | None) -> Handler | None:
-        found = self.handlers.matching(message.topic, message.type, consumer)
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(repr(handler.consumer) for handler in found)
-            raise ConfigurationError(
-                f"Several consumers take topic {message.topic!r} ({names}): say which with consumer=."
-            )
-        if consumer is not None and consumer not in self.handlers.consumers():
-            raise ConfigurationError(f"No handler is registered for consumer {consumer!r}.")
-        return None
+    async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Answer]:
+        """Return each consumer's answer to a message; where there is none, that of the consumer ""."""
+        found = self.handlers.matching(message.topic, message.type)
+        if not found:
+            return {"": await self.answer_async(message)}
+        return {
+            own.consumer: await self.answer_async(message, consumer=own.consumer) for own in found
+        }
 
-    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[list[Settled]]:
-        return self.taken(handler, [message], for_s=self.limits.unavailable_for.total_seconds())
+    # -- sending to the own consumers ---------------------------------------------------------
+
+    def send(self, message: Message[Any]) -> dict[str, Outcome]:
+        """Store a message for every consumer of its topic, to be processed from the table.
+
+        Returns: consumer → DEFERRED when stored, DUPLICATE when it was there before, QUARANTINED; IN_PROGRESS
+        when another transaction holds this id: send it again.
+
+        Raises:
+            ConfigurationError: no handler consumes its topic and type.
+        """
+        return drive(self._any_sync(), self._sent([message]))[0]
+
+    async def send_async(self, message: Message[Any]) -> dict[str, Outcome]:
+        """The twin of `send`."""
+        if self.database.asynchronous is None:
+            return await asyncio.to_thread(self.send, message)
+        return (await drive_async(self.database.asynchronous, self._sent([message])))[0]
+
+    def send_many(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
+        """As `send` for many messages, in one statement a consumer; the answers are in their order."""
+        return drive(self._any_sync(), self._sent(messages))
+
+    # -- steps behind the verbs, and for the worker -------------------------------------------
 
     def taken(
         self,
@@ -407,6 +427,7 @@ class App:
 
         Args:
             leasing: see `Intake.take`.
+            for_s, stop: see `InboxProtocol.persistently`.
 
         Raises:
             SchemaError, StoreError: as `process` does.
@@ -437,18 +458,8 @@ class App:
         else:
             return settled
 
-    def check_schema(self) -> Steps[None]:
-        """Check that this release can work with the tables; from then on their schema is known.
-
-        Raises:
-            SchemaError: the message contains the command to run.
-        """
-        own = self.store.dialect
-        state = yield from tables.check(own)
-        if state.schema is not None:
-            # named in full from here on, so that a handler's own search_path cannot hide them
-            self.store.dialect = dialect(own.name, state.schema)
-        self._checked = True
+    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[list[Settled]]:
+        return self.taken(handler, [message], for_s=self.limits.unavailable_for.total_seconds())
 
     def unmatched_message(self, message: Message[Any]) -> Steps[None]:
         """Count a message that no handler consumes, and keep it where `unmatched` says so."""
@@ -461,28 +472,9 @@ class App:
                 message, f"No handler consumes topic {message.topic!r} with type {message.type!r}."
             )
 
-    # -- sending to the own consumers ---------------------------------------------------------
-
-    def send(self, message: Message[Any]) -> dict[str, Outcome]:
-        """Store a message for every consumer of its topic, to be processed from the table.
-
-        Returns: consumer → DEFERRED when stored, DUPLICATE when it was there before, QUARANTINED; IN_PROGRESS
-        when another transaction holds this id: send it again.
-
-        Raises:
-            ConfigurationError: no handler consumes its topic and type.
-        """
-        return drive(self._any_sync(), self._sent([message]))[0]
-
-    async def send_async(self, message: Message[Any]) -> dict[str, Outcome]:
-        """The twin of `send`."""
-        if self.database.asynchronous is None:
-            return await asyncio.to_thread(self.send, message)
-        return (await drive_async(self.database.asynchronous, self._sent([message])))[0]
-
-    def send_many(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
-        """As `send` for many messages, in one statement a consumer."""
-        return drive(self._any_sync(), self._sent(messages))
+    def _unmatched(self, message: Message[Any]) -> Steps[Outcome]:
+        yield from self.unmatched_message(message)
+        return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
 
     def _sent(self, messages: Sequence[Message[Any]]) -> Steps[list[dict[str, Outcome]]]:
         answers: list[dict[str, Outcome]] = [{} for _ in messages]
@@ -504,6 +496,19 @@ class App:
             for index, own in zip(indexes, settled, strict=True):
                 answers[index][handler.consumer] = own.outcome
         return answers
+
+    def check_schema(self) -> Steps[None]:
+        """Check that this release can work with the tables; from then on their schema is known.
+
+        Raises:
+            SchemaError: the message contains the command to run.
+        """
+        own = self.store.dialect
+        state = yield from tables.check(own)
+        if state.schema is not None:
+            # named in full from here on, so that a handler's own search_path cannot hide them
+            self.store.dialect = dialect(own.name, state.schema)
+        self._checked = True
 
     # -- life ---------------------------------------------------------------------------------
 

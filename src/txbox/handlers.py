@@ -245,7 +245,7 @@ class Handlers:
         return any(one.ordered for one in own), any(one.dead_blocks for one in own)
 
     def matching(self, topic: str, kind: str | None, consumer: str | None = None) -> list[Handler]:
-        """Return the handlers for a topic and type, at most one a consumer."""
+        """Return the handlers for a topic and type, at most one a consumer; of one consumer or of all."""
         found = self._matches.get((topic, kind))
         if found is None:
             found = [handler for handler in self._handlers if handler.matches(topic, kind)]
@@ -257,6 +257,28 @@ class Handlers:
             if consumer is None
             else [handler for handler in found if handler.consumer == consumer]
         )
+
+    def only(self, topic: str, kind: str | None, consumer: str | None) -> Handler | None:
+        """Return the one handler for a topic and type; None when no handler consumes them.
+
+        Raises:
+            ConfigurationError: there are several and no `consumer` is named, or it has no handler.
+        """
+        found = self.matching(topic, kind, consumer)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(repr(handler.consumer) for handler in found)
+            raise ConfigurationError(
+                f"Several consumers take topic {topic!r} ({names}): say which with consumer=."
+            )
+        if consumer is not None and consumer not in self.consumers():
+            raise ConfigurationError(f"No handler is registered for consumer {consumer!r}.")
+        return None
+
+    def consumes(self, topic: str) -> bool:
+        """Say whether a handler takes some messages of this topic."""
+        return any(handler.topic in (topic, "*") for handler in self._handlers)
 
     def consumers(self) -> dict[str, list[Handler]]:
         """Return the handlers of each consumer."""
