@@ -385,6 +385,8 @@ def test_looking(shop: Shop, database: FreshDatabase) -> None:
         rest = admin.list(RowFilter(consumer="billing", status="dead"), before=first[-1].arrival)
         assert [own.message_id for own in (*first, *rest)] == ["c", "b", "a"]
         assert first[0].received_at.tzinfo is not None
+        (own,) = admin.list(RowFilter(consumer="billing", message_id="b"))
+        assert own.message_id == "b"
 
         shown, aside = admin.show("billing", "a")
         assert shown is not None

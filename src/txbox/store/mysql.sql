@@ -554,6 +554,7 @@ SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), statu
        processed_at, next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival
   FROM txbox_inbox
  WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
    AND (:status IS NULL OR status = :status)
    AND (:topic IS NULL OR topic = :topic)
    AND (:type IS NULL OR type = :type)

@@ -749,6 +749,7 @@ SELECT consumer, message_id, status, topic, type, key, attempts, starts, receive
        next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival
   FROM txbox_inbox
  WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
    AND (:status::text IS NULL OR status = :status::text)
    AND (:topic::text IS NULL OR topic = :topic::text)
    AND (:type::text IS NULL OR type = :type::text)

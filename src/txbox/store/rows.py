@@ -104,7 +104,6 @@ class InboxRows:
         """Read rows, newest arrival first.
 
         Args:
-            where: its message id is not asked for.
             before: the arrival of the last row of the page before; None for the first page.
         """
         params = {**_filter(where), "status": where.status, "before": before, "limit": limit}
@@ -179,7 +178,6 @@ class InboxRows:
             "select_for_change",
             {
                 **_filter(where),
-                "message_id": where.message_id,
                 "status_a": statuses[0],
                 "status_b": statuses[1],
                 # without its payload a row would wait for ever
@@ -269,6 +267,7 @@ class InboxRows:
 def _filter(where: RowFilter) -> dict[str, Any]:
     return {
         "consumer": where.consumer,
+        "message_id": where.message_id,
         "topic": where.topic,
         "type": where.type,
         "key": where.key,

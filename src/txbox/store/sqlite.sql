@@ -531,6 +531,7 @@ SELECT consumer, message_id, status, topic, type, key, attempts, starts, receive
        next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival
   FROM txbox_inbox
  WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
    AND (:status IS NULL OR status = :status)
    AND (:topic IS NULL OR topic = :topic)
    AND (:type IS NULL OR type = :type)
