@@ -15,7 +15,7 @@ from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
 from txbox.handlers import Handler
 from txbox.settled import Settled
-from txbox.steps import Commit, Steps
+from txbox.steps import Begin, Commit, Steps
 
 
 def raises(tx: Any, code: str) -> None:
@@ -146,3 +146,35 @@ def test_a_close_that_certainly_failed_is_no_attempt(
         assert [shop.effects(own) for own in ids] == [1] * len(ids)
         assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
         assert not shop.emitted(ConsumptionPaused)
+
+
+@pytest.mark.parametrize("fault", [Fault.PREPARED, Fault.DUPLICATE, Fault.CONFLICT])
+@pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]], ids=["alone", "together"])
+def test_a_claim_that_was_refused_is_claimed_again(
+    new_database: NewDatabase, ids: list[str], fault: Fault
+) -> None:
+    """DUPLICATE comes while the key's index is rebuilt, and is no row that somebody has written."""
+    with opened(new_database("postgresql")) as shop:
+        handler = shop.handler()
+        refused: list[StoreError] = []
+
+        def refusing() -> Steps[dict[str, Settled]]:
+            arrivals = [handler.arrival(paid(own), Limits()) for own in ids]
+            delivered = shop.app.protocol.deliver(handler, arrivals)
+            step = next(delivered)
+            while True:
+                answer = yield step
+                try:
+                    if isinstance(step, Begin) and not refused:
+                        refused.append(StoreError("not now", fault=fault))
+                        step = delivered.throw(refused[0])
+                    else:
+                        step = delivered.send(answer)
+                except StopIteration as stop:
+                    settled: dict[str, Settled] = stop.value
+                    return settled
+
+        settled = drive(shop.app._any_sync(), refusing())
+        assert {own: settled[own].outcome for own in ids} == dict.fromkeys(ids, Outcome.PROCESSED)
+        assert shop.calls == ids
+        assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
