@@ -394,8 +394,8 @@ class App:
     def send(self, message: Message[Any]) -> dict[str, Outcome]:
         """Store a message for every consumer of its topic, to be processed from the table.
 
-        Returns: consumer → DEFERRED when stored, DUPLICATE when it was there before, QUARANTINED; IN_PROGRESS
-        when another transaction holds this id: send it again.
+        Returns: consumer → DEFERRED when it is stored, now or before; DUPLICATE when it was finished before;
+        QUARANTINED; IN_PROGRESS when another transaction holds this id: send it again.
 
         Raises:
             ConfigurationError: no handler consumes its topic and type.
@@ -404,13 +404,17 @@ class App:
 
     async def send_async(self, message: Message[Any]) -> dict[str, Outcome]:
         """The twin of `send`."""
-        if self.database.asynchronous is None:
-            return await asyncio.to_thread(self.send, message)
-        return (await drive_async(self.database.asynchronous, self._sent([message])))[0]
+        return (await self.send_many_async([message]))[0]
 
     def send_many(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
         """As `send` for many messages, in one statement a consumer; the answers are in their order."""
         return drive(self._any_sync(), self._sent(messages))
+
+    async def send_many_async(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
+        """The twin of `send_many`."""
+        if self.database.asynchronous is None:
+            return await asyncio.to_thread(self.send_many, messages)
+        return await drive_async(self.database.asynchronous, self._sent(messages))
 
     # -- steps behind the verbs, and for the worker -------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import unicodedata
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from psycopg_pool import AsyncConnectionPool
 
 from tests.shop import CONSUMER, TOPIC, Shop, as_id, opened, paid, quarantined
-from txbox import Headers, Inbox, Message, Outcome, UnusableMessage
+from txbox import App, Headers, Inbox, Message, Outcome, UnusableMessage
 from txbox.events import MessageQuarantined
 from txbox.identity import DIGEST_PREFIX, canonical_id, message_id, scoped_id
 
@@ -84,6 +86,25 @@ def test_lookalikes_in_one_batch_and_in_accept_many(shop: Shop) -> None:
     )
     tx.commit(())
     tx.discard()
+
+
+def test_send_many_async_sends_as_its_twin_does(shop: Shop, postgresql_url: str) -> None:
+    messages = [paid("a"), paid("b"), paid("a")]
+    shop.handler(mode="stored")
+    (first, second, again) = asyncio.run(shop.app.send_many_async(messages))
+    assert (first, second) == ({CONSUMER: Outcome.DEFERRED},) * 2
+    assert again == {CONSUMER: Outcome.DEFERRED}, "a copy beside its original is the same message"
+
+    async def by_an_async_driver() -> list[dict[str, Outcome]]:
+        async with AsyncConnectionPool(postgresql_url, open=False) as pool, App(pool) as app:
+            app.handler(TOPIC, consumer="other")(_nothing)
+            return [*await app.send_many_async(messages[:2]), await app.send_async(messages[0])]
+
+    assert asyncio.run(by_an_async_driver()) == [{"other": Outcome.DEFERRED}] * 3
+
+
+async def _nothing(message: Message[Any], tx: Any) -> None:
+    """Its messages are only stored."""
 
 
 @pytest.mark.parametrize(
