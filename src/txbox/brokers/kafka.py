@@ -22,22 +22,20 @@ try:
     from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
     from txbox.brokers.kafka_anchor import Anchoring
-    from txbox.brokers.kafka_options import consumer_options
-    from txbox.brokers.kafka_partition import (
+    from txbox.brokers.kafka_assignment import Assignment
+    from txbox.brokers.kafka_commit import Commits
+    from txbox.brokers.kafka_error import (
         ALL_BROKERS_DOWN,
         AUTHENTICATION,
         AUTO_OFFSET_RESET,
         FATAL,
         MAX_POLL_EXCEEDED,
-        MOVED_ON,
         PARTITION_EOF,
         REFUSALS,
-        Partition,
-        Record,
-        checked_options,
-        delivery_of,
         text_of,
     )
+    from txbox.brokers.kafka_options import checked_options, consumer_options
+    from txbox.brokers.kafka_partition import Partition, Record, delivery_of
     from txbox.brokers.kafka_publisher import KafkaPublisher
     from txbox.brokers.kafka_topic import TopicIds
 except ModuleNotFoundError as error:
@@ -54,7 +52,6 @@ _PROBE_S = 1.0
 #: every topic but the internal ones, whose names begin with two underscores
 _ALL_TOPICS = "^_?[^_].*"
 _MAX_POLL_MS = 300_000
-_Key = tuple[str, int]
 
 
 class Kafka:
@@ -121,14 +118,13 @@ class Kafka:
             )
         self.tend_every_s = min(_TEND_S, max_poll_s / 4)
         self._anchored = anchored
-        self._anchoring: Anchoring | None = None
         self._topic_ids = TopicIds(self._config)
         self._consumer: client.Consumer | None = None
         self._in_flight: InFlight | None = None
-        self._partitions: dict[_Key, Partition] = {}
+        self._partitions = Assignment()
+        self._commits = Commits(self.name, self._partitions, self._ended)
         self._held: deque[tuple[client.Message, Partition, Record]] = deque()
         self._trouble: KafkaError | None = None
-        self._refusal: KafkaError | None = None
         self._away = False
         self._paused = False
         self._closing = False
@@ -164,13 +160,13 @@ class Kafka:
                 raise ConfigurationError(
                     "Kafka(anchored=True) needs a worker that keeps anchors: run it by txbox run."
                 )
-            self._anchoring = Anchoring(self._group, progress.anchors, self._topic_ids)
+            self._partitions.anchoring = Anchoring(self._group, progress.anchors, self._topic_ids)
         self._closing = self._paused = False
         # the first receive finds out whether anybody answers
         self._away = True
         try:
             self._consumer = client.Consumer(
-                self._config | {"error_cb": self._failed, "on_commit": self._answered},
+                self._config | {"error_cb": self._failed, "on_commit": self._commits.answered},
                 logger=_client_log,
             )
             self._consumer.subscribe(
@@ -190,7 +186,7 @@ class Kafka:
         self._window = self._window or messages_max
         self._check_away()
         self._commit_if_due()
-        self._check_anchors()
+        self._partitions.check()
         self._resume()
         if not self._held:
             # consume() would wait for the whole batch: one message is waited for, the rest is there
@@ -201,7 +197,7 @@ class Kafka:
                     for raw in consumer.consume(messages_max - 1, 0):
                         self._take(raw)
             self._polled_at = time.monotonic()
-        self._place(consumer)
+        self._partitions.place(consumer)
         found = self._handed_out(messages_max)
         if not found:
             self._raise_trouble()
@@ -213,7 +209,7 @@ class Kafka:
         if time.monotonic() - self._polled_at >= (self.tend_every_s or 0.0) / 2:
             self._poll_paused(consumer)
         self._commit_if_due()
-        self._check_anchors()
+        self._partitions.check()
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
@@ -231,7 +227,7 @@ class Kafka:
             if not self._away:
                 self._commit(consumer, self._partitions.values(), wait=True)
         finally:
-            self._forget(self._partitions.values())
+            self._partitions.forget(self._partitions.values())
             self._held.clear()
             consumer.close()
 
@@ -247,10 +243,10 @@ class Kafka:
         if error is None:
             key = (raw.topic() or "", raw.partition() or 0)
             offset = raw.offset() or 0
-            partition = self._partitions.get(key) or self._new(*key)
+            partition = self._partitions.get(key) or self._partitions.add(*key)
             if offset <= partition.last:
                 # the log was cut, and reading starts again: what is in flight is of another past
-                partition = self._replace(partition)
+                partition = self._partitions.replace(partition)
             record = partition.deliver(offset, raw.leader_epoch(), self._window)
             self._held.append((raw, partition, record))
         elif error.code() == MAX_POLL_EXCEEDED:
@@ -282,13 +278,14 @@ class Kafka:
         """Called by the client inside poll; single connections that fail are its own business."""
         if error.code() == ALL_BROKERS_DOWN:
             self._away = True
-        elif error.fatal() or error.code() in (
-            AUTHENTICATION,
-            *REFUSALS,
-        ):
+        elif error.fatal() or error.code() in (AUTHENTICATION, *REFUSALS):
             self._trouble = error
         if self._on_error is not None:
             self._on_error(error)
+
+    def _ended(self, error: KafkaError) -> None:
+        """A commit says that the membership is over; raised by the next receive that finds nothing."""
+        self._trouble = error
 
     def _raise_trouble(self) -> None:
         error, self._trouble = self._trouble, None
@@ -341,102 +338,21 @@ class Kafka:
     # -- committing ---------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
-        self._raise_refusal()
+        self._commits.raise_refusal()
         if not self._away and time.monotonic() >= self._commit_at:
             self._commit(self._open_consumer(), self._partitions.values())
 
     def _commit(
         self, consumer: client.Consumer, among: Iterable[Partition], *, wait: bool = False
     ) -> None:
-        """Commit the fronts; unless `wait`, the answers come to `_answered`, inside a later poll.
-
-        While messages come nobody waits: a commit whose coordinator has died is kept by the client
-        until there is one again, and the pump would stand still for as long.
-        """
+        """Commit the fronts that are behind; raises as `Commits.ask`."""
         behind = [
             own for own in among
             if own.front is not None and own.front is not (own.committed if wait else own.asked)
         ]  # fmt: skip
-        if not behind:
-            return
-        self._commit_at = time.monotonic() + _COMMIT_S
-        if self._anchoring is not None:
-            lost = self._anchoring.advance(behind)
-            self._read_again(lost)
-            behind = [own for own in behind if own not in lost]
-        offsets: list[TopicPartition] = []
-        for own in behind:
-            if own.front is not None:
-                own.asked = own.front
-                offsets.append(own.offset_of(own.front, self._mark(own)))
-        if not offsets:
-            return
-        try:
-            if wait:
-                self._answered(None, consumer.commit(offsets=offsets, asynchronous=False))
-            else:
-                consumer.commit(offsets=offsets, asynchronous=True)
-        except KafkaException as error:
-            self._answered(error.args[0], offsets)
-        if wait:
-            self._raise_refusal()
-
-    def _answered(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
-        """Called by the client inside poll, and when it was waited for."""
-        for own in offsets:
-            refusal = own.error or error
-            if partition := self._partitions.get((own.topic, own.partition)):
-                partition.answer(own.offset, refused=refusal is not None)
-            if refusal is not None:
-                self._refused(refusal)
-
-    def _mark(self, partition: Partition) -> str:
-        return "" if self._anchoring is None else self._anchoring.mark(partition)
-
-    def _refused(self, error: KafkaError) -> None:
-        if error.code() in MOVED_ON:
-            # tried again after the rebalance, if the partition is still ours by then
-            _log.info("%s: not committed while the group rebalances: %s", self.name, error.str())
-        elif error.fatal():
-            self._trouble = error
-        else:
-            self._refusal = error
-
-    def _raise_refusal(self) -> None:
-        error, self._refusal = self._refusal, None
-        if error is not None:
-            raise BrokerUnavailable(f"Kafka did not take the commit ({error.str()}).")
-
-    # -- anchors ------------------------------------------------------------------------------
-
-    def _check_anchors(self) -> None:
-        if self._anchoring is not None:
-            placed = [own for own in self._partitions.values() if own.placed]
-            self._read_again(self._anchoring.check(placed))
-
-    def _read_again(self, lost: Iterable[Partition]) -> None:
-        """Forget what was delivered of partitions that the database has lost something of."""
-        for own in lost:
-            new = self._replace(own)
-            new.placed, new.moved, new.anchor = False, True, None
-
-    def _place(self, consumer: client.Consumer) -> None:
-        if self._anchoring is None:
-            return
-        unplaced = [own for own in self._partitions.values() if not own.placed]
-        if unplaced:
-            for own in self._anchoring.place(consumer, unplaced):
-                self._replace(own)
-
-    def _new(self, topic: str, number: int) -> Partition:
-        own = Partition(topic, number, placed=self._anchoring is None)
-        self._partitions[topic, number] = own
-        return own
-
-    def _replace(self, partition: Partition) -> Partition:
-        partition.ours = False
-        new = self._partitions[partition.topic, partition.number] = partition.again()
-        return new
+        if behind:
+            self._commit_at = time.monotonic() + _COMMIT_S
+            self._commits.ask(consumer, behind, wait=wait)
 
     # -- rebalances: called by the client inside poll, consume and close ----------------------
 
@@ -446,12 +362,12 @@ class Kafka:
         for own in partitions:
             if old := self._partitions.get((own.topic, own.partition)):
                 # lost without a word: reading starts again at what was committed
-                self._forget([old])
-            self._new(own.topic, own.partition)
+                self._partitions.forget([old])
+            self._partitions.add(own.topic, own.partition)
             self._topic_ids.forget(own.topic)
 
     def _revoked(self, consumer: client.Consumer, partitions: list[TopicPartition]) -> None:
-        leaving = self._known(partitions)
+        leaving = self._partitions.known(partitions)
         gone = {id(own) for own in leaving}
         if self._in_flight is not None and not self._closing:
             done = self._in_flight.settled(
@@ -466,16 +382,7 @@ class Kafka:
         except (BrokerError, StoreError) as error:
             # the next owner starts at the last commit and finds duplicates
             _log.info("%s: revoked without a commit: %s", self.name, error)
-        self._forget(leaving)
+        self._partitions.forget(leaving)
 
     def _lost(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
-        self._forget(self._known(partitions))
-
-    def _known(self, partitions: Iterable[TopicPartition]) -> list[Partition]:
-        keys = [(own.topic, own.partition) for own in partitions]
-        return [self._partitions[key] for key in keys if key in self._partitions]
-
-    def _forget(self, partitions: Iterable[Partition]) -> None:
-        for own in list(partitions):
-            own.ours = False
-            self._partitions.pop((own.topic, own.number), None)
+        self._partitions.forget(self._partitions.known(partitions))

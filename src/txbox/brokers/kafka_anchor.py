@@ -13,7 +13,8 @@ import confluent_kafka as client
 from confluent_kafka import KafkaException, TopicPartition
 
 from txbox.brokers.base import Anchor, Anchors
-from txbox.brokers.kafka_partition import Partition, text_of
+from txbox.brokers.kafka_error import text_of
+from txbox.brokers.kafka_partition import Partition
 from txbox.brokers.kafka_topic import TopicIds
 from txbox.errors import BrokerUnavailable, ConfigurationError
 

@@ -7,16 +7,34 @@ from typing import Any
 
 from txbox.errors import ConfigurationError
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = {
+    "auto.offset.reset": "earliest",
+    "isolation.level": "read_committed",
+    # a commit that is waited for, when partitions are given back, waits as long for a broker that hangs
+    "socket.timeout.ms": 10_000,
+}
+#: the only names of librdkafka and its Python client that are spelt with underscores
+_UNDERSCORED = {"log_level", "error_cb", "stats_cb", "throttle_cb", "oauth_cb", "logger"}
+_FORCED = {
+    "enable.auto.commit": "only what is stored may be committed, and only by txbox",
+    "enable.auto.offset.store": "only what is stored may be committed, and only by txbox",
+}
+_REFUSED = {
+    "bootstrap.servers": "it is the first argument of Kafka(…)",
+    "group.id": "it is group= of Kafka(…)",
+    "on_commit": "txbox listens to the answers to its commits by itself",
+    "auto.commit.interval.ms": "txbox commits by itself",
+}
+_PRODUCER_DEFAULTS: dict[str, Any] = {
     # what the JVM's clients do: a key lies in one partition, whoever publishes it
     "partitioner": "murmur2_random",
     # a topic that is not there is an answer within this, not only when the time is up
     "topic.metadata.propagation.max.ms": 3_000,
     "socket.timeout.ms": 10_000,
 }
-_FORCED: dict[str, Any] = {"acks": "all", "enable.idempotence": True}
+_PRODUCER_FORCED: dict[str, Any] = {"acks": "all", "enable.idempotence": True}
 _ALL = ("all", "-1")
-_REFUSED = {
+_PRODUCER_REFUSED = {
     "transactional.id": "a transaction of Kafka does not contain that of the database; duplicates are for the inbox",
     "delivery.report.only.error": "what is confirmed must be said",
     "dr_cb": "delivery reports are for txbox",
@@ -47,6 +65,28 @@ _PRODUCER_ONLY = frozenset({
 })  # fmt: skip
 
 
+def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by librdkafka's names, with the defaults of Kafka(…).
+
+    Raises:
+        ConfigurationError: one that is not for others to set.
+    """
+    given = dict(options)
+    for name, value in keywords.items():
+        given[name if name in _UNDERSCORED else name.replace("_", ".")] = value
+    for name, why in _REFUSED.items():
+        if name in given:
+            raise ConfigurationError(f"Kafka takes no {name}: {why}.")
+    for name, why in _FORCED.items():
+        if str(given.pop(name, False)).lower() != "false":
+            raise ConfigurationError(f"{name} must be off: {why}.")
+        given[name] = False
+    defaults: dict[str, Any] = dict(_DEFAULTS)
+    if str(given.get("group.protocol", "classic")).lower() != "consumer":
+        defaults["partition.assignment.strategy"] = "cooperative-sticky"
+    return defaults | given
+
+
 def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a producer among those of Kafka(…), with its defaults.
 
@@ -54,7 +94,7 @@ def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: one with which a confirmation would not mean that it is kept.
     """
     wanted = {name: value for name, value in given.items() if name not in _CONSUMER_ONLY}
-    for name, why in _REFUSED.items():
+    for name, why in _PRODUCER_REFUSED.items():
         if name in wanted:
             raise ConfigurationError(f"Kafka publishes without {name}: {why}.")
     for name in ("acks", "request.required.acks"):
@@ -72,7 +112,7 @@ def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("max.in.flight", "max.in.flight.requests.per.connection"):
         if not 1 <= int(wanted.get(name, 5)) <= 5:
             raise ConfigurationError(f"{name} must be 1 to 5: an idempotent producer needs it.")
-    return _DEFAULTS | wanted | _FORCED
+    return _PRODUCER_DEFAULTS | wanted | _PRODUCER_FORCED
 
 
 def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:

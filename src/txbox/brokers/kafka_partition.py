@@ -1,67 +1,23 @@
-"""Kafka's options, error codes, partitions and records, as the source uses them."""
+"""One partition of a Kafka topic since it was assigned, and its records as messages."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import confluent_kafka as client
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import TopicPartition
 
 from txbox.brokers.base import Anchor, Delivery
-from txbox.errors import ConfigurationError
 from txbox.message import Headers, Message
-
-_DEFAULTS = {
-    "auto.offset.reset": "earliest",
-    "isolation.level": "read_committed",
-    # a commit that is waited for, when partitions are given back, waits as long for a broker that hangs
-    "socket.timeout.ms": 10_000,
-}
-#: the only names of librdkafka and its Python client that are spelt with underscores
-_UNDERSCORED = {"log_level", "error_cb", "stats_cb", "throttle_cb", "oauth_cb", "logger"}
-_FORCED = {
-    "enable.auto.commit": "only what is stored may be committed, and only by txbox",
-    "enable.auto.offset.store": "only what is stored may be committed, and only by txbox",
-}
-_REFUSED = {
-    "bootstrap.servers": "it is the first argument of Kafka(…)",
-    "group.id": "it is group= of Kafka(…)",
-    "on_commit": "txbox listens to the answers to its commits by itself",
-    "auto.commit.interval.ms": "txbox commits by itself",
-}
-# The group has moved on. Which partitions are gone is said by on_revoke and on_lost, not by these:
-# forgetting a partition that stays ours would let a later commit pass over what is in flight.
-MOVED_ON = {
-    KafkaError.ILLEGAL_GENERATION,
-    KafkaError.UNKNOWN_MEMBER_ID,
-    KafkaError.REBALANCE_IN_PROGRESS,
-    KafkaError.STALE_MEMBER_EPOCH,
-    KafkaError.FENCED_MEMBER_EPOCH,
-    KafkaError._STATE,  # noqa: SLF001
-    KafkaError._ASSIGNMENT_LOST,  # noqa: SLF001
-    KafkaError._NO_OFFSET,  # noqa: SLF001
-    KafkaError.UNKNOWN_TOPIC_OR_PART,
-}
-REFUSALS = {
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.OFFSET_METADATA_TOO_LARGE,
-}
-# the client's own codes are public, their names begin with an underscore all the same
-PARTITION_EOF = KafkaError._PARTITION_EOF  # noqa: SLF001
-MAX_POLL_EXCEEDED = KafkaError._MAX_POLL_EXCEEDED  # noqa: SLF001
-ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
-AUTHENTICATION = KafkaError._AUTHENTICATION  # noqa: SLF001
-AUTO_OFFSET_RESET = KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001
-FATAL = KafkaError._FATAL  # noqa: SLF001
 
 
 @dataclass(slots=True, eq=False)
 class Record:
+    """One delivered record; `first`: another member may have had it before us."""
+
     offset: int
     epoch: int | None
     first: bool
@@ -131,23 +87,6 @@ class Partition:
         return TopicPartition(self.topic, self.number, offset, mark, leader_epoch=front.epoch)
 
 
-def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    given = dict(options)
-    for name, value in keywords.items():
-        given[name if name in _UNDERSCORED else name.replace("_", ".")] = value
-    for name, why in _REFUSED.items():
-        if name in given:
-            raise ConfigurationError(f"Kafka takes no {name}: {why}.")
-    for name, why in _FORCED.items():
-        if str(given.pop(name, False)).lower() != "false":
-            raise ConfigurationError(f"{name} must be off: {why}.")
-        given[name] = False
-    defaults: dict[str, Any] = dict(_DEFAULTS)
-    if str(given.get("group.protocol", "classic")).lower() != "consumer":
-        defaults["partition.assignment.strategy"] = "cooperative-sticky"
-    return defaults | given
-
-
 def delivery_of(raw: client.Message, partition: Partition, record: Record, source: str) -> Delivery:
     topic, tag = partition.topic, (partition, record)
     value = raw.value()
@@ -174,12 +113,6 @@ def delivery_of(raw: client.Message, partition: Partition, record: Record, sourc
         origin=origin,
     )
     return Delivery(message, topic, tag, redelivered=record.first)
-
-
-def text_of(error: BaseException) -> str:
-    if isinstance(error, KafkaException):
-        return str(error.args[0].str())
-    return str(error) or type(error).__name__
 
 
 def _key(key: bytes | None) -> str | None:

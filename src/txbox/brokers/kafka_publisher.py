@@ -12,6 +12,7 @@ from typing import Any
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException
 
+from txbox.brokers.kafka_error import ALL_BROKERS_DOWN, text_of
 from txbox.brokers.kafka_options import producer_options
 from txbox.brokers.plain import CONTENT_TYPE, MESSAGE_ID, TYPE, described, utf8
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
@@ -23,7 +24,6 @@ _PROBE_S = 5.0
 _LAST_WORD_S = 0.5
 _FULL_S = 0.05
 # the client's own codes are public, their names begin with an underscore all the same
-_ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
 _UNKNOWN = frozenset(
     {
         KafkaError.UNKNOWN_TOPIC_OR_PART,
@@ -167,7 +167,7 @@ class KafkaPublisher:
                 )
             except (KafkaException, TypeError, ValueError) as error:
                 raise ConfigurationError(
-                    f"Kafka refuses its options ({_text(error)}): correct those of Kafka(…)."
+                    f"Kafka refuses its options ({text_of(error)}): correct those of Kafka(…)."
                 ) from error
             self._producer, self._proven, self._ended = producer, False, False
         if not self._proven:
@@ -183,7 +183,7 @@ class KafkaPublisher:
             producer.list_topics("__consumer_offsets", timeout=max(0.05, within_s))
         except KafkaException as error:
             said = f"; it said: {self._said}" if self._said else ""
-            raise BrokerUnavailable(f"No Kafka broker answers ({_text(error)}{said}).") from error
+            raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}{said}).") from error
         self._proven = True
 
     def _end(self, producer: client.Producer) -> None:
@@ -199,7 +199,7 @@ class KafkaPublisher:
     def _failed(self, error: KafkaError) -> None:
         """Called by the client inside poll and flush."""
         self._said = error.str()
-        if error.code() == _ALL_BROKERS_DOWN:
+        if error.code() == ALL_BROKERS_DOWN:
             self._proven = False
         if error.fatal():
             self._ended = True
@@ -255,9 +255,3 @@ def _sentence(answer: _Answer, message: Message[Any]) -> BrokerError | None:
 
 def _unconfirmed(message: Message[Any]) -> BrokerError:
     return BrokerError(f"Kafka has not confirmed the message for topic {message.topic!r} in time.")
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, KafkaException):
-        return str(error.args[0].str())
-    return str(error) or type(error).__name__

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient
 
 from txbox.brokers.base import Delivery
-from txbox.brokers.kafka_partition import REFUSALS, text_of
+from txbox.brokers.kafka_error import REFUSALS, text_of
 from txbox.errors import BrokerUnavailable, UnusableMessage
 from txbox.identity import message_id
 
