@@ -142,7 +142,7 @@ class Deliveries:
         waiting: list[Arrival] = list(arrivals)
         settled: dict[str, Settled] = {}
         group, doubted = self._paces.group(handler, pace, len(waiting)), False
-        if looked := pace.looks_first:
+        if looked := pace.looks_first and self.transaction.looks_up(handler, waiting):
             settled = yield from self._finished_before(handler, waiting)
             waiting = [own for own in waiting if own.message_id not in settled]
         while len(waiting) > 1:

@@ -6,9 +6,28 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from txbox.errors import ConfigurationError
 from txbox.message import Message
 
+#: What a path may begin with; all but the first two are the message's own attributes.
+_HEADS = ("body", "headers", "id", "key", "type", "topic", "sequence", "origin", "time")
+
 Extractor = Callable[[Message[Any]], object]
+
+
+def check_path(option: str, given: object) -> None:
+    """Check an option that may be a path, so that a slip of the pen sets no message aside.
+
+    Raises:
+        ConfigurationError: a path that no message has.
+    """
+    if not isinstance(given, str):
+        return
+    head, dot, rest = given.partition(".")
+    if head not in _HEADS or (dot and not all(rest.split("."))) or (head == "headers" and not rest):
+        raise ConfigurationError(
+            f'{option} is {given!r}: use a callable, or a path as "body.order.id", "headers.name" or "key".'
+        )
 
 
 def extractor_of(given: Extractor | str | None) -> Extractor | None:

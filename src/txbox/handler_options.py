@@ -8,7 +8,7 @@ from typing import Literal
 
 from txbox.body import Decoder
 from txbox.errors import ConfigurationError
-from txbox.extractor import Extractor
+from txbox.extractor import Extractor, check_path
 from txbox.identity import PayloadHash
 from txbox.policy import GapPolicy, RetryPolicy
 
@@ -56,6 +56,9 @@ class HandlerOptions:
             raise ConfigurationError(
                 f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable."
             )
+        check_path("message_id", self.message_id)
+        check_path("sequence", self.sequence)
+        check_path("lock_key", self.lock_key)
         _check_keep(self.keep_payload)
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ConfigurationError("timeout must be above zero.")

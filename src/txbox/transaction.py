@@ -104,13 +104,12 @@ class HandlerTransaction:
 
         A row that another transaction is about to commit is not seen: what is missing here is claimed.
         """
-        if not self._finds_duplicates(handler, arrivals):
-            return set()
         (found,) = yield Begin((claims.duplicates(self.store, handler.consumer, arrivals),))
         yield Commit()
         return {row[0] for row in found.rows}
 
-    def _finds_duplicates(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:
+    def looks_up(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:
+        """Say whether `finished_before` tells more, or sooner, than a claim."""
         return not handler.options.keep_result and claims.finds_duplicates(self.store, arrivals)
 
     def _claim_leased(

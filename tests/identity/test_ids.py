@@ -8,6 +8,7 @@ import itertools
 import unicodedata
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from psycopg_pool import AsyncConnectionPool
 
 from tests.shop import CONSUMER, TOPIC, Shop, as_id, opened, paid, quarantined
-from txbox import App, Headers, Inbox, Message, Outcome, UnusableMessage
+from txbox import App, ConfigurationError, Headers, Inbox, Message, Outcome, UnusableMessage
 from txbox.events import MessageQuarantined
 from txbox.identity import DIGEST_PREFIX, canonical_id, message_id, scoped_id
 
@@ -194,6 +195,17 @@ def test_extractor_by_path(shop: Shop) -> None:
     assert shop.deliver(Message(topic=TOPIC, payload=payload)) is Outcome.PROCESSED
     assert shop.calls == ["y"]
     assert shop.deliver(Message(topic=TOPIC, payload=b'{"items": []}')) is Outcome.QUARANTINED
+
+
+@pytest.mark.parametrize(
+    "path", ["boody.id", "", "body.", "body..id", "headers", "headers.", "json", "consumer"]
+)
+def test_a_path_that_no_message_has_is_refused_at_once(path: str, tmp_path: Path) -> None:
+    with App(f"sqlite:///{tmp_path}/own.db") as app:
+        for option in ("message_id", "sequence", "lock_key"):
+            options: dict[str, Any] = {option: path}
+            with pytest.raises(ConfigurationError, match=f"^{option} is .* use a callable"):
+                app.handler(TOPIC, consumer=CONSUMER, **options)(lambda message, tx: None)
 
 
 def test_id_scope_keeps_topics_apart(shop: Shop) -> None:
