@@ -167,6 +167,7 @@ class Endings:
         self, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
     ) -> Steps[Settled | None]:
         """Park a failure, or None when the row is not ours to write."""
+        failure = failures.drawn(failure, arrival, handler.options.retry)
         row = yield from failures.record(
             self.store,
             handler.consumer,

@@ -87,9 +87,12 @@ class Groups:
     def _record(
         self, ran: Ran, handler: Handler, arrival: Arrival, raised: Raised, token: str
     ) -> Steps[None]:
-        failure = failure_of(raised.error, raised.store, handler.options, self._limits)
+        retry = handler.options.retry
+        failure = failures.drawn(
+            failure_of(raised.error, raised.store, handler.options, self._limits), arrival, retry
+        )
         dead, attempts = yield from failures.record_own(
-            self._store, handler.consumer, arrival, failure, handler.options.retry, token=token
+            self._store, handler.consumer, arrival, failure, retry, token=token
         )
         if dead and self._dying is not None:
             yield from self._dying(handler, arrival, failure, attempts)

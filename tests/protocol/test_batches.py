@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from txbox.events import (
 )
 from txbox.handlers import Handler
 from txbox.intake import Leasing
+from txbox.store.dialect import as_time
 
 Body = Callable[[Message[Any], Any], object]
 IDS = [f"m{number}" for number in range(7)]
@@ -126,6 +128,23 @@ def test_a_culprit_costs_only_itself(batch: Batch, bad: list[str], body: Body) -
     handler = batch.shop.handler(for_ids(bad, body))
     assert batch.take(handler, *map(paid, IDS)) == outcomes_of(bad)
     batch.check([own for own in IDS if own not in bad], bad)
+
+
+def test_the_event_says_when_the_next_attempt_is_due(batch: Batch) -> None:
+    hours = RetryPolicy(base=timedelta(hours=2))
+    handler = batch.shop.handler(for_ids(["m1", "m4"], raises), retry=hours)
+    assert batch.take(handler, *map(paid, IDS)) == outcomes_of(["m1", "m4"])
+    said = {own.message_id: own.retry_in_s for own in batch.shop.emitted(MessageFailed)}
+    rows = batch.shop.raw.rows(
+        "SELECT message_id, next_attempt_at, updated_at FROM txbox_inbox WHERE status = 'failed'"
+    )
+    assert len(rows) == len(said) == 2
+    for own, due_at, updated_at in rows:
+        due, updated = as_time(due_at), as_time(updated_at)
+        assert due is not None
+        assert updated is not None
+        own_id = own.decode() if isinstance(own, bytes) else str(own)
+        assert abs((due - updated).total_seconds() - said[own_id]) < 1
 
 
 def test_a_rejected_message_of_a_batch_is_dead_with_its_letter(batch: Batch) -> None:

@@ -25,7 +25,7 @@ from txbox.store import failures
 from txbox.store.codec import Arrival
 from txbox.store.failures import Failure
 
-FAILURE = Failure(error_type="ValueError", error="late", fingerprint="f")
+FAILURE = Failure(error_type="ValueError", error="late", fingerprint="f", delay_s=0.0)
 
 
 def recorded(shop: Shop, payload: bytes = b"{}", token: str = "") -> Any:

@@ -45,7 +45,7 @@ def test_failed_row_without_payload_gets_that_of_the_redelivery(shop: Shop) -> N
             shop.app.store,
             CONSUMER,
             handler.arrival(paid("a", b"{}"), Limits()),
-            Failure(error_type="ValueError", error="late", fingerprint="f"),
+            Failure(error_type="ValueError", error="late", fingerprint="f", delay_s=0.0),
             AT_ONCE,
             token="",
         ),

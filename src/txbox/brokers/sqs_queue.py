@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from txbox.brokers.sqs_call import DENIED, GONE
 from txbox.errors import BrokerUnavailable, ConfigurationError
 
 _log = logging.getLogger("txbox")
@@ -16,11 +17,7 @@ VISIBLE_MAX_S = 12 * 3600.0  # from the receipt on; no extension leads beyond it
 _BATCH_MAX = 10  # SQS's own bound, on every call
 _QUIET_S = (0.1, 1.0)
 #: Of a queue that is not there, or of a caller who may not use it.
-_NEVER_CURED = frozenset({
-    "QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue", "InvalidAddress",
-    "UnrecognizedClientException", "InvalidClientTokenId", "SignatureDoesNotMatch",
-    "MissingAuthenticationToken", "AccessDenied", "AccessDeniedException", "InvalidSecurity",
-})  # fmt: skip
+_NEVER_CURED = GONE | DENIED
 _RECEIPT_GONE = frozenset({
     "ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight",
     "AWS.SimpleQueueService.MessageNotInflight",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from txbox.errors import Fault, StoreError
@@ -24,7 +24,7 @@ class Failure:
     Attributes:
         fingerprint: what failures that are alike have in common.
         final: the message is dead, whatever attempts it has left.
-        delay_s: until the next attempt; None for what the handler's policy draws.
+        delay_s: until the next attempt; None until it is drawn by the policy of the handler (`drawn`).
     """
 
     error_type: str
@@ -32,6 +32,13 @@ class Failure:
     fingerprint: str | None
     final: bool = False
     delay_s: float | None = None
+
+
+def drawn(failure: Failure, arrival: Arrival, retry: RetryPolicy) -> Failure:
+    """Draw the delay of its next attempt, in seconds, unless the handler has said it."""
+    if failure.delay_s is not None:
+        return failure
+    return replace(failure, delay_s=retry.delay_s(arrival.message.attempt))
 
 
 def record(
@@ -137,7 +144,7 @@ def _params(
         "error": store.columns.error(failure.error),
         "fingerprint": failure.fingerprint,
         "final": failure.final,
-        "delay_s": retry.delay_s(message.attempt) if failure.delay_s is None else failure.delay_s,
+        "delay_s": failure.delay_s,
         "max_attempts": retry.max_attempts,
         "max_age_s": retry.max_age.total_seconds() if retry.max_age else _NO_AGE_S,
         "token": token,
