@@ -14,7 +14,11 @@ import pytest
 from tests.cli.conftest import SHOP, Command
 from tests.conftest import FreshDatabase, NewDatabase
 from tests.databases import Raw
+from tests.shop import opened
 from txbox import App
+from txbox.drive import drive
+from txbox.errors import SchemaError, StoreError
+from txbox.steps import Statement, Steps
 from txbox.store import schema as tables
 from txbox.store.schema import split
 
@@ -224,3 +228,25 @@ def test_a_later_version_is_printed_and_applied_from_the_one_before(
         assert app.init() == (before, after)
         assert app.init() == (after, after)
     assert raw(sqlite_url).value("SELECT count(*) FROM txbox_more") == 0
+
+
+def test_tables_that_are_dropped_while_they_are_checked_are_missing(
+    new_database: NewDatabase,
+) -> None:
+    with opened(new_database("postgresql")) as shop:
+
+        def dropped() -> Steps[None]:
+            steps = shop.app.check_schema()
+            step: Any = next(steps)
+            while True:
+                if isinstance(step, Statement) and step.name == "schema_version":
+                    shop.raw.execute("DROP TABLE txbox_schema")
+                try:
+                    answer = yield step
+                except StoreError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+
+        with pytest.raises(SchemaError, match="txbox init"):
+            drive(shop.app._any_sync(), dropped())

@@ -121,7 +121,13 @@ def check(own: Dialect) -> Steps[SchemaState]:
         SchemaError: missing, too old or too new tables, or a guard that does not fire.
     """
     yield Begin()
-    state = yield from read_state(own)
+    try:
+        state = yield from read_state(own)
+    except StoreError as error:
+        if error.fault is not Fault.SCHEMA:
+            raise
+        # dropped between the two statements
+        state = SchemaState(None, None, None)
     if state.version is None:
         yield Rollback()
         raise SchemaError(
