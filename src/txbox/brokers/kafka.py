@@ -83,7 +83,7 @@ class Kafka:
     `anchored`: an offset is committed only after the database has it, too; what a database without
     its last transactions has lost comes again.
 
-    Source: docs/decisions/0016-anchored-offsets.md
+    Source: docs/decisions/0016-anchored-offsets.md, docs/decisions/0025-kafka-commits.md
     """
 
     topics: Sequence[str] | None = None

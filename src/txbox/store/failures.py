@@ -129,6 +129,7 @@ def _params(
     token: str,
 ) -> dict[str, Any]:
     message = arrival.message
+    assert failure.delay_s is not None, "a failure is drawn before it is recorded"
     return {
         **store.columns.content(message),
         "consumer": consumer,
