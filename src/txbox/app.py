@@ -25,6 +25,7 @@ from txbox.extractor import Extractor
 from txbox.handler_options import HandlerOptions
 from txbox.handlers import Handler, Handlers
 from txbox.identity import PayloadHash
+from txbox.in_flight import Holder
 from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.outbox import Outbox
@@ -424,13 +425,14 @@ class App:
         messages: Sequence[Message[Any]],
         *,
         leasing: Leasing | None = None,
+        holder: Holder | None = None,
         for_s: float | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Steps[list[Settled]]:
         """Bring messages for one handler to their outcomes, waiting while the database is away.
 
         Args:
-            leasing: see `Intake.take`.
+            leasing, holder: see `Intake.take`.
             for_s, stop: see `InboxProtocol.persistently`.
 
         Raises:
@@ -440,7 +442,7 @@ class App:
             if not self._checked:
                 yield from self.protocol.persistently(self.check_schema, for_s=for_s, stop=stop)
             settled: list[Settled] = yield from self.protocol.persistently(
-                lambda: self.intake.take(handler, messages, leasing=leasing),
+                lambda: self.intake.take(handler, messages, leasing=leasing, holder=holder),
                 for_s=for_s,
                 stop=stop,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from txbox.cause import Run
@@ -39,34 +40,49 @@ def call_of(
     handler: Handler, work: Arrival | list[Arrival], called: list[str] | None = None
 ) -> Call:
     """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
-    function, transactional = handler.function, handler.options.transactional
+    # one object a message: closures would be ten for the garbage collector to visit
+    return partial(_call_async if handler.is_async else _call, handler, work, called)
+
+
+def _call(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
+) -> bytes | None:
+    run, given = _bound(handler, work, called)
+    with run:
+        answer = (
+            handler.function(given, tx)
+            if handler.options.transactional
+            else handler.function(given)
+        )
     # written inside of the call: what JSON cannot hold is the handler's failure
-    keep_result = handler.options.keep_result
+    return _as_json(answer) if handler.options.keep_result else None
 
-    def bound() -> tuple[Run, Any]:
+
+async def _call_async(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
+) -> bytes | None:
+    run, given = _bound(handler, work, called)
+    with run:
+        answer = await (
+            handler.function(given, tx)
+            if handler.options.transactional
+            else handler.function(given)
+        )
+    return _as_json(answer) if handler.options.keep_result else None
+
+
+def _bound(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None
+) -> tuple[Run, Any]:
+    if isinstance(work, list):
         if called is not None:
-            called.extend(
-                [own.message_id for own in work] if isinstance(work, list) else [work.message_id]
-            )
-        if isinstance(work, list):
-            messages = [handler.bound(own) for own in work]
-            return Run(handler.consumer, messages), messages
-        message = handler.bound(work)
-        return Run(handler.consumer, (message,)), message
-
-    def call(tx: Any) -> Any:
-        run, given = bound()
-        with run:
-            answer = function(given, tx) if transactional else function(given)
-        return _as_json(answer) if keep_result else None
-
-    async def call_async(tx: Any) -> Any:
-        run, given = bound()
-        with run:
-            answer = await (function(given, tx) if transactional else function(given))
-        return _as_json(answer) if keep_result else None
-
-    return call_async if handler.is_async else call
+            called += [own.message_id for own in work]
+        messages = [handler.bound(own) for own in work]
+        return Run(handler.consumer, messages), messages
+    if called is not None:
+        called.append(work.message_id)
+    message = handler.bound(work)
+    return Run(handler.consumer, (message,)), message
 
 
 def _as_json(value: Any) -> bytes:

@@ -10,6 +10,7 @@ from txbox.endings import Endings, lost, where
 from txbox.errors import Fault, StoreError
 from txbox.events import MessageDuplicate, MessageWaits
 from txbox.handlers import Handler
+from txbox.in_flight import Holder
 from txbox.outcome import Outcome
 from txbox.paces import Paces, divides
 from txbox.ran import End, Ran
@@ -35,24 +36,29 @@ class Deliveries:
         self._events = endings.events
         self._limits = endings.limits
 
-    def deliver(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[dict[str, Settled]]:
+    def deliver(
+        self, handler: Handler, arrivals: Sequence[Arrival], holder: Holder | None = None
+    ) -> Steps[dict[str, Settled]]:
         """Process deliveries whose ids differ; returns the outcome of each id.
 
         Ids that another thread of this process works on are waited for, up to the lock time-out.
+
+        Args:
+            holder: see `InFlight`.
 
         Guarantee: PROCESSED and the effects of the handler's transaction are one commit. After a
         crash anywhere, delivering again processes what was not processed, and nothing twice.
         """
         ids = [arrival.message_id for arrival in arrivals]
-        if self._in_flight.enter_all(handler.consumer, ids):
+        if self._in_flight.enter_all(handler.consumer, ids, holder):
             try:
                 return (yield from self._claim_and_run(handler, arrivals))
             finally:
-                self._in_flight.leave(handler.consumer, *ids)
-        return (yield from self._deliver_what_is_free(handler, arrivals))
+                self._in_flight.leave(handler.consumer, *ids, holder=holder)
+        return (yield from self._deliver_what_is_free(handler, arrivals, holder))
 
     def _deliver_what_is_free(
-        self, handler: Handler, arrivals: Sequence[Arrival]
+        self, handler: Handler, arrivals: Sequence[Arrival], holder: Holder | None
     ) -> Steps[dict[str, Settled]]:
         """Process first what nobody works on, then the others one by one: who waits for an id holds none."""
         consumer = handler.consumer
@@ -63,7 +69,10 @@ class Deliveries:
         try:
             for arrival in arrivals:
                 key = arrival.message.key if handler.options.in_order else None
-                if key in keys or self._in_flight.enter(consumer, arrival.message_id) is not None:
+                if (
+                    key in keys
+                    or self._in_flight.enter(consumer, arrival.message_id, holder) is not None
+                ):
                     # a message that another thread works on holds its key
                     busy.append(arrival)
                     if key is not None:
@@ -73,14 +82,14 @@ class Deliveries:
             if mine:
                 settled.update((yield from self._claim_and_run(handler, mine)))
         finally:
-            self._in_flight.leave(consumer, *(own.message_id for own in mine))
+            self._in_flight.leave(consumer, *[own.message_id for own in mine], holder=holder)
         held: set[str] = set()
         for arrival in busy:
             key, own_id = (
                 arrival.message.key if handler.options.in_order else None,
                 arrival.message_id,
             )
-            if key in held or not (yield from self._turns.entered(consumer, own_id)):
+            if key in held or not (yield from self._turns.entered(consumer, own_id, holder)):
                 settled[own_id] = self._endings.held(handler, arrival)
                 if key is not None:
                     held.add(key)
@@ -88,7 +97,7 @@ class Deliveries:
             try:
                 settled.update((yield from self._claim_and_run(handler, [arrival])))
             finally:
-                self._in_flight.leave(consumer, own_id)
+                self._in_flight.leave(consumer, own_id, holder=holder)
             if key is not None and not settled[own_id].outcome.settles:
                 held.add(key)
         return settled
@@ -104,11 +113,10 @@ class Deliveries:
         """Claim and run one message; retries conflicts, claims again when in doubt, records a failure."""
         tries = 0
         while True:
-            started = time.monotonic()
             ran = yield from self.transaction.fresh(handler, [arrival])
             if ran.end is End.COMMITTED:
                 self._paces.of(handler).met(1, 1 - len(ran.fresh))
-                if settled := (yield from self._committed(handler, [arrival], started, ran)):
+                if settled := (yield from self._committed(handler, [arrival], ran)):
                     return settled
                 continue
             if ran.end is End.WAITS:
@@ -146,14 +154,13 @@ class Deliveries:
             settled = yield from self._finished_before(handler, waiting)
             waiting = [own for own in waiting if own.message_id not in settled]
         while len(waiting) > 1:
-            started = time.monotonic()
             ran = yield from self.transaction.fresh(handler, waiting, group)
             if ran.end is End.BROKEN:
                 pace.conflicted(len(waiting))
             if ran.end is End.COMMITTED:
                 if not looked:
                     pace.met(len(waiting), len(waiting) - len(ran.fresh))
-                settled.update((yield from self._committed(handler, waiting, started, ran)))
+                settled.update((yield from self._committed(handler, waiting, ran)))
             elif ran.end is End.WAITS:
                 behind = [own for own in waiting if own.message_id in ran.waiting]
                 settled.update((yield from self._stored_behind(handler, behind)))
@@ -178,15 +185,15 @@ class Deliveries:
         return settled
 
     def _committed(
-        self, handler: Handler, arrivals: Sequence[Arrival], started: float, ran: Ran
+        self, handler: Handler, arrivals: Sequence[Arrival], ran: Ran
     ) -> Steps[dict[str, Settled]]:
         """The outcome of each message; an id that is missing was pruned between two statements: claim again."""
         pace = self._paces.of(handler)
-        pace.committed(len(arrivals), time.monotonic() - started, len(ran.failed))
+        pace.committed(len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed))
         settled: dict[str, Settled] = {}
         for arrival in arrivals:
             if arrival.message_id in ran.fresh:
-                settled[arrival.message_id] = self._endings.ran(handler, arrival, started, ran)
+                settled[arrival.message_id] = self._endings.ran(handler, arrival, ran)
             elif row := ran.existing.get(arrival.message_id):
                 settled[arrival.message_id] = yield from self._endings.met(handler, arrival, row)
         return settled

@@ -16,6 +16,8 @@ from typing import Any
 
 from txbox.errors import StoreError
 from txbox.invoking import (
+    can_chain,
+    can_chain_async,
     can_nest,
     can_nest_async,
     can_pipe,
@@ -94,16 +96,25 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
     Guarantee: whatever leaves this function, no transaction of its stays open.
     """
     connection: Connection | None = None
+    begun: Begin | None = None  # behind the last COMMIT
     try:
         step = next(steps)
         while True:
             outcome: Any = None
             try:
+                if begun is not None and step is not begun:
+                    assert connection is not None
+                    _give_up(connections, connection)
+                    connection = begun = None
                 if type(step) is Begin:
                     at("before:begin")
-                    if connection is None:
-                        connection = connections.acquire()
-                    outcome = connection.begin(step.statements)
+                    if begun is not None and (chaining := can_chain(connection)) is not None:
+                        begun = None
+                        outcome = chaining.begun()
+                    else:
+                        if connection is None:
+                            connection = connections.acquire()
+                        outcome = connection.begin(step.statements)
                     around(step.statements, "after:begin", "after")
                 elif type(step) is Statement:
                     assert connection is not None
@@ -127,16 +138,21 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                 elif type(step) is Commit:
                     assert connection is not None
                     around(step.statements, "before:commit", "before")
-                    outcome = connection.commit(step.statements)
+                    if step.then is None or (chaining := can_chain(connection)) is None:
+                        outcome = connection.commit(step.statements)
+                    else:
+                        outcome = chaining.commit_then(step.statements, step.then)
+                        begun = chaining.ahead
                     at("after:commit")
-                    connections.release(connection)
-                    connection = None
+                    if begun is None:
+                        connections.release(connection)
+                        connection = None
                 elif type(step) is Wait:
                     _sleep(step)
                 elif connection is not None:  # Rollback, Discard
                     held, connection = connection, None
-                    if type(step) is Rollback and _rolled_back(held):
-                        connections.release(held)
+                    if type(step) is Rollback:
+                        _give_up(connections, held)
                     else:
                         held.discard()
             except (StoreError, Raised) as error:
@@ -153,12 +169,17 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
         steps.close()
 
 
-def _rolled_back(connection: Connection) -> bool:
+def _give_up(connections: Connections, held: Connection) -> None:
+    """Roll back; a connection that cannot is dropped."""
     try:
-        connection.rollback()
+        held.rollback()
     except StoreError:
-        return False
-    return not connection.lost
+        held.discard()
+        return
+    if held.lost:
+        held.discard()
+    else:
+        connections.release(held)
 
 
 def _sleep(step: Wait) -> None:
@@ -173,16 +194,25 @@ def _sleep(step: Wait) -> None:
 async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
     """The awaitable twin of `drive`; a COMMIT that was sent is awaited even when cancelled."""
     connection: AsyncConnection | None = None
+    begun: Begin | None = None  # behind the last COMMIT
     try:
         step = next(steps)
         while True:
             outcome: Any = None
             try:
+                if begun is not None and step is not begun:
+                    assert connection is not None
+                    await _give_up_async(connections, connection)
+                    connection = begun = None
                 if type(step) is Begin:
                     at("before:begin")
-                    if connection is None:
-                        connection = await connections.acquire()
-                    outcome = await connection.begin(step.statements)
+                    if begun is not None and (chaining := can_chain_async(connection)) is not None:
+                        begun = None
+                        outcome = await chaining.begun()
+                    else:
+                        if connection is None:
+                            connection = await connections.acquire()
+                        outcome = await connection.begin(step.statements)
                     around(step.statements, "after:begin", "after")
                 elif type(step) is Statement:
                     assert connection is not None
@@ -206,16 +236,21 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
                 elif type(step) is Commit:
                     assert connection is not None
                     around(step.statements, "before:commit", "before")
-                    outcome = await _shielded(connection.commit(step.statements))
+                    if step.then is None or (chaining := can_chain_async(connection)) is None:
+                        outcome = await _shielded(connection.commit(step.statements))
+                    else:
+                        outcome = await _shielded(chaining.commit_then(step.statements, step.then))
+                        begun = chaining.ahead
                     at("after:commit")
-                    held, connection = connection, None
-                    await connections.release(held)
+                    if begun is None:
+                        held, connection = connection, None
+                        await connections.release(held)
                 elif type(step) is Wait:
                     await _sleep_async(step)
                 elif connection is not None:  # Rollback, Discard
                     held, connection = connection, None
-                    if type(step) is Rollback and await _rolled_back_async(held):
-                        await connections.release(held)
+                    if type(step) is Rollback:
+                        await _give_up_async(connections, held)
                     else:
                         held.discard()
             except (StoreError, Raised) as error:
@@ -242,12 +277,16 @@ async def _shielded(commit: Awaitable[T]) -> T:
         raise
 
 
-async def _rolled_back_async(connection: AsyncConnection) -> bool:
+async def _give_up_async(connections: AsyncConnections, held: AsyncConnection) -> None:
     try:
-        await connection.rollback()
+        await held.rollback()
     except StoreError:
-        return False
-    return not connection.lost
+        held.discard()
+        return
+    if held.lost:
+        held.discard()
+    else:
+        await connections.release(held)
 
 
 async def _sleep_async(step: Wait) -> None:

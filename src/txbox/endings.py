@@ -66,11 +66,11 @@ class Endings:
         self.limits = limits
         self._letters = letters
 
-    def ran(self, handler: Handler, arrival: Arrival, started: float, ran: Ran) -> Settled:
+    def ran(self, handler: Handler, arrival: Arrival, ran: Ran) -> Settled:
         """The outcome of a message whose transaction has committed."""
         recorded = ran.failed.get(arrival.message_id) if ran.failed else None
         if recorded is None:
-            return self.processed(handler, arrival, started, ran)
+            return self.processed(handler, arrival, ran.claimed_at, ran)
         return self._gave_up(
             handler, arrival, recorded.failure, dead=recorded.dead, attempts=recorded.attempt
         )

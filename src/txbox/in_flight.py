@@ -7,6 +7,19 @@ from concurrent.futures import Future
 from threading import Lock
 
 
+class Holder:
+    """Who runs one batch behind another, and prepares the next while the last one commits.
+
+    An id of the one may come again in the other: it is held until both have given it up.
+    """
+
+    __slots__ = ("ids", "twice")
+
+    def __init__(self) -> None:
+        self.ids: set[str] = set()
+        self.twice: set[str] = set()
+
+
 class InFlight:
     """Who works on which id, among the threads and tasks of one process."""
 
@@ -15,32 +28,52 @@ class InFlight:
         # the ids of each consumer; the future is made when somebody waits: hardly ever
         self._held: dict[str, dict[str, Future[None] | None]] = {}
 
-    def enter(self, consumer: str, message_id: str) -> Future[None] | None:
+    def enter(
+        self, consumer: str, message_id: str, holder: Holder | None = None
+    ) -> Future[None] | None:
         """Take an id; returns None when it is ours now, else the future that ends with its holder."""
         with self._lock:
             held = self._held.setdefault(consumer, {})
-            if message_id not in held:
-                held[message_id] = None
+            if _taken(held, (message_id,), holder):
                 return None
-            holder = held[message_id]
-            if holder is None:
-                holder = held[message_id] = Future()
-            return holder
+            freed = held[message_id]
+            if freed is None:
+                freed = held[message_id] = Future()
+            return freed
 
-    def enter_all(self, consumer: str, message_ids: Sequence[str]) -> bool:
-        """Take these ids, or none of them when somebody holds one."""
+    def enter_all(
+        self, consumer: str, message_ids: Sequence[str], holder: Holder | None = None
+    ) -> bool:
+        """Take these ids, or none of them when somebody else holds one."""
         with self._lock:
-            held = self._held.setdefault(consumer, {})
-            if not held.keys().isdisjoint(message_ids):
-                return False
-            held.update(dict.fromkeys(message_ids))
-            return True
+            return _taken(self._held.setdefault(consumer, {}), message_ids, holder)
 
-    def leave(self, consumer: str, *message_ids: str) -> None:
+    def leave(self, consumer: str, *message_ids: str, holder: Holder | None = None) -> None:
         """Give ids up and wake who waits for them."""
         with self._lock:
             held = self._held.setdefault(consumer, {})
-            holders = [held.pop(message_id) for message_id in message_ids]
-        for holder in holders:
+            kept: set[str] = set()
             if holder is not None:
-                holder.set_result(None)
+                kept = holder.twice.intersection(message_ids)
+                holder.twice -= kept
+                holder.ids.difference_update(set(message_ids) - kept if kept else message_ids)
+            waited = [held.pop(own) for own in message_ids if own not in kept]
+        for freed in waited:
+            if freed is not None:
+                freed.set_result(None)
+
+
+def _taken(
+    held: dict[str, Future[None] | None], message_ids: Sequence[str], holder: Holder | None
+) -> bool:
+    if held.keys().isdisjoint(message_ids):
+        held.update(dict.fromkeys(message_ids))
+    else:
+        shared = held.keys() & set(message_ids)
+        if holder is None or not shared <= holder.ids - holder.twice:
+            return False
+        holder.twice |= shared
+        held.update((own, None) for own in message_ids if own not in shared)
+    if holder is not None:
+        holder.ids.update(message_ids)
+    return True

@@ -13,6 +13,7 @@ from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import MessageDuplicate, MessageStored
 from txbox.failure import printable
 from txbox.handlers import Handler
+from txbox.in_flight import Holder
 from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.policy import Lease
@@ -51,6 +52,7 @@ class Intake:
         messages: Sequence[Message[Any]],
         *,
         leasing: Leasing | None = None,
+        holder: Holder | None = None,
     ) -> Steps[list[Settled]]:
         """Bring messages to an outcome each, in their order.
 
@@ -60,6 +62,7 @@ class Intake:
             leasing: new messages are stored, leased and left to the caller to run and to keep
                 leased; their outcome is DEFERRED. For work that must be counted, or be one
                 worker's, before it begins (SEMANTICS 4.4, 4.6).
+            holder: see `InFlight`.
 
         Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
         quarantine row.
@@ -81,7 +84,7 @@ class Intake:
             ids.append(own_id)
         answers: dict[str, Settled] = {}
         if known:
-            answers = yield from self._run(handler, list(known.values()), leasing)
+            answers = yield from self._run(handler, list(known.values()), leasing, holder)
         if len(known) == len(ids):
             return [answers[own_id] for own_id in ids]
         return self._unfolded(handler, ids, answers)
@@ -107,12 +110,16 @@ class Intake:
         return outcomes
 
     def _run(
-        self, handler: Handler, arrivals: list[Arrival], leasing: Leasing | None
+        self,
+        handler: Handler,
+        arrivals: list[Arrival],
+        leasing: Leasing | None,
+        holder: Holder | None,
     ) -> Steps[dict[str, Settled]]:
         if handler.options.mode == "stored" or leasing is not None:
             return self.store(handler, arrivals, leasing)
         if handler.options.transactional:
-            return self._protocol.deliver(handler, arrivals)
+            return self._protocol.deliver(handler, arrivals, holder)
         return self._run_leased(handler, arrivals)
 
     def store(

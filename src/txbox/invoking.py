@@ -9,10 +9,12 @@ from typing import Any, cast
 
 from txbox.errors import Fault, HandlerTimeout, StoreError
 from txbox.steps import (
+    AsyncChaining,
     AsyncConnection,
     AsyncNesting,
     AsyncPiping,
     Call,
+    Chaining,
     Connection,
     Failed,
     Invoke,
@@ -74,6 +76,14 @@ def can_pipe(own: object) -> Piping | None:
 
 def can_pipe_async(own: object) -> AsyncPiping | None:
     return cast("AsyncPiping", own) if hasattr(own, "pipe") else None
+
+
+def can_chain(own: object) -> Chaining | None:
+    return cast("Chaining", own) if hasattr(own, "commit_then") else None
+
+
+def can_chain_async(own: object) -> AsyncChaining | None:
+    return cast("AsyncChaining", own) if hasattr(own, "commit_then") else None
 
 
 def can_watch(own: object) -> Watching | None:

@@ -200,8 +200,8 @@ class Batching:
     """How many deliveries a lane takes at once.
 
     Args:
-        messages: deliveries, 1 to 10,000. In flight are at most two batches for each lane, and about
-            a thousand deliveries where that is more than two batches.
+        messages: deliveries, 1 to 10,000. In flight are at most three batches for each lane, and about
+            a thousand deliveries where that is more than three batches.
         payload_bytes: sum of payloads after which a batch is closed; about twice that is in flight.
         duration: what a transaction of several messages may take; slower handlers get smaller batches.
     """

@@ -63,6 +63,8 @@ class Ran:
     unknown: set[str] = field(default_factory=_ids)
     #: Several ids were asked for, whatever was won: locks are waited for shortly.
     together: bool = False
+    #: When the claim was answered, by `time.monotonic`.
+    claimed_at: float = 0.0
 
 
 def end_of_handler(raised: Raised, *, together: bool) -> End:

@@ -43,9 +43,16 @@ class Begin(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Run statements and COMMIT unless one fails, in one round trip where the driver can."""
+    """Run statements and COMMIT unless one fails, in one round trip where the driver can.
+
+    Args:
+        then: asked, where the driver can, when the COMMIT has been sent and its answer is still out: what it
+            returns is sent behind it, and begun when the COMMIT is done. The answer to that is read when
+            this very step is yielded; any other step first rolls back what was begun.
+    """
 
     statements: tuple[Statement, ...] = ()
+    then: Callable[[], Begin | None] | None = None
 
 
 class Rollback(NamedTuple):
@@ -210,6 +217,36 @@ class Watching(Protocol):
     """A Connection, sync or async, that knows without a round trip when the transaction it began has ended."""
 
     def left(self) -> bool: ...
+
+
+class Chaining(Protocol):
+    """A Connection that can send the next BEGIN behind a COMMIT, without waiting in between.
+
+    Whatever `commit_then` raises is about the COMMIT; `rollback` also ends what was begun behind it.
+    """
+
+    @property
+    def ahead(self) -> Begin | None:
+        """What was begun behind the last COMMIT, and has not been waited for."""
+        ...
+
+    def commit_then(
+        self, statements: Sequence[Statement], then: Callable[[], Begin | None]
+    ) -> list[Result]: ...
+    def begun(self) -> list[Result]:
+        """Wait for what was begun behind the COMMIT; returns, and raises, what `begin` would have."""
+        ...
+
+
+class AsyncChaining(Protocol):
+    """The awaitable twin of `Chaining`."""
+
+    @property
+    def ahead(self) -> Begin | None: ...
+    async def commit_then(
+        self, statements: Sequence[Statement], then: Callable[[], Begin | None]
+    ) -> list[Result]: ...
+    async def begun(self) -> list[Result]: ...
 
 
 class AsyncConnection(Protocol):

@@ -89,9 +89,9 @@ class TableRows:
             started = time.monotonic()
             ran = yield from self.transaction.leased(handler, arrivals, lease_token, group)
             if ran.end is End.COMMITTED:
-                pace.committed(len(arrivals), time.monotonic() - started, len(ran.failed))
+                pace.committed(len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed))
                 return {
-                    own.message_id: self._endings.ran(handler, own, started, ran)
+                    own.message_id: self._endings.ran(handler, own, ran)
                     if own.message_id in ran.fresh
                     # the lease ran out and the row is another's
                     else Settled(Outcome.IN_PROGRESS)
@@ -120,7 +120,7 @@ class TableRows:
             ran = yield from self.transaction.leased(handler, [arrival], lease_token)
             if ran.end is End.COMMITTED:
                 if ran.fresh:
-                    self._paces.of(handler).committed(1, time.monotonic() - started)
+                    self._paces.of(handler).committed(1, time.monotonic() - ran.claimed_at)
                     return self._endings.processed(handler, arrival, started, ran)
                 # the fence matched nothing: the lease ran out and the row is another's
                 return Settled(Outcome.IN_PROGRESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from os import urandom
 from typing import Any
@@ -154,6 +155,7 @@ class HandlerTransaction:
         ran = Ran(End.COMMITTED, together=len(arrivals) > 1)
         try:
             results = yield Begin((*claim, *checks) if checks else claim)
+            ran.claimed_at = time.monotonic()
             found = results[len(claim) :]
             if checks:
                 results = results[: len(claim)]

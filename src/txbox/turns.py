@@ -7,7 +7,7 @@ import time
 
 from txbox.events import Events, TransactionRetried
 from txbox.handlers import Handler
-from txbox.in_flight import InFlight
+from txbox.in_flight import Holder, InFlight
 from txbox.policy import Limits
 from txbox.ran import End, Ran
 from txbox.steps import Steps, Wait
@@ -32,14 +32,14 @@ class Turns:
         self._limits = limits
         self._events = events
 
-    def entered(self, consumer: str, message_id: str) -> Steps[bool]:
+    def entered(self, consumer: str, message_id: str, holder: Holder | None = None) -> Steps[bool]:
         """Take an id, waiting for another thread up to the lock time-out; False when that one kept it."""
         deadline = time.monotonic() + self._limits.lock_timeout.total_seconds()
-        while (holder := self.in_flight.enter(consumer, message_id)) is not None:
+        while (freed := self.in_flight.enter(consumer, message_id, holder)) is not None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
-            yield Wait(left_s, holder)
+            yield Wait(left_s, freed)
         return True
 
     def again(self, handler: Handler, ran: Ran, tries: int) -> Steps[bool]:

@@ -13,11 +13,15 @@ from typing import Any, Literal
 from tests.databases import Raw
 from txbox import App, Lease, Message, RetryPolicy
 from txbox.drive import drive
-from txbox.steps import at
+from txbox.handlers import Handler
+from txbox.in_flight import Holder
+from txbox.settled import Settled
+from txbox.steps import Begin, Steps, at
 from txbox.testing import drain
+from txbox.worker.ahead import Ahead, carried_on
 
-Mode = Literal["inline", "retried", "stored", "batched", "pipelined"]
-MODES: tuple[Mode, ...] = ("inline", "retried", "stored", "batched", "pipelined")
+Mode = Literal["inline", "retried", "stored", "batched", "pipelined", "ahead"]
+MODES: tuple[Mode, ...] = ("inline", "retried", "stored", "batched", "pipelined", "ahead")
 
 TABLES = (
     "CREATE TABLE ledger (consumer varchar(99) NOT NULL, message_id varchar(99) NOT NULL, amount integer NOT NULL)",
@@ -57,7 +61,7 @@ class Job:
 
     @property
     def batched(self) -> bool:
-        return self.mode in ("batched", "pipelined")
+        return self.mode in ("batched", "pipelined", "ahead")
 
     def note(self, line: str) -> None:
         """Write a line that survives this process."""
@@ -130,7 +134,12 @@ def receive(app: App, job: Job) -> None:
     if job.batched:
         (handler,) = app.handlers
         assert app.database.sync is not None
-        settled = drive(app.database.sync, app.intake.take(handler, job.messages))
+        taken = (
+            _ahead(app, handler, job)
+            if job.mode == "ahead"
+            else app.intake.take(handler, job.messages)
+        )
+        settled = drive(app.database.sync, taken)
         outcomes = [own.outcome for own in settled]
     else:
         outcomes = [app.process(job.message)]
@@ -138,6 +147,23 @@ def receive(app: App, job: Job) -> None:
         job.note(f"outcome {outcome}")
     if all(outcome.settles for outcome in outcomes):
         acknowledge(job)
+
+
+def _ahead(app: App, handler: Handler, job: Job) -> Steps[list[Settled]]:
+    """Take the last message behind the COMMIT of the first two, as a lane does."""
+    holder, last = Holder(), list[Ahead]()
+
+    def following() -> Begin | None:
+        if not last:
+            last.append(Ahead([], app.intake.take(handler, job.messages[2:], holder=holder)))
+        return last[0].begin
+
+    first = app.intake.take(handler, job.messages[:2], holder=holder)
+    settled: list[Settled] = yield from carried_on(first, next(first), following)
+    following()  # where nothing was committed, nothing was sent ahead
+    own = last[0]
+    settled += yield from carried_on(own.steps, own.first, lambda: None)
+    return settled
 
 
 def acknowledge(job: Job) -> None:

@@ -158,7 +158,7 @@ def test_a_batch_is_bounded_by_its_bytes(
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_two_batches_of_each_lane_are_in_flight_and_no_more(
+def test_three_batches_of_each_lane_are_in_flight_and_no_more(
     database_url: str, concurrency: int
 ) -> None:
     gate = threading.Event()
@@ -172,8 +172,8 @@ def test_two_batches_of_each_lane_are_in_flight_and_no_more(
         shop.app.consume(source)
         with running(worker(shop.app)):
             eventually(lambda: shop.calls)
-            eventually(lambda: len(source.received) == 16 * concurrency)
-            assert len(source.waiting) == 200 - 16 * concurrency
+            eventually(lambda: len(source.received) == 24 * concurrency)
+            assert len(source.waiting) == 200 - 24 * concurrency
             gate.set()
             eventually(lambda: len(source.settled) == 200)
         assert shop.effects() == 200

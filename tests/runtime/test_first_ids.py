@@ -99,7 +99,7 @@ def test_trickling_messages_count_together(database_url: str) -> None:
             )
         assert "weak_ids=True" in shop.emitted(SourceRefused)[0].reason
         # acknowledged before the pause: in the quarantine, with their payloads
-        assert 90 <= len(source.settled) < 100
+        assert 85 <= len(source.settled) < 100
 
 
 def test_one_id_is_enough(shop: Shop) -> None:

@@ -17,7 +17,7 @@ from tests.shop import Shop, statuses
 KILLS = {
     "inline": [
         ("received", 7), ("before:begin", 9), ("after:claim", 4), ("after:handler", 5),
-        ("before:commit", 3), ("after:commit", 8), ("before:ack", 2), ("after:ack", 3),
+        ("before:commit", 3), ("during:commit", 2), ("after:commit", 8), ("before:ack", 2), ("after:ack", 3),
     ],
     "stored": [
         ("received", 7), ("after:store", 1), ("before:ack", 1), ("after:ack", 1), ("after:lease", 2),

@@ -187,8 +187,8 @@ def test_what_is_in_flight_is_bounded(database_url: str) -> None:
         shop.app.consume(source)
         with running(worker(shop.app)):
             eventually(lambda: shop.calls)
-            eventually(lambda: len(source.received) == 10)
-            assert len(source.waiting) == 90
+            eventually(lambda: len(source.received) == 15)
+            assert len(source.waiting) == 85
             gate.set()
             eventually(lambda: len(source.settled) == 100)
         assert shop.effects() == 100

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from txbox.in_flight import InFlight
+from txbox.in_flight import Holder, InFlight
 
 
 def test_ids_are_taken_together_or_not_at_all() -> None:
@@ -28,3 +28,34 @@ def test_nothing_was_held() -> None:
     ids = InFlight()
     ids.leave("billing")
     assert ids.enter_all("billing", [])
+
+
+def test_a_holder_may_hold_an_id_for_the_batch_behind_it() -> None:
+    ids, lane = InFlight(), Holder()
+    assert ids.enter_all("billing", ["1", "2"], lane)
+    assert ids.enter_all("billing", ["2", "3"], lane)
+    freed = ids.enter("billing", "2")
+    assert freed is not None
+    ids.leave("billing", "1", "2", holder=lane)
+    assert not freed.done(), "the batch behind it holds this one still"
+    assert ids.enter("billing", "1") is None
+    ids.leave("billing", "2", "3", holder=lane)
+    assert freed.done()
+    assert ids.enter_all("billing", ["2", "3"])
+
+
+def test_a_holder_waits_for_ids_of_another() -> None:
+    ids, lane, other = InFlight(), Holder(), Holder()
+    assert ids.enter_all("billing", ["1"], other)
+    assert ids.enter_all("billing", ["2"], lane)
+    assert not ids.enter_all("billing", ["1", "2"], lane)
+    assert ids.enter("billing", "2") is not None, "it is held once, and was not entered again"
+    ids.leave("billing", "2", holder=lane)
+    assert ids.enter("billing", "2") is None
+
+
+def test_a_third_batch_of_one_holder_has_to_wait() -> None:
+    ids, lane = InFlight(), Holder()
+    assert ids.enter_all("billing", ["1"], lane)
+    assert ids.enter_all("billing", ["1"], lane)
+    assert not ids.enter_all("billing", ["1"], lane)

@@ -8,7 +8,7 @@ Source: docs/decisions/0009-round-trips.md
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import pq
@@ -16,7 +16,7 @@ from psycopg.adapt import Transformer
 from psycopg.waiting import Ready, Wait
 
 from txbox.errors import Fault, StoreError, StoreUnavailable
-from txbox.steps import Result, Statement
+from txbox.steps import Begin, Result, Statement, at
 from txbox.store.dialect import native
 
 BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
@@ -67,6 +67,15 @@ class Answer(Result):
         return self._answer.command_tuples or 0
 
 
+class _Sent(NamedTuple):
+    """What was sent up to a sync."""
+
+    statements: Sequence[Statement]
+    before: bytes | None
+    after: bytes | None
+    parsed: list[Statement]
+
+
 class Pipeline:
     """Sends statements to libpq without waiting in between, and reads all their answers.
 
@@ -82,6 +91,9 @@ class Pipeline:
         # SQL → the name it is prepared under (None: unprepared) and its parameters in order
         self._plans: dict[str, tuple[bytes | None, tuple[str, ...]]] = {}
         self._named = 0
+        #: What was begun behind a COMMIT, and has not been read.
+        self.ahead: Begin | None = None
+        self._ahead = _Sent((), None, None, [])
 
     def forget(self) -> None:
         """The server has deallocated every prepared statement."""
@@ -94,42 +106,73 @@ class Pipeline:
         before: bytes | None = None,
         after: bytes | None = None,
         queued: int = 0,
+        then: Callable[[], Begin | None] | None = None,
     ) -> Generator[Wait, Ready, list[Result]]:
         """Send the statements between two commands; returns the statements' results.
 
         Args:
             queued: answers to what was sent before in pipeline mode, and is still outstanding.
+            then: asked when everything is on its way. What it returns is begun behind a sync of its own, so
+                that nothing of this one waits for it; `begun` reads its answers.
 
         Raises:
             StoreError: of the first that failed; nothing after it was executed.
             psycopg.Error: of what was sent before; none of the statements was executed.
         """
-        connection = self._connection
-        pgconn = connection.pgconn
-        parsed: list[Statement] = []
+        pgconn = self._connection.pgconn
+        own = _Sent(statements, before, after, [])
         try:
             if not queued:
                 pgconn.enter_pipeline_mode()
-            if before is not None:
-                pgconn.send_query_params(before, None)
-            for statement in statements:
-                plan = self._plans.get(statement.sql)
-                if plan is None:
-                    plan = self._parse(pgconn, statement, parsed)
-                self._execute(pgconn, plan, statement)
-            if after is not None:
-                pgconn.send_query_params(after, None)
-            answers = yield from collected(pgconn)
+            self._put(pgconn, own)
+            yield from _flushed(pgconn)
+            if then is not None:
+                at("during:commit")
+                self.ahead = then()
+            if self.ahead is not None:
+                self._ahead = _Sent(self.ahead.statements, BEGIN, None, [])
+                self._put(pgconn, self._ahead)
+                yield from _flushed(pgconn)
+            answers = yield from _answered(pgconn, last=self.ahead is None)
         except psycopg.Error as error:
             pgconn.finish()
             raise _cut(after, error.sqlstate) from error
         if queued:
             _check_queued(answers[:queued])
             answers = answers[queued:]
-        commands = len(statements) + len(parsed) + (before is not None) + (after is not None)
-        if len(answers) < commands or not _FINE.issuperset([own.status for own in answers]):
-            raise self._failure(statements, parsed, answers, before, after)
-        if after is COMMIT and answers[-1].command_status != b"COMMIT":
+        return self._read(own, answers)
+
+    def begun(self) -> Generator[Wait, Ready, list[Result]]:
+        """Wait for the statements that were begun behind a COMMIT; returns, and raises, as `send` does."""
+        self.ahead = None
+        pgconn = self._connection.pgconn
+        try:
+            answers = yield from _answered(pgconn, last=True)
+        except psycopg.Error as error:
+            pgconn.finish()
+            raise _cut(None, error.sqlstate) from error
+        return self._read(self._ahead, answers)
+
+    def _put(self, pgconn: Any, own: _Sent) -> None:
+        if own.before is not None:
+            pgconn.send_query_params(own.before, None)
+        for statement in own.statements:
+            plan = self._plans.get(statement.sql)
+            if plan is None:
+                plan = self._parse(pgconn, statement, own.parsed)
+            self._execute(pgconn, plan, statement)
+        if own.after is not None:
+            pgconn.send_query_params(own.after, None)
+        pgconn.pipeline_sync()
+
+    def _read(self, own: _Sent, answers: Sequence[Any]) -> list[Result]:
+        connection, statements, parsed = self._connection, own.statements, own.parsed
+        commands = (
+            len(statements) + len(parsed) + (own.before is not None) + (own.after is not None)
+        )
+        if len(answers) < commands or not _FINE.issuperset([one.status for one in answers]):
+            raise self._failure(own, answers)
+        if own.after is COMMIT and answers[-1].command_status != b"COMMIT":
             # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
             raise StoreError(
                 "The transaction had failed before its COMMIT; nothing was persisted.",
@@ -138,12 +181,12 @@ class Pipeline:
             )
         if parsed:
             answers = [
-                own
-                for own, is_parse in self._aligned(statements, parsed, answers, before)
+                one
+                for one, is_parse in self._aligned(statements, parsed, answers, own.before)
                 if not is_parse
             ]
             return [Answer(connection, answer) for answer in answers[: len(statements)]]
-        first = 0 if before is None else 1
+        first = 0 if own.before is None else 1
         return [Answer(connection, answer) for answer in answers[first : first + len(statements)]]
 
     def _parse(
@@ -205,31 +248,24 @@ class Pipeline:
         own = answers[0 if before is None else 1 :]
         return list(zip(own, kinds, strict=False))
 
-    def _failure(
-        self,
-        statements: Sequence[Statement],
-        parsed: Sequence[Statement],
-        answers: Sequence[Any],
-        before: bytes | None,
-        after: bytes | None,
-    ) -> StoreError:
+    def _failure(self, own: _Sent, answers: Sequence[Any]) -> StoreError:
         """The error of the first command that failed; forgets what was not prepared because of it."""
-        for statement in parsed:
+        for statement in own.parsed:
             # a Parse behind a failure never ran; one before it is only prepared once more
             self._plans.pop(statement.sql, None)
         refused = next(
-            (own for own in answers if own.status not in (_COMMAND_OK, _TUPLES_OK, _ABORTED)), None
+            (one for one in answers if one.status not in (_COMMAND_OK, _TUPLES_OK, _ABORTED)), None
         )
         if refused is None:
             # the server went away in the middle of its answers
-            return _cut(after, None)
+            return _cut(own.after, None)
         error = psycopg.errors.error_from_result(refused)
         found = self._translate(error) or StoreError(type(error).__name__)
         if found.fault is Fault.PREPARED:
             # a pooler, or a DEALLOCATE ALL in the handler, took them: prepare anew
             self._plans.clear()
-        commands = len(statements) + len(parsed) + (before is not None)
-        if after is COMMIT and len(answers) > commands and refused is answers[commands]:
+        commands = len(own.statements) + len(own.parsed) + (own.before is not None)
+        if own.after is COMMIT and len(answers) > commands and refused is answers[commands]:
             found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
         found.__cause__ = error
         return found
@@ -240,11 +276,20 @@ def collected(pgconn: Any) -> Generator[Wait, Ready, list[Any]]:
 
     Fewer answers than were asked for mean that the server is gone.
     """
-    answers: list[Any] = []
     pgconn.pipeline_sync()
+    yield from _flushed(pgconn)
+    return (yield from _answered(pgconn, last=True))
+
+
+def _flushed(pgconn: Any) -> Generator[Wait, Ready, None]:
     while pgconn.flush():
         if (yield _READ_WRITE) & _READY_READ:
             pgconn.consume_input()
+
+
+def _answered(pgconn: Any, *, last: bool) -> Generator[Wait, Ready, list[Any]]:
+    """Every answer up to the next sync; leaves pipeline mode behind the last one."""
+    answers: list[Any] = []
     is_busy, get_result = pgconn.is_busy, pgconn.get_result
     # each command answers with one result and a null; the sync ends them all
     while True:
@@ -257,7 +302,8 @@ def collected(pgconn: Any) -> Generator[Wait, Ready, list[Any]]:
             pgconn.finish()
             return answers
         if answer.status == _SYNC:
-            pgconn.exit_pipeline_mode()
+            if last:
+                pgconn.exit_pipeline_mode()
             return answers
         answers.append(answer)
         get_result()  # the null, which is there with its result

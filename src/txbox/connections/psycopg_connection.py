@@ -9,7 +9,8 @@ Source: docs/decisions/0009-round-trips.md
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -19,7 +20,7 @@ from txbox.connections.base import is_marked
 from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
 from txbox.connections.piped import AsyncConnection, Connection, Plans, Queue
 from txbox.errors import Fault, StoreError, StoreUnavailable
-from txbox.steps import Failed, Raised, Result, Statement
+from txbox.steps import Begin, Failed, Raised, Result, Statement
 from txbox.store.dialect import Dialect
 
 SAVEPOINT = b"SAVEPOINT txbox_handler"
@@ -49,6 +50,10 @@ class _Owned:
 
     def discard(self) -> None:
         self.native.pgconn.finish()
+
+    @property
+    def ahead(self) -> Begin | None:
+        return self._pipeline.ahead
 
     def translate(self, error: BaseException) -> StoreError | None:
         return translated(error, self._dialect)
@@ -151,19 +156,33 @@ class PsycopgConnection(_Owned):
         return results
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        return self.commit_then(statements, None)
+
+    def commit_then(
+        self, statements: Sequence[Statement], then: Callable[[], Begin | None] | None
+    ) -> list[Result]:
         opened, queue = self._open(), self._put_on()
         queued = 0 if queue is None else queue.left()
         try:
             results: list[Result] = opened.wait(
-                self._pipeline.send(statements, after=COMMIT, queued=queued)
+                self._pipeline.send(statements, after=COMMIT, queued=queued, then=then)
             )
         except psycopg.Error as error:
             # a statement of the handler's, put off until now: COMMIT was skipped behind it
             raise Raised(error, self.translate(error), self.lost) from error
         return results
 
+    def begun(self) -> list[Result]:
+        results: list[Result] = self._open().wait(self._pipeline.begun())
+        self._watched = is_marked(self.native)
+        return results
+
     def rollback(self) -> None:
         self.flush()
+        if self.ahead is not None:
+            # whatever it came to, it is rolled back
+            with suppress(StoreError):
+                self.begun()
         if self._is_over():
             return
         self._forget()
@@ -236,19 +255,33 @@ class AsyncPsycopgConnection(_Owned):
         return results
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+        return await self.commit_then(statements, None)
+
+    async def commit_then(
+        self, statements: Sequence[Statement], then: Callable[[], Begin | None] | None
+    ) -> list[Result]:
         opened, queue = self._open(), self._put_on()
         queued = 0 if queue is None else queue.left()
         try:
             results: list[Result] = await opened.wait(
-                self._pipeline.send(statements, after=COMMIT, queued=queued)
+                self._pipeline.send(statements, after=COMMIT, queued=queued, then=then)
             )
         except psycopg.Error as error:
             # a statement of the handler's, put off until now: COMMIT was skipped behind it
             raise Raised(error, self.translate(error), self.lost) from error
         return results
 
+    async def begun(self) -> list[Result]:
+        results: list[Result] = await self._open().wait(self._pipeline.begun())
+        self._watched = is_marked(self.native)
+        return results
+
     async def rollback(self) -> None:
         await self.flush()
+        if self.ahead is not None:
+            # whatever it came to, it is rolled back
+            with suppress(StoreError):
+                await self.begun()
         if self._is_over():
             return
         self._forget()

@@ -14,16 +14,20 @@ from concurrent.futures import Future
 from txbox.app import App
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
+from txbox.in_flight import Holder
 from txbox.intake import Leasing
 from txbox.outcome import Outcome
 from txbox.patience import CURABLE
 from txbox.settled import Settled
-from txbox.steps import Steps, Wait
+from txbox.steps import Begin, Rollback, Steps, Wait
+from txbox.worker.ahead import Ahead, carried_on
 from txbox.worker.table import Row, Table, take_together
 from txbox.worker.work import Way, Work, settle
 
 _IDLE_S = 1.0
 _AGAIN_S = (0.1, 5.0)
+# then the connection is given back once: others may wait for it, in a pool or in a pooler of the server's
+_ROW_MAX = 16
 
 
 class Lane:
@@ -50,6 +54,9 @@ class Lane:
         # rows that this lane has stored and leased itself, to be run here
         self._rows: deque[Row] = deque()
         self._waiter: Future[None] | None = None
+        self._ahead: Ahead | None = None
+        self._in_a_row = 0
+        self._holder = Holder()
 
     @property
     def name(self) -> str:
@@ -76,9 +83,15 @@ class Lane:
         """Work until stopped; what is running then is brought to its end."""
         try:
             while not self._stop():
+                if self._is_ahead():
+                    yield from self._go_on()
+                    continue
+                self._in_a_row = 0
                 batch = self._next_batch()
                 if batch:
                     yield from self._take(batch)
+                    if self._is_ahead():
+                        continue
                 # in turns, so that neither the source nor the table starves
                 worked = yield from self._run_own()
                 if self._stop():
@@ -88,12 +101,17 @@ class Lane:
                     yield from self._run(rows)
                 elif not batch and not worked:
                     yield from self._idle()
+            if self._ahead is not None:
+                # begun ahead, and never run
+                yield Rollback()
         except StoreError as error:
             if error.fault is Fault.SCHEMA:
                 yield from self._app.check_schema()  # raises with the command to run, if that is it
             if not (self._stop() and error.fault in CURABLE):
                 raise
         finally:
+            if self._ahead is not None:
+                self._ahead.steps.close()
             self._table.put_back(self._rows)
 
     # -- deliveries ---------------------------------------------------------------------------
@@ -160,14 +178,53 @@ class Lane:
             yield from self._deliver(batch)
 
     def _deliver(self, batch: list[Work]) -> Steps[None]:
+        yield from self._delivered(Ahead(batch, self._taking(batch)))
+
+    def _taking(self, batch: list[Work]) -> Steps[list[Settled]]:
         handler = batch[0].course.handler
-        answers: list[Settled] = yield from self._app.taken(
+        return self._app.taken(
             handler.stored if batch[0].way is Way.STORED else handler,
             [work.message for work in batch],
+            holder=self._holder,
             stop=self._stop,
         )
-        if self._settled(batch, answers):
+
+    def _go_on(self) -> Steps[None]:
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        self._in_a_row += 1
+        yield from self._delivered(ahead)
+
+    def _delivered(self, own: Ahead) -> Steps[None]:
+        answers: list[Settled] = yield from carried_on(own.steps, own.first, self._following)
+        if self._settled(own.batch, answers):
             self._table.look_now()
+
+    def _is_ahead(self) -> bool:
+        return self._ahead is not None
+
+    def _following(self) -> Begin | None:
+        """The claim of the next batch, when there is a whole one already: waiting would not make it larger.
+
+        Where the order of a key counts, what comes next depends on what becomes of this; and the table has
+        its turn when it is time to look.
+        """
+        if self._ahead is None and self._may_look_ahead():
+            batch = self._next_batch()
+            self._ahead = Ahead(batch, self._taking(batch))
+        return None if self._ahead is None else self._ahead.begin
+
+    def _may_look_ahead(self) -> bool:
+        queue = self._queue
+        if not queue or self._stop() or self._again or self._table.due:
+            return False
+        head = queue[0]
+        return (
+            self._in_a_row < _ROW_MAX
+            and head.way is Way.INLINE
+            and not head.course.in_order
+            and len(queue) >= self._batch_messages(head)
+        )
 
     def _store(self, batch: list[Work]) -> Steps[None]:
         """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""

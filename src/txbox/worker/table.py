@@ -149,6 +149,11 @@ class Table:
         with self._lock:
             return sum(len(ids) for ids in self._held.values())
 
+    @property
+    def due(self) -> bool:
+        """True when there are rows here, or it is time to look for some."""
+        return bool(self._rows) or self.poll_in_s() == 0
+
     def poll_in_s(self) -> float:
         """Seconds until it is time to look again."""
         return max(0.0, self._poll_at - time.monotonic())

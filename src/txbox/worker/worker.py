@@ -365,8 +365,8 @@ class Worker:
 
 
 def _in_flight_max(batch: int, lanes: int) -> int:
-    """Two batches for each lane, one at work and one that waits; never many more than a thousand deliveries."""
-    return max(2 * batch, 2 * lanes, min(2 * batch * lanes, _IN_FLIGHT))
+    """Three batches for each lane: one commits, one is claimed behind it, one waits; hardly more than a thousand."""
+    return max(3 * batch, 3 * lanes, min(3 * batch * lanes, _IN_FLIGHT))
 
 
 def run(

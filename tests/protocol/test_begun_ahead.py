@@ -1,0 +1,311 @@
+"""What is begun behind a COMMIT is the next transaction, or none: on psycopg, sync and async (PostgreSQL)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.databases import Raw
+from tests.proxy import Cut, Proxy
+from txbox import App
+from txbox.drive import drive, drive_async
+from txbox.errors import Fault, StoreError
+from txbox.steps import Begin, Commit, Discard, Rollback, Statement, Step, Steps, Wait
+
+
+def insert(own_id: str, name: str = "insert") -> Statement:
+    return Statement(name, "INSERT INTO mark (id) VALUES (:id)", {"id": own_id})
+
+
+class Driven:
+    """An app on one way to connect, and a table whose constraint is looked at by COMMIT."""
+
+    def __init__(self, url: str, way: str) -> None:
+        self.is_async = way == "async"
+        self.url = url
+        self._raw = Raw(url)
+        self._raw.execute(
+            "CREATE TABLE mark (id text PRIMARY KEY, twin text UNIQUE DEFERRABLE INITIALLY DEFERRED)"
+        )
+        self._runner = asyncio.Runner()
+        self.connect(url)
+
+    def connect(self, url: str) -> None:
+        self.app = App(url)
+
+    def drive(self, steps: Steps[Any]) -> Any:
+        if self.is_async:
+            assert self.app.database.asynchronous is not None
+            return self._wait(drive_async(self.app.database.asynchronous, steps))
+        assert self.app.database.sync is not None
+        return drive(self.app.database.sync, steps)
+
+    def _wait(self, value: Awaitable[Any]) -> Any:
+        async def waited() -> Any:
+            return await value
+
+        return self._runner.run(waited())
+
+    def marks(self) -> set[str]:
+        return {str(own) for (own,) in self._raw.rows("SELECT id FROM mark")}
+
+    def open_transactions(self) -> int:
+        return int(
+            self._raw.value(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                " AND pid <> pg_backend_pid() AND backend_type = 'client backend' AND state <> 'idle'"
+            )
+        )
+
+    def close(self) -> None:
+        if self.is_async:
+            self._wait(self.app.close_async())
+        else:
+            self.app.close()
+        self._raw.close()
+        self._runner.close()
+
+
+@pytest.fixture(params=["sync", "async"])
+def driven(request: pytest.FixtureRequest, postgresql_url: str) -> Iterator[Driven]:
+    own = Driven(postgresql_url, request.param)
+    yield own
+    own.close()
+
+
+def chained(first: Statement, following: Begin) -> Steps[None]:
+    """One transaction, with the BEGIN of the next behind its COMMIT."""
+    yield Begin()
+    yield Commit((first,), lambda: following)
+
+
+def test_the_next_transaction_goes_on_where_it_was_begun(driven: Driven) -> None:
+    following = Begin((insert("b"), Statement("pid", "SELECT pg_backend_pid()", {})))
+
+    def steps() -> Steps[tuple[Any, Any]]:
+        (first,) = yield Begin((Statement("pid", "SELECT pg_backend_pid()", {}),))
+        yield Commit((insert("a"),), lambda: following)
+        assert driven.marks() == {"a"}, "the first is committed, and only that"
+        _, second = yield following
+        yield Commit((insert("c"),))
+        return first.rows[0][0], second.rows[0][0]
+
+    first, second = driven.drive(steps())
+    assert first == second
+    assert driven.marks() == {"a", "b", "c"}
+    assert driven.open_transactions() == 0
+
+
+def test_what_follows_is_asked_for_when_the_commit_is_on_its_way(driven: Driven) -> None:
+    asked: list[bool] = []
+    committed = threading.Event()
+
+    def following() -> Begin | None:
+        # another connection sees the commit although nobody has read its answer yet
+        with psycopg.connect(driven.url, autocommit=True) as other:
+            for _ in range(1000):
+                if other.execute("SELECT 1 FROM mark").fetchone():
+                    committed.set()
+                    break
+        asked.append(committed.is_set())
+        return None
+
+    def steps() -> Steps[None]:
+        yield Begin()
+        yield Commit((insert("a"),), following)
+
+    driven.drive(steps())
+    assert asked == [True]
+
+
+@pytest.mark.parametrize(
+    "other", [Begin((insert("other"),)), Wait(0.0), Rollback(), Discard(), None]
+)
+def test_any_other_step_gives_up_what_was_begun(driven: Driven, other: Step | None) -> None:
+    def steps() -> Steps[None]:
+        yield from chained(insert("a"), Begin((insert("ahead"),)))
+        if other is not None:
+            yield other
+        if type(other) is Begin:
+            yield Commit()
+
+    driven.drive(steps())
+    assert driven.marks() == {"a"} | ({"other"} if type(other) is Begin else set())
+    assert driven.open_transactions() == 0
+    driven.drive(chained(insert("again"), Begin((insert("ahead"),))))
+    assert "again" in driven.marks()
+
+
+REFUSED = [
+    # by the statement, and by COMMIT itself
+    Statement("refused", "INSERT INTO mark (id) VALUES (:id::int::text)", {"id": "no number"}),
+    Statement("refused", "INSERT INTO mark (id, twin) VALUES (:id, 'x'), ('second', 'x')", {"id": "first"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=["statement", "commit"])
+def test_behind_a_commit_that_is_refused_nothing_begins(driven: Driven, refused: Statement) -> None:
+    following = Begin((insert("ahead"),))
+
+    def steps() -> Steps[StoreError | None]:
+        error: StoreError | None = None
+        yield Begin((insert("a"),))
+        try:
+            yield Commit((refused,), lambda: following)
+        except StoreError as refusal:
+            error = refusal
+            yield Rollback()
+        yield following
+        yield Commit()
+        return error
+
+    error = driven.drive(steps())
+    assert error is not None
+    assert error.definite
+    assert driven.marks() == {"ahead"}, "what follows is begun anew, in a transaction of its own"
+
+
+def test_an_error_of_what_was_begun_is_its_own(driven: Driven) -> None:
+    following = Begin((insert("a"),))
+
+    def steps() -> Steps[StoreError | None]:
+        yield Begin()
+        yield Commit((insert("a"),), lambda: following)
+        try:
+            yield following
+        except StoreError as error:
+            yield Rollback()
+            return error
+        return None
+
+    error = driven.drive(steps())
+    assert error is not None
+    assert error.code == "23505"
+    assert driven.marks() == {"a"}
+    assert driven.open_transactions() == 0
+
+
+def test_a_statement_that_was_not_prepared_behind_a_refusal_is_prepared_later(
+    driven: Driven,
+) -> None:
+    """Its Parse was skipped with the rest."""
+    following = Begin((Statement("other", "INSERT INTO mark (id) SELECT :id", {"id": "ahead"}),))
+
+    def steps() -> Steps[None]:
+        yield Begin()
+        with suppress(StoreError):
+            yield Commit((REFUSED[0],), lambda: following)
+        yield Rollback()
+        for _ in range(2):
+            yield following
+            yield Rollback()
+        yield following
+        yield Commit()
+
+    driven.drive(steps())
+    assert driven.marks() == {"ahead"}
+
+
+def test_a_commit_does_not_wait_for_what_is_begun_behind_it(driven: Driven) -> None:
+    following = Begin((insert("locked"),))
+    order: list[str] = []
+    with psycopg.connect(driven.url) as other:
+        other.execute("INSERT INTO mark (id) VALUES ('locked')")
+
+        def steps() -> Steps[None]:
+            yield Begin()
+            yield Commit((insert("a"),), lambda: following)
+            order.append("committed")
+            # while the other one holds the id, which is given up here
+            other.rollback()
+            yield following
+            order.append("begun")
+            yield Commit()
+
+        driven.drive(steps())
+    assert order == ["committed", "begun"]
+    assert driven.marks() == {"a", "locked"}
+
+
+@pytest.mark.parametrize("cut", ["before", "after"])
+def test_a_commit_whose_answer_is_lost_is_in_doubt_and_what_follows_is_not(
+    driven: Driven, cut: Cut
+) -> None:
+    following = Begin((insert("ahead"),))
+
+    def steps() -> Steps[StoreError | None]:
+        yield Begin()
+        try:
+            yield Commit((insert("a"),), lambda: following)
+        except StoreError as error:
+            yield Discard()
+            yield following
+            yield Commit()
+            return error
+        return None
+
+    with Proxy(driven.url) as proxy:
+        driven.connect(proxy.url)
+        proxy.cut = cut
+        error = driven.drive(steps())
+        assert error is not None
+        assert not error.definite
+        assert error.fault is Fault.UNAVAILABLE
+    assert driven.marks() == {"ahead"} | ({"a"} if cut == "after" else set())
+
+
+@pytest.mark.parametrize("when", ["committed", "begun"])
+def test_a_connection_that_dies_behind_the_commit_has_lost_only_what_was_begun(
+    driven: Driven, when: str
+) -> None:
+    following = Begin((insert("ahead"),))
+
+    def kill() -> None:
+        with psycopg.connect(driven.url, autocommit=True) as other:
+            other.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                " AND state = 'idle in transaction'"
+            )
+
+    def steps() -> Steps[StoreError | None]:
+        yield Begin()
+        yield Commit((insert("a"),), lambda: following)
+        try:
+            if when == "committed":
+                _eventually_idle(driven)
+                kill()
+                # its answer may be here already
+                yield following
+            else:
+                yield following
+                kill()
+            yield insert("b")
+        except StoreError as error:
+            yield Rollback()
+            return error
+        return None
+
+    error = driven.drive(steps())
+    assert error is not None
+    assert error.definite
+    assert error.fault is Fault.UNAVAILABLE
+    assert driven.marks() == {"a"}
+
+
+def _eventually_idle(driven: Driven) -> None:
+    with psycopg.connect(driven.url, autocommit=True) as other:
+        for _ in range(10_000):
+            found = other.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                " AND state = 'idle in transaction'"
+            ).fetchone()
+            if found and found[0]:
+                return
+    raise AssertionError("nothing was begun")

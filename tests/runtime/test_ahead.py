@@ -1,0 +1,359 @@
+"""Claims ahead: a lane with a backlog begins its next batch behind the COMMIT of the one before it (PostgreSQL)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg_pool import ConnectionPool
+
+from tests.runtime.support import Memory, eventually, running, worker
+from tests.runtime.test_batches import at_pace
+from tests.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid, statuses
+from txbox import App, Batching, Limits, Message, RetryPolicy
+from txbox.connections.psycopg_connection import AsyncPsycopgConnection, PsycopgConnection
+from txbox.events import MessageDuplicate, MessageFailed
+from txbox.steps import Begin
+from txbox.worker.table import Table
+
+IDS = [f"m{number:02}" for number in range(60)]
+SIZE = 5
+
+
+@pytest.fixture
+def orders(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+    """A shop whose batches have five messages."""
+    with opened(postgresql_url) as own:
+        at_pace(own.app, monkeypatch, SIZE)
+        yield own
+
+
+class Commits:
+    """What was begun behind each COMMIT of a batch: nothing, or a number of statements."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.followed: list[bool] = []
+        self.begun = 0
+        commit_then, begun = PsycopgConnection.commit_then, PsycopgConnection.begun
+
+        def committed(
+            own: PsycopgConnection, statements: Any, then: Callable[[], Begin | None] | None
+        ) -> Any:
+            results = commit_then(own, statements, then)
+            if then is not None:
+                self.followed.append(own.ahead is not None)
+            return results
+
+        def went_on(own: PsycopgConnection) -> Any:
+            self.begun += 1
+            return begun(own)
+
+        monkeypatch.setattr(PsycopgConnection, "commit_then", committed)
+        monkeypatch.setattr(PsycopgConnection, "begun", went_on)
+
+    @property
+    def ahead(self) -> int:
+        return sum(self.followed)
+
+
+def backlog(shop: Shop, messages: list[Message[Any]] | None = None, **own: Any) -> Memory:
+    source = Memory(messages or [paid(message_id) for message_id in IDS], **own)
+    shop.app.consume(source)
+    return source
+
+
+def test_a_backlog_is_claimed_ahead_in_its_order(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = Commits(monkeypatch)
+    orders.handler()
+    source = backlog(orders)
+
+    assert worker(orders.app, once=True).run() == 0
+
+    assert commits.ahead >= len(IDS) / SIZE - 3
+    assert commits.begun == commits.ahead, "what was begun was gone on with"
+    assert orders.calls == source.settled_ids == IDS
+    assert orders.effects() == len(IDS)
+    assert statuses(orders.raw) == {"processed": len(IDS)}
+
+
+def test_async_handlers_too(orders: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = AsyncPsycopgConnection.begun
+    ahead: list[str] = []
+
+    async def went_on(own: AsyncPsycopgConnection) -> Any:
+        ahead.append("")
+        return await begun(own)
+
+    monkeypatch.setattr(AsyncPsycopgConnection, "begun", went_on)
+
+    @orders.app.handler(TOPIC, consumer=CONSUMER)
+    async def handle(message: Message[Any], tx: Any) -> None:
+        await tx.execute("INSERT INTO effect (message_id, note) VALUES (%s, '')", [message.id])
+
+    backlog(orders)
+    assert worker(orders.app, once=True).run() == 0
+    assert len(ahead) >= len(IDS) / SIZE - 3
+    assert orders.effects() == len(IDS)
+
+
+def test_copies_in_the_batch_before_are_met_in_the_batch_behind(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id of the batch that commits is no reason to wait, or to run anything alone."""
+    commits = Commits(monkeypatch)
+    orders.handler()
+    twice: list[Message[Any]] = []
+    for at in range(0, len(IDS), 4):
+        # each batch of five ends with a copy of the one before
+        twice += [paid(own) for own in [*IDS[at : at + 4], IDS[max(at - 1, 0)]]]
+    source = backlog(orders, twice)
+
+    assert worker(orders.app, once=True).run() == 0
+
+    assert commits.ahead >= len(twice) / SIZE - 3
+    assert len(commits.followed) <= len(twice) / SIZE + 2, "nothing was claimed alone"
+    assert orders.calls == IDS
+    assert len(source.settled) == len(twice)
+    # the very first copy is in the batch of its original, and folded
+    assert len(orders.emitted(MessageDuplicate)) == len(twice) - len(IDS)
+
+
+def test_an_order_is_never_claimed_ahead(orders: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = Commits(monkeypatch)
+    orders.handler(ordered=True)
+    backlog(orders, [paid(own, key="k") for own in IDS])
+    assert worker(orders.app, once=True).run() == 0
+    assert commits.followed
+    assert commits.ahead == 0
+    assert orders.calls == IDS
+
+
+def test_a_commit_that_is_refused_does_not_touch_the_batch_behind_it(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = Commits(monkeypatch)
+    orders.raw.execute(
+        "CREATE TABLE paid_once (cents int UNIQUE DEFERRABLE INITIALLY DEFERRED, message_id text)"
+    )
+
+    def body(message: Message[Any], tx: Any) -> None:
+        if message.id in ("m11", "m12"):
+            tx.execute("INSERT INTO paid_once VALUES (7, %s)", [message.id])
+
+    orders.handler(body, retry=RetryPolicy(max_attempts=1))
+    source = backlog(orders)
+
+    assert worker(orders.app, once=True).run() == 0
+
+    assert commits.ahead
+    assert statuses(orders.raw) == {"processed": len(IDS) - 1, "dead": 1}
+    assert orders.effects() == len(IDS) - 1
+    assert sorted(source.settled_ids) == IDS
+
+
+def test_a_handler_that_leaves_its_transaction_takes_nothing_of_the_next_batch_with_it(
+    orders: Shop,
+) -> None:
+    def body(message: Message[Any], tx: Any) -> None:
+        if message.id == "m14":
+            # the last of its batch: COMMIT of the batch is the next thing that is sent
+            tx.rollback()
+
+    orders.handler(body, retry=RetryPolicy(max_attempts=1))
+    backlog(orders)
+
+    assert worker(orders.app, once=True).run() == 0
+
+    assert statuses(orders.raw) == {"processed": len(IDS) - 1, "dead": 1}
+    assert orders.row("m14").status == "dead"
+    assert orders.effects() == len(IDS) - 1
+    for own in IDS:
+        assert orders.effects(own) == (own != "m14")
+
+
+def test_failures_in_every_batch(orders: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = Commits(monkeypatch)
+
+    def body(message: Message[Any], tx: Any) -> None:
+        del tx
+        if str(message.id).endswith("3") and message.attempt == 1:
+            raise ValueError
+
+    orders.handler(body)
+    backlog(orders)
+
+    assert worker(orders.app, once=True).run() == 0
+
+    assert commits.begun <= commits.ahead, "some were given up"
+    assert len(orders.emitted(MessageFailed)) == 6
+    assert statuses(orders.raw) == {"processed": len(IDS)}
+    for own in IDS:
+        assert orders.effects(own) == 1
+
+
+def test_a_batch_is_settled_while_the_claim_behind_it_waits_for_an_id(orders: Shop) -> None:
+    orders.handler()
+    source = backlog(orders)
+    with psycopg.connect(orders.url) as other:
+        # another worker is at work on it
+        other.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic) "
+            "VALUES ('billing', 'm07', 'processing', 'orders')"
+        )
+        with running(worker(orders.app, once=True)) as ended:
+            eventually(lambda: len(source.settled) == SIZE, "the first batch's settlement")
+            eventually(lambda: _waits_for_a_lock(orders), "the second batch's wait")
+            assert source.settled_ids == IDS[:SIZE]
+            assert not ended
+            other.rollback()
+            eventually(lambda: ended, "the end")
+    assert sorted(source.settled_ids) == IDS
+    assert orders.effects() == len(IDS)
+
+
+def _waits_for_a_lock(shop: Shop) -> bool:
+    return bool(
+        shop.raw.value("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    )
+
+
+def test_a_drain_gives_up_what_was_begun_and_never_ran(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_then, stopped = PsycopgConnection.commit_then, threading.Event()
+    own_worker = worker(orders.app)
+
+    def committed(own: PsycopgConnection, statements: Any, then: Any) -> Any:
+        results = commit_then(own, statements, then)
+        if own.ahead is not None and not stopped.is_set():
+            own_worker.stop()
+            stopped.set()
+        return results
+
+    monkeypatch.setattr(PsycopgConnection, "commit_then", committed)
+    orders.handler()
+    source = backlog(orders, endless=True)
+    with running(own_worker):
+        eventually(stopped.is_set, "a claim ahead")
+    assert orders.calls == source.settled_ids == IDS[: len(orders.calls)]
+    assert len(orders.calls) < len(IDS)
+    assert statuses(orders.raw) == {"processed": len(orders.calls)}
+    assert orders.app.protocol.in_flight.enter_all(CONSUMER, IDS), "no id is held any more"
+    assert not orders.raw.rows(
+        "SELECT state, query FROM pg_stat_activity WHERE datname = current_database() "
+        "AND pid <> pg_backend_pid() AND state LIKE 'idle in%'"
+    )
+
+
+def test_a_database_that_goes_away_between_two_batches(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, cuts = PsycopgConnection.begun, [3, 7]
+    seen = [0]
+
+    def went_on(own: PsycopgConnection) -> Any:
+        seen[0] += 1
+        if seen[0] in cuts:
+            with psycopg.connect(orders.url, autocommit=True) as other:
+                other.execute(
+                    "SELECT pg_terminate_backend(%s, 5000)", [own.native.info.backend_pid]
+                )
+        return begun(own)
+
+    monkeypatch.setattr(PsycopgConnection, "begun", went_on)
+    orders.handler()
+    source = backlog(orders)
+    assert worker(orders.app, once=True).run() == 0
+    assert seen[0] >= max(cuts)
+    assert sorted(source.settled_ids) == IDS
+    for own in IDS:
+        assert orders.effects(own) == 1
+    assert statuses(orders.raw) == {"processed": len(IDS)}
+
+
+def test_the_table_has_its_turn_amid_a_backlog(postgresql_url: str) -> None:
+    """A row whose retry is due does not wait until the source has nothing more."""
+    with opened(postgresql_url, batching=Batching(messages=SIZE)) as shop:
+        at_its_turn = threading.Event()
+
+        def body(message: Message[Any], tx: Any) -> None:
+            del tx
+            if message.id == "first" and message.attempt == 1:
+                raise ValueError
+            if message.id == "first":
+                at_its_turn.set()
+
+        shop.handler(body)
+        source = Flood([paid("first")])
+        shop.app.consume(source)
+        with running(worker(shop.app)):
+            eventually(at_its_turn.is_set, "the retry")
+        assert source.given > 2 * SIZE
+
+
+def test_nothing_is_claimed_ahead_when_it_is_the_tables_turn(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Table, "due", True)
+    commits = Commits(monkeypatch)
+    orders.handler()
+    backlog(orders)
+    assert worker(orders.app, once=True).run() == 0
+    assert commits.followed
+    assert commits.ahead == 0
+
+
+class Flood(Memory):
+    """Whatever is asked for is there."""
+
+    def __init__(self, first: list[Message[Any]]) -> None:
+        super().__init__(first, endless=True)
+        self.given = 0
+
+    def receive(self, messages_max: int, wait_s: float) -> Any:
+        while len(self.waiting) < messages_max:
+            self.given += 1
+            message = paid(f"f{self.given}")
+            self.waiting += Memory([message]).waiting
+        return super().receive(messages_max, wait_s)
+
+
+def test_a_connection_is_given_back_after_sixteen_in_a_row(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_pace(orders.app, monkeypatch, 1)
+    commits = Commits(monkeypatch)
+    orders.handler()
+    backlog(orders)
+    assert worker(orders.app, once=True).run() == 0
+    rows = "".join("x" if own else " " for own in commits.followed).split()
+    assert max(map(len, rows)) == 16
+
+
+def test_a_pools_only_connection_is_given_back_now_and_then(postgresql_url: str) -> None:
+    """Claims ahead keep a connection; others that wait for it have their turn amid a backlog."""
+    with ConnectionPool(postgresql_url, min_size=1, max_size=1, open=True) as pool:
+        app = App(pool, batching=Batching(messages=SIZE), limits=Limits())
+        with pool.connection() as own:
+            own.execute("CREATE TABLE effect (message_id text, note text)")
+
+        @app.handler(TOPIC, consumer=CONSUMER)
+        def handle(message: Message[Any], tx: Any) -> None:
+            add_effect(tx, message.id)
+
+        source = Flood([])
+        app.consume(source)
+        with running(worker(app, relay=False)):
+            eventually(lambda: len(source.settled) > 20 * SIZE, "a backlog at work")
+            done = 0
+            for _ in range(3):
+                with pool.connection(timeout=30.0) as own:
+                    (done,) = own.execute("SELECT count(*) FROM effect").fetchone() or (0,)
+                    own.commit()
+            assert done
+        app.close()
