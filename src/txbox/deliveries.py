@@ -247,12 +247,11 @@ class Deliveries:
         """Store messages behind what they wait for; returns those that were stored."""
         by_version = handler.options.sequence is not None
         try:
-            yield self._store.begin_bounded(self._limits.lock_timeout)
-            fresh = yield from self._store.store(
-                handler.consumer,
-                arrivals,
-                token=secrets.token_hex(16),
-                delay_s=GAP_LOOK_S if by_version else 0.0,
+            token, delay_s = secrets.token_hex(16), GAP_LOOK_S if by_version else 0.0
+            storing = self._store.storing(handler.consumer, arrivals, token=token, delay_s=delay_s)
+            results = yield self._store.begin_bounded(self._limits.lock_timeout, storing)
+            fresh = yield from self._store.stored(
+                handler.consumer, arrivals, results[-1], token=token
             )
             yield self._store.commit_bounded()
         except StoreError as error:

@@ -22,9 +22,11 @@ from txbox.settled import DUPLICATE, Settled
 from txbox.steps import Steps
 from txbox.store import leases
 from txbox.store.codec import Arrival, Leased
+from txbox.store.inbox import Existing
 
 _TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
 _QUARANTINED = Settled(Outcome.QUARANTINED)
+_STORED = Settled(Outcome.DEFERRED)
 
 
 @dataclass(slots=True)
@@ -33,11 +35,13 @@ class Leasing:
 
     Attributes:
         rows: what was leased under the token, in the order of the messages.
+        given_back: a row was stored that nobody runs here: it is due in the table.
     """
 
     lease: Lease
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     rows: list[Leased] = field(default_factory=list[Leased])
+    given_back: bool = False
 
 
 class Intake:
@@ -133,24 +137,11 @@ class Intake:
             if handler.options.in_order
             else sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
         )
-        token = secrets.token_hex(16)
         settled: dict[str, Settled] = {}
         rows_of: dict[str, Leased] = {}
         while True:
             try:
-                yield protocol.store.begin_bounded(protocol.limits.lock_timeout)
-                found: list[Leased] = []
-                if leasing is None:
-                    fresh = yield from protocol.store.store(consumer, ordered, token=token)
-                else:
-                    found = yield from leases.store_leased(
-                        protocol.store, consumer, ordered, token=leasing.token, lease=leasing.lease
-                    )
-                    fresh = {own.arrival.message_id for own in found}
-                rows = yield from protocol.store.classify(
-                    consumer, [own.message_id for own in ordered if own.message_id not in fresh]
-                )
-                yield protocol.store.commit_bounded()
+                fresh, found, rows = yield from self._insert(consumer, ordered, leasing)
             except StoreError as error:
                 if error.fault is not Fault.LOCK_TIMEOUT:
                     raise
@@ -159,24 +150,11 @@ class Intake:
                 return settled
             rows_of.update((own.arrival.message_id, own) for own in found)
             if leasing is not None:
-                # stored by the COMMIT whose answer was lost: nobody runs them here, so nobody may lease them
-                ours = [own for own, row in rows.items() if row.token == leasing.token]
-                if ours:
-                    yield from leases.release(
-                        protocol.store, consumer, ours, token=leasing.token, delay_s=0.0
-                    )
+                yield from self._give_back(consumer, rows, leasing)
             gone: list[Arrival] = []
             for arrival in ordered:
                 if arrival.message_id in fresh:
-                    settled[arrival.message_id] = Settled(Outcome.DEFERRED)
-                    if protocol.events:
-                        protocol.events.emit(
-                            MessageStored(
-                                consumer=consumer,
-                                message_id=arrival.message_id,
-                                topic=arrival.message.topic,
-                            )
-                        )
+                    settled[arrival.message_id] = self._new(consumer, arrival)
                 elif arrival.message_id in rows:
                     settled[arrival.message_id] = yield from protocol.met(
                         handler, arrival, rows[arrival.message_id]
@@ -191,6 +169,49 @@ class Intake:
             order = [own.message_id for own in arrivals if own.message_id in rows_of]
             leasing.rows += [rows_of[own] for own in order]
         return settled
+
+    def _insert(
+        self, consumer: str, arrivals: Sequence[Arrival], leasing: Leasing | None
+    ) -> Steps[tuple[set[str], list[Leased], dict[str, Existing]]]:
+        """Insert in a transaction of its own; returns the new ids, which are leased, and the rows of the others."""
+        store, bound = self._protocol.store, self._protocol.limits.lock_timeout
+        found: list[Leased] = []
+        if leasing is None:
+            token = secrets.token_hex(16)
+            insert = store.storing(consumer, arrivals, token=token)
+            results = yield store.begin_bounded(bound, insert)
+            fresh = yield from store.stored(consumer, arrivals, results[-1], token=token)
+        else:
+            token, lease = leasing.token, leasing.lease
+            insert = leases.storing(store, consumer, arrivals, token=token, lease=lease)
+            results = yield store.begin_bounded(bound, insert)
+            found = yield from leases.stored(
+                store, consumer, arrivals, results[-1], token=token, lease=lease
+            )
+            fresh = {own.arrival.message_id for own in found}
+        rows = yield from store.classify(
+            consumer, [own.message_id for own in arrivals if own.message_id not in fresh]
+        )
+        yield store.commit_bounded()
+        return fresh, found, rows
+
+    def _give_back(self, consumer: str, rows: dict[str, Existing], leasing: Leasing) -> Steps[None]:
+        """Release what was stored by a COMMIT whose answer was lost: nobody runs it here, so nobody may lease it."""
+        ours = [own for own, row in rows.items() if row.token == leasing.token]
+        if ours:
+            leasing.given_back = True
+            yield from leases.release(
+                self._protocol.store, consumer, ours, token=leasing.token, delay_s=0.0
+            )
+
+    def _new(self, consumer: str, arrival: Arrival) -> Settled:
+        if self._protocol.events:
+            self._protocol.events.emit(
+                MessageStored(
+                    consumer=consumer, message_id=arrival.message_id, topic=arrival.message.topic
+                )
+            )
+        return _STORED
 
     def _stored_apart(
         self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None

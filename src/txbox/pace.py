@@ -26,8 +26,8 @@ _RARE = 0.0005
 class Pace:
     """The size of one handler's transactions, learned from how they end.
 
-    It doubles from one while transactions of that size stay under half of `Batching.duration`, and halves
-    above the whole. After a conflict it stays under half of what conflicted, for longer each time that
+    It doubles from one while twice as much would stay under `Batching.duration`, and halves above
+    that. After a conflict it stays under half of what conflicted, for longer each time that
     conflicts come back: batches that lock the same rows in different orders are slower than no batches.
     """
 
@@ -56,7 +56,10 @@ class Pace:
                 self._raise_at = time.monotonic() + self._calm_s
             if took_s > self._longest_s:
                 self._size = max(1, messages // 2)
-            elif messages >= self._size and took_s < self._longest_s / 2:
+            elif (
+                # duplicates leave less to run than was taken: half of it tells enough
+                2 * messages >= self._size and took_s * 2 * self._size / messages < self._longest_s
+            ):
                 self._size = min(self._size * 2, self._ceiling)
 
     def conflicted(self, messages: int) -> None:

@@ -162,7 +162,7 @@ def _ahead(app: App, handler: Handler, job: Job) -> Steps[list[Settled]]:
     settled: list[Settled] = yield from carried_on(first, next(first), following)
     following()  # where nothing was committed, nothing was sent ahead
     own = last[0]
-    settled += yield from carried_on(own.steps, own.first, lambda: None)
+    settled += yield from carried_on(own.steps, own.first)
     return settled
 
 

@@ -39,7 +39,7 @@ _ALSO: dict[Mode, set[str]] = {
         "after:record_own",
         "during:commit",
     },
-    "stored": {"before:store", "after:store", "before:lease", "after:lease", "after:claim_leased"},
+    "stored": {"after:store", "before:lease", "after:lease", "after:claim_leased"},
 }
 
 

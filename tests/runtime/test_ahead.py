@@ -13,10 +13,11 @@ from psycopg_pool import ConnectionPool
 from tests.runtime.support import Memory, eventually, running, worker
 from tests.runtime.test_batches import at_pace
 from tests.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid, statuses
-from txbox import App, Batching, Limits, Message, RetryPolicy
+from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
 from txbox.connections.psycopg_connection import AsyncPsycopgConnection, PsycopgConnection
 from txbox.events import MessageDuplicate, MessageFailed
 from txbox.steps import Begin
+from txbox.store import leases
 from txbox.worker.table import Table
 
 IDS = [f"m{number:02}" for number in range(60)]
@@ -121,6 +122,36 @@ def test_copies_in_the_batch_before_are_met_in_the_batch_behind(
     assert len(source.settled) == len(twice)
     # the very first copy is in the batch of its original, and folded
     assert len(orders.emitted(MessageDuplicate)) == len(twice) - len(IDS)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_stored_messages_run_while_the_next_are_stored(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """Behind the COMMIT of rows that were run the next batch is stored; copies make nobody look into the table."""
+    commits, looks = Commits(monkeypatch), list[str]()
+    lease = leases.lease
+
+    def looked(*own: Any, **more: Any) -> Any:
+        looks.append("")
+        return lease(*own, **more)
+
+    monkeypatch.setattr(leases, "lease", looked)
+    orders.app.lease = Lease(batch=SIZE)
+    orders.handler(mode="stored")
+    messages = [paid(own) for own in IDS]
+    if copies:
+        messages = [own for pair in zip(messages, messages, strict=True) for own in pair]
+    source = backlog(orders, messages)
+
+    assert worker(orders.app, once=True).run() == 0
+
+    assert commits.begun == commits.ahead >= len(messages) / SIZE - 5
+    assert len(looks) < commits.ahead, "every second of them is for rows that may kill a worker"
+    assert orders.calls == IDS
+    assert len(source.settled) == len(messages)
+    assert statuses(orders.raw) == {"processed": len(IDS)}
+    assert orders.effects() == len(IDS)
 
 
 def test_an_order_is_never_claimed_ahead(orders: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ KILLS = {
     ],
     "stored": [
         ("received", 7), ("after:store", 1), ("before:ack", 1), ("after:ack", 1), ("after:lease", 2),
-        ("after:claim_leased", 4), ("after:handler", 6), ("before:commit", 9), ("after:commit", 12),
+        ("after:claim_leased", 4), ("after:handler", 6), ("before:commit", 9), ("during:commit", 1),
+        ("after:commit", 12),
     ],
 }  # fmt: skip
 

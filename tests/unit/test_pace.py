@@ -61,6 +61,16 @@ def test_a_batch_that_was_not_full_proves_nothing(pace: Pace) -> None:
     assert pace.messages == 4
 
 
+def test_half_of_a_batch_tells_enough(pace: Pace) -> None:
+    """Duplicates leave less to run than was taken: what it took is scaled to a whole batch."""
+    pace.committed(1, _FAST_S)
+    pace.committed(2, _FAST_S)
+    pace.committed(2, 0.013)
+    assert pace.messages == 4, "twice as many as a whole batch might take 52 ms"
+    pace.committed(2, 0.012)
+    assert pace.messages == 8
+
+
 def test_what_took_too_long_is_halved_down_to_one(pace: Pace) -> None:
     grown(pace)
     pace.committed(100, _SLOW_S)

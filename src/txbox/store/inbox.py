@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from txbox.message import Message
-from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.steps import Begin, Commit, Result, Rollback, Statement, Steps
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
 
@@ -104,24 +104,25 @@ class InboxStore:
         return {own for own, row in found.items() if row.token == token}
 
     def store(
-        self,
-        consumer: str,
-        arrivals: Sequence[Arrival],
-        *,
-        token: str,
-        delay_s: float = 0.0,
+        self, consumer: str, arrivals: Sequence[Arrival], *, token: str, delay_s: float = 0.0
     ) -> Steps[set[str]]:
-        """Insert messages as pending, payload included; returns the ids that were new.
+        """Insert messages as `storing` does, in a transaction that is already open; returns the ids that were new."""
+        if not arrivals:
+            return set()
+        result = yield self.storing(consumer, arrivals, token=token, delay_s=delay_s)
+        return (yield from self.stored(consumer, arrivals, result, token=token))
 
-        Each id once; sorted, unless their order is that in which they are to be processed. For a
-        transaction that is already open.
+    def storing(
+        self, consumer: str, arrivals: Sequence[Arrival], *, token: str, delay_s: float = 0.0
+    ) -> Statement:
+        """The statement that inserts messages as pending, payload included.
+
+        Each id once; sorted, unless their order is that in which they are to be processed.
 
         Args:
             delay_s: they are due this much later.
         """
-        if not arrivals:
-            return set()
-        result = yield self.dialect.statement(
+        return self.dialect.statement(
             "store",
             {
                 "consumer": consumer,
@@ -131,6 +132,11 @@ class InboxStore:
             },
             self.columns.whole(arrivals),
         )
+
+    def stored(
+        self, consumer: str, arrivals: Sequence[Arrival], result: Result, *, token: str
+    ) -> Steps[set[str]]:
+        """The ids that `storing` found to be new."""
         if self.dialect.returning:
             return {row[0] for row in result.rows}
         found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
@@ -259,12 +265,11 @@ class InboxStore:
             {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))},
         )
 
-    def begin_bounded(self, lock_timeout: timedelta) -> Begin:
-        """The BEGIN of a transaction whose every wait for a lock ends after `lock_timeout`."""
-        own = self.dialect
-        return Begin(
-            (self.bound_lock_timeout(lock_timeout),) if own.has("bound_lock_timeout") else ()
-        )
+    def begin_bounded(self, lock_timeout: timedelta, *statements: Statement) -> Begin:
+        """The BEGIN, and first statements, of a transaction whose every wait for a lock ends after `lock_timeout`."""
+        if self.dialect.has("bound_lock_timeout"):
+            return Begin((self.bound_lock_timeout(lock_timeout), *statements))
+        return Begin(statements)
 
     def commit_bounded(self) -> Commit:
         """The COMMIT of such a transaction; where the bound is the session's, it ends as well."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from txbox.outcome import Status
 from txbox.policy import Lease
-from txbox.steps import Begin, Commit, Steps
+from txbox.steps import Begin, Commit, Result, Statement, Steps
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import as_time
 from txbox.store.inbox import InboxStore
@@ -98,18 +98,15 @@ def lease_next(
     return leased
 
 
-def store_leased(
+def storing(
     store: InboxStore, consumer: str, arrivals: Sequence[Arrival], *, token: str, lease: Lease
-) -> Steps[list[Leased]]:
-    """Insert messages as `store` does, leased from the start; returns those that were new.
+) -> Statement:
+    """The statement that inserts messages as `InboxStore.storing` does, where it can be leased from the start.
 
-    For a transaction that is already open: nobody else ever sees them waiting.
+    Nobody else ever sees them waiting: what it leaves out, `stored` does in the same transaction.
     """
     if not store.dialect.has("store_leased"):
-        fresh = yield from store.store(consumer, arrivals, token=token)
-        if not fresh:
-            return []
-        return (yield from _lease_stored(store, consumer, sorted(fresh), token=token, lease=lease))
+        return store.storing(consumer, arrivals, token=token)
     statement = store.dialect.statement(
         "store_leased",
         {
@@ -121,8 +118,25 @@ def store_leased(
         store.columns.whole(arrivals),
     )
     # one crash point, whichever form the storing takes
-    stored = yield statement._replace(name="store")
-    written = {row[0]: row for row in stored.rows}
+    return statement._replace(name="store")
+
+
+def stored(
+    store: InboxStore,
+    consumer: str,
+    arrivals: Sequence[Arrival],
+    result: Result,
+    *,
+    token: str,
+    lease: Lease,
+) -> Steps[list[Leased]]:
+    """The messages that `storing` found to be new, leased."""
+    if not store.dialect.has("store_leased"):
+        fresh = yield from store.stored(consumer, arrivals, result, token=token)
+        if not fresh:
+            return []
+        return (yield from _lease_stored(store, consumer, sorted(fresh), token=token, lease=lease))
+    written = {row[0]: row for row in result.rows}
     leased: list[Leased] = []
     for arrival in arrivals:
         if arrival.message_id in written:

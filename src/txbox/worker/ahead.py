@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from txbox.errors import StoreError
+from txbox.intake import Leasing
 from txbox.steps import Begin, Commit, Raised, Step, Steps
 from txbox.worker.work import Work
 
@@ -20,13 +21,20 @@ T = TypeVar("T")
 
 
 class Ahead:
-    """A batch with its steps, of which the first has been taken: nothing of it has been sent yet."""
+    """A batch with its steps, of which the first has been taken: nothing of it has been sent yet.
 
-    __slots__ = ("batch", "first", "steps")
+    Attributes:
+        leasing: what is leased with the batch, where that is stored.
+    """
 
-    def __init__(self, batch: list[Work], steps: Steps[Any]) -> None:
+    __slots__ = ("batch", "first", "leasing", "steps")
+
+    def __init__(
+        self, batch: list[Work], steps: Steps[Any], leasing: Leasing | None = None
+    ) -> None:
         self.batch = batch
         self.steps = steps
+        self.leasing = leasing
         self.first: Step = next(steps)
 
     @property
@@ -35,15 +43,17 @@ class Ahead:
         return self.first if type(self.first) is Begin else None
 
 
-def carried_on(steps: Steps[T], step: Step, following: Callable[[], Begin | None]) -> Steps[T]:
-    """Go on with steps from one that has been taken, and have COMMITs of a batch begin what follows.
+def carried_on(
+    steps: Steps[T], step: Step, following: Callable[[], Begin | None] | None = None
+) -> Steps[T]:
+    """Go on with steps from one that has been taken.
 
     Args:
-        following: see `Commit`.
+        following: what a COMMIT of a batch is sent with, see `Commit`.
     """
     try:
         while True:
-            if type(step) is Commit and step.statements:
+            if following is not None and type(step) is Commit and step.statements:
                 step = Commit(step.statements, following)
             try:
                 outcome = yield step

@@ -83,26 +83,20 @@ class Lane:
         """Work until stopped; what is running then is brought to its end."""
         try:
             while not self._stop():
-                if self._is_ahead():
-                    yield from self._go_on()
-                    continue
-                self._in_a_row = 0
-                batch = self._next_batch()
-                if batch:
-                    yield from self._take(batch)
-                    if self._is_ahead():
-                        continue
+                took = yield from self._take_next()
                 # in turns, so that neither the source nor the table starves
                 worked = yield from self._run_own()
+                if self._is_ahead():
+                    continue
                 if self._stop():
                     break
                 rows = yield from self._table.next(self._is_async, self._index)
                 if rows:
                     yield from self._run(rows)
-                elif not batch and not worked:
+                elif not took and not worked:
                     yield from self._idle()
-            if self._ahead is not None:
-                # begun ahead, and never run
+            if self._is_ahead():
+                # begun, and never run
                 yield Rollback()
         except StoreError as error:
             if error.fault is Fault.SCHEMA:
@@ -168,40 +162,43 @@ class Lane:
         options = work.course.handler.options
         return not self._rows and options.mode == "stored" and not options.in_order
 
-    def _take(self, batch: list[Work]) -> Steps[None]:
-        first = batch[0]
-        if first.way is Way.LEASED:
-            yield from self._deliver_leased(batch)
-        elif first.way is Way.STORED and self._runs_stored(first):
-            yield from self._store(batch)
+    def _take_next(self) -> Steps[bool]:
+        """Take what was begun ahead, else what has arrived; returns whether there was anything."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            self._in_a_row = 0
+            batch = self._next_batch()
+            if not batch:
+                return False
+            if batch[0].way is Way.LEASED:
+                yield from self._deliver_leased(batch)
+                return True
+            ahead = self._prepared(batch)
         else:
-            yield from self._deliver(batch)
+            self._in_a_row += 1
+        if ahead.leasing is None:
+            yield from self._deliver(ahead)
+        else:
+            yield from self._store(ahead, ahead.leasing)
+        return True
 
-    def _deliver(self, batch: list[Work]) -> Steps[None]:
-        yield from self._delivered(Ahead(batch, self._taking(batch)))
-
-    def _taking(self, batch: list[Work]) -> Steps[list[Settled]]:
-        handler = batch[0].course.handler
-        return self._app.taken(
-            handler.stored if batch[0].way is Way.STORED else handler,
+    def _prepared(self, batch: list[Work]) -> Ahead:
+        """A batch with the steps that bring it to its outcomes; nothing of it has been sent."""
+        first, handler = batch[0], batch[0].course.handler
+        leasing: Leasing | None = None
+        if first.way is Way.STORED:
+            if self._runs_stored(first):
+                leasing = Leasing(self._app.lease)
+            else:
+                handler = handler.stored
+        steps = self._app.taken(
+            handler,
             [work.message for work in batch],
+            leasing=leasing,
             holder=self._holder,
             stop=self._stop,
         )
-
-    def _go_on(self) -> Steps[None]:
-        ahead, self._ahead = self._ahead, None
-        assert ahead is not None
-        self._in_a_row += 1
-        yield from self._delivered(ahead)
-
-    def _delivered(self, own: Ahead) -> Steps[None]:
-        answers: list[Settled] = yield from carried_on(own.steps, own.first, self._following)
-        if self._settled(own.batch, answers):
-            self._table.look_now()
-
-    def _is_ahead(self) -> bool:
-        return self._ahead is not None
+        return Ahead(batch, steps, leasing)
 
     def _following(self) -> Begin | None:
         """The claim of the next batch, when there is a whole one already: waiting would not make it larger.
@@ -210,30 +207,36 @@ class Lane:
         its turn when it is time to look.
         """
         if self._ahead is None and self._may_look_ahead():
-            batch = self._next_batch()
-            self._ahead = Ahead(batch, self._taking(batch))
+            self._ahead = self._prepared(self._next_batch())
         return None if self._ahead is None else self._ahead.begin
 
     def _may_look_ahead(self) -> bool:
         queue = self._queue
-        if not queue or self._stop() or self._again or self._table.due:
+        if not queue or self._rows or self._again or self._table.due or self._stop():
             return False
         head = queue[0]
         return (
             self._in_a_row < _ROW_MAX
-            and head.way is Way.INLINE
+            and head.way is not Way.LEASED
             and not head.course.in_order
             and len(queue) >= self._batch_messages(head)
         )
 
-    def _store(self, batch: list[Work]) -> Steps[None]:
+    def _is_ahead(self) -> bool:
+        return self._ahead is not None
+
+    def _deliver(self, own: Ahead) -> Steps[None]:
+        answers: list[Settled] = yield from carried_on(own.steps, own.first, self._following)
+        if self._settled(own.batch, answers):
+            self._table.look_now()
+
+    def _store(self, own: Ahead, leasing: Leasing) -> Steps[None]:
         """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""
-        handler, leasing = batch[0].course.handler, Leasing(self._app.lease)
-        answers: list[Settled] = yield from self._app.taken(
-            handler, [work.message for work in batch], leasing=leasing, stop=self._stop
-        )
+        handler = own.batch[0].course.handler
+        answers: list[Settled] = yield from carried_on(own.steps, own.first)
         self._hold_rows(leasing, handler)
-        if self._settled(batch, answers) > len(leasing.rows):
+        self._settled(own.batch, answers)
+        if leasing.given_back:
             self._table.look_now()
 
     def _settled(self, batch: list[Work], answers: list[Settled]) -> int:
@@ -338,14 +341,18 @@ class Lane:
         if len(rows) > 1 and options.lock_key is not None:
             rows.sort(key=lambda row: handler.lock_key(row.leased.arrival.message) or "")
         with self._table.running(rows):
-            yield from protocol.persistently(
+            steps = protocol.persistently(
                 lambda: protocol.run_leased_many(
                     handler, [row.leased for row in rows], first.token
                 ),
                 stop=self._stop,
             )
-        # a retry may be due at once, and a finished row makes room for the next, or for those behind it
-        if first.suspect or options.in_order or options.retry.base.total_seconds() == 0:
+            answers: list[Settled] = yield from carried_on(steps, next(steps), self._following)
+        # a finished row makes room for the next, or for those behind it, and a retry may be due at once
+        due = options.retry.base.total_seconds() == 0 and any(
+            own.outcome is Outcome.FAILED for own in answers
+        )
+        if first.suspect or options.in_order or due:
             self._table.look_now()
 
     # -- waiting ------------------------------------------------------------------------------
