@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from types import FrameType
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks import measure
@@ -22,6 +23,7 @@ from benchmarks.servers import fresh_database
 from txbox import App, Message
 from txbox.bench.beside import Contender
 from txbox.bench.contender import inbox_off_by
+from txbox.bench.place import Gauges, Reading
 from txbox.bench.result import Round, result
 from txbox.bench.setting import Setting, opened
 from txbox.bench.source import Stopwatch
@@ -30,7 +32,8 @@ from txbox.bench.workload import CONSUMER, TOPIC, Work, in_sets, reads, verify, 
 NUMBER = "PROFILE"
 TITLE = "Where a message's microseconds go"
 
-_EVERY_S = 0.001
+# looks a second
+_RATE = 1000
 # innermost first: the first of these that a frame's file contains says whose time it is
 _PARTS = (
     ("/json/", "json"),
@@ -41,8 +44,6 @@ _PARTS = (
     ("txbox/worker/", "worker"),
     ("txbox/", "protocol"),
 )
-# Linux's clock of the CPU time of one thread
-_THREAD_CPU = 6
 
 
 class OneByOne:
@@ -68,48 +69,65 @@ class OneByOne:
         return replace(watch.round(self.name, verified), p50_ms=None, p99_ms=None)
 
 
-class Sampler:
-    """Says, every so much CPU time of this process, which part of the code the thread that took it is in."""
+class Sampled(Gauges):
+    """Gauges, between whose two readings this process is looked at from outside.
 
-    def __init__(self) -> None:
+    Only a thread that holds the interpreter's lock is seen: what waits for the server is not.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.counts: Counter[str] = Counter()
-        self._cpu_s: dict[int, float] = {}
+        self._spy: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self._stacks = Path(self._folder.name, "stacks")
 
-    def __enter__(self) -> Self:
-        self._switch = sys.getswitchinterval()
-        # the thread that was running is seen soon after the tick
-        sys.setswitchinterval(0.00002)
-        self._before = signal.signal(signal.SIGPROF, self._tick)
-        signal.setitimer(signal.ITIMER_PROF, _EVERY_S, _EVERY_S)
-        return self
+    def read(self) -> Reading:
+        spy = self._spy
+        if spy is None:
+            self._spy = self._attached()
+            return super().read()
+        reading = super().read()
+        self._spy = None
+        spy.send_signal(signal.SIGINT)
+        said, _ = spy.communicate()
+        if not self._stacks.exists():
+            raise RuntimeError(f"py-spy has seen nothing: {said}")
+        for line in self._stacks.read_text().splitlines():
+            stack, _, count = line.rpartition(" ")
+            self.counts[_part(stack) or "rest"] += int(count)
+        return reading
 
-    def __exit__(self, *_error: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, self._before)
-        sys.setswitchinterval(self._switch)
+    def _attached(self) -> subprocess.Popen[str]:
+        spy = subprocess.Popen(
+            [
+                *(str(Path(sys.executable).with_name("py-spy")), "record", "--gil"),
+                *("--pid", str(os.getpid()), "--rate", str(_RATE), "--full-filenames"),
+                *("--format", "raw", "--output", str(self._stacks)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert spy.stdout is not None
+        said = ""
+        while "Sampling" not in said:
+            line = spy.stdout.readline()
+            if not line:
+                raise RuntimeError(f"py-spy cannot look at this process: {said}")
+            said += line
+        return spy
 
-    def _tick(self, _number: int, mine: FrameType | None) -> None:
-        frames = sys._current_frames()  # noqa: SLF001  # the one way to see the other threads
-        spent: dict[int, float] = {}
-        for thread in threading.enumerate():
-            if thread.ident is not None and thread.native_id is not None:
-                with contextlib.suppress(OSError):  # it has just ended
-                    now_s = time.clock_gettime(~thread.native_id << 3 | _THREAD_CPU)
-                    spent[thread.ident] = now_s - self._cpu_s.get(thread.native_id, now_s)
-                    self._cpu_s[thread.native_id] = now_s
-        if spent:
-            busiest = max(spent, key=lambda own: spent[own])
-            frame = mine if busiest == threading.get_ident() else frames.get(busiest)
-            self.counts[_part(frame) or "rest"] += 1
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
 
 
-def _part(frame: FrameType | None) -> str | None:
-    while frame is not None:
-        name = frame.f_code.co_filename
+def _part(stack: str) -> str | None:
+    for frame in reversed(stack.split(";")):
         for piece, part in _PARTS:
-            if piece in name:
+            if piece in frame:
                 return part
-        frame = frame.f_back
     return None
 
 
@@ -175,14 +193,15 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
     del rounds
     done: list[Round] = []
     with fresh_database("profile") as url:
-        with opened(url, rounds=1, messages=messages) as on:
-            for contender, times in _contenders(on):
+        with opened(url, rounds=1, messages=messages) as on, closing(Sampled(url)) as sampled:
+            both = zip(_contenders(on), _contenders(replace(on, gauges=sampled)), strict=True)
+            for (contender, times), (looked_at, _) in both:
                 work = on.work(times)(1)
                 contender.round(on.work(0.1)(2))
                 plain = contender.round(work)
-                with Sampler() as sampler:
-                    contender.round(on.work(times)(3))
-                done.append(_divided(plain, sampler.counts))
+                sampled.counts.clear()
+                looked_at.round(on.work(times)(3))
+                done.append(_divided(plain, sampled.counts))
         with counting(url) as proxy, opened(proxy.url, rounds=1, messages=messages) as on:
             for at, (contender, times) in enumerate(_contenders(on)):
                 before = len(proxy.turns)
@@ -196,7 +215,8 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         phase=NUMBER,
         title=TITLE,
         method="each contender alone, on a workload that waits from the start; wall: microseconds a delivery. The "
-        "client's CPU is divided by where the interpreter was every millisecond of CPU time, sampled in a second run. "
+        "client's CPU is divided by which code held the interpreter's lock, looked at a thousand times a second by "
+        "py-spy in a second run. "
         "Connections: what hands statements to libpq and reads its results, with psycopg's compiled code where it is "
         "called from there; protocol: ids, hash, decoding, claims, outcomes; worker: lanes and settling; harness: the "
         "memory source. Round trips are counted in a third run, by a proxy: how often the client's turn began",
