@@ -14,6 +14,7 @@ from tests.runtime.support import Memory, eventually, running, worker
 from tests.runtime.test_batches import at_pace
 from tests.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid, statuses
 from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
+from txbox.brokers.base import Delivery
 from txbox.connections.psycopg_connection import AsyncPsycopgConnection, PsycopgConnection
 from txbox.events import MessageDuplicate, MessageFailed
 from txbox.steps import Begin
@@ -152,6 +153,40 @@ def test_stored_messages_run_while_the_next_are_stored(
     assert len(source.settled) == len(messages)
     assert statuses(orders.raw) == {"processed": len(IDS)}
     assert orders.effects() == len(IDS)
+
+
+def test_a_batch_that_is_not_whole_is_left_to_grow(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = Commits(monkeypatch)
+    orders.handler()
+    backlog(orders, [paid(own) for own in IDS[: 2 * SIZE - 1]])
+    assert worker(orders.app, once=True).run() == 0
+    assert commits.followed == [False, False]
+
+
+def test_redeliveries_are_never_claimed_ahead(
+    orders: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their run is counted before it begins."""
+    commits = Commits(monkeypatch)
+    orders.handler()
+    new = [Delivery(paid(own), TOPIC) for own in IDS[:SIZE]]
+    again = [Delivery(paid(own), TOPIC, redelivered=True) for own in IDS[SIZE : 3 * SIZE]]
+    source = Memory([*new, *again])
+    orders.app.consume(source)
+    stored: list[str] = []
+    store = leases.storing
+
+    def storing(*own: Any, **more: Any) -> Any:
+        stored.extend(arrival.message_id for arrival in own[2])
+        return store(*own, **more)
+
+    monkeypatch.setattr(leases, "storing", storing)
+    assert worker(orders.app, once=True).run() == 0
+    assert commits.followed[0] is False
+    assert sorted(stored) == IDS[SIZE : 3 * SIZE]
+    assert orders.calls == IDS[: 3 * SIZE]
 
 
 def test_an_order_is_never_claimed_ahead(orders: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ class Lane:
 
     def _may_look_ahead(self) -> bool:
         queue = self._queue
-        if not queue or self._rows or self._again or self._table.due or self._stop():
+        if not queue or self._again or self._table.due or self._stop():
             return False
         head = queue[0]
         return (
