@@ -44,7 +44,7 @@ class Deliveries:
         Ids that another thread of this process works on are waited for, up to the lock time-out.
 
         Args:
-            holder: see `InFlight`.
+            holder: who runs one batch behind another, see `in_flight.Holder`.
 
         Guarantee: PROCESSED and the effects of the handler's transaction are one commit. After a
         crash anywhere, delivering again processes what was not processed, and nothing twice.

@@ -66,7 +66,7 @@ class Intake:
             leasing: new messages are stored, leased and left to the caller to run and to keep
                 leased; their outcome is DEFERRED. For work that must be counted, or be one
                 worker's, before it begins (SEMANTICS 4.4, 4.6).
-            holder: see `InFlight`.
+            holder: who runs one batch behind another, see `in_flight.Holder`.
 
         Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
         quarantine row.
