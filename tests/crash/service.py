@@ -18,7 +18,7 @@ from txbox.in_flight import Holder
 from txbox.settled import Settled
 from txbox.steps import Begin, Steps, at
 from txbox.testing import drain
-from txbox.worker.ahead import Ahead, carried_on
+from txbox.worker.ahead import Prepared, carried_on
 
 Mode = Literal["inline", "retried", "stored", "batched", "pipelined", "ahead"]
 MODES: tuple[Mode, ...] = ("inline", "retried", "stored", "batched", "pipelined", "ahead")
@@ -149,20 +149,35 @@ def receive(app: App, job: Job) -> None:
         acknowledge(job)
 
 
+class _Last:
+    """The last message, behind the COMMIT of those before it."""
+
+    def __init__(self, app: App, handler: Handler, job: Job) -> None:
+        self._app, self._handler, self._job = app, handler, job
+        self.holder = Holder()
+        self.ahead: Prepared | None = None
+
+    def begin(self) -> Begin | None:
+        last = self._job.messages[2:]
+        self.ahead = Prepared([], self._app.intake.take(self._handler, last, holder=self.holder))
+        return self.ahead.begin
+
+    def put_back(self) -> None:
+        if self.ahead is not None:
+            self.ahead.steps.close()
+        self.ahead = None
+
+
 def _ahead(app: App, handler: Handler, job: Job) -> Steps[list[Settled]]:
     """Take the last message behind the COMMIT of the first two, as a lane does."""
-    holder, last = Holder(), list[Ahead]()
-
-    def following() -> Begin | None:
-        if not last:
-            last.append(Ahead([], app.intake.take(handler, job.messages[2:], holder=holder)))
-        return last[0].begin
-
-    first = app.intake.take(handler, job.messages[:2], holder=holder)
-    settled: list[Settled] = yield from carried_on(first, next(first), following)
-    following()  # where nothing was committed, nothing was sent ahead
-    own = last[0]
-    settled += yield from carried_on(own.steps, own.first)
+    last = _Last(app, handler, job)
+    first = app.intake.take(handler, job.messages[:2], holder=last.holder)
+    settled: list[Settled] = yield from carried_on(first, next(first), last)
+    if last.ahead is None:
+        # nothing was committed, or more was to be done
+        last.begin()
+    assert last.ahead is not None
+    settled += yield from carried_on(last.ahead.steps, last.ahead.first)
     return settled
 
 

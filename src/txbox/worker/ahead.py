@@ -9,8 +9,7 @@ Source: docs/decisions/0026-claims-ahead.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from txbox.errors import StoreError
 from txbox.intake import Leasing
@@ -20,7 +19,7 @@ from txbox.worker.work import Work
 T = TypeVar("T")
 
 
-class Ahead:
+class Prepared:
     """A batch with its steps, of which the first has been taken: nothing of it has been sent yet.
 
     Attributes:
@@ -43,18 +42,32 @@ class Ahead:
         return self.first if type(self.first) is Begin else None
 
 
-def carried_on(
-    steps: Steps[T], step: Step, following: Callable[[], Begin | None] | None = None
-) -> Steps[T]:
+class Following(Protocol):
+    """Who knows what comes behind a batch."""
+
+    def begin(self) -> Begin | None:
+        """See `Commit.then`."""
+        ...
+
+    def put_back(self) -> None:
+        """It was not the last COMMIT of its batch: what was prepared behind it holds nothing any more."""
+        ...
+
+
+def carried_on(steps: Steps[T], step: Step, following: Following | None = None) -> Steps[T]:
     """Go on with steps from one that has been taken.
 
-    Args:
-        following: what a COMMIT of a batch is sent with, see `Commit`.
+    Nobody knows of a COMMIT whether it is its batch's last: what follows is offered to the first, and to none
+    of a batch that goes on. It may wait then, and who waits for an id holds none.
     """
+    offered = False
     try:
         while True:
-            if following is not None and type(step) is Commit and step.statements:
-                step = Commit(step.statements, following)
+            if following is not None and offered:
+                following.put_back()
+                following = None
+            elif following is not None and type(step) is Commit and step.statements:
+                step, offered = Commit(step.statements, following.begin), True
             try:
                 outcome = yield step
             except (StoreError, Raised) as error:

@@ -20,7 +20,7 @@ from txbox.outcome import Outcome
 from txbox.patience import CURABLE
 from txbox.settled import Settled
 from txbox.steps import Begin, Rollback, Steps, Wait
-from txbox.worker.ahead import Ahead, carried_on
+from txbox.worker.ahead import Following, Prepared, carried_on
 from txbox.worker.table import Row, Table, take_together
 from txbox.worker.work import Way, Work, settle
 
@@ -54,7 +54,7 @@ class Lane:
         # rows that this lane has stored and leased itself, to be run here
         self._rows: deque[Row] = deque()
         self._waiter: Future[None] | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: Prepared | None = None
         self._in_a_row = 0
         self._holder = Holder()
 
@@ -182,7 +182,7 @@ class Lane:
             yield from self._store(ahead, ahead.leasing)
         return True
 
-    def _prepared(self, batch: list[Work]) -> Ahead:
+    def _prepared(self, batch: list[Work]) -> Prepared:
         """A batch with the steps that bring it to its outcomes; nothing of it has been sent."""
         first, handler = batch[0], batch[0].course.handler
         leasing: Leasing | None = None
@@ -198,9 +198,9 @@ class Lane:
             holder=self._holder,
             stop=self._stop,
         )
-        return Ahead(batch, steps, leasing)
+        return Prepared(batch, steps, leasing)
 
-    def _following(self) -> Begin | None:
+    def begin(self) -> Begin | None:
         """The claim of the next batch, when there is a whole one already: waiting would not make it larger.
 
         Where the order of a key counts, what comes next depends on what becomes of this; and the table has
@@ -222,15 +222,23 @@ class Lane:
             and len(queue) >= self._batch_messages(head)
         )
 
+    def put_back(self) -> None:
+        """The batch goes on: what was prepared behind it is taken again in its turn."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.steps.close()
+            with self._lock:
+                self._queue.extendleft(reversed(ahead.batch))
+
     def _is_ahead(self) -> bool:
         return self._ahead is not None
 
-    def _deliver(self, own: Ahead) -> Steps[None]:
-        answers: list[Settled] = yield from carried_on(own.steps, own.first, self._following)
+    def _deliver(self, own: Prepared) -> Steps[None]:
+        answers: list[Settled] = yield from carried_on(own.steps, own.first, self)
         if self._settled(own.batch, answers):
             self._table.look_now()
 
-    def _store(self, own: Ahead, leasing: Leasing) -> Steps[None]:
+    def _store(self, own: Prepared, leasing: Leasing) -> Steps[None]:
         """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""
         handler = own.batch[0].course.handler
         answers: list[Settled] = yield from carried_on(own.steps, own.first)
@@ -320,22 +328,22 @@ class Lane:
         """Run what this lane has stored itself, as many rows as a transaction takes."""
         if not self._rows or self._stop():
             return False
-        yield from self._run(take_together(self._app, self._rows))
+        yield from self._run(take_together(self._app, self._rows), self)
         return True
 
-    def _run(self, rows: list[Row]) -> Steps[None]:
+    def _run(self, rows: list[Row], following: Following | None = None) -> Steps[None]:
         """Run rows; after an ordered one those of its key that waited behind it, as many as a lease takes."""
         if len(rows) > 1:
-            yield from self._run_together(rows)
+            yield from self._run_together(rows, following)
             return
-        following: Row | None = rows[0]
+        own: Row | None = rows[0]
         left = self._app.lease.batch
-        while following is not None:
-            yield from self._run_together([following])
+        while own is not None:
+            yield from self._run_together([own], following)
             left -= 1
-            following = (yield from self._table.behind(following)) if left else None
+            own = (yield from self._table.behind(own)) if left else None
 
-    def _run_together(self, rows: list[Row]) -> Steps[None]:
+    def _run_together(self, rows: list[Row], following: Following | None) -> Steps[None]:
         first, protocol = rows[0], self._app.protocol
         handler, options = first.handler, first.handler.options
         if len(rows) > 1 and options.lock_key is not None:
@@ -347,7 +355,7 @@ class Lane:
                 ),
                 stop=self._stop,
             )
-            answers: list[Settled] = yield from carried_on(steps, next(steps), self._following)
+            answers: list[Settled] = yield from carried_on(steps, next(steps), following)
         # a finished row makes room for the next, or for those behind it, and a retry may be due at once
         due = options.retry.base.total_seconds() == 0 and any(
             own.outcome is Outcome.FAILED for own in answers
