@@ -15,10 +15,17 @@ import pytest
 from tests.conftest import NewDatabase, require
 from tests.databases import Raw
 from tests.runtime.support import eventually
-from tests.servers import ROOT, VARIABLES, compose, packages
+from tests.servers import ROOT, VARIABLES, ServerError, compose, packages
 from tests.servers.control import ThrowawayMariaDB, ThrowawayPostgres
 from tests.servers.leftovers import end_processes, remove_abandoned
-from tests.servers.process import ServerDirectory, alive, base_directory
+from tests.servers.process import (
+    LENT_PORTS,
+    MAX_PORTS,
+    ServerDirectory,
+    alive,
+    base_directory,
+    free_port,
+)
 
 RawFactory = Callable[[str], Raw]
 
@@ -122,6 +129,13 @@ def test_processes_that_a_killed_command_started_are_ended() -> None:
     assert alive(orphan)
     end_processes(mark, within_s=0.5)
     eventually(lambda: not alive(orphan))
+
+
+def test_no_server_takes_a_port_that_a_connection_may_be_lent() -> None:
+    """A throw-away server found its port free and could not listen on it: a client had it."""
+    assert free_port(LENT_PORTS - MAX_PORTS, MAX_PORTS) + MAX_PORTS <= LENT_PORTS
+    with pytest.raises(ServerError, match="no free port"):
+        free_port(LENT_PORTS - 1, MAX_PORTS)
 
 
 def test_compose_offers_every_server_on_the_ports_that_the_tests_use() -> None:

@@ -40,7 +40,6 @@ class TestKafkaPublisher(PublisherConformance):
     )
     tombstones = True
     time = milliseconds(TIME)
-    faster = 10.0
 
     @pytest.fixture
     def rig(self, kafka_bootstrap: str) -> Iterator[Rig]:

@@ -8,10 +8,10 @@ import subprocess
 from tests.servers import ROOT, ServerError
 
 URLS = {
-    "postgresql": "postgresql://txbox:txbox@127.0.0.1:55432/postgres",
-    "pgbouncer": "postgresql://txbox:txbox@127.0.0.1:56432/postgres",
-    "mariadb": "mysql://root:txbox@127.0.0.1:53306/mysql",
-    "mysql": "mysql://root:txbox@127.0.0.1:53307/mysql",
+    "postgresql": "postgresql://txbox:txbox@127.0.0.1:25432/postgres",
+    "pgbouncer": "postgresql://txbox:txbox@127.0.0.1:26432/postgres",
+    "mariadb": "mysql://root:txbox@127.0.0.1:23306/mysql",
+    "mysql": "mysql://root:txbox@127.0.0.1:23307/mysql",
     "rabbitmq": "amqp://guest:guest@127.0.0.1:25772/",
     "redis": "redis://127.0.0.1:26479/0",
     "nats": "nats://127.0.0.1:24322",

@@ -48,7 +48,7 @@ class ThrowawayPostgres(_Throwaway, PostgreSQLServer):
     """
 
     def __init__(self) -> None:
-        super().__init__(_fresh_name("postgresql"), preferred_port=55532)
+        super().__init__(_fresh_name("postgresql"), preferred_port=24532)
 
 
 class ThrowawayMariaDB(_Throwaway, MariaDBServer):
@@ -58,7 +58,7 @@ class ThrowawayMariaDB(_Throwaway, MariaDBServer):
     """
 
     def __init__(self) -> None:
-        super().__init__(_fresh_name("mariadb"), preferred_port=53506)
+        super().__init__(_fresh_name("mariadb"), preferred_port=23506)
 
 
 class ThrowawayRabbitMQ(_Throwaway, RabbitMQServer):

@@ -20,7 +20,7 @@ def binary() -> str | None:
 
 
 class MariaDBServer(ServerProcess):
-    preferred_port = 53306
+    preferred_port = 23306
     accounts = ("mysql",)
     not_ready = (pymysql.Error,)
 

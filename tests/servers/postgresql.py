@@ -34,7 +34,7 @@ def pgbouncer_binary() -> str | None:
 
 
 class PostgreSQLServer(ServerProcess):
-    preferred_port = 55432
+    preferred_port = 25432
     accounts = ("postgres",)
     not_ready = (psycopg.Error,)
     stop_signal = signal.SIGINT  # "fast": does not wait for clients
@@ -91,7 +91,7 @@ class PostgreSQLServer(ServerProcess):
 class PgBouncerServer(ServerProcess):
     """Transaction pooling in front of `upstream`; any database name passes through."""
 
-    preferred_port = 56432
+    preferred_port = 26432
     accounts = ("postgres", "pgbouncer")
     not_ready = (psycopg.Error,)
     stop_signal = signal.SIGTERM

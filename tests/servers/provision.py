@@ -69,11 +69,11 @@ def _server(name: str, urls: dict[str, str]) -> ServerProcess:
         case "postgresql":
             return PostgreSQLServer(name)
         case "postgresql-durable":
-            return PostgreSQLServer(name, durable=True, preferred_port=55433)
+            return PostgreSQLServer(name, durable=True, preferred_port=25433)
         case "mariadb":
             return MariaDBServer(name)
         case "mariadb-durable":
-            return MariaDBServer(name, durable=True, preferred_port=53308)
+            return MariaDBServer(name, durable=True, preferred_port=23308)
         case "pgbouncer":
             return PgBouncerServer(name, urls["postgresql"])
         case "rabbitmq":
