@@ -28,6 +28,12 @@ _FIRST_BATCH = 100
 # so that none comes near a tenth of a second
 _SLOW_S = 0.04
 _PAUSE_MAX_S = 1.0
+# a drop stops all who use the inbox, and has them plan anew: of two hundred live messages one may meet it
+_DROP_SHARE = 0.005
+#: The longest rest between two drops, in seconds.
+DROP_PAUSE_MAX_S = 5.0
+# a drain is noticed this soon
+_LOOK_S = 0.5
 _JOB_LEASE_S = 60.0
 _TOO_SLOW = (Fault.TIMEOUT, Fault.LOCK_TIMEOUT, Fault.CONFLICT)
 _LOCK_TRIES = 10
@@ -130,13 +136,24 @@ def _by_batch(app: App, found: Layout, older_than_s: float) -> Sequence[Part]:
 def _drop(run: _Run, found: Layout, older_than_s: float) -> Steps[bool]:
     """Drop the partitions whose time is over and whose rows may all go; says whether any was."""
     dropped = False
+    took_s = 0.0
+
+    def drop(part: Part) -> Steps[bool]:
+        nonlocal took_s
+        started = time.monotonic()
+        done = yield from tables.drop(run.own, part, older_than_s=older_than_s)
+        took_s = time.monotonic() - started
+        return done
+
     for part in found.of_time:
-        if (part.ends_s or 0.0) > found.clock_s - older_than_s or not (yield from run.may_go_on()):
+        if (part.ends_s or 0.0) > found.clock_s - older_than_s:
+            break
+        if dropped:
+            yield from run.rest(min(took_s / _DROP_SHARE, DROP_PAUSE_MAX_S))
+        if not (yield from run.may_go_on()):
             break
         rows = yield from tables.rows(run.own, part)
-        done = yield from _patiently(
-            run, partial(tables.drop, run.own, part, older_than_s=older_than_s)
-        )
+        done = yield from _patiently(run, partial(drop, part))
         if done is None:
             # what is in this one's way is in the way of the others
             break
@@ -289,6 +306,12 @@ class _Run:
             if self._open:
                 yield from self._is_time()
         return self._open and not self._closed
+
+    def rest(self, for_s: float) -> Steps[None]:
+        """Do nothing for a time, or until stopped."""
+        until = time.monotonic() + for_s
+        while (left_s := until - time.monotonic()) > 0 and not self._task.stop():
+            yield Wait(min(left_s, _LOOK_S))
 
     def did(self, rows: int) -> None:
         self.rows += rows

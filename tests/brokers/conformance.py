@@ -284,14 +284,16 @@ class SourceConformance:
         assert rig.outstanding() == 0
 
     def test_stored_first_then_processed_from_the_table(self, rig: Rig, shop: Shop) -> None:
-        go = threading.Event()
-        watched = service(shop, rig, lambda _: go.wait(30), mode="stored")
+        def is_acknowledged(message: Message[Any]) -> None:
+            eventually(
+                lambda: message.id in {message_id(the_message(own)) for own in watched.settled}
+            )
+
+        watched = service(shop, rig, is_acknowledged, mode="stored")
         rig.publish(*notes(5), *notes(5))
         with running(worker(shop.app)):
-            eventually(lambda: len(watched.settled) == 10)
-            assert shop.effects() == 0
-            go.set()
-            eventually(lambda: shop.effects() == 5)
+            eventually(lambda: len(watched.settled) == 10 and shop.effects() == 5)
+        assert not shop.emitted(events.MessageFailed)
         each_once(shop, 5)
         assert rig.outstanding() == 0
 

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import NewDatabase
 from tests.databases import Raw
 from tests.shop import Shop, opened
-from txbox import Retention
+from txbox import Retention, pruning
 from txbox.store import schema as tables
 from txbox.store.dialect import dialect
 from txbox.store.partitions import Kind, Partitioning
@@ -84,6 +84,12 @@ def of_uuid7(new_database: NewDatabase) -> Iterator[Shop]:
     url = aged(new_database("postgresql", schema=False), "uuid7")
     with opened(url, retention=Retention(processed=7 * DAY, ahead=2, batch=50)) as shop:
         yield shop
+
+
+@pytest.fixture(autouse=True)
+def without_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty partitions that are dropped one after another, as tests have them, would rest half a minute."""
+    monkeypatch.setattr(pruning, "DROP_PAUSE_MAX_S", 0.0)
 
 
 def place(raw: Raw, message_id: str) -> set[str]:

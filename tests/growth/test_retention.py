@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, time, timedelta
 from functools import partial
+from itertools import pairwise
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +22,7 @@ from tests.databases import Raw
 from tests.growth.conftest import DAY, ID_OF, day_parts, finished_at, midnight, place, uuid7
 from tests.runtime.support import eventually
 from tests.shop import Shop, opened, paid, statuses
-from txbox import App, ConfigurationError, Message, Outcome, Retention
+from txbox import App, ConfigurationError, Message, Outcome, Retention, pruning
 from txbox.drive import drive, drive_async
 from txbox.events import RowsPruned
 from txbox.maintenance import JOBS, Report, Task, run_once
@@ -94,6 +96,40 @@ def test_a_partition_with_a_row_that_stays_is_kept_and_emptied_by_batch(
         )
     assert run_once(shop.app, "prune").rows == 121
     assert len(day_parts(shop.raw)) == 7 + 1 + 2
+
+
+def test_between_two_drops_live_messages_have_their_time(
+    of_uuid7: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each drop stops all who use the inbox: thirty in a row made one live message in twenty late."""
+    shop, drop, dropped = of_uuid7, partitions.drop, list[tuple[float, float]]()
+
+    def timed(*given: Any, **named: Any) -> Any:
+        began = monotonic()
+        answer = yield from drop(*given, **named)
+        dropped.append((began, monotonic()))
+        return answer
+
+    monkeypatch.setattr(partitions, "drop", timed)
+    monkeypatch.setattr(pruning, "DROP_PAUSE_MAX_S", 0.5)
+    parts = len(day_parts(shop.raw))
+    run_once(shop.app, "prune", Task(stop=lambda: len(dropped) == 3))
+    assert len(day_parts(shop.raw)) == parts - 3
+    for (began, ended), (following, _) in pairwise(dropped):
+        assert following - ended >= min(100 * (ended - began), 0.5)
+
+
+def test_a_drain_does_not_wait_for_the_next_drop(
+    of_uuid7: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop, stop = of_uuid7, threading.Event()
+    monkeypatch.setattr(pruning, "DROP_PAUSE_MAX_S", 60.0)
+    monkeypatch.setattr(pruning, "_DROP_SHARE", 1e-9)
+    task = Task(on_progress=lambda _rows: stop.set(), stop=stop.is_set)
+    parts, started = len(day_parts(shop.raw)), monotonic()
+    run_once(shop.app, "prune", task)
+    assert len(day_parts(shop.raw)) == parts - 1
+    assert monotonic() - started < 30
 
 
 def test_a_row_that_comes_between_look_and_lock_keeps_its_partition(
