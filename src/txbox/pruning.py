@@ -22,7 +22,7 @@ from txbox.store.jobs import Batch, JobLease, Walk
 from txbox.store.partitions import Layout, Part
 
 # a batch that takes longer is followed by a smaller one: live messages wait for its CPU and its WAL
-_LONG_S = 0.004
+_LONG_S = 0.002
 # below this many rows the round trips to a distant database would count, and only a slow batch is divided
 _FIRST_BATCH = 100
 # so that none comes near a tenth of a second
