@@ -21,7 +21,6 @@ from tests.databases import Raw
 from tests.proxy import Cut, Proxy
 from tests.shop import CONSUMER, TOPIC, effects, paid, the_row
 from txbox import App, Message, Outcome
-from txbox.connections import piped
 from txbox.drive import drive, drive_async
 from txbox.events import Event, TransactionRetried
 from txbox.handlers import Handler
@@ -33,6 +32,18 @@ SECOND = "INSERT INTO effect (note, message_id) VALUES ('', %s)"
 IDS = [f"m{number}" for number in range(5)]
 
 
+class _Traced(psycopg.Connection[Any]):
+    """A connection with an `execute` of its own: nothing may go past it."""
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        return super().execute(*args, **kwargs)
+
+
+class _AsyncTraced(psycopg.AsyncConnection[Any]):
+    async def execute(self, *args: Any, **kwargs: Any) -> Any:
+        return await super().execute(*args, **kwargs)
+
+
 class Bench:
     """An app on one way to connect; handlers are written once, as async functions, for both colours."""
 
@@ -41,11 +52,11 @@ class Bench:
         self.raw.execute("CREATE TABLE IF NOT EXISTS effect (message_id text NOT NULL, note text)")
         self.events: list[Event] = []
         self.is_async = way.startswith("async")
-        self.puts_off = not way.endswith("plain-pool")
+        self.puts_off = not way.endswith("traced-pool")
         self._runner = asyncio.Runner()
         self._closing = contextlib.ExitStack()
-        own = piped.AsyncConnection if self.is_async else piped.Connection
-        kind: dict[str, Any] = {"connection_class": own} if way.endswith("piped-pool") else {}
+        own = _AsyncTraced if self.is_async else _Traced
+        kind: dict[str, Any] = {"connection_class": own} if way.endswith("traced-pool") else {}
         if not way.endswith("pool"):
             url += "?prepare=off" if way.endswith("unprepared") else ""
             self.app = App(url, observers=[self.events.append])
@@ -124,11 +135,11 @@ def _run(steps: Any, wait: Callable[[Any], Any]) -> None:
 WAYS = (
     "url",
     "url-unprepared",
-    "piped-pool",
-    "plain-pool",
+    "pool",
+    "traced-pool",
     "async-url",
-    "async-piped-pool",
-    "async-plain-pool",
+    "async-pool",
+    "async-traced-pool",
 )
 
 
@@ -143,11 +154,49 @@ def test_what_is_only_written_is_written_once(bench: Bench) -> None:
     def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
         yield tx.execute(INSERT, (message.id,))
         if bench.puts_off:
-            assert tx.txbox_queue.sent > 0, "nothing was put off"
+            assert tx.pgconn.pipeline_status, "nothing was put off"
 
     handler = bench.handler(writes)
     for _ in range(3):  # with statements that are prepared already, too
         assert bench.take(handler) in ([Outcome.PROCESSED] * 5, [Outcome.DUPLICATE] * 5)
+    assert bench.effects() == [1] * 5
+
+
+@pytest.mark.parametrize("ends", ["well", "raises", "lost"])
+def test_when_its_transaction_is_over_a_connection_has_its_own_methods_again(
+    bench: Bench, ends: str
+) -> None:
+    seen: list[Any] = []
+
+    def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
+        yield tx.execute(INSERT, (message.id,))
+        first = not seen
+        seen.append(tx)
+        assert bench.puts_off == ("execute" in vars(tx))
+        if first and ends == "raises":
+            raise ValueError("once")
+        if first and ends == "lost":
+            tx.pgconn.finish()
+
+    handler = bench.handler(writes)
+    (outcome,) = bench.take(handler, ["m0"])
+    assert outcome is (Outcome.FAILED if ends == "raises" else Outcome.PROCESSED)
+    assert len(seen) == (2 if ends == "lost" else 1)
+    assert all(vars(own).keys().isdisjoint(("execute", "wait")) for own in seen)
+
+
+def test_a_method_kept_from_another_transaction_is_psycopgs_again(bench: Bench) -> None:
+    kept: dict[Any, Any] = {}
+
+    def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
+        execute = kept.setdefault(tx, tx.execute)
+        yield execute(INSERT, (message.id,))
+        yield tx.execute("UPDATE effect SET note = 'seen' WHERE message_id = %s", (message.id,))
+
+    handler = bench.handler(writes)
+    for own in IDS:
+        assert bench.take(handler, [own]) == [Outcome.PROCESSED]
+    assert bench.raw.rows("SELECT DISTINCT note FROM effect") == [("seen",)]
     assert bench.effects() == [1] * 5
 
 

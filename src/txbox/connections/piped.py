@@ -86,6 +86,7 @@ class Queue:
         sent: answers that are outstanding.
         position: the number of the next answer, from the beginning of the transaction.
         failure: the error of the first statement that failed, and the number of its answer.
+        over: its transaction takes nothing more by it.
     """
 
     def __init__(self, connection: Any, plans: Plans) -> None:
@@ -97,7 +98,7 @@ class Queue:
             own.get_dumper(kind, PyFormat.AUTO) is default.get_dumper(kind, PyFormat.AUTO)
             for kind in (int, list)
         )
-        self.entered = False
+        self.entered = self.over = False
         self.sent = 0
         self.position = 0
         self.failure: tuple[psycopg.Error, int] | None = None
@@ -150,7 +151,11 @@ class Queue:
 
     def _may_send(self) -> bool:
         if not self.entered:
-            if self._pgconn.transaction_status != _IN_TRANSACTION or self._pgconn.pipeline_status:
+            if (
+                self.over
+                or self._pgconn.transaction_status != _IN_TRANSACTION
+                or self._pgconn.pipeline_status
+            ):
                 # the handler has ended the transaction, or it has failed, or it is in a pipeline of its
                 # own: psycopg knows what to do
                 return False
@@ -207,46 +212,70 @@ class Unread(psycopg.Cursor[Any]):
         return self.connection.cursor().execute(*args, **kwargs)
 
 
-class Connection(psycopg.Connection[Any]):
-    """psycopg's connection, that can put statements off for txbox.
+class _PutOff:
+    """What a connection's `execute` and `wait` are while its statements are put off."""
 
-    Give a pool of your own this class (`connection_class=`) to have `pipeline=True` take effect on it.
-    """
-
-    txbox_queue: Queue | None = None
+    def __init__(self, connection: psycopg.Connection[Any], queue: Queue) -> None:
+        self._connection = connection
+        self._queue = queue
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        queue = self.txbox_queue
-        if queue is not None and not options and queue.put(query, params):
-            return queue.unread
-        return super().execute(query, params, **options)
+        if not options and self._queue.put(query, params):
+            return self._queue.unread
+        return psycopg.Connection.execute(self._connection, query, params, **options)
 
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        queue = self.txbox_queue
-        if queue is not None and queue.entered:
-            super().wait(queue.drained())
+        connection, queue = self._connection, self._queue
+        if queue.entered:
+            psycopg.Connection.wait(connection, queue.drained())
             if queue.failure is not None:
                 gen.close()
                 raise queue.failure[0]
-        return super().wait(gen, *args, **kwargs)
+        return psycopg.Connection.wait(connection, gen, *args, **kwargs)
 
 
-class AsyncConnection(psycopg.AsyncConnection[Any]):
-    """The awaitable twin of `Connection`."""
+class _PutOffAsync:
+    """The awaitable twin of `_PutOff`."""
 
-    txbox_queue: Queue | None = None
+    def __init__(self, connection: psycopg.AsyncConnection[Any], queue: Queue) -> None:
+        self._connection = connection
+        self._queue = queue
 
     async def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        queue = self.txbox_queue
-        if queue is not None and not options and queue.put(query, params):
-            return queue.unread
-        return await super().execute(query, params, **options)
+        if not options and self._queue.put(query, params):
+            return self._queue.unread
+        return await psycopg.AsyncConnection.execute(self._connection, query, params, **options)
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        queue = self.txbox_queue
-        if queue is not None and queue.entered:
-            await super().wait(queue.drained())
+        connection, queue = self._connection, self._queue
+        if queue.entered:
+            await psycopg.AsyncConnection.wait(connection, queue.drained())
             if queue.failure is not None:
                 gen.close()
                 raise queue.failure[0]
-        return await super().wait(gen, *args, **kwargs)
+        return await psycopg.AsyncConnection.wait(connection, gen, *args, **kwargs)
+
+
+def put_off(connection: Any, queue: Queue) -> bool:
+    """Have a connection's own `execute` and `wait` go by the queue, until `put_on`.
+
+    On the object and not by a class of txbox's: any pool's connection will do, and one that puts nothing off
+    pays nothing. False leaves a connection as it is that has such methods of its own, to trace them perhaps.
+    """
+    own: Any = connection.__class__
+    mine: dict[str, Any] = connection.__dict__
+    is_async = issubclass(own, psycopg.AsyncConnection)
+    base: Any = psycopg.AsyncConnection if is_async else psycopg.Connection
+    if own.execute is not base.execute or own.wait is not base.wait:
+        return False
+    if "execute" in mine or "wait" in mine:
+        return False
+    through = _PutOffAsync(connection, queue) if is_async else _PutOff(connection, queue)
+    connection.execute, connection.wait = through.execute, through.wait
+    return True
+
+
+def put_on(connection: Any, queue: Queue) -> None:
+    """The end of `put_off`; a method that a handler has kept since then is psycopg's again."""
+    queue.over = True
+    del connection.execute, connection.wait

@@ -14,7 +14,6 @@ from psycopg.rows import tuple_row
 
 from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
 from txbox.connections.listening import Listener
-from txbox.connections.piped import AsyncConnection, Connection
 from txbox.connections.psycopg_connection import (
     AsyncPsycopgConnection,
     PsycopgConnection,
@@ -110,7 +109,7 @@ class _Connections:
         database = self._database
         try:
             if self._pool is None:
-                raw = Connection.connect(database.conninfo or "")
+                raw = psycopg.Connection.connect(database.conninfo or "")
                 return PsycopgConnection(raw, database.dialect, database.prepare, None)
             raw = self._pool.getconn()
         except psycopg.Error as error:
@@ -151,7 +150,7 @@ class _AsyncConnections:
         database = self._database
         try:
             if self._pool is None:
-                raw = await AsyncConnection.connect(database.conninfo or "")
+                raw = await psycopg.AsyncConnection.connect(database.conninfo or "")
                 return AsyncPsycopgConnection(raw, database.dialect, database.prepare, None)
             raw = await self._pool.getconn()
         except psycopg.Error as error:

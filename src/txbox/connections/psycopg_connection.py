@@ -18,7 +18,7 @@ from psycopg import pq
 
 from txbox.connections.base import is_marked
 from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
-from txbox.connections.piped import AsyncConnection, Connection, Plans, Queue
+from txbox.connections.piped import Plans, Queue, put_off, put_on
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.steps import Begin, Failed, Raised, Result, Statement
 from txbox.store.dialect import Dialect
@@ -49,6 +49,7 @@ class _Owned:
         return bool(self.native.closed)
 
     def discard(self) -> None:
+        self._put_on()
         self.native.pgconn.finish()
 
     @property
@@ -78,16 +79,17 @@ class _Owned:
         return over
 
     def _put_off(self) -> None:
-        """From here on what the handler sends waits for the commit, where the connection is of a class that can."""
+        """From here on what the handler sends waits for the commit, where the connection lets it."""
         raw = self._open()
-        if isinstance(raw, (Connection, AsyncConnection)):
-            self._queue = raw.txbox_queue = Queue(raw, self._plans)
+        queue = Queue(raw, self._plans)
+        if put_off(raw, queue):
+            self._queue = queue
 
     def _put_on(self) -> Queue | None:
         """The end of putting off; returns the queue, if there was one."""
         queue, self._queue = self._queue, None
         if queue is not None:
-            self.native.txbox_queue = None
+            put_on(self.native, queue)
         return queue
 
     @property
