@@ -37,6 +37,14 @@ def observe(event: Event) -> None:
         say("resumed")
 
 
+class _Told(Worker):
+    """A worker that says when nothing more will be started."""
+
+    def _drain(self) -> None:
+        super()._drain()
+        say("draining")
+
+
 def serve(plan: dict[str, Any]) -> int:
     app = App(
         plan["url"],
@@ -65,7 +73,7 @@ def serve(plan: dict[str, Any]) -> int:
 
     if plan.get("file"):
         app.consume(File(plan["file"], topic=TOPIC, follow=plan.get("follow", False)))
-    worker = Worker(app, once=plan.get("once", False), maintenance=plan.get("maintenance", False))
+    worker = _Told(app, once=plan.get("once", False), maintenance=plan.get("maintenance", False))
     return worker.run()
 
 

@@ -32,6 +32,7 @@ def test_sigterm_drains(shop: Shop, orders: Path, tmp_path: Path) -> None:
     with Process(url=shop.url, file=str(orders), follow=True, gate=str(gate)) as process:
         process.says("handling /test m1")
         process.process.send_signal(signal.SIGTERM)
+        process.says("draining")
         # only the gate can end the handler, and with it the drain
         assert process.process.poll() is None
         gate.touch()
@@ -74,6 +75,7 @@ def test_leased_rows_that_were_not_started_go_back(shop: Shop, tmp_path: Path) -
     with Process(url=shop.url, gate=str(gate)) as process:
         process.says("handling m0")
         process.process.send_signal(signal.SIGTERM)
+        process.says("draining")
         gate.touch()
         assert process.ended() == 0
     assert statuses(shop.raw) == {"processed": 1, "pending": 5}
