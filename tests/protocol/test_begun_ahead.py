@@ -13,6 +13,7 @@ import pytest
 
 from tests.databases import Raw
 from tests.proxy import Cut, Proxy
+from tests.runtime.support import eventually
 from txbox import App
 from txbox.drive import drive, drive_async
 from txbox.errors import Fault, StoreError
@@ -99,7 +100,7 @@ def test_the_next_transaction_goes_on_where_it_was_begun(driven: Driven) -> None
     first, second = driven.drive(steps())
     assert first == second
     assert driven.marks() == {"a", "b", "c"}
-    assert driven.open_transactions() == 0
+    eventually(lambda: driven.open_transactions() == 0)
 
 
 def test_what_follows_is_asked_for_when_the_commit_is_on_its_way(driven: Driven) -> None:
@@ -137,7 +138,7 @@ def test_any_other_step_gives_up_what_was_begun(driven: Driven, other: Step | No
 
     driven.drive(steps())
     assert driven.marks() == {"a"} | ({"other"} if type(other) is Begin else set())
-    assert driven.open_transactions() == 0
+    eventually(lambda: driven.open_transactions() == 0)
     driven.drive(chained(insert("again"), Begin((insert("ahead"),))))
     assert "again" in driven.marks()
 
@@ -188,7 +189,7 @@ def test_an_error_of_what_was_begun_is_its_own(driven: Driven) -> None:
     assert error is not None
     assert error.code == "23505"
     assert driven.marks() == {"a"}
-    assert driven.open_transactions() == 0
+    eventually(lambda: driven.open_transactions() == 0)
 
 
 def test_a_statement_that_was_not_prepared_behind_a_refusal_is_prepared_later(
