@@ -57,6 +57,8 @@ class Bench:
         self._closing = contextlib.ExitStack()
         own = _AsyncTraced if self.is_async else _Traced
         kind: dict[str, Any] = {"connection_class": own} if way.endswith("traced-pool") else {}
+        if way.endswith("unprepared-pool"):
+            kind = {"kwargs": {"prepare_threshold": None}}
         if not way.endswith("pool"):
             url += "?prepare=off" if way.endswith("unprepared") else ""
             self.app = App(url, observers=[self.events.append])
@@ -160,6 +162,32 @@ def test_what_is_only_written_is_written_once(bench: Bench) -> None:
     for _ in range(3):  # with statements that are prepared already, too
         assert bench.take(handler) in ([Outcome.PROCESSED] * 5, [Outcome.DUPLICATE] * 5)
     assert bench.effects() == [1] * 5
+
+
+@pytest.mark.parametrize(
+    "way", ["url-unprepared", "unprepared-pool", "async-url-unprepared", "async-unprepared-pool"]
+)
+def test_behind_a_pooler_nothing_is_prepared_for_anybody(postgresql_url: str, way: str) -> None:
+    """Its next transaction may have another server's connection, with other statements under these names."""
+    bench, prepared = Bench(postgresql_url, way), list[bytes]()
+
+    def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
+        yield tx.execute(INSERT, (message.id,))
+
+    def looks(message: Message[Any], tx: Any) -> Iterator[Any]:
+        yield tx.execute(INSERT, (f"seen-{message.id}",))
+        rows = tx.cursor()
+        yield rows.execute("SELECT count(*) FROM pg_prepared_statements")
+        prepared.append(rows.pgresult.get_value(0, 0))
+
+    writer = bench.handler(writes)
+    looker = bench.handler(looks, consumer="looks", pipeline=False)
+    # psycopg prepares what it has sent five times
+    for number in range(12):
+        assert bench.take(writer, [f"m{number}"]) == [Outcome.PROCESSED]
+        assert bench.take(looker, [f"m{number}"]) == [Outcome.PROCESSED]
+    bench.close()
+    assert set(prepared) == {b"0"}
 
 
 @pytest.mark.parametrize("ends", ["well", "raises", "lost"])

@@ -23,6 +23,9 @@ from txbox.errors import ConfigurationError, Fault, StoreUnavailable
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
+# psycopg's own default
+_PREPARE_AFTER = 5
+
 
 def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
     """Prepare to connect by URL; `?prepare=off` is for poolers without prepared statements."""
@@ -73,6 +76,11 @@ class PsycopgDatabase:
         self._async = None if pool is not None else _AsyncConnections(self, async_pool)
 
     @property
+    def threshold(self) -> int | None:
+        """How often psycopg sends a statement of a handler's before it prepares it; None for never."""
+        return _PREPARE_AFTER if self.prepare else None
+
+    @property
     def sync(self) -> _Connections | None:
         return self._sync
 
@@ -109,7 +117,9 @@ class _Connections:
         database = self._database
         try:
             if self._pool is None:
-                raw = psycopg.Connection.connect(database.conninfo or "")
+                raw = psycopg.Connection.connect(
+                    database.conninfo or "", prepare_threshold=database.threshold
+                )
                 return PsycopgConnection(raw, database.dialect, database.prepare, None)
             raw = self._pool.getconn()
         except psycopg.Error as error:
@@ -150,7 +160,9 @@ class _AsyncConnections:
         database = self._database
         try:
             if self._pool is None:
-                raw = await psycopg.AsyncConnection.connect(database.conninfo or "")
+                raw = await psycopg.AsyncConnection.connect(
+                    database.conninfo or "", prepare_threshold=database.threshold
+                )
                 return AsyncPsycopgConnection(raw, database.dialect, database.prepare, None)
             raw = await self._pool.getconn()
         except psycopg.Error as error:

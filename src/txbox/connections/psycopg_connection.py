@@ -33,6 +33,8 @@ class _Owned:
 
     def __init__(self, raw: Any, own: Dialect, prepare: bool, pool: Any) -> None:
         self.native = raw
+        # psycopg's own word for a pooler that cannot keep prepared statements
+        prepare = prepare and raw.prepare_threshold is not None
         self._dialect = own
         self._pool = pool
         self._autocommit = raw.autocommit
