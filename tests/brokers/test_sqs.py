@@ -302,6 +302,20 @@ def test_an_unreachable_server_is_waited_for() -> None:
     source.close()
 
 
+def test_a_queue_that_was_there_is_waited_for(queue: Queue) -> None:
+    """A server that comes back, or a queue that is made anew, is no wrong configuration."""
+    own = Open(queue.source())
+    queue.remove()
+    with pytest.raises(BrokerUnavailable, match=r"NonExistentQueue|QueueDoesNotExist"):
+        own.source.receive(10, 0.5)
+    queue.create()
+    queue.add("m-1")
+    (delivery,) = own.receive(1)
+    own.source.settle([delivery])
+    own.source.close()
+    assert queue.outstanding() == 0
+
+
 # -- with a worker --------------------------------------------------------------------------------
 
 

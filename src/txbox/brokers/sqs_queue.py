@@ -16,8 +16,6 @@ _log = logging.getLogger("txbox")
 VISIBLE_MAX_S = 12 * 3600.0  # from the receipt on; no extension leads beyond it
 _BATCH_MAX = 10  # SQS's own bound, on every call
 _QUIET_S = (0.1, 1.0)
-#: Of a queue that is not there, or of a caller who may not use it.
-_NEVER_CURED = GONE | DENIED
 _RECEIPT_GONE = frozenset({
     "ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight",
     "AWS.SimpleQueueService.MessageNotInflight",
@@ -131,9 +129,11 @@ def look_up(
     """
     url: str = queue
     if "/" not in queue:
-        url = _called(lambda: client.get_queue_url(QueueName=queue), queue)["QueueUrl"]
+        url = _called(lambda: client.get_queue_url(QueueName=queue), queue, found=False)["QueueUrl"]
     known = _called(
-        lambda: client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"]), queue
+        lambda: client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"]),
+        queue,
+        found=False,
     )["Attributes"]
     if deduplication_ids and known.get("ContentBasedDeduplication") == "true":
         raise ConfigurationError(
@@ -174,8 +174,11 @@ def _entry(index: int, receipt: Receipt, visible_s: int | None = None) -> dict[s
     return {"Id": str(index), "ReceiptHandle": receipt.handle, **more}
 
 
-def _called(call: Callable[[], Any], queue: str) -> Any:
+def _called(call: Callable[[], Any], queue: str, *, found: bool = True) -> Any:
     """Call SQS; what it answers decides whether waiting helps.
+
+    Args:
+        found: the queue has been there: who makes it anew, or starts its server, brings it back.
 
     Raises:
         ConfigurationError: no wait helps.
@@ -201,7 +204,7 @@ def _called(call: Callable[[], Any], queue: str) -> Any:
         raise ConfigurationError(f"Queue {queue!r} cannot be asked for: check its name.") from error
     except boto.ClientError as error:
         code = str(error.response.get("Error", {}).get("Code", ""))
-        if code in _NEVER_CURED:
+        if code in DENIED or (code in GONE and not found):
             raise ConfigurationError(
                 f"Queue {queue!r} cannot be used ({code}): check its name, the region and the permissions."
             ) from error
