@@ -6,9 +6,11 @@ import secrets
 import statistics
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from benchmarks import measure
@@ -61,19 +63,26 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
     done: list[Round] = []
     circumstances: dict[str, Any] = {}
     for kind, ids, partitioned in _KINDS:
-        for rows in sizes:
-            with fresh_database("growth") as url:
-                if partitioned:
-                    aged(url, _DAYS)
-                else:
-                    plain(url)
-                done += _grown(url, _Cell(_name(kind, rows), ids, rows, markers), rounds)
-                circumstances = measure.circumstances(url)
+        with ExitStack() as stack:
+            measured: dict[str, Callable[[], Round]] = {}
+            urls = [stack.enter_context(fresh_database(f"growth_{rows}")) for rows in sizes]
+            for rows, url in zip(sizes, urls, strict=True):
+                aged(url, _DAYS) if partitioned else plain(url)
+                cell = _Cell(_name(kind, rows), ids, rows, markers)
+                measured[cell.name] = stack.enter_context(_grown(url, cell))
+            # who goes first alternates: all sizes meet the same disturbances of the disk
+            found = [
+                measured[name]()
+                for number in range(rounds)
+                for name in list(measured)[:: -1 if number % 2 else 1]
+            ]
+            circumstances = measure.circumstances(urls[0])
+        done += [own for name in measured for own in found if own.contender == name]
     most = sizes[-1]
     return result(
         phase=NUMBER,
         title=TITLE if most == 10_000_000 else f"Growth to {most:,} rows",
-        method=f"{rounds} rounds at each size of {markers:,} markers, right after a CHECKPOINT, the worst "
+        method=f"{rounds} rounds at each size, in turns, of {markers:,} markers, right after a CHECKPOINT, the worst "
         f"case for WAL: txbox's claim of {_BATCH} ids, close and COMMIT, one connection, closed loop. The rows "
         f"that are there were processed evenly over {_DAYS} days; partitioned, a thirtieth is in the partition of "
         "today. Random ids: their index is built with 30 % of room, as it is in the long run",
@@ -123,18 +132,19 @@ def _plot(figure: str, y: str, done: Sequence[Round], sizes: Sequence[int]) -> P
     return Plot(name, "A marker in a growing inbox", "lines", "million rows", y, lines)
 
 
-def _grown(url: str, cell: _Cell, rounds: int) -> list[Round]:
+@contextmanager
+def _grown(url: str, cell: _Cell) -> Generator[Callable[[], Round]]:
+    """An inbox of that size; yields what measures a round in it."""
     place, gauges = Place(url), Gauges(url)
     try:
-        with App(url) as app, place.connect() as admin:
+        with App(url) as app:
             assert app.database.sync is not None
             drive(app.database.sync, app.check_schema())
             if cell.rows:
                 span = (midnight(1 - _DAYS), datetime.now(UTC) - timedelta(seconds=1))
-                fill(admin, cell.ids, rows=cell.rows, span=span)
-            for batch in _batches(cell.ids, 2_000):
-                drive(app.database.sync, _claimed(app, batch))
-            return [_measured(app, place, gauges, cell) for _ in range(rounds)]
+                with place.connect() as admin:
+                    fill(admin, cell.ids, rows=cell.rows, span=span)
+            yield partial(_measured, app, place, gauges, cell)
     finally:
         gauges.close()
 
@@ -146,6 +156,11 @@ def _measured(app: App, place: Place, gauges: Gauges, cell: _Cell) -> Round:
     batches = _batches(cell.ids, markers)
     won, took = 0, list[float]()
     with place.connect() as admin:
+        if not cell.rows:
+            # what earlier rounds have left
+            admin.execute("TRUNCATE txbox_inbox")
+        for batch in _batches(cell.ids, 2_000):
+            drive(connections, _claimed(app, batch))
         checkpoint(admin)
         before = gauges.read()
         last = before.at

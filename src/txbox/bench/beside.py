@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import psycopg
@@ -103,7 +104,7 @@ class Naive(Beside):
         rate: float | None = None,
     ) -> None:
         super().__init__(name, place, gauges)
-        self._handler = handler
+        self.handler = handler
         self._count = connections
         self._rate = rate
 
@@ -113,7 +114,7 @@ class Naive(Beside):
             began = watch.start()
             due = self._due(work.deliveries, began)
             if self._count == 1:
-                watch.took_s += self._line(own[0], due)
+                watch.took_s += self.line(own[0], due)
             else:
                 watch.took_s += self._lines(own, due)
             watch.stop()
@@ -134,7 +135,7 @@ class Naive(Beside):
         took: list[list[float]] = [[] for _ in connections]
 
         def work(number: int) -> None:
-            took[number] = self._line(connections[number], due)
+            took[number] = self.line(connections[number], due)
 
         threads = [threading.Thread(target=work, args=(at,)) for at in range(self._count)]
         for thread in threads:
@@ -143,16 +144,21 @@ class Naive(Beside):
             thread.join()
         return [one for own in took for one in own]
 
-    def _line(self, tx: Tx, due: Iterator[tuple[float, Delivery]]) -> list[float]:
+    def taking(self, tx: Tx) -> Callable[[Delivery], object]:
+        """What consumes a delivery on this connection."""
+        return partial(consume, tx=tx, handler=self.handler)
+
+    def line(self, tx: Tx, due: Iterator[tuple[float, Delivery]]) -> list[float]:
+        """Consume on one connection, each when it is due; returns the seconds that each took."""
         took: list[float] = []
-        clock, handler = time.perf_counter, self._handler
+        clock, take = time.perf_counter, self.taking(tx)
         for at, delivery in due:
             since = clock()
             if at:
                 if at > since:
                     time.sleep(at - since)
                 since = at
-            consume(delivery, tx, handler)
+            take(delivery)
             took.append(clock() - since)
         return took
 
@@ -219,6 +225,6 @@ class Limit(Beside):
             watch.stop()
 
 
-def batches(deliveries: Sequence[Delivery]) -> Iterator[Sequence[Delivery]]:
-    for start in range(0, len(deliveries), BATCH):
-        yield deliveries[start : start + BATCH]
+def batches(deliveries: Sequence[Delivery], size: int = BATCH) -> Iterator[Sequence[Delivery]]:
+    for start in range(0, len(deliveries), size):
+        yield deliveries[start : start + size]

@@ -16,6 +16,7 @@ import psycopg
 
 import txbox
 from txbox.bench.beside import Contender, Limit, Naive
+from txbox.bench.by_hand import ByHand
 from txbox.bench.contender import Txbox
 from txbox.bench.place import Gauges, Place, places
 from txbox.bench.result import Bar, Plot, Round, result
@@ -53,6 +54,9 @@ class Setting:
 
     def naive(self, **options: Any) -> Naive:
         return Naive(self.beside, self.gauges, **options)
+
+    def by_hand(self, **options: Any) -> ByHand:
+        return ByHand(self.beside, self.gauges, **options)
 
     def limit(self) -> Limit:
         return Limit(self.beside, self.gauges)
