@@ -40,7 +40,7 @@ class SlowDisk(PostgreSQLServer):
     """A durable server, whose flushes wait in a library that is loaded before libc."""
 
     def __init__(self) -> None:
-        super().__init__(throwaway_name("postgresql", 90), durable=True, preferred_port=55632)
+        super().__init__(throwaway_name("postgresql", 90), durable=True, preferred_port=25632)
 
     @property
     def _library(self) -> Path:

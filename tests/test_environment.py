@@ -12,6 +12,7 @@ import psycopg
 import pymysql
 import pytest
 
+from benchmarks.p05_slow_disk import SlowDisk
 from tests.conftest import NewDatabase, require
 from tests.databases import Raw
 from tests.runtime.support import eventually
@@ -136,6 +137,11 @@ def test_no_server_takes_a_port_that_a_connection_may_be_lent() -> None:
     assert free_port(LENT_PORTS - MAX_PORTS, MAX_PORTS) + MAX_PORTS <= LENT_PORTS
     with pytest.raises(ServerError, match="no free port"):
         free_port(LENT_PORTS - 1, MAX_PORTS)
+
+
+def test_the_server_of_the_slow_disk_finds_a_port() -> None:
+    """It wished for one of those, and P5 could not run; nothing else of it runs in the tests."""
+    assert free_port(SlowDisk().wanted_port) < LENT_PORTS
 
 
 def test_compose_offers_every_server_on_the_ports_that_the_tests_use() -> None:

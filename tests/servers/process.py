@@ -199,7 +199,7 @@ class ServerProcess(ServerDirectory, ABC):
     ) -> None:
         super().__init__(name)
         self.durable = durable
-        self._wanted_port = preferred_port or self.preferred_port
+        self.wanted_port = preferred_port or self.preferred_port
         self._claimed = False
 
     @abstractmethod
@@ -279,7 +279,7 @@ class ServerProcess(ServerDirectory, ABC):
             shutil.rmtree(self.directory)
         with file_lock(base_directory() / "ports.lock"):
             self.directory.mkdir(mode=0o700)
-            port = free_port(self._wanted_port, self.ports)
+            port = free_port(self.wanted_port, self.ports)
             (self.directory / "port").write_text(str(port))
         if account := self._account():
             os.chown(self.directory, account.pw_uid, account.pw_gid)
