@@ -27,7 +27,7 @@ class Trips:
     """Consumes on one connection: BEGIN and the claim in a round trip, the handler through psycopg, COMMIT."""
 
     def __init__(self, tx: Tx, handler: Callable[[Body, Tx], None]) -> None:
-        # in Python its `wait` takes what libpq.py yields
+        # `wait` is typed for psycopg's own generators
         self._tx: Any = tx
         self._handler = handler
         self._pipeline = Pipeline(tx, prepare=True, translate=lambda _error: None)
@@ -46,9 +46,10 @@ class Trips:
 
 
 class ByHand(Naive):
-    """As naive, in two round trips less a transaction: no guard, hash, retries, events, no worker.
+    """As naive, with a round trip less a transaction: no guard, hash, retries, events, no worker.
 
-    What it does not reach beside naive no library could on this machine; what txbox is behind it, txbox costs.
+    What it does not reach beside naive no library gives an ordinary handler on this machine; what txbox is
+    behind it, txbox costs.
 
     Args:
         together: messages that share a transaction; more than one of those that wait from the start.
