@@ -168,7 +168,9 @@ def invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
 def _raised(error: Exception, connection: Connection | AsyncConnection | None) -> Raised:
     if connection is None:
         return Raised(error, None, False)
-    return Raised(error, connection.translate(error), connection.lost)
+    # what a handler does through txbox, staging or accepting, raises in txbox's words
+    store = error if isinstance(error, StoreError) else connection.translate(error)
+    return Raised(error, store, connection.lost)
 
 
 def _timeout(timeout_s: float) -> HandlerTimeout:

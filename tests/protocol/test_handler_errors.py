@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -9,7 +10,7 @@ import pytest
 
 from tests.conftest import NewDatabase
 from tests.shop import Shop, execute, opened, paid
-from txbox import Limits, Message, Outcome, StoreError
+from txbox import Limits, Message, Outbox, Outcome, StoreError
 from txbox.drive import drive
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
@@ -51,6 +52,56 @@ def test_in_a_batch_the_one_that_waits_too_long_is_alone_before_it_has_failed(
         assert take(shop, handler, "a", "b", "c") == [processed, failed, processed]
         assert (shop.calls.count("b"), shop.row("b").attempts) == (2, 1)
         assert [shop.effects(own) for own in "abc"] == [1, 0, 1]
+
+
+# refuses the first row that is staged, and that a transaction was rolled back does not make it forget it
+_ONE_DEADLOCK = {
+    "postgresql": (
+        "CREATE SEQUENCE staged",
+        (
+            "CREATE FUNCTION once() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "IF nextval('staged') = 1 THEN RAISE 'no' USING ERRCODE = '40P01'; END IF; RETURN NEW; END $$"
+        ),
+        "CREATE TRIGGER once BEFORE INSERT ON txbox_outbox FOR EACH ROW EXECUTE FUNCTION once()",
+    ),
+    "mariadb": (
+        "CREATE TABLE staged (n INT) ENGINE=MyISAM",
+        "INSERT INTO staged VALUES (0)",
+        (
+            "CREATE TRIGGER once BEFORE INSERT ON txbox_outbox FOR EACH ROW BEGIN "
+            "UPDATE staged SET n = n + 1; IF (SELECT n FROM staged) = 1 THEN "
+            "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213; END IF; END"
+        ),
+    ),
+}
+_KILL: dict[str, Callable[[Any], str]] = {
+    "postgresql": lambda tx: f"SELECT pg_terminate_backend({tx.info.backend_pid})",
+    "mariadb": lambda tx: f"KILL {tx.thread_id()}",
+}
+
+
+@pytest.mark.parametrize("trouble", ["lost", "deadlock"])
+@pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]], ids=["alone", "together"])
+@pytest.mark.parametrize("name", _KILL)
+def test_trouble_in_what_a_handler_stages_is_no_attempt(
+    new_database: NewDatabase, name: str, ids: list[str], trouble: str
+) -> None:
+    """A handler that writes through txbox meets the same database as one that writes by itself."""
+    with opened(new_database(name)) as shop:
+        for statement in _ONE_DEADLOCK[name] if trouble == "deadlock" else ():
+            shop.raw.execute(statement)
+
+        def stages(message: Message[Any], tx: Any) -> None:
+            if trouble == "lost" and len(shop.calls) == 1:
+                shop.raw.execute(_KILL[name](tx))
+            Outbox().stage(tx, "out", b"{}")
+
+        handler = shop.handler(stages)
+        settled = drive(shop.app._any_sync(), shop.app.taken(handler, [*map(paid, ids)], for_s=10))
+        assert [own.outcome for own in settled] == [Outcome.PROCESSED] * len(ids)
+        assert [shop.effects(own) for own in ids] == [1] * len(ids)
+        assert shop.raw.value("SELECT count(*) FROM txbox_outbox") == len(ids)
+        assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
 
 
 def test_another_connection_of_the_handlers_that_is_lost_is_its_failure(
