@@ -14,7 +14,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
 
-from txbox.errors import StoreError
+from txbox.errors import Fault, SchemaError, StoreError
 from txbox.invoking import (
     can_chain,
     can_chain_async,
@@ -52,7 +52,12 @@ from txbox.steps import (
 
 
 def run(connection: Executor, steps: Steps[T]) -> T:
-    """Carry statements out in the caller's transaction; begins, commits and rolls back nothing."""
+    """Carry statements out in the caller's transaction; begins, commits and rolls back nothing.
+
+    Raises:
+        SchemaError: a table of txbox's is missing; the message contains the command to run.
+        StoreError: as the steps do.
+    """
     try:
         step = next(steps)
         while True:
@@ -68,6 +73,10 @@ def run(connection: Executor, steps: Steps[T]) -> T:
     except StopIteration as stop:
         answer: T = stop.value
         return answer
+    except StoreError as error:
+        if error.fault is Fault.SCHEMA:
+            raise _absent(error) from error
+        raise
 
 
 async def run_async(connection: AsyncExecutor, steps: Steps[T]) -> T:
@@ -87,6 +96,18 @@ async def run_async(connection: AsyncExecutor, steps: Steps[T]) -> T:
     except StopIteration as stop:
         answer: T = stop.value
         return answer
+    except StoreError as error:
+        if error.fault is Fault.SCHEMA:
+            raise _absent(error) from error
+        raise
+
+
+def _absent(error: StoreError) -> SchemaError:
+    # their version cannot be asked for: a statement of this transaction has failed
+    return SchemaError(
+        f"A table, column or function of txbox's is not in this database ({error}): run `txbox init`, or compare "
+        "its tables with `txbox schema print`."
+    )
 
 
 def drive(connections: Connections, steps: Steps[T]) -> T:

@@ -107,6 +107,7 @@ class Inbox:
             PayloadMismatch: the id is known with another payload: roll back, `quarantine`, acknowledge.
             MessageInProgress: the time-out passed: do not acknowledge; your transaction is still usable.
             UnusableMessage: no usable id.
+            SchemaError: a table is missing; the message contains the command to run.
             StoreError: the database refused; with `fault` CONFLICT roll back and start again.
 
         Guarantee: the row commits or rolls back with your writes.

@@ -98,6 +98,7 @@ class Outbox:
             UnusableMessage: a topic, type or key that no database can keep.
             ConfigurationError: nobody publishes this topic and no handler consumes it; or several
                 messages are being handled and `cause` is missing.
+            SchemaError: a table is missing; the message contains the command to run.
 
         Guarantee: the row commits or rolls back with your writes; once committed it is sent at least
         once, always under this id.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import sqlalchemy as sa
 from sqlalchemy import event, orm
 from sqlalchemy.ext import asyncio as sa_async
 
+from tests.conftest import NewDatabase
 from tests.connections.conformance import engine_url
 from tests.connections.django_project import configured
 from tests.databases import Raw
 from txbox.connections import borrow, borrow_async
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, SchemaError
 from txbox.inbox import Inbox
+from txbox.outbox import Outbox
 
 # -- callers: what is passed as tx, its commit and its rollback ----------------------------------
 
@@ -197,6 +200,36 @@ def test_accept_async_leaves_the_callers_transaction_to_the_caller(
 
     with Raw(url) as raw:
         asyncio.run(run(raw))
+
+
+@pytest.mark.parametrize(("product", "caller"), SYNC, ids=_ids(SYNC))
+def test_without_its_tables_the_error_has_the_command(
+    product: str, caller: Callable[[str], Any], new_database: NewDatabase
+) -> None:
+    """The first thing that somebody meets who has not run it yet."""
+    with caller(new_database(product, schema=False)) as (tx, _, rollback):
+        for write in (
+            lambda: Inbox(consumer="b").accept(tx, "m1"),
+            lambda: Inbox(consumer="b").accept(tx, "m1", timeout=timedelta(seconds=1)),
+            lambda: Inbox(consumer="b").quarantine(tx, "m1"),
+            lambda: Outbox().stage(tx, "out", b"{}"),
+        ):
+            with pytest.raises(SchemaError, match="run `txbox init`"):
+                write()
+            rollback()
+
+
+@pytest.mark.parametrize(("product", "caller"), ASYNC, ids=_ids(ASYNC))
+def test_without_its_tables_the_async_error_has_the_command(
+    product: str, caller: Callable[[str], Any], new_database: NewDatabase
+) -> None:
+    async def run() -> None:
+        async with caller(new_database(product, schema=False)) as (tx, _, rollback):
+            with pytest.raises(SchemaError, match="run `txbox init`"):
+                await Inbox(consumer="b").accept_async(tx, "m1")
+            await rollback()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(("product", "caller"), SYNC, ids=_ids(SYNC))

@@ -206,6 +206,13 @@ def dbapi_error(error: BaseException, own: Dialect) -> StoreError:
     return store_error(error, own, code=code, constraint=constraint, lost=lost)
 
 
+def of_own(error: StoreError) -> StoreError:
+    """The error of a statement of txbox's, which is known to be right: SQLite has no code for a missing table."""
+    if error.code == "SQLITE_ERROR":
+        error.fault = Fault.SCHEMA
+    return error
+
+
 def refused_commit(error: StoreError) -> bool:
     """Say whether an error of COMMIT proves that nothing was persisted (SEMANTICS 2.6)."""
     if error.fault in (Fault.GUARD, Fault.ABORTED, Fault.CONFLICT, Fault.DUPLICATE):

@@ -22,6 +22,7 @@ from txbox.connections.base import (
     is_marked,
     not_in_transaction,
     not_released,
+    of_own,
     plain_rows,
     refused_commit,
     store_error,
@@ -293,7 +294,7 @@ class Borrowed:
             if found is None:
                 found = store_error(error, self.dialect, code=None)
                 found.fault = Fault.ABORTED
-            raise found from error
+            raise of_own(found) from error
 
 
 def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc, orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from txbox.connections.base import dbapi_error, finished, not_in_transaction, wrong_colour
+from txbox.connections.base import dbapi_error, finished, not_in_transaction, of_own, wrong_colour
 from txbox.connections.sqlalchemy_connection import AsyncSQLAlchemyConnection, SQLAlchemyConnection
 from txbox.connections.sqlalchemy_driver import (
     autocommits,
@@ -155,7 +155,7 @@ class Borrowed:
             return self._wire.execute(statement)
         except exc.SQLAlchemyError as error:
             found = translated(error, self.dialect, self._tx.dialect)
-            raise found or unusable(error) from error
+            raise of_own(found or unusable(error)) from error
 
 
 class AsyncBorrowed:

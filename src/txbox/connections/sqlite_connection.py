@@ -21,6 +21,7 @@ from txbox.connections.base import (
     handler_left,
     is_marked,
     not_released,
+    of_own,
     refused_commit,
     store_error,
 )
@@ -269,8 +270,4 @@ def _closed(raw: sqlite3.Connection) -> bool:
 
 def own_failure(error: sqlite3.Error, own: Dialect) -> StoreError:
     """Put an error of one of txbox's statements into txbox's words."""
-    found = store_error(error, own, code=getattr(error, "sqlite_errorname", None))
-    if found.code == "SQLITE_ERROR":
-        # the statement is known to be right: a table or column is missing, and has no code of its own
-        found.fault = Fault.SCHEMA
-    return found
+    return of_own(store_error(error, own, code=getattr(error, "sqlite_errorname", None)))
