@@ -31,10 +31,10 @@ The workload is "order paid": distinct messages plus 10 % duplicates interleaved
 does one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one
 connection: BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT, COMMIT, without guard, payload hash,
 retries or events. The *limit* does the same work in one statement a batch of 100. *By hand*, where an ordinary handler
-is measured, is naive with txbox's round trips and nothing else: what it does not reach, no library gives such a handler
-on this machine. txbox is the worker of `txbox run`, fed from memory. Every round is verified: orders, balances and
-inbox rows are compared with the workload, and **lost** and **doubled** stand beside every rate. Measure your own server
-with `txbox bench`.
+is measured, is naive with txbox's round trips and nothing else: how far those alone go, with psycopg's own `execute`.
+txbox is the worker of `txbox run`, fed from memory. Every round is verified: orders, balances and inbox rows are
+compared with the workload, and **lost** and **doubled** stand beside every rate. Measure your own server with
+`txbox bench`.
 """
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (

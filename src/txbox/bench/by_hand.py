@@ -48,8 +48,7 @@ class Trips:
 class ByHand(Naive):
     """As naive, with a round trip less a transaction: no guard, hash, retries, events, no worker.
 
-    What it does not reach beside naive no library gives an ordinary handler on this machine; what txbox is
-    behind it, txbox costs.
+    How far round trips alone go, with psycopg's own `execute`; what txbox is behind it, txbox costs.
 
     Args:
         together: messages that share a transaction; more than one of those that wait from the start.
