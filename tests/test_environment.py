@@ -66,7 +66,10 @@ def test_postgresql_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
     with ThrowawayPostgres() as server:
         with Raw(server.url) as before:
             before.execute("CREATE TABLE t AS SELECT 7 AS v")
+            processes = [pid for (pid,) in before.rows("SELECT pid FROM pg_stat_activity")]
             server.stop(immediate=True)
+            # one that is left would hold the shared memory, and keep the next server from starting
+            assert not any(map(alive, processes))
             with pytest.raises(psycopg.OperationalError):
                 before.rows("SELECT v FROM t")
         server.start()

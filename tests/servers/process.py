@@ -142,10 +142,12 @@ class ServerDirectory:
         pid = self._pid()
         if pid is None:
             return
+        ending = [pid]
         if immediate:
             # Stopped first, so that it starts no child between the listing and the kill.
             kill(pid, signal.SIGSTOP)
-            for victim in (*_children(pid), pid):
+            ending = [*_children(pid), pid]
+            for victim in ending:
                 kill(victim, signal.SIGKILL)
         else:
             kill(pid, self.stop_signal)
@@ -153,9 +155,10 @@ class ServerDirectory:
             self._child.wait(STOP_TIMEOUT_S)
             self._child = None
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while alive(pid):
+        # its children too: what is left of one holds the shared memory, and the next server refuses to start
+        while left := [own for own in ending if alive(own)]:
             if time.monotonic() > deadline:
-                raise ServerError(f"{self.name} (process {pid}) does not stop; kill it by hand")
+                raise ServerError(f"{self.name} (process {left[0]}) does not stop; kill it by hand")
             time.sleep(0.02)
         _kill_group(pid)
         (self.directory / "pid").unlink(missing_ok=True)
