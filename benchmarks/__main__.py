@@ -32,6 +32,7 @@ PHASES: dict[str, tuple[str, str | None]] = {
     "P6b": ("Open loop beyond what naive can do", None),
     "P7": ("Four lanes, hot rows", None),
     "P8": ("Growth to 10 million rows", "benchmarks.p08_growth"),
+    "P8b": ("A lease before a backlog", "benchmarks.p08b_backlog"),
     "P9": ("Retention", "benchmarks.p09_retention"),
     "P10": ("mode='stored'", None),
     "P11": ("SQLite", "benchmarks.p11_sqlite"),

@@ -46,7 +46,10 @@ def fill(admin: Tx, ids: Ids, *, rows: int, span: tuple[datetime, datetime]) -> 
         rows=rows,
     )
     with admin.transaction():
-        admin.execute("SET LOCAL session_replication_role = replica")
+        admin.execute(
+            "SET LOCAL txbox.token = 'copy'"
+        )  # rows that were committed under the guard before
+        admin.execute("SET LOCAL txbox.closed = 'copy'")
         if plain:
             admin.execute("ALTER TABLE txbox_inbox DROP CONSTRAINT txbox_inbox_pkey")
         admin.execute(statement.encode())

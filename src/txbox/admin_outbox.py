@@ -25,10 +25,11 @@ T = TypeVar("T")
 _BATCH = 500
 _SAMPLE = 10
 
-#: By action: the statuses that may be changed; the first is what a filter means.
+#: By action: the statuses that may be changed; a filter means the first, of a reroute all but the last.
 CHANGEABLE: dict[Change, tuple[str, ...]] = {
     "retry": ("dead", "failed"),
     "discard": ("dead", "failed", "due", "delayed"),
+    "reroute": ("due", "delayed", "failed", "dead"),
 }
 
 __all__ = [
@@ -115,6 +116,28 @@ class OutboxAdmin:
         audit = None if dry_run else self._audit(actor, reason)
         return self._change("retry", where, audit, progress)
 
+    def reroute(
+        self,
+        where: OutgoingFilter,
+        to: str,
+        *,
+        actor: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> ChangedOutgoing:
+        """Send outgoing messages another way, with a full new budget of attempts, under their ids.
+
+        A filter means messages that have not left, dead ones only if it names the status `dead`; with
+        a message id it means both. The guarantee is that of `retry`.
+
+        Args:
+            to: a route as `status` and `list` show it, or as app.publish(name=…) names it; "" is any App
+                that publishes or consumes the topic.
+        """
+        audit = None if dry_run else self._audit(actor, reason)
+        return self._change("reroute", where, audit, progress, to)
+
     def discard(
         self,
         where: OutgoingFilter,
@@ -139,6 +162,7 @@ class OutboxAdmin:
         where: OutgoingFilter,
         audit: Audit | None,
         progress: Progress | None,
+        to: str | None = None,
     ) -> ChangedOutgoing:
         statuses = _statuses(action, where)
         sample: tuple[str, ...] = ()
@@ -146,7 +170,16 @@ class OutboxAdmin:
         after: int | None = -1
         while after is not None:
             batch: OutgoingBatch = self._drive(
-                again(self._rows.change, action, where, statuses, audit, after=after, limit=_BATCH)
+                again(
+                    self._rows.change,
+                    action,
+                    where,
+                    statuses,
+                    audit,
+                    after=after,
+                    limit=_BATCH,
+                    to=to,
+                )
             )
             count += len(batch.ids)
             sample = (*sample, *batch.ids[: _SAMPLE - len(sample)])
@@ -166,4 +199,6 @@ def _statuses(action: Change, where: OutgoingFilter) -> tuple[str, ...]:
                 f"The status {where.status!r} cannot be changed by {action}: use {' or '.join(allowed)}."
             )
         return (where.status,)
-    return allowed if where.message_id is not None else allowed[:1]
+    if where.message_id is not None:
+        return allowed
+    return allowed[:-1] if action == "reroute" else allowed[:1]

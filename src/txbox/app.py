@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from txbox.body import Decoder
 from txbox.brokers.base import Destination, Source
@@ -22,17 +22,27 @@ from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
 from txbox.extractor import Extractor
-from txbox.handler_options import HandlerOptions
-from txbox.handlers import Handler, Handlers
+from txbox.handler_options import HandlerOptions, Options, exceptions_of
+from txbox.handlers import Handler, Handlers, check_message, types_of
 from txbox.identity import PayloadHash
 from txbox.in_flight import Holder
 from txbox.intake import Intake, Leasing
 from txbox.message import Message
+from txbox.observers.logging import LoggingObserver
 from txbox.outbox import Outbox
 from txbox.outcome import Answer, Outcome
-from txbox.policy import Batching, GapPolicy, Lease, Limits, RelayPolicy, Retention, RetryPolicy
+from txbox.policy import (
+    Batching,
+    GapPolicy,
+    Lease,
+    Limits,
+    RelayPolicy,
+    Retention,
+    RetryPolicy,
+    check_policies,
+)
 from txbox.protocol import InboxProtocol
-from txbox.replies import replied_again, replying
+from txbox.replies import replying
 from txbox.routes import CloudEvents, Routes
 from txbox.settled import Settled
 from txbox.steps import Connections, Steps
@@ -42,7 +52,12 @@ from txbox.store.dialect import dialect
 from txbox.store.inbox import InboxStore
 from txbox.store.partitions import Kind, Partitioning
 
+_LEFT = frozenset({Outcome.FAILED, Outcome.DEFERRED})
+
 F = TypeVar("F", bound=Callable[..., Any])
+OfMessage = TypeVar("OfMessage", bound=Callable[[Message[Any], Any], object])
+OfMessages = TypeVar("OfMessages", bound=Callable[[list[Message[Any]], Any], object])
+Outside = TypeVar("Outside", bound=Callable[[Message[Any]], object])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +77,8 @@ class App:
             sessionmaker (a Session).
         django: instead of `database`, an alias of Django's DATABASES.
         schema: the PostgreSQL schema of the tables; None uses the search path.
-        observers: called with every event; alerts hang here.
+        observers: called with every event; alerts hang here. The log on `txbox` is written besides, unless one of
+            them is a `LoggingObserver`.
         codec: encrypts or compresses payloads and error texts at rest.
         limits, lease, retention, batching, relaying: policies; units and defaults are those of their
             classes. Without `limits`, a claim gives up before a short `lease` runs out.
@@ -77,7 +93,8 @@ class App:
         ConfigurationError: no database or two, one that txbox does not know, a driver that is not
             installed.
 
-    Constructing an App does no I/O, and it may be forked.
+    Constructing an App does no I/O, and it may be forked: a child has connections of its own, and nothing in
+    flight. With SQLite fork before the first message, since SQLite lets no child use a database that is open.
     """
 
     def __init__(
@@ -104,16 +121,21 @@ class App:
             raise ConfigurationError(
                 f"unmatched is {unmatched!r}: use 'acknowledge' or 'quarantine'."
             )
+        check_policies(
+            limits=(limits, Limits), lease=(lease, Lease), retention=(retention, Retention),
+            batching=(batching, Batching), relaying=(relaying, RelayPolicy),
+        )  # fmt: skip
         self.database: Database = _open(database, django, schema)
         self.handlers = Handlers()
         self.consumptions: list[Consumption] = []
         self.webhooks: list[Webhook] = []
         #: Where staged messages go.
-        self.routes = Routes(self.handlers.consumes)
+        self.routes = Routes(self.handlers, self._arrives)
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
-        self.outbox = Outbox(schema=schema, codec=codec, routed=self.routes.knows, notify=notify)
+        self.outbox = Outbox(schema=schema, codec=codec, route=self.routes.of, notify=notify)
         self.notify = notify
-        self.events = Events(observers)
+        has_log = any(isinstance(own, LoggingObserver) for own in observers)
+        self.events = Events(observers, None if has_log else LoggingObserver())
         self.lease = lease or Lease()
         self.limits = limits or Limits.within(self.lease)
         self.retention = retention or Retention()
@@ -135,10 +157,58 @@ class App:
             letters=self.dead_letters,
         )
         self.intake = Intake(self.protocol)
+        #: Told by `process`, `answer` and `send` of what they have left in the table, with its consumer: FAILED
+        #: or DEFERRED. A worker of this process looks there.
+        self.left: Callable[[str, Outcome], None] | None = None
         self._checked = False
+
+    def __repr__(self) -> str:
+        count = len(self.handlers)
+        return f"<App {self.database.name}: {count} {'handler' if count == 1 else 'handlers'}>"
 
     # -- registration -------------------------------------------------------------------------
 
+    # what a handler takes depends on two options; a checker then finds one argument too few, or a swapped pair
+    @overload
+    def handler(
+        self,
+        topic: str,
+        *,
+        consumer: str,
+        batch: Literal[False] = ...,
+        transactional: Literal[True] = ...,
+        **options: Unpack[Options],
+    ) -> Callable[[OfMessage], OfMessage]: ...
+    @overload
+    def handler(
+        self,
+        topic: str,
+        *,
+        consumer: str,
+        batch: Literal[True],
+        transactional: Literal[True] = ...,
+        **options: Unpack[Options],
+    ) -> Callable[[OfMessages], OfMessages]: ...
+    @overload
+    def handler(
+        self,
+        topic: str,
+        *,
+        consumer: str,
+        batch: Literal[False] = ...,
+        transactional: Literal[False],
+        **options: Unpack[Options],
+    ) -> Callable[[Outside], Outside]: ...
+    @overload
+    def handler(
+        self,
+        topic: str,
+        *,
+        consumer: str,
+        batch: bool = ...,
+        transactional: bool = ...,
+        **options: Unpack[Options],
+    ) -> Callable[[F], F]: ...
     def handler(  # noqa: PLR0913  # every option by name: this is the API people read
         self,
         topic: str,
@@ -167,7 +237,6 @@ class App:
         keep_payload: timedelta | Literal["unfinished", "always"] = "unfinished",
         keep_result: bool = False,
         reply_to: str | Literal[True] | None = None,
-        reply_again: bool = False,
         mode: Literal["inline", "stored"] = "inline",
     ) -> Callable[[F], F]:
         """Register a handler for a topic; the function stays as it is.
@@ -201,18 +270,17 @@ class App:
             keep_payload: "unfinished", "always", or how long processed rows keep their payload.
             keep_result: keep what the function returned, as JSON, and give it to duplicates; see `answer`.
             reply_to: stage what the function returned, in its transaction, to this topic; True: to
-                the one that the message's `reply-to` header names. None is no reply.
-            reply_again: stage the kept result once more for a duplicate, under the same id.
+                the one that the message's `reply-to` header names. None is no reply. A replay that returns
+                something else replies under another id; with `keep_result`, it replies what is kept.
             mode: "stored" acknowledges once the payload is stored, and processes from the table.
 
         Raises:
             ConfigurationError: a wrong signature or colour, an overlap, or an option out of range.
         """
-        if type is not None and types is not None:
-            raise ConfigurationError("A handler takes type= or types=, not both.")
+        kinds = types_of(type, types)
         options = HandlerOptions(
-            retry=retry or RetryPolicy(),
-            reject_on=tuple(reject_on),
+            retry=RetryPolicy() if retry is None else retry,
+            reject_on=exceptions_of(reject_on),
             timeout=timeout,
             concurrency=concurrency,
             batch=batch,
@@ -222,7 +290,7 @@ class App:
             dead_blocks=dead_blocks,
             dead_letter_topic=dead_letter_topic,
             sequence=sequence,
-            gaps=gaps or GapPolicy(),
+            gaps=GapPolicy() if gaps is None else gaps,
             lock_key=lock_key,
             message_id=message_id,
             weak_ids=weak_ids,
@@ -232,7 +300,6 @@ class App:
             keep_payload=keep_payload,
             keep_result=keep_result,
             reply_to=reply_to,
-            reply_again=reply_again,
             mode=mode,
         )
 
@@ -241,7 +308,7 @@ class App:
                 replying(function, options, self.outbox),
                 topic=topic,
                 consumer=consumer,
-                types=[type] if type is not None else types,
+                types=kinds,
                 options=options,
             )
             self._check_colour(added)
@@ -299,18 +366,32 @@ class App:
         *,
         cloudevents: CloudEvents | None = None,
         source: str | None = None,
+        name: str | None = None,
     ) -> None:
         """Send staged messages of these topics to a broker; without topics, all that no other one takes.
 
         What nobody publishes and a handler consumes goes to the handlers of this app (`Local`).
 
         Args:
+            name: of the route, which staged rows keep: only a relay that has it takes them. By default
+                it is the broker's address. Name it where two Apps on one database publish the same topic to
+                one broker and must not relay for each other, or where the address is going to change.
             cloudevents: send "binary" or "structured" CloudEvents, from the service named by `source`.
 
         Raises:
             ConfigurationError: a topic has a destination already.
         """
-        self.routes.add(destination, topics, cloudevents, source)
+        self.routes.add(destination, topics, cloudevents, source, name)
+
+    def _arrives(self, topic: str) -> bool:
+        """Say whether a topic comes from a source."""
+        for own in self.consumptions:
+            asked = own.source.topics if own.topics is None else own.topics
+            if not isinstance(own.source, Local) and not {topic, "*"}.isdisjoint(
+                self.handlers.topics() if asked is None else asked
+            ):
+                return True
+        return False
 
     def _check_colour(self, handler: Handler) -> None:
         own = self.database.asynchronous if handler.is_async else self.database.sync
@@ -339,7 +420,7 @@ class App:
         handler with `transactional=False` is leased for `Lease.duration` and its `timeout=` on top,
         without heartbeats: a run that outlasts both may be run a second time beside itself.
         """
-        handler = self.handlers.only(message.topic, message.type, consumer)
+        handler = self.handlers.only(message, consumer)
         if handler is None:
             return drive(self._any_sync(), self._unmatched(message))
         if handler.is_async:
@@ -348,7 +429,7 @@ class App:
 
     async def process_async(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
         """The twin of `process`; a sync handler runs in a thread."""
-        handler = self.handlers.only(message.topic, message.type, consumer)
+        handler = self.handlers.only(message, consumer)
         if handler is not None and not handler.is_async:
             return await asyncio.to_thread(self.process, message, consumer=handler.consumer)
         if self.database.asynchronous is None:
@@ -365,14 +446,14 @@ class App:
 
         A duplicate gets the answer that the first delivery got.
         """
-        handler = self.handlers.only(message.topic, message.type, consumer)
+        handler = self.handlers.only(message, consumer)
         if handler is None or handler.is_async:
             return Answer(self.process(message, consumer=consumer))
         return _answer(*drive(self._any_sync(), self._processed(handler, message)))
 
     async def answer_async(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
         """The twin of `answer`; a sync handler runs in a thread."""
-        handler = self.handlers.only(message.topic, message.type, consumer)
+        handler = self.handlers.only(message, consumer)
         if handler is None:
             return Answer(await self.process_async(message, consumer=consumer))
         if not handler.is_async or self.database.asynchronous is None:
@@ -440,39 +521,42 @@ class App:
         """
         try:
             if not self._checked:
-                yield from self.protocol.persistently(self.check_schema, for_s=for_s, stop=stop)
+                yield from self.protocol.persistently(
+                    self.check_schema, consumer=handler.consumer, for_s=for_s, stop=stop
+                )
             settled: list[Settled] = yield from self.protocol.persistently(
                 lambda: self.intake.take(handler, messages, leasing=leasing, holder=holder),
+                consumer=handler.consumer,
                 for_s=for_s,
                 stop=stop,
             )
-            if handler.options.reply_again:
-                yield from self.protocol.persistently(
-                    lambda: replied_again(
-                        self.store.dialect, self.outbox, handler, messages, settled
-                    ),
-                    for_s=for_s,
-                    stop=stop,
-                )
         except StoreError as error:
             if error.fault in (Fault.SCHEMA, Fault.OTHER):
                 # an undefined table has a remedy, and its sentence names the command
                 yield from self.check_schema()
             if error.fault is Fault.SCHEMA:
-                raise tables.incomplete(error) from error
+                raise tables.incomplete(error) from None
             raise
         else:
             return settled
 
     def _processed(self, handler: Handler, message: Message[Any]) -> Steps[list[Settled]]:
-        return self.taken(handler, [message], for_s=self.limits.unavailable_for.total_seconds())
+        settled: list[Settled] = yield from self.taken(
+            handler, [message], for_s=self.limits.unavailable_for.total_seconds()
+        )
+        self._leave(handler, settled)
+        return settled
+
+    def _leave(self, handler: Handler, settled: Sequence[Settled]) -> None:
+        if self.left is not None:
+            for outcome in {answer.outcome for answer in settled} & _LEFT:
+                self.left(handler.consumer, outcome)
 
     def unmatched_message(self, message: Message[Any]) -> Steps[None]:
         """Count a message that no handler consumes, and keep it where `unmatched` says so."""
-        if self.events:
-            self.events.emit(
-                MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
-            )
+        self.events.emit(
+            MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
+        )
         if self.unmatched == "quarantine":
             yield from self.intake.unmatched(
                 message, f"No handler consumes topic {message.topic!r} with type {message.type!r}."
@@ -486,6 +570,7 @@ class App:
         answers: list[dict[str, Outcome]] = [{} for _ in messages]
         work: dict[Handler, list[int]] = {}
         for index, message in enumerate(messages):
+            check_message(message)
             found = self.handlers.matching(message.topic, message.type)
             if not found:
                 raise ConfigurationError(
@@ -501,6 +586,7 @@ class App:
             )
             for index, own in zip(indexes, settled, strict=True):
                 answers[index][handler.consumer] = own.outcome
+            self._leave(handler, settled)
         return answers
 
     def check_schema(self) -> Steps[None]:

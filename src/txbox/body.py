@@ -1,18 +1,32 @@
-"""Decoding a payload into what a handler's annotation asks for."""
+"""Decoding a payload into what a handler's annotation asks for, and encoding what a program sends."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
 from typing import Any, cast
+from uuid import UUID
 
 from txbox.errors import ConfigurationError
 from txbox.message import Message, parsed
 
 Decoder = Callable[[Message[Any]], Any]
+
+# what `as_json` writes as text
+_FROM_TEXT: dict[Any, Callable[[str], Any]] = {
+    datetime: datetime.fromisoformat,
+    date: date.fromisoformat,
+    time: time.fromisoformat,
+    UUID: UUID,
+    Decimal: Decimal,
+}
 
 
 def decoder_for(annotation: Any) -> Decoder:
@@ -114,8 +128,59 @@ def _fitted(hint: Any, value: object) -> Any:
     if origin is list and isinstance(value, list):
         (item,) = typing.get_args(hint) or (Any,)
         return [_fitted(item, own) for own in cast("Iterable[object]", value)]
+    if isinstance(hint, type) and hint in _FROM_TEXT and isinstance(value, str):
+        return _FROM_TEXT[hint](value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
     if isinstance(hint, type) and hint in (int, str, float, bool, dict, list):
         allowed: Any = (int, float) if hint is float else hint
         if not isinstance(value, allowed) or (hint is int and isinstance(value, bool)):
             raise ValueError(f"expected {hint.__name__}, got a JSON {type(value).__name__}")
     return value
+
+
+def as_json(value: object, *, sort_keys: bool = False) -> bytes:
+    """Return a value as JSON.
+
+    Beside JSON's own types: datetime, date and time (ISO 8601), timedelta (seconds), UUID and Decimal (text, so
+    that no digit is lost), enums (their value), sets, dataclasses, pydantic models and msgspec structs.
+
+    Raises:
+        TypeError: it holds something else.
+        ValueError: it holds a number that JSON has not (NaN, infinity).
+    """
+    return json.dumps(
+        value, separators=(",", ":"), default=_plain, allow_nan=False, sort_keys=sort_keys
+    ).encode()
+
+
+def _plain(value: object) -> object:
+    match value:
+        case datetime() | date() | time():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case UUID() | Decimal():
+            return str(value)
+        case Enum():
+            return value.value
+        case set() | frozenset():
+            return list(cast("Iterable[object]", value))
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        case _:
+            return _modelled(value)
+
+
+def _modelled(value: Any) -> object:
+    # a model or a struct can only exist where its library has been imported
+    pydantic: Any = sys.modules.get("pydantic")
+    msgspec: Any = sys.modules.get("msgspec")
+    if pydantic is not None and isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json", by_alias=True)
+    if msgspec is not None and isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value)
+    raise TypeError(
+        f"A {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON: stage bytes, JSON's own "
+        "types, datetimes, UUIDs, Decimals, enums, dataclasses, pydantic models or msgspec structs."
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from txbox.body import as_json
 from txbox.cause import Run
 from txbox.handlers import Handler
 from txbox.steps import Call, Invoke, Steps
@@ -55,7 +55,7 @@ def _call(
             else handler.function(given)
         )
     # written inside of the call: what JSON cannot hold is the handler's failure
-    return _as_json(answer) if handler.options.keep_result else None
+    return _kept(answer, run) if handler.options.keep_result else None
 
 
 async def _call_async(
@@ -68,7 +68,7 @@ async def _call_async(
             if handler.options.transactional
             else handler.function(given)
         )
-    return _as_json(answer) if handler.options.keep_result else None
+    return _kept(answer, run) if handler.options.keep_result else None
 
 
 def _bound(
@@ -82,9 +82,11 @@ def _bound(
     if called is not None:
         called.append(work.message_id)
     message = handler.bound(work)
-    return Run(handler.consumer, (message,)), message
+    return Run(handler.consumer, (message,), replied=work.replied), message
 
 
-def _as_json(value: Any) -> bytes:
-    # NaN is no JSON, though Python writes it
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+def _kept(value: Any, run: Run) -> bytes:
+    if run.replied is not None:
+        # the reply has left: what is kept stays what was replied
+        return run.replied
+    return as_json(value)

@@ -6,6 +6,7 @@ import hashlib
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,12 +25,21 @@ class Run:
 
     Args:
         first: the ordinal of the first thing that each message causes.
+        replied: of a replay, what its message was answered with.
     """
 
-    __slots__ = ("_caused", "_first", "_token", "consumer", "messages")
+    __slots__ = ("_caused", "_first", "_token", "consumer", "messages", "replied")
 
-    def __init__(self, consumer: str, messages: Sequence[Message[Any]], *, first: int = 0) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        messages: Sequence[Message[Any]],
+        *,
+        first: int = 0,
+        replied: bytes | None = None,
+    ) -> None:
         self._first = first
+        self.replied = replied
         self.consumer = consumer
         self.messages = messages
         self._caused: dict[str, int] = {}
@@ -37,8 +47,10 @@ class Run:
     def __enter__(self) -> None:
         self._token = _running.set(self)
 
-    def __exit__(self, *_: object) -> None:
-        _running.reset(self._token)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # a coroutine that is closed by another task ends in a context that never had it
+        with suppress(ValueError) if kind is GeneratorExit else _nothing:
+            _running.reset(self._token)
 
     def next_id(self, cause: Message[Any]) -> str:
         """The id of the next thing that this message causes: a run that is repeated gives the same ones."""
@@ -48,6 +60,7 @@ class Run:
         return derived_id(self.consumer, own, ordinal)
 
 
+_nothing = nullcontext()
 _running: ContextVar[Run | None] = ContextVar("txbox_running", default=None)
 
 

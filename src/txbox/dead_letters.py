@@ -8,6 +8,7 @@ from txbox.cause import Run
 from txbox.handlers import Handlers
 from txbox.message import HeaderValue, Message
 from txbox.outbox import Outbox, Outgoing
+from txbox.routes import LOCAL
 from txbox.steps import Steps
 from txbox.store.dialect import Dialect
 
@@ -54,7 +55,7 @@ class DeadLetters:
             headers=_headers(message, consumer, attempts, error_type),
         )
         with Run(consumer, (message,), first=_DEATH - attempts):
-            yield from self._outbox.staging(own, [letter], routed=False)
+            yield from self._outbox.staging(own, [letter], otherwise=LOCAL)
 
 
 def _headers(

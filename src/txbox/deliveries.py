@@ -140,7 +140,8 @@ class Deliveries:
             recorded = yield from self._endings.recorded(handler, arrival, failure, token="")
             if recorded is not None:
                 return {arrival.message_id: recorded}
-            # the row is somebody else's by now: claim again, which says whose
+            # the row is somebody else's by now, or that of a COMMIT which took effect whatever was answered:
+            # claim again, which says whose
 
     def _run_together(
         self, handler: Handler, arrivals: Sequence[Arrival]
@@ -220,7 +221,7 @@ class Deliveries:
         size = 1
         if end in (End.CONFLICT, End.LOCKED):
             self._paces.of(handler).conflicted(len(arrivals))
-        elif end is End.RAISED:
+        elif end in (End.RAISED, End.REFUSED):
             size = (len(arrivals) + 1) // 2
         settled: dict[str, Settled] = {}
         keys: set[str] = set()

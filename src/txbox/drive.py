@@ -22,6 +22,8 @@ from txbox.invoking import (
     can_nest_async,
     can_pipe,
     can_pipe_async,
+    can_read,
+    can_read_async,
     invoke,
     invoke_async,
     invoke_groups,
@@ -40,6 +42,8 @@ from txbox.steps import (
     InvokeGroups,
     Pipe,
     Raised,
+    Read,
+    Result,
     Rollback,
     Statement,
     Steps,
@@ -49,6 +53,12 @@ from txbox.steps import (
     around,
     at,
 )
+
+# A role that a handler has set stays on its connection, and may have no right to txbox's tables: nothing
+# has been done where the first statements fail so, and another connection tells whether the right is missing.
+_NO_RIGHT = "42501"
+# more than are kept idle
+_OTHERS_MAX = 20
 
 
 def run(connection: Executor, steps: Steps[T]) -> T:
@@ -75,7 +85,7 @@ def run(connection: Executor, steps: Steps[T]) -> T:
         return answer
     except StoreError as error:
         if error.fault is Fault.SCHEMA:
-            raise _absent(error) from error
+            raise _absent(error) from None
         raise
 
 
@@ -98,7 +108,7 @@ async def run_async(connection: AsyncExecutor, steps: Steps[T]) -> T:
         return answer
     except StoreError as error:
         if error.fault is Fault.SCHEMA:
-            raise _absent(error) from error
+            raise _absent(error) from None
         raise
 
 
@@ -129,13 +139,24 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                     connection = begun = None
                 if type(step) is Begin:
                     at("before:begin")
-                    if begun is not None and (chaining := can_chain(connection)) is not None:
-                        begun = None
-                        outcome = chaining.begun()
-                    else:
+                    chaining = can_chain(connection) if begun is not None else None
+                    begun, others = None, 0
+                    while True:
                         if connection is None:
                             connection = connections.acquire()
-                        outcome = connection.begin(step.statements)
+                        try:
+                            outcome = (
+                                connection.begin(step.statements)
+                                if chaining is None
+                                else chaining.begun()
+                            )
+                            break
+                        except StoreError as error:
+                            if error.code != _NO_RIGHT or others == _OTHERS_MAX:
+                                raise
+                            connection.discard()
+                            connection = chaining = None
+                            others += 1
                     around(step.statements, "after:begin", "after")
                 elif type(step) is Statement:
                     assert connection is not None
@@ -170,6 +191,13 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
                         connection = None
                 elif type(step) is Wait:
                     _sleep(step)
+                elif type(step) is Read:
+                    connection = connections.acquire()
+                    at(f"before:{step.statement.name}")
+                    outcome = _read(connection, step.statement)
+                    at(f"after:{step.statement.name}")
+                    connections.release(connection)
+                    connection = None
                 elif connection is not None:  # Rollback, Discard
                     held, connection = connection, None
                     if type(step) is Rollback:
@@ -188,6 +216,14 @@ def drive(connections: Connections, steps: Steps[T]) -> T:
             connection.discard()
         # a cancelled operation ends now, not when its traceback is collected: it holds ids in flight
         steps.close()
+
+
+def _read(connection: Connection, statement: Statement) -> Result:
+    if (reading := can_read(connection)) is not None:
+        return reading.read(statement)
+    (result,) = connection.begin((statement,))
+    connection.commit(())
+    return result
 
 
 def _give_up(connections: Connections, held: Connection) -> None:
@@ -227,13 +263,24 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
                     connection = begun = None
                 if type(step) is Begin:
                     at("before:begin")
-                    if begun is not None and (chaining := can_chain_async(connection)) is not None:
-                        begun = None
-                        outcome = await chaining.begun()
-                    else:
+                    chaining = can_chain_async(connection) if begun is not None else None
+                    begun, others = None, 0
+                    while True:
                         if connection is None:
                             connection = await connections.acquire()
-                        outcome = await connection.begin(step.statements)
+                        try:
+                            outcome = await (
+                                connection.begin(step.statements)
+                                if chaining is None
+                                else chaining.begun()
+                            )
+                            break
+                        except StoreError as error:
+                            if error.code != _NO_RIGHT or others == _OTHERS_MAX:
+                                raise
+                            connection.discard()
+                            connection = chaining = None
+                            others += 1
                     around(step.statements, "after:begin", "after")
                 elif type(step) is Statement:
                     assert connection is not None
@@ -268,6 +315,13 @@ async def drive_async(connections: AsyncConnections, steps: Steps[T]) -> T:
                         await connections.release(held)
                 elif type(step) is Wait:
                     await _sleep_async(step)
+                elif type(step) is Read:
+                    connection = await connections.acquire()
+                    at(f"before:{step.statement.name}")
+                    outcome = await _read_async(connection, step.statement)
+                    at(f"after:{step.statement.name}")
+                    held, connection = connection, None
+                    await connections.release(held)
                 elif connection is not None:  # Rollback, Discard
                     held, connection = connection, None
                     if type(step) is Rollback:
@@ -296,6 +350,14 @@ async def _shielded(commit: Awaitable[T]) -> T:
         # the COMMIT may be on its way: its connection must not be touched before the answer
         await asyncio.wait([task])
         raise
+
+
+async def _read_async(connection: AsyncConnection, statement: Statement) -> Result:
+    if (reading := can_read_async(connection)) is not None:
+        return await reading.read(statement)
+    (result,) = await connection.begin((statement,))
+    await connection.commit(())
+    return result
 
 
 async def _give_up_async(connections: AsyncConnections, held: AsyncConnection) -> None:

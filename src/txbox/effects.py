@@ -8,11 +8,11 @@ Source: docs/decisions/0018-effects-are-rows.md
 
 from __future__ import annotations
 
-import json
 import secrets
 from datetime import timedelta
 from typing import Any
 
+from txbox.body import as_json
 from txbox.cause import cause_of, passed_on
 from txbox.connections import borrow, borrow_async
 from txbox.drive import run, run_async
@@ -20,7 +20,7 @@ from txbox.errors import ConfigurationError
 from txbox.handlers import Handler, Handlers
 from txbox.identity import time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
-from txbox.policy import Limits
+from txbox.policy import Limits, check_duration
 from txbox.steps import Steps
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
@@ -110,6 +110,7 @@ class Effects:
         cause: Message[Any] | None,
     ) -> Steps[str]:
         handler = self._handler(name)
+        check_duration("delay", delay)
         own_run, found = cause_of(cause)
         own_id = time_ordered_id() if own_run is None or found is None else own_run.next_id(found)
         given = Headers(headers)
@@ -118,7 +119,7 @@ class Effects:
             topic=handler.topic,
             id=own_id,
             key=key,
-            payload=json.dumps(body, separators=(",", ":")).encode(),
+            payload=as_json(body),
             content_type="application/json",
             headers=(
                 *given,

@@ -19,7 +19,7 @@ from txbox.events import (
     MessageQuarantined,
     SequenceGap,
 )
-from txbox.failure import BROKEN, failure_of
+from txbox.failure import BROKEN, failure_of, shown
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Outcome, Status
@@ -80,15 +80,15 @@ class Endings:
     ) -> Settled:
         """The outcome of a message whose row is processed."""
         attempt = arrival.message.attempt
-        if self.events:
-            if ran is not None and ran.gap is not None:
-                self.events.emit(
-                    SequenceGap(
-                        **where(handler, arrival),
-                        expected=ran.gap,
-                        sequence=arrival.message.sequence or 0,
-                    )
+        if ran is not None and ran.gap is not None:
+            self.events.emit(
+                SequenceGap(
+                    **where(handler, arrival),
+                    expected=ran.gap,
+                    sequence=arrival.message.sequence or 0,
                 )
+            )
+        if self.events:
             self.events.emit(
                 MessageProcessed(
                     consumer=handler.consumer,
@@ -149,12 +149,11 @@ class Endings:
             )
         )  # fmt: skip
         yield Commit()
-        if self.events:
-            self.events.emit(
-                MessageQuarantined(
-                    consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
-                )
+        self.events.emit(
+            MessageQuarantined(
+                consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
             )
+        )
 
     def failure(self, handler: Handler, ran: Ran) -> Failure:
         """What is to be recorded of a transaction that raised, or was left."""
@@ -199,22 +198,20 @@ class Endings:
         self, handler: Handler, arrival: Arrival, failure: Failure, *, dead: bool, attempts: int
     ) -> Settled:
         """The outcome of a failure that is on disk."""
-        if self.events:
-            place = where(handler, arrival)
-            first_line = failure.error.partition("\n")[0]
-            if dead:
-                self.events.emit(
-                    MessageDead(
-                        **place, attempt=attempts, error_type=failure.error_type, error=first_line
-                    )
-                )
-            else:
-                self.events.emit(
-                    MessageFailed(
-                        **place, attempt=attempts, error_type=failure.error_type, error=first_line,
-                        retry_in_s=failure.delay_s or 0.0,
-                    )
-                )  # fmt: skip
+        text = failure.error.partition("\n")[0]
+        # the lines of a traceback quote the program, which may have a text in it that the codec hides
+        plain = failure.raised if self.store.columns.key_id is None else None
+        told: dict[str, Any] = {
+            **where(handler, arrival),
+            "attempt": attempts,
+            "error_type": failure.error_type,
+            "error": self.store.columns.told(text),
+            "exception": None if plain is None else shown(plain, text),
+        }
+        if dead:
+            self.events.emit(MessageDead(**told))
+        else:
+            self.events.emit(MessageFailed(**told, retry_in_s=failure.delay_s or 0.0))
         return Settled(Outcome.DEAD if dead else Outcome.FAILED, attempts)
 
     def dying(
@@ -242,7 +239,7 @@ def where(handler: Handler, arrival: Arrival) -> dict[str, str]:
 
 def lost(ran: Ran) -> StoreError:
     """The error for a transaction that a wait may cure: its own, or the loss of its connection."""
-    if ran.store is not None and ran.end is not End.AMBIGUOUS:
+    if ran.store is not None and ran.end not in (End.AMBIGUOUS, End.REFUSED):
         return ran.store
     return StoreUnavailable(
         "The database connection was lost.",

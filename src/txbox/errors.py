@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from enum import StrEnum
+
+# user:password@ in a URL, up to the last @: a password may hold any other delimiter, unencoded;
+# and the value of an option such as password=, sslpassword=, passwd= or SharedAccessToken=
+_SECRET = re.compile(
+    r"(://[^:\s]*:)\S*(?=@)|([\w-]*(?:pass|pwd|secret|token)[\w-]*\s*=\s*)('[^']*'|[^\s&]+)",
+    re.IGNORECASE,
+)
+
+
+def redacted(text: str) -> str:
+    """The text without any password that stands in it as in a URL or a connection string."""
+    return _SECRET.sub(lambda found: f"{found[1] or found[2]}***", text)
 
 
 class TxboxError(Exception):
@@ -58,6 +71,20 @@ class StoreError(TxboxError):
 class StoreUnavailable(StoreError):
     """The database cannot be reached or does not accept work now; a retry may help."""
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        fault: Fault = Fault.UNAVAILABLE,
+        code: str | None = None,
+        constraint: str | None = None,
+        definite: bool = True,
+        misconfigured: bool = False,
+    ) -> None:
+        super().__init__(message, fault=fault, code=code, constraint=constraint, definite=definite)
+        #: True when a wrong host, user, password or database name is the likely cause: waiting seldom helps.
+        self.misconfigured = misconfigured
+
 
 class BrokerError(TxboxError):
     """A broker refused an operation."""
@@ -78,6 +105,9 @@ class MessageRefused(BrokerError):
 
 class UnusableMessage(TxboxError):
     """A message has no usable id, or bytes that no database can keep (NUL, lone surrogates)."""
+
+    #: Its id, where that is not what makes it unusable.
+    message_id: str = ""
 
 
 class PayloadMismatch(TxboxError):
@@ -102,8 +132,16 @@ class Retry(TxboxError):
     def __init__(
         self, reason: str = "the handler asked for a retry", *, after: timedelta | None = None
     ) -> None:
+        if not _is_wait(after):
+            raise ConfigurationError(
+                f"Retry: after is {after!r}: give a timedelta, such as timedelta(seconds=5)."
+            )
         super().__init__(reason)
         self.after = after
+
+
+def _is_wait(given: object) -> bool:
+    return given is None or isinstance(given, timedelta)
 
 
 class Reject(TxboxError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _log = logging.getLogger("txbox")
 
@@ -60,6 +60,7 @@ class MessageFailed(MessageEvent):
     error_type: str
     error: str
     retry_in_s: float
+    exception: BaseException | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class MessageDead(MessageEvent):
     attempt: int
     error_type: str
     error: str
+    exception: BaseException | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,14 @@ class WorkerStopped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineTrimmed(Event):
+    """The quarantine held more than `Retention.quarantine_bytes`: its oldest payloads were dropped, the rows stay."""
+
+    rows: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowsChanged(Event):
     """An operator retried, discarded or replayed rows; also in `txbox_audit`."""
 
@@ -237,18 +247,23 @@ Observer = Callable[[Event], None]
 
 
 class Events:
-    """The observers of one app; an observer that raises is logged and kept."""
+    """The log and the observers of one app; an observer that raises is logged and kept.
 
-    __slots__ = ("observers",)
+    False where nobody hears of what goes well: such events need not be made, those of trouble always are.
+    """
 
-    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+    __slots__ = ("_logs", "observers")
+
+    def __init__(self, observers: Sequence[Observer] = (), logs: Observer | None = None) -> None:
+        self._logs = [] if logs is None else [logs]
         self.observers = list(observers)
 
     def __bool__(self) -> bool:
-        return bool(self.observers)
+        # the log writes what goes well at DEBUG
+        return bool(self.observers) or (bool(self._logs) and _log.isEnabledFor(logging.DEBUG))
 
     def emit(self, event: Event) -> None:
-        for observer in self.observers:
+        for observer in (*self._logs, *self.observers):
             try:
                 observer(event)
             except Exception:  # noqa: BLE001

@@ -21,8 +21,10 @@ def check_path(option: str, given: object) -> None:
     Raises:
         ConfigurationError: a path that no message has.
     """
-    if not isinstance(given, str):
+    if given is None or callable(given):
         return
+    if not isinstance(given, str):
+        raise ConfigurationError(f"{option} is {given!r}: give a callable or a path.")
     head, dot, rest = given.partition(".")
     if head not in _HEADS or (dot and not all(rest.split("."))) or (head == "headers" and not rest):
         raise ConfigurationError(

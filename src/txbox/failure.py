@@ -36,7 +36,7 @@ BROKEN = Failure(
 
 
 def failure_of(
-    error: Exception,
+    error: BaseException,
     store: StoreError | None,
     options: HandlerOptions,
     limits: Limits,
@@ -48,6 +48,10 @@ def failure_of(
             driver's, which may quote rows.
     """
     text = str(store) if store is not None else _text_of(error)
+    cause = store.__cause__ if store is not None and not store.definite else None
+    if isinstance(cause, Exception) and cause is not store:
+        # COMMIT was refused: the driver's name for it says more
+        error = cause
     frames = _frames(error.__traceback__)
     final = isinstance(error, (Reject, *options.reject_on))
     delay_s = (
@@ -61,7 +65,43 @@ def failure_of(
         fingerprint=fingerprint(error),
         final=final,
         delay_s=delay_s,
+        raised=error,
     )
+
+
+def shown(error: BaseException, text: str, depth: int = 8) -> BaseException:
+    """An exception as a log may have it: type, frames and `text`, and so for what it came from.
+
+    The texts of libraries, which quote rows and payloads, are left out; what an exception holds stays behind.
+    """
+    kind = type(error)
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    stand_in: BaseException = type(kind.__name__, (Exception,), named)(
+        *([_one_line(text)] if text else [])
+    )
+    trace = error.__traceback__
+    while (
+        trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename.startswith(_HERE)
+    ):
+        trace = trace.tb_next
+    stand_in.__traceback__ = trace
+    if depth:
+        if error.__cause__ is not None:
+            stand_in.__cause__ = shown(error.__cause__, _harmless(error.__cause__), depth - 1)
+        elif error.__context__ is not None and not error.__suppress_context__:
+            stand_in.__context__ = shown(error.__context__, _harmless(error.__context__), depth - 1)
+    return stand_in
+
+
+def _harmless(error: BaseException) -> str:
+    module = type(error).__module__
+    where = getattr(sys.modules.get(module), "__file__", None) or ""
+    ours = module == "builtins" or where.startswith(_HERE) or not _foreign(where)
+    return printable(_text_of(error).partition("\n")[0], 1_000) if ours else ""
+
+
+def _one_line(text: str) -> str:
+    return "".join(own if own.isprintable() else ascii(own)[1:-1] for own in text)
 
 
 def fingerprint(error: BaseException) -> str:

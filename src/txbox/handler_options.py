@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from types import NoneType
+from typing import Any, Literal, TypedDict
 
 from txbox.body import Decoder
 from txbox.errors import ConfigurationError
 from txbox.extractor import Extractor, check_path
 from txbox.identity import PayloadHash
 from txbox.policy import GapPolicy, RetryPolicy
+
+_FLAG = (bool, "True or False")
+# what an option must be, and how to write it
+_KINDS: dict[str, tuple[Any, str]] = {
+    "retry": (RetryPolicy, "a RetryPolicy, such as RetryPolicy(max_attempts=3)"),
+    "gaps": (GapPolicy, "a GapPolicy, such as GapPolicy(wait=timedelta(minutes=1))"),
+    "timeout": ((timedelta, NoneType), "a timedelta, such as timedelta(seconds=3)"),
+    "concurrency": (int, "a whole number"),
+    "dead_letter_topic": ((str, NoneType), "the name of a topic"),
+    **dict.fromkeys(
+        (
+            "batch", "pipeline", "transactional", "ordered", "dead_blocks", "weak_ids", "keep_result",
+        ),
+        _FLAG,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +60,21 @@ class HandlerOptions:
     keep_payload: timedelta | Literal["unfinished", "always"] = "unfinished"
     keep_result: bool = False
     reply_to: str | Literal[True] | None = None
-    reply_again: bool = False
     mode: Literal["inline", "stored"] = "inline"
 
     def __post_init__(self) -> None:
+        for name, (kinds, wanted) in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+                raise ConfigurationError(f"{name} is {value!r}: give {wanted}.")
+        for name in ("message_id", "sequence", "lock_key"):
+            check_path(name, getattr(self, name))
+        if self.decode is not None and not callable(self.decode):
+            raise ConfigurationError(
+                f"decode is {self.decode!r}: give a callable from Message to body."
+            )
+        if self.dead_letter_topic == "":
+            raise ConfigurationError("dead_letter_topic is '': give the name of a topic.")
         if self.concurrency < 1:
             raise ConfigurationError(f"concurrency is {self.concurrency}: it must be 1 or more.")
         if self.mode not in ("inline", "stored"):
@@ -56,9 +85,6 @@ class HandlerOptions:
             raise ConfigurationError(
                 f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable."
             )
-        check_path("message_id", self.message_id)
-        check_path("sequence", self.sequence)
-        check_path("lock_key", self.lock_key)
         _check_keep(self.keep_payload)
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ConfigurationError("timeout must be above zero.")
@@ -96,15 +122,52 @@ class HandlerOptions:
             raise ConfigurationError(
                 f"reply_to is {self.reply_to!r}: name a topic, or say True for the message's reply-to header."
             )
-        if self.reply_again and not (self.reply_to and self.keep_result):
-            raise ConfigurationError(
-                "reply_again=True stages the kept result: it needs reply_to= and keep_result=True."
-            )
 
     @property
     def in_order(self) -> bool:
         """True when a message may have to wait for others of its key."""
         return self.ordered or self.sequence is not None
+
+
+class Options(TypedDict, total=False):
+    """The options of `App.handler` that do not change how a handler is called."""
+
+    type: str | None
+    types: Iterable[str] | None
+    retry: RetryPolicy | None
+    reject_on: Sequence[type[Exception]]
+    timeout: timedelta | None
+    concurrency: int
+    pipeline: bool
+    ordered: bool
+    dead_blocks: bool
+    dead_letter_topic: str | None
+    sequence: Extractor | str | None
+    gaps: GapPolicy | None
+    lock_key: Extractor | str | None
+    message_id: Extractor | str | None
+    weak_ids: bool
+    id_scope: Literal["topic"] | None
+    decode: Decoder | None
+    payload_hash: PayloadHash
+    keep_payload: timedelta | Literal["unfinished", "always"]
+    keep_result: bool
+    reply_to: str | Literal[True] | None
+    mode: Literal["inline", "stored"]
+
+
+def exceptions_of(given: Any) -> tuple[type[Exception], ...]:
+    """Return `reject_on=` as a tuple, of one class too.
+
+    Raises:
+        ConfigurationError: it holds something else.
+    """
+    kinds = (given,) if isinstance(given, type) else tuple(given)
+    if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
+        raise ConfigurationError(
+            f"reject_on is {given!r}: give exception classes, as in (ValueError, KeyError)."
+        )
+    return kinds
 
 
 def _check_keep(keep: object) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
-from txbox.extractor import extractor_of
+from txbox.extractor import Extractor, extractor_of
 from txbox.handler_options import HandlerOptions
 from txbox.identity import checked_consumer, checked_text, message_id, payload_hash
 from txbox.message import Headers, Message, handed_over
@@ -19,6 +20,9 @@ from txbox.store.codec import Arrival, encode_headers
 
 # what the narrowest column of the supported databases holds
 _TEXT_BYTES_MAX = 1024
+# 64 bits, and room for the version after it and the one before it
+SEQUENCE_MAX = 2**63 - 2
+_DECIMAL = re.compile(r"-?[0-9]{1,19}")
 # types come from strangers: what is remembered of them must not grow with them
 _MATCHES_MAX = 4096
 
@@ -76,12 +80,26 @@ class Handler:
             UnusableMessage: it has no usable id, or is too large, or holds what no database can keep.
         """
         own_id = self.id_of(message)
+        try:
+            if self.options.sequence is not None:
+                message = replace(message, sequence=self._sequence(message))
+            _check_sizes(message, limits)
+            # most have nothing but the topic that the handler itself names
+            if message.topic != self.topic or message.type or message.key or message.content_type:
+                _check_texts(message)
+            return Arrival(message, own_id, payload_hash(message, self.options.payload_hash))
+        except UnusableMessage as error:
+            error.message_id = own_id
+            raise
+
+    def accepted(self, message: Message[Any], own_id: str) -> Arrival:
+        """Give a message the id that an operator chose, whatever its size.
+
+        Raises:
+            UnusableMessage: it lacks a version, or has a payload that cannot be hashed.
+        """
         if self.options.sequence is not None:
             message = replace(message, sequence=self._sequence(message))
-        _check_sizes(message, limits)
-        # most have nothing but the topic that the handler itself names
-        if message.topic != self.topic or message.type or message.key or message.content_type:
-            _check_texts(message)
         return Arrival(message, own_id, payload_hash(message, self.options.payload_hash))
 
     def id_of(self, message: Message[Any]) -> str:
@@ -102,23 +120,33 @@ class Handler:
         """Read the version of a message.
 
         Raises:
-            UnusableMessage: it has none, or no key that it is a version of.
+            UnusableMessage: it has none, one out of range, or no key that it is a version of.
         """
         extract = extractor_of(self.options.sequence)
         assert extract is not None
         try:
             found = extract(message)
-            number = int(found) if isinstance(found, (int, str)) else None
         except Exception as error:
             # an extractor is user code run on a message nobody has checked yet: the message is at fault
             raise UnusableMessage(
                 f"sequence= raised {type(error).__name__} on this message: check the extractor against the payload."
             ) from error
-        if number is None or message.key is None:
+        if (
+            isinstance(found, str)
+            and _in_header(self.options.sequence)
+            and _DECIMAL.fullmatch(found)
+        ):
+            # a header has nothing but text
+            found = int(found)
+        if not isinstance(found, int) or isinstance(found, bool) or message.key is None:
             raise UnusableMessage(
                 "sequence= needs an integer version, and a key that it is a version of."
             )
-        return number
+        if not -SEQUENCE_MAX <= found <= SEQUENCE_MAX:
+            raise UnusableMessage(
+                f"sequence= gave a version out of range: {-SEQUENCE_MAX} to {SEQUENCE_MAX} is what can be kept."
+            )
+        return found
 
     def lock_key(self, message: Message[Any]) -> str | None:
         """What the handler locks for this message, as `lock_key=` says; None when that cannot be told."""
@@ -144,6 +172,10 @@ class Handler:
             # whatever a decoder raises on a stranger's bytes means that they are not what was agreed
             raise Reject(f"The body cannot be decoded: {type(error).__name__}: {error}") from error
         return handed_over(message, arrival.message_id, self.consumer, body)
+
+
+def _in_header(given: Extractor | str | None) -> bool:
+    return isinstance(given, str) and given.startswith("headers.")
 
 
 def _check_sizes(message: Message[Any], limits: Limits) -> None:
@@ -212,9 +244,8 @@ class Handlers:
         Raises:
             ConfigurationError: a wrong signature, an unusable name, or an overlap with another handler.
         """
+        _check_topic(topic)
         check_signature(function, batch=options.batch, transactional=options.transactional)
-        if not topic:
-            raise ConfigurationError(f"topic={topic!r}: it must be non-empty text.")
         handler = Handler(
             consumer=checked_consumer(consumer),
             topic=topic,
@@ -258,19 +289,21 @@ class Handlers:
             else [handler for handler in found if handler.consumer == consumer]
         )
 
-    def only(self, topic: str, kind: str | None, consumer: str | None) -> Handler | None:
-        """Return the one handler for a topic and type; None when no handler consumes them.
+    def only(self, message: Message[Any], consumer: str | None) -> Handler | None:
+        """Return the one handler for a message's topic and type; None when no handler consumes them.
 
         Raises:
-            ConfigurationError: there are several and no `consumer` is named, or it has no handler.
+            ConfigurationError: there are several and no `consumer` is named, or it has no handler; or
+                this is no Message.
         """
-        found = self.matching(topic, kind, consumer)
+        check_message(message)
+        found = self.matching(message.topic, message.type, consumer)
         if len(found) == 1:
             return found[0]
         if found:
             names = ", ".join(repr(handler.consumer) for handler in found)
             raise ConfigurationError(
-                f"Several consumers take topic {topic!r} ({names}): say which with consumer=."
+                f"Several consumers take topic {message.topic!r} ({names}): say which with consumer=."
             )
         if consumer is not None and consumer not in self.consumers():
             raise ConfigurationError(f"No handler is registered for consumer {consumer!r}.")
@@ -290,6 +323,49 @@ class Handlers:
     def topics(self) -> list[str]:
         """Return every topic that a handler names, each once."""
         return list(dict.fromkeys(handler.topic for handler in self._handlers))
+
+
+def check_message(given: object) -> None:
+    """Check that a verb was given a Message.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(given, Message):
+        raise ConfigurationError(
+            f"This is a {type(given).__name__}, not a Message: pass Message(topic=…, id=…, payload=…)."
+        )
+
+
+def types_of(one: object, several: Any) -> tuple[str, ...] | None:
+    """Return what `type=` or `types=` name; None for every type.
+
+    Raises:
+        ConfigurationError: both are given, or one is no text.
+    """
+    if one is not None and several is not None:
+        raise ConfigurationError("A handler takes type= or types=, not both.")
+    if one is not None:
+        if not isinstance(one, str):
+            raise ConfigurationError(f"type is {one!r}: name one type, or give several as types=.")
+        return (one,)
+    if several is None:
+        return None
+    types = () if isinstance(several, str) else tuple(several)
+    if not types or not all(isinstance(kind, str) for kind in types):
+        raise ConfigurationError(f"types is {several!r}: give several types, or name one as type=.")
+    return types
+
+
+def _check_topic(topic: object) -> None:
+    if not isinstance(topic, str) or not topic:
+        raise ConfigurationError(
+            f"topic is {topic!r}: name one topic, or '*' for all; a function may be registered for several, one by one."
+        )
+    if topic != "*" and ("*" in topic or topic.endswith(">")):
+        raise ConfigurationError(
+            f"topic is {topic!r}: only '*' alone is a pattern, for every topic of the sources; name this one in full."
+        )
 
 
 def _check_alike(handler: Handler, other: Handler) -> None:

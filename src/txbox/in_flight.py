@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Lock
 
+from txbox.forks import forgets_parent
+
 
 class Holder:
     """Who runs one batch behind another, and prepares the next while the last one commits.
@@ -24,6 +26,10 @@ class InFlight:
     """Who works on which id, among the threads and tasks of one process."""
 
     def __init__(self) -> None:
+        self.forget_parent()
+        forgets_parent(self)
+
+    def forget_parent(self) -> None:
         self._lock = Lock()
         # the ids of each consumer; the future is made when somebody waits: hardly ever
         self._held: dict[str, dict[str, Future[None] | None]] = {}
@@ -57,7 +63,8 @@ class InFlight:
                 kept = holder.twice.intersection(message_ids)
                 holder.twice -= kept
                 holder.ids.difference_update(set(message_ids) - kept if kept else message_ids)
-            waited = [held.pop(own) for own in message_ids if own not in kept]
+            # a thread that forks inside of its handler has left nothing to its child
+            waited = [held.pop(own, None) for own in message_ids if own not in kept]
         for freed in waited:
             if freed is not None:
                 freed.set_result(None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+from txbox.body import as_json
 from txbox.connections import borrow, borrow_async
 from txbox.drive import run, run_async
 from txbox.errors import (
@@ -82,6 +82,9 @@ class Inbox:
         self._schema = schema
         self._columns = Columns(codec)
         self._limits = Limits()
+
+    def __repr__(self) -> str:
+        return f"Inbox(consumer={self.consumer!r})"
 
     def accept(
         self,
@@ -319,4 +322,4 @@ def _bytes(payload: Payload) -> bytes | None:
         return payload
     if isinstance(payload, str):
         return payload.encode()
-    return json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()
+    return as_json(payload, sort_keys=True)

@@ -78,7 +78,9 @@ class Intake:
             try:
                 arrival = handler.arrival(message, self._protocol.limits)
             except UnusableMessage as error:
-                yield from self._quarantined(handler.consumer, message, "", str(error))
+                yield from self._quarantined(
+                    handler.consumer, message, error.message_id, str(error)
+                )
             else:
                 own_id = arrival.message_id
                 first = known.setdefault(own_id, arrival)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
+import traceback
 from collections.abc import Sequence
+from functools import partial
+from types import CodeType
 from typing import Any, cast
 
 from txbox.errors import Fault, HandlerTimeout, StoreError
@@ -13,9 +18,11 @@ from txbox.steps import (
     AsyncConnection,
     AsyncNesting,
     AsyncPiping,
+    AsyncReading,
     Call,
     Chaining,
     Connection,
+    Crashed,
     Failed,
     Invoke,
     InvokeGroups,
@@ -23,6 +30,7 @@ from txbox.steps import (
     Piping,
     Progress,
     Raised,
+    Reading,
     Watching,
     at,
 )
@@ -86,6 +94,14 @@ def can_chain_async(own: object) -> AsyncChaining | None:
     return cast("AsyncChaining", own) if hasattr(own, "commit_then") else None
 
 
+def can_read(connection: object) -> Reading | None:
+    return cast("Reading", connection) if hasattr(connection, "read") else None
+
+
+def can_read_async(connection: object) -> AsyncReading | None:
+    return cast("AsyncReading", connection) if hasattr(connection, "read") else None
+
+
 def can_watch(own: object) -> Watching | None:
     return cast("Watching", own) if hasattr(own, "left") else None
 
@@ -96,7 +112,9 @@ def _call(connection: Connection | None, call: Call, timeout_s: float | None) ->
     try:
         # asked for by each call: an adapter tells by that what one has done to the next
         answer = call(connection.native if connection is not None else None)
-    except Exception as error:
+    except BaseException as error:
+        if _from_outside(error):
+            raise
         raise _raised(error, connection) from error
     if timeout_s is not None and time.monotonic() - started > timeout_s:
         # a thread cannot be interrupted; what it did too late is rolled back all the same
@@ -165,7 +183,47 @@ def invoke_groups(connection: Connection, step: InvokeGroups) -> Progress:
     return course.progress(answers, stopped, failed)
 
 
-def _raised(error: Exception, connection: Connection | AsyncConnection | None) -> Raised:
+def _from_outside(error: BaseException) -> bool:
+    """Say whether something else than the handler has raised this in it: a signal, or a simulated crash.
+
+    Python calls signal handlers in the main thread only. One that is written in Python is among the frames of
+    what it raises. The default for SIGINT has no frame: while it is installed, a KeyboardInterrupt in the main
+    thread is taken for Ctrl-C, whoever has raised it.
+    """
+    if isinstance(error, (Exception, Crashed)):
+        return isinstance(error, Crashed)
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    installed = [signal.getsignal(number) for number in signal.valid_signals()]
+    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in installed:
+        return True
+    codes = {_code_of(handler) for handler in installed}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(function: Any) -> CodeType | None:
+    while isinstance(function, partial):
+        function = function.func
+    # a method's is that of its function
+    code: CodeType | None = getattr(function, "__code__", None)
+    return code or getattr(type(function).__dict__.get("__call__"), "__code__", None)
+
+
+def _is_ended(task: asyncio.Task[Any] | None, error: BaseException) -> bool:
+    """Say whether the task that carries out the steps is being cancelled, or its coroutine closed from outside.
+
+    Not so when an inner task was cancelled, or the handler itself has raised what ends programs.
+    """
+    try:
+        closed = asyncio.current_task() is not task
+    except RuntimeError:  # its loop no longer runs
+        closed = True
+    if closed or isinstance(error, Exception):
+        return closed
+    return (task is not None and task.cancelling() > 0) or _from_outside(error)
+
+
+def _raised(error: BaseException, connection: Connection | AsyncConnection | None) -> Raised:
     if connection is None:
         return Raised(error, None, False)
     # what a handler does through txbox, staging or accepting, raises in txbox's words
@@ -183,14 +241,16 @@ async def _call_async(
     connection: AsyncConnection | None, call: Call, timeout_s: float | None
 ) -> Any:
     at("before:handler")
-    limit = asyncio.timeout(timeout_s)
+    limit, task = asyncio.timeout(timeout_s), asyncio.current_task()
     try:
         async with limit:
             answer = await call(connection.native if connection is not None else None)
-    except Exception as error:
+    except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             assert timeout_s is not None
             raise _raised(_timeout(timeout_s), connection) from error
+        if _is_ended(task, error):
+            raise
         raise _raised(error, connection) from error
     at("after:handler")
     return answer

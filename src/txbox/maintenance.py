@@ -6,12 +6,21 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from txbox.app import App
 from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError
 from txbox.events import LeaseExpired, MessageDead
-from txbox.pruning import Report, Task, drop_payloads, partitions, prune, prune_outbox
+from txbox.pruning import (
+    Report,
+    Task,
+    drop_payloads,
+    partitions,
+    prune,
+    prune_outbox,
+    prune_quarantine,
+)
 from txbox.steps import Steps
 from txbox.store import leases
 from txbox.store.leases import Rescued
@@ -83,7 +92,11 @@ def rescue(app: App, task: Task) -> Steps[Report]:
         )
         for row in rescued:
             rows, dead = rows + 1, dead + row.dead
-            where = {"consumer": row.consumer, "message_id": row.message_id, "topic": row.topic}
+            where: dict[str, Any] = {
+                "consumer": row.consumer,
+                "message_id": row.message_id,
+                "topic": row.topic,
+            }
             app.events.emit(LeaseExpired(**where, starts=row.starts, dead=row.dead))
             if row.dead:
                 app.events.emit(
@@ -132,6 +145,12 @@ JOBS = (
         "delete sent and discarded outgoing messages that were kept for their time",
         lambda app: app.retention.every,
         prune_outbox,
+    ),
+    Job(
+        "prune-quarantine",
+        "delete what was accepted or discarded, and bound the payloads of the quarantine",
+        lambda app: app.retention.every,
+        prune_quarantine,
     ),
     Job(
         "drop-payloads",

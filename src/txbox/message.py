@@ -107,7 +107,7 @@ if TYPE_CHECKING:
         def __set__(self, instance: object, value: HeaderPairs) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, init=False)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False)
 class Message(Generic[Body]):
     """One message as the broker moved it, plus what the inbox knows of it.
 
@@ -143,6 +143,44 @@ class Message(Generic[Body]):
     received_at: datetime | None
     body: Body
 
+    # without a body nothing says what it will be
+    @overload
+    def __init__(
+        self: Message[Any],
+        *,
+        topic: str,
+        payload: bytes | bytearray | memoryview | str | None = ...,
+        id: str | int | None = ...,
+        type: str | None = ...,
+        key: str | None = ...,
+        headers: HeaderPairs = ...,
+        content_type: str | None = ...,
+        time: datetime | None = ...,
+        sequence: int | None = ...,
+        origin: Mapping[str, Any] | None = ...,
+        consumer: str | None = ...,
+        attempt: int = ...,
+        received_at: datetime | None = ...,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        *,
+        topic: str,
+        payload: bytes | bytearray | memoryview | str | None = ...,
+        id: str | int | None = ...,
+        type: str | None = ...,
+        key: str | None = ...,
+        headers: HeaderPairs = ...,
+        content_type: str | None = ...,
+        time: datetime | None = ...,
+        sequence: int | None = ...,
+        origin: Mapping[str, Any] | None = ...,
+        consumer: str | None = ...,
+        attempt: int = ...,
+        received_at: datetime | None = ...,
+        body: Body,
+    ) -> None: ...
     def __init__(  # noqa: PLR0913  # the fields
         self,
         *,
@@ -182,6 +220,14 @@ class Message(Generic[Body]):
             # a subclass of the user's, whose layout may differ
             for name in Message.__slots__:
                 _assign(self, name, getattr(own, name))
+
+    def __repr__(self) -> str:
+        # the payload may be long, and is nobody's business in a log
+        kind = "" if self.type is None else f", type={self.type!r}"
+        size = "None" if self.payload is None else f"<{len(self.payload)} bytes>"
+        return (
+            f"{type(self).__qualname__}(topic={self.topic!r}, id={self.id!r}{kind}, payload={size})"
+        )
 
     @property
     def idempotency_key(self) -> str:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from txbox.body import as_json
 from txbox.cause import Run, cause_of, passed_on
 from txbox.connections import borrow, borrow_async
 from txbox.drive import run, run_async
 from txbox.errors import ConfigurationError
 from txbox.identity import checked_text, time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
+from txbox.policy import check_duration
 from txbox.steps import Steps
-from txbox.store.codec import Codec, Columns, encode_headers
+from txbox.store.codec import Codec, Columns
 from txbox.store.dialect import Dialect
 
-Body = bytes | str | dict[str, Any] | list[Any] | int | float | bool | None
+#: Bytes as they are, or what `txbox.body.as_json` writes.
+Body = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,9 @@ class Outbox:
     Args:
         schema: the PostgreSQL schema of the tables, if they are not on the search path.
         codec: as given to App(codec=…).
-        routed: says whether a topic has somewhere to go; `app.outbox` knows.
+        route: where everything goes, as app.publish(name=…) names it; `app.outbox` knows it for each
+            topic. Without it, any App that publishes the topic, or consumes it and gets it from no
+            broker, may take a message.
         notify: as given to App(notify=…).
 
     Inside a handler a message is staged under an id that follows from the message being handled and
@@ -56,12 +60,12 @@ class Outbox:
         *,
         schema: str | None = None,
         codec: Codec | None = None,
-        routed: Callable[[str], bool] | None = None,
+        route: str | Callable[[str, str | None], str | None] = "",
         notify: bool = False,
     ) -> None:
         self._schema = schema
         self._columns = Columns(codec)
-        self._routed = routed
+        self._route = route
         self._notify = notify
         #: Called whenever something is staged in this process, before its commit.
         self.staged: Callable[[], None] | None = None
@@ -84,7 +88,8 @@ class Outbox:
 
         Args:
             tx: your connection or session, inside a transaction.
-            body: bytes as they are; anything else becomes JSON.
+            body: bytes as they are; anything else becomes JSON: also datetimes, UUIDs, Decimals, enums,
+                dataclasses, pydantic models and msgspec structs.
             key: messages of one key and topic leave in the order of their numbers, one after the
                 confirmation of the other.
             delay: do not send before this much later; its place in its key's order is kept from then on.
@@ -141,17 +146,18 @@ class Outbox:
         return await run_async(executor, self.staging(executor.dialect, messages))
 
     def staging(
-        self, own: Dialect, messages: Sequence[Outgoing], *, routed: bool = True
+        self, own: Dialect, messages: Sequence[Outgoing], *, otherwise: str | None = None
     ) -> Steps[list[str]]:
         """The steps of `stage_many`, for a transaction that is open.
 
         Args:
-            routed: False stages also what has nowhere to go.
+            otherwise: the route of what has nowhere to go, instead of an error.
         """
         if not messages:
             return []
-        self._check(messages, routed=routed)
-        bodies = [_encoded(message) for message in messages]
+        self._check(messages)
+        routes = [self._route_of(message, otherwise) for message in messages]
+        bodies = [encoded(message) for message in messages]
         causes = [cause_of(message.cause) for message in messages]
         locks = sorted({_lock(message) for message in messages if message.ordered})
         if locks and own.has("stage_lock"):
@@ -167,7 +173,7 @@ class Outbox:
                 "key": [message.key for message in messages],
                 "content_type": [kind for _, kind in bodies],
                 "headers": [
-                    encode_headers(_headers(message, cause))
+                    self._columns.headers(_headers(message, cause))
                     for message, (_, cause) in zip(messages, causes, strict=True)
                 ],
                 "payload": [self._columns.payload(payload) for payload, _ in bodies],
@@ -179,16 +185,18 @@ class Outbox:
                 "delay_s": [
                     message.delay.total_seconds() if message.delay else 0.0 for message in messages
                 ],
+                "route": routes,
             },
         )
         if self.staged is not None:
             self.staged()
         return ids
 
-    def _check(self, messages: Iterable[Outgoing], *, routed: bool) -> None:
+    def _check(self, messages: Iterable[Outgoing]) -> None:
         for message in messages:
             if not message.topic:
                 raise ConfigurationError("An outgoing message needs a topic.")
+            check_duration("delay", message.delay)
             if message.ordered and message.key is None:
                 raise ConfigurationError(
                     "ordered=True needs a key: it keeps the order of one key's messages."
@@ -197,11 +205,17 @@ class Outbox:
                 text: str | None = getattr(message, what)
                 if text is not None:
                     checked_text(text, what)
-            if routed and self._routed is not None and not self._routed(message.topic):
-                raise ConfigurationError(
-                    f"Nobody publishes topic {message.topic!r} and no handler consumes it: name it in "
-                    "app.publish(…, topics=[…]), or register a handler."
-                )
+
+    def _route_of(self, message: Outgoing, otherwise: str | None) -> str:
+        if isinstance(self._route, str):
+            return self._route
+        found = self._route(message.topic, message.type)
+        if found is None and otherwise is None:
+            raise ConfigurationError(
+                f"Nobody publishes topic {message.topic!r} and no handler consumes it: name it in "
+                "app.publish(…, topics=[…]), or register a handler."
+            )
+        return otherwise or "" if found is None else found
 
 
 def _own_id(own_run: Run | None, cause: Message[Any] | None) -> str:
@@ -222,8 +236,8 @@ def _lock(message: Outgoing) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:8]) >> 1
 
 
-def _encoded(message: Outgoing) -> tuple[bytes, str | None]:
+def encoded(message: Outgoing) -> tuple[bytes, str | None]:
+    """The payload of a message, and its content type."""
     if isinstance(message.body, bytes):
         return message.body, message.content_type
-    text = json.dumps(message.body, separators=(",", ":"))
-    return text.encode(), message.content_type or "application/json"
+    return as_json(message.body), message.content_type or "application/json"

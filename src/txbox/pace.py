@@ -11,6 +11,7 @@ import math
 import threading
 import time
 
+from txbox.forks import forgets_parent
 from txbox.policy import Batching
 
 # subtransactions past 64 overflow a backend's cache in PostgreSQL, and every snapshot pays for it
@@ -34,12 +35,16 @@ class Pace:
     def __init__(self, batching: Batching) -> None:
         self._longest_s = batching.duration.total_seconds()
         self._most = self._ceiling = batching.messages
-        self._lock = threading.Lock()
+        self.forget_parent()
+        forgets_parent(self)
         self._size = 1
         self._raise_at = 0.0
         self._calm_s = 0.0
         self._failures = 0.0
         self._repeats = 0.0
+
+    def forget_parent(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def messages(self) -> int:

@@ -17,15 +17,23 @@ def _check(condition: bool, policy: object, field: str, allowed: str) -> None:
         )
 
 
-def _check_durations(policy: object, *fields: str) -> None:
+def _check_durations(policy: object, *fields: str, zero: bool = False) -> None:
     for field in fields:
         value = getattr(policy, field)
-        _check(
-            isinstance(value, timedelta) and value > timedelta(0),
-            policy,
-            field,
-            "a timedelta above zero",
-        )
+        fits = isinstance(value, timedelta) and (value > timedelta(0) or (zero and not value))
+        _check(fits, policy, field, f"a timedelta {'of zero or more' if zero else 'above zero'}")
+
+
+def _check_counts(policy: object, least: int, *fields: str, most: int | None = None) -> None:
+    allowed = f"{least:,} or more" if most is None else f"between {least:,} and {most:,}"
+    for field in fields:
+        value = getattr(policy, field)
+        fits = type(value) is int and least <= value and (most is None or value <= most)
+        _check(fits, policy, field, allowed)
+
+
+def _is_growth(factor: object) -> bool:
+    return isinstance(factor, (int, float)) and factor >= 1.0
 
 
 def _are_utc_times(window: object) -> bool:
@@ -62,10 +70,9 @@ class RetryPolicy:
     max_age: timedelta | None = None
 
     def __post_init__(self) -> None:
-        _check(self.max_attempts >= 1, self, "max_attempts", "1 or more")
-        _check(self.base >= timedelta(0), self, "base", "a timedelta of zero or more")
-        _check(self.cap >= timedelta(0), self, "cap", "a timedelta of zero or more")
-        _check(self.factor >= 1.0, self, "factor", "1.0 or more")
+        _check_counts(self, 1, "max_attempts")
+        _check_durations(self, "base", "cap", zero=True)
+        _check(_is_growth(self.factor), self, "factor", "1.0 or more")
         if self.max_age is not None:
             _check_durations(self, "max_age")
 
@@ -92,8 +99,8 @@ class Lease:
 
     def __post_init__(self) -> None:
         _check_durations(self, "duration")
-        _check(self.max_starts >= 1, self, "max_starts", "1 or more")
-        _check(1 <= self.batch <= 1000, self, "batch", "between 1 and 1,000")
+        _check_counts(self, 1, "max_starts")
+        _check_counts(self, 1, "batch", most=1000)
 
     @property
     def heartbeat_s(self) -> float:
@@ -115,6 +122,10 @@ class Retention:
         partition: the time that one partition holds, in a table that is partitioned by the time in its
             ids: a whole number of hours.
         ahead: how many partitions are made ahead, 1 to 100.
+        quarantine: how long a quarantine row is kept after it was accepted or discarded; one that waits for a
+            decision is never deleted.
+        quarantine_bytes: of the payloads in the quarantine together; beyond it the oldest are dropped, and
+            their rows stay.
     """
 
     processed: timedelta = timedelta(days=30)
@@ -123,10 +134,13 @@ class Retention:
     window: tuple[time, time] | None = None
     partition: timedelta = timedelta(days=1)
     ahead: int = 7
+    quarantine: timedelta = timedelta(days=30)
+    quarantine_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        _check_durations(self, "processed", "every", "partition")
-        _check(1 <= self.batch <= 100_000, self, "batch", "between 1 and 100,000")
+        _check_durations(self, "processed", "every", "partition", "quarantine")
+        _check_counts(self, 1, "batch", most=100_000)
+        _check_counts(self, 0, "quarantine_bytes")
         _check(
             self.window is None or _are_utc_times(self.window),
             self,
@@ -134,7 +148,7 @@ class Retention:
             "two different times of the day, in UTC and without a time zone, or None",
         )
         _check(not self.partition % timedelta(hours=1), self, "partition", "whole hours")
-        _check(1 <= self.ahead <= 100, self, "ahead", "between 1 and 100")
+        _check_counts(self, 1, "ahead", most=100)
 
     def open_at(self, second: float) -> bool:
         """Say whether pruning may run at this second of the database's UTC day."""
@@ -161,6 +175,7 @@ class GapPolicy:
     wait: timedelta = timedelta(minutes=5)
 
     def __post_init__(self) -> None:
+        _check(self.first is None or type(self.first) is int, self, "first", "an integer or None")
         _check_durations(self, "wait")
 
 
@@ -171,7 +186,8 @@ class RelayPolicy:
     Args:
         batch: rows leased and published together, 1 to 10,000.
         lease: after this long the rows of a relay that went away may be sent by another.
-        confirm_within: how long a batch waits for its confirmations; less than half of the lease.
+        confirm_within: how long a batch waits for its confirmations, each 500 messages of a larger
+            one; less than half of the lease.
         poll: the longest pause between two looks at an empty outbox.
         retry: when a message that was refused is sent again, and when it is given up.
         keep_sent: how long sent rows are kept; zero deletes them at once.
@@ -187,12 +203,13 @@ class RelayPolicy:
     keep_sent: timedelta = timedelta(0)
 
     def __post_init__(self) -> None:
-        _check(1 <= self.batch <= 10_000, self, "batch", "between 1 and 10,000")
+        _check_counts(self, 1, "batch", most=10_000)
         _check_durations(self, "lease", "confirm_within", "poll")
         _check(
             self.confirm_within < self.lease / 2, self, "confirm_within", "under half of the lease"
         )
-        _check(self.keep_sent >= timedelta(0), self, "keep_sent", "a timedelta of zero or more")
+        _check(type(self.retry) is RetryPolicy, self, "retry", "a RetryPolicy")
+        _check_durations(self, "keep_sent", zero=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +228,8 @@ class Batching:
     duration: timedelta = timedelta(milliseconds=50)
 
     def __post_init__(self) -> None:
-        _check(1 <= self.messages <= 10_000, self, "messages", "between 1 and 10,000")
-        _check(self.payload_bytes >= 1, self, "payload_bytes", "1 or more")
+        _check_counts(self, 1, "messages", most=10_000)
+        _check_counts(self, 1, "payload_bytes")
         _check_durations(self, "duration")
 
 
@@ -229,6 +246,9 @@ class Limits:
             App that is given no Limits takes half of its lease where that is shorter.
         conflict_retries: immediate retries after a deadlock or serialization failure.
         unavailable_for: how long `process` waits for the database before it raises; a worker waits on.
+        connections: how many lanes of one worker work in a transaction at a time, each on a connection; the
+            others wait for their turn. None: 16, or the largest `concurrency` of a handler with a
+            transaction where that is more. A worker needs a few beside: see docs/howto/service.md.
     """
 
     payload_bytes: int = 1024 * 1024
@@ -238,6 +258,7 @@ class Limits:
     lock_timeout: timedelta = timedelta(seconds=5)
     conflict_retries: int = 10
     unavailable_for: timedelta = timedelta(seconds=30)
+    connections: int | None = None
 
     @classmethod
     def within(cls, lease: Lease) -> Limits:
@@ -245,9 +266,32 @@ class Limits:
         return cls(lock_timeout=min(cls().lock_timeout, lease.duration / 2))
 
     def __post_init__(self) -> None:
-        _check(self.payload_bytes >= 1, self, "payload_bytes", "1 or more")
-        _check(self.quarantined_bytes >= 1, self, "quarantined_bytes", "1 or more")
-        _check(self.headers_bytes >= 1, self, "headers_bytes", "1 or more")
-        _check(self.error_bytes >= 256, self, "error_bytes", "256 or more")
-        _check(self.conflict_retries >= 0, self, "conflict_retries", "0 or more")
+        _check_counts(self, 1, "payload_bytes", "quarantined_bytes", "headers_bytes")
+        _check_counts(self, 256, "error_bytes")
+        _check_counts(self, 0, "conflict_retries")
         _check_durations(self, "lock_timeout", "unavailable_for")
+        if self.connections is not None:
+            _check_counts(self, 1, "connections")
+
+
+def check_policies(**given: tuple[object, type]) -> None:
+    """Check that each argument is None or its policy, which stands beside it.
+
+    Raises:
+        ConfigurationError: one is something else.
+    """
+    for name, (value, policy) in given.items():
+        if value is not None and not isinstance(value, policy):
+            raise ConfigurationError(f"{name} is {value!r}: give a {policy.__name__}.")
+
+
+def check_duration(name: str, given: object) -> None:
+    """Check an argument that is a timedelta or None.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if given is not None and not isinstance(given, timedelta):
+        raise ConfigurationError(
+            f"{name} is {given!r}: give a timedelta, such as timedelta(seconds=5)."
+        )

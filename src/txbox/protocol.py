@@ -65,8 +65,9 @@ class InboxProtocol:
         self,
         operation: Callable[[], Steps[T]],
         *,
+        consumer: str | None = None,
         for_s: float | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Steps[T]:
         """Repeat an operation until the database answers; see `patience.persistently`."""
-        return persistently(operation, self.events, for_s=for_s, stop=stop)
+        return persistently(operation, self.events, consumer=consumer, for_s=for_s, stop=stop)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from txbox.app import App
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.events import RowsPruned
+from txbox.events import QuarantineTrimmed, RowsPruned
 from txbox.steps import Discard, Rollback, Steps, Wait
 from txbox.store import jobs
 from txbox.store import partitions as tables
@@ -241,6 +241,38 @@ def prune_outbox(app: App, task: Task) -> Steps[Report]:
     return (yield from _Run(app, task, "prune-outbox").batches([batch]))
 
 
+def prune_quarantine(app: App, task: Task) -> Steps[Report]:
+    """Delete quarantine rows that were decided on and have been kept for their time; bound the payloads of all.
+
+    Beyond `Retention.quarantine_bytes` the oldest payloads are dropped, with an event, and their rows stay.
+
+    Guarantee: no row that waits for a decision is deleted.
+    """
+    own = app.store.dialect
+    older_than_s = (task.older_than or app.retention.quarantine).total_seconds()
+    if task.dry_run:
+        rows = yield from jobs.prunable_quarantine(own, older_than_s=older_than_s)
+        return Report("prune-quarantine", rows)
+    run = _Run(app, task, "prune-quarantine")
+    if not (yield from run.begin(at_any_time=True)):
+        return run.report()
+    yield from run.repeat(
+        lambda limit: jobs.prune_quarantine(own, older_than_s=older_than_s, limit=limit)
+    )
+    excess = (yield from jobs.quarantine_bytes(own)) - app.retention.quarantine_bytes
+    rows = payload_bytes = 0
+    while payload_bytes < excess and (yield from run.may_go_on()):
+        dropped, size = yield from jobs.drop_quarantined(
+            own, excess=excess - payload_bytes, limit=_FIRST_BATCH
+        )
+        if not dropped:
+            break
+        rows, payload_bytes = rows + dropped, payload_bytes + size
+    if rows:
+        app.events.emit(QuarantineTrimmed(rows=rows, payload_bytes=payload_bytes))
+    return (yield from run.end())
+
+
 def drop_payloads(app: App, task: Task) -> Steps[Report]:
     """Drop the payloads that handlers keep for a time (`keep_payload=timedelta(…)`) once it is over.
 
@@ -326,7 +358,7 @@ class _Run:
     def end(self) -> Steps[Report]:
         """Give the lease back, and tell what was done."""
         yield from self._lease.release()
-        if self.rows and self._name in ("prune", "prune-outbox"):
+        if self.rows and self._name in ("prune", "prune-outbox", "prune-quarantine"):
             took_s = time.monotonic() - self._started
             self._app.events.emit(
                 RowsPruned(consumer=self._task.consumer, rows=self.rows, duration_s=took_s)
@@ -341,6 +373,14 @@ class _Run:
             yield from self.repeat(batch)
         return (yield from self.end())
 
+    def _given_back(self) -> Steps[None]:
+        """Give the lease back behind an error, so that the next run need not wait until it is over."""
+        try:
+            yield from self._lease.release()
+        except StoreError:
+            # the error that ended the run is the one to tell
+            yield Discard()
+
     def repeat(self, batch: Batches, *, counted: bool = True) -> Steps[None]:
         """Repeat a batch until there is no more; its size follows the time it takes."""
         most = self._app.retention.batch
@@ -352,6 +392,7 @@ class _Run:
             except StoreError as error:
                 yield Discard()
                 if error.fault not in _TOO_SLOW or limit == 1:
+                    yield from self._given_back()
                     raise
                 limit = max(1, limit // 2)
                 yield Wait(_SLOW_S)

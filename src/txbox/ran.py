@@ -23,6 +23,9 @@ class End(Enum):
     LOCKED = "locked"  # another transaction holds an id
     LOST = "lost"  # the connection is gone before COMMIT was sent: rolled back by the server
     AMBIGUOUS = "ambiguous"  # the COMMIT may have taken effect
+    REFUSED = (
+        "refused"  # the server answered COMMIT with an error: it failed, if the next claim wins
+    )
     WAITS = "waits"  # earlier messages of its key come first: nothing ran
 
 
@@ -47,7 +50,7 @@ class Ran:
     end: End
     fresh: set[str] = field(default_factory=_ids)
     existing: dict[str, Existing] = field(default_factory=_by_id)
-    error: Exception | None = None
+    error: BaseException | None = None
     store: StoreError | None = None
     #: The ids that must wait.
     waiting: set[str] = field(default_factory=_ids)
@@ -81,7 +84,9 @@ def end_of_handler(raised: Raised, *, together: bool) -> End:
 def end_of_commit(error: StoreError) -> End:
     """How a transaction ends whose close or COMMIT failed."""
     if not error.definite:
-        return End.AMBIGUOUS
+        # what a pooler or a server that goes away says is about the connection
+        answered = error.code is not None and error.fault is not Fault.UNAVAILABLE
+        return End.REFUSED if answered else End.AMBIGUOUS
     if error.fault is Fault.GUARD:
         return End.BROKEN
     # psycopg deallocates txbox's statements with its own when a savepoint of the handler's is rolled back

@@ -6,45 +6,44 @@ Source: https://www.enterpriseintegrationpatterns.com/patterns/messaging/ReturnA
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import hashlib
+import json
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from txbox.cause import Run
+from txbox.cause import Run, cause_of
 from txbox.handler_options import HandlerOptions
-from txbox.handlers import Handler
 from txbox.message import Message
-from txbox.outbox import Outbox, Outgoing
-from txbox.outcome import Outcome
-from txbox.settled import Settled
+from txbox.outbox import Outbox, Outgoing, encoded
 from txbox.signature import is_async_function
-from txbox.steps import Begin, Commit, Steps
-from txbox.store.dialect import Dialect
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# no ordinal of anything that the handler itself stages: the reply's id does not depend on those
-_REPLY = -1
+# beyond the ordinals of anything that the handler itself stages: the reply's id does not depend on those
+_REPLY = 1 << 64
 
 
 def replying(function: F, options: HandlerOptions, outbox: Outbox) -> F:
-    """Wrap a handler so that what it returns is staged as a reply; None is no reply."""
+    """Wrap a handler so that what it returns is staged as a reply; None is no reply.
+
+    Guarantee: two replies to a message have one id if, and only if, they say the same.
+    """
     if options.reply_to is None:
         return function
 
     def call(message: Message[Any], tx: Any) -> Any:
         answer = function(message, tx)
-        reply = None if answer is None else _reply(message, answer, options)
+        reply = _reply(message, answer, options)
         if reply is not None:
-            with _caused_by(message):
+            with _caused_by(message, reply):
                 outbox.stage_many(tx, [reply])
         return answer
 
     async def call_async(message: Message[Any], tx: Any) -> Any:
         answer = await function(message, tx)
-        reply = None if answer is None else _reply(message, answer, options)
+        reply = _reply(message, answer, options)
         if reply is not None:
-            with _caused_by(message):
+            with _caused_by(message, reply):
                 await outbox.stage_many_async(tx, [reply])
         return answer
 
@@ -53,32 +52,19 @@ def replying(function: F, options: HandlerOptions, outbox: Outbox) -> F:
     return own
 
 
-def replied_again(
-    own: Dialect,
-    outbox: Outbox,
-    handler: Handler,
-    messages: Sequence[Message[Any]],
-    settled: Sequence[Settled],
-) -> Steps[None]:
-    """Stage the kept replies of duplicates once more, each under the id of the first one."""
-    for message, answer in zip(messages, settled, strict=True):
-        if answer.outcome is not Outcome.DUPLICATE or answer.result in (None, b"null"):
-            continue
-        known = replace(message, id=handler.id_of(message), consumer=handler.consumer)
-        reply = _reply(known, answer.result, handler.options)
-        if reply is None:
-            continue
-        yield Begin()
-        with _caused_by(known):
-            yield from outbox.staging(own, [reply])
-        yield Commit()
-
-
-def _caused_by(message: Message[Any]) -> Run:
-    return Run(message.consumer or "", (message,), first=_REPLY)
+def _caused_by(message: Message[Any], reply: Outgoing) -> Run:
+    payload, _ = encoded(reply)
+    digest = hashlib.sha256(payload).digest()
+    return Run(message.consumer or "", (message,), first=_REPLY + int.from_bytes(digest[:8]))
 
 
 def _reply(message: Message[Any], answer: Any, options: HandlerOptions) -> Outgoing | None:
+    run, _ = cause_of(None)
+    if run is not None and run.replied is not None:
+        # a replay replies what was replied before
+        answer = json.loads(run.replied)
+    if answer is None:
+        return None
     topic = message.headers.text("reply-to") if options.reply_to is True else options.reply_to
     if not topic:
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from txbox.errors import ConfigurationError
@@ -34,6 +35,40 @@ def check_signature(function: Callable[..., Any], *, batch: bool, transactional:
             f"The handler {getattr(function, '__qualname__', function)} must take {shape}, "
             f"but its signature is {inspect.signature(function)}."
         ) from None
+    _check_places(function, batch=batch, transactional=transactional)
+
+
+def _check_places(function: Callable[..., Any], *, batch: bool, transactional: bool) -> None:
+    """Refuse `(tx, message)`, and a list where one message comes, or the reverse."""
+    name = getattr(function, "__qualname__", function)
+    first, *others = inspect.signature(function).parameters.values()
+    if transactional and others and (_names_message(others[0]) and not _names_message(first)):
+        come = "messages come" if batch else "message comes"
+        raise ConfigurationError(
+            f"The handler {name} takes ({first.name}, {others[0].name}): the {come} first, then the transaction."
+        )
+    hint = _hints(function, first.name).get(first.name, Any)
+    if batch and (hint is Message or typing.get_origin(hint) is Message):
+        raise ConfigurationError(
+            f"The handler {name} takes one message, but batch=True gives a list: annotate it as list[Message[…]]."
+        )
+    if not batch and typing.get_origin(hint) in (list, Sequence):
+        raise ConfigurationError(
+            f"The handler {name} takes a list, but gets one message a call: annotate it as Message[…], "
+            "or say batch=True."
+        )
+
+
+def _names_message(parameter: inspect.Parameter) -> bool:
+    """Say whether a parameter is a message's or messages', by its annotation, else by its name."""
+    if parameter.annotation in (inspect.Parameter.empty, Any, "Any"):
+        return parameter.name in ("message", "messages", "msg", "msgs")
+    shown = (
+        parameter.annotation
+        if isinstance(parameter.annotation, str)
+        else repr(parameter.annotation)
+    )
+    return re.search(r"\bMessage\b", shown) is not None
 
 
 def is_async_function(function: Callable[..., Any]) -> bool:
@@ -49,27 +84,31 @@ def body_annotation(function: Callable[..., Any], *, batch: bool) -> Any:
     Raises:
         ConfigurationError: the annotation names what is not there at run time.
     """
-    target: Any = inspect.unwrap(function)
-    if not (inspect.isfunction(target) or inspect.ismethod(target)):
-        # an object with __call__ carries its annotations there
-        target = getattr(target.__class__, "__call__", target)  # noqa: B004
-    if isinstance(target, functools.partial):
-        target = target.func
-    parameters = list(inspect.signature(function).parameters)
-    try:
-        hints: Mapping[str, Any] = typing.get_type_hints(target)
-    except NameError:
-        # a name that is imported for type checkers only; look at the one annotation that matters
-        hints = _own_hint(target, parameters[0])
-    hint = hints.get(parameters[0], Any)
-    if batch and typing.get_origin(hint) in (list, typing.Sequence):
+    first = next(iter(inspect.signature(function).parameters))
+    hint = _hints(function, first).get(first, Any)
+    if batch and typing.get_origin(hint) in (list, Sequence):
         (hint,) = typing.get_args(hint) or (Any,)
     if typing.get_origin(hint) is Message:
         return typing.get_args(hint)[0]
     return Any
 
 
-def _own_hint(target: Any, parameter: str) -> Mapping[str, Any]:
+def _hints(function: Callable[..., Any], parameter: str) -> Mapping[str, Any]:
+    """The annotations of a function, as values."""
+    target: Any = inspect.unwrap(function)
+    if not (inspect.isfunction(target) or inspect.ismethod(target)):
+        # an object with __call__ carries its annotations there
+        target = getattr(target.__class__, "__call__", target)  # noqa: B004
+    if isinstance(target, functools.partial):
+        target = target.func
+    try:
+        return typing.get_type_hints(target)
+    except NameError:
+        # a name that is imported for type checkers only; look at the one annotation that matters
+        return _hint(target, parameter)
+
+
+def _hint(target: Any, parameter: str) -> Mapping[str, Any]:
     annotation = getattr(target, "__annotations__", {}).get(parameter, Any)
     if not isinstance(annotation, str):
         return {parameter: annotation}

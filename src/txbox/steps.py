@@ -36,6 +36,12 @@ class Result:
     count: int
 
 
+class Read(NamedTuple):
+    """Read in no transaction but the statement's: one statement and one round trip where the driver can."""
+
+    statement: Statement
+
+
 class Begin(NamedTuple):
     """Begin a transaction of txbox's own and run statements, in one round trip where the driver can."""
 
@@ -104,7 +110,7 @@ class Raised(Exception):
     """
 
     def __init__(
-        self, error: Exception, store: StoreError | None, lost: bool, left: bool = False
+        self, error: BaseException, store: StoreError | None, lost: bool, left: bool = False
     ) -> None:
         super().__init__(error)
         self.error = error
@@ -129,7 +135,19 @@ class Progress:
     culprit: int | None = None
 
 
-Step = Statement | Begin | Commit | Rollback | Discard | Pipe | Invoke | InvokeGroups | Undo | Wait
+Step = (
+    Statement
+    | Read
+    | Begin
+    | Commit
+    | Rollback
+    | Discard
+    | Pipe
+    | Invoke
+    | InvokeGroups
+    | Undo
+    | Wait
+)
 Steps = Generator[Step, Any, T]
 
 
@@ -213,6 +231,18 @@ class AsyncNesting(Protocol):
     async def rollback_to_savepoint(self) -> None: ...
 
 
+class Reading(Protocol):
+    """A Connection that can read without a transaction of txbox's; the others begin one and commit it."""
+
+    def read(self, statement: Statement) -> Result: ...
+
+
+class AsyncReading(Protocol):
+    """The awaitable twin of `Reading`."""
+
+    async def read(self, statement: Statement) -> Result: ...
+
+
 class Watching(Protocol):
     """A Connection, sync or async, that knows without a round trip when the transaction it began has ended."""
 
@@ -279,6 +309,10 @@ class AsyncConnections(Protocol):
 
     async def acquire(self) -> AsyncConnection: ...
     async def release(self, connection: Any) -> None: ...
+
+
+class Crashed(BaseException):
+    """Raised by a hook to lose the process at a point; only the test that has set the hook catches it."""
 
 
 #: Called with "before:<name>" and "after:<name>" around every step; None outside of tests.

@@ -138,6 +138,9 @@ class TableRows:
             recorded = yield from self._endings.recorded(
                 handler, arrival, failure, token=lease_token
             )
+            if recorded is None and ran.end is End.REFUSED:
+                # it took effect, whatever was answered
+                return (yield from self._as_it_stands(handler, arrival, started))
             return recorded or Settled(Outcome.IN_PROGRESS)
 
     def _given_back(
@@ -152,6 +155,7 @@ class TableRows:
                 delay_s=delay_s,
             ),
             self._events,
+            consumer=handler.consumer,
         )
 
     def _decided(
@@ -188,6 +192,7 @@ class TableRows:
             yield from persistently(
                 lambda: self._completed(handler, arrival, lease_token, started, returned),
                 self._events,
+                consumer=handler.consumer,
             )
         )
 

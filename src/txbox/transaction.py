@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from os import urandom
 from typing import Any
 
 from txbox.calls import handled
+from txbox.connections.base import savepoint_is_gone
 from txbox.errors import Fault, StoreError
 from txbox.groups import Dying, Groups
 from txbox.handlers import Handler
@@ -23,7 +25,7 @@ class HandlerTransaction:
     """Runs a handler between a claim and a close.
 
     Guarantee: End.COMMITTED means that the claimed rows and all that the handler wrote are one
-    commit; every other end means that this transaction persisted nothing, but for AMBIGUOUS.
+    commit; every other end means that this transaction persisted nothing, but for AMBIGUOUS and REFUSED.
     """
 
     def __init__(
@@ -88,7 +90,10 @@ class HandlerTransaction:
         )
 
     def replayed(self, handler: Handler, arrival: Arrival) -> Steps[Ran]:
-        """Run a processed row once more; it keeps its payload."""
+        """Run a processed row once more; it keeps its payload, and what it was answered with."""
+        if handler.options.keep_result and handler.options.reply_to is not None:
+            replied = yield from self.store.result(handler.consumer, arrival.message_id)
+            arrival = replace(arrival, replied=replied)
         token = urandom(16).hex()
         claim = claims.claim_replay(
             self.store,
@@ -98,7 +103,7 @@ class HandlerTransaction:
             lock_timeout=self._limits.lock_timeout,
             idle_s=self._idle_s(handler),
         )
-        return self.run(handler, [arrival], claim, token, keep=True)
+        return (yield from self.run(handler, [arrival], claim, token, keep=True))
 
     def finished_before(self, handler: Handler, arrivals: Sequence[Arrival]) -> Steps[set[str]]:
         """Read which of these ids are finished under the same payload: a duplicate needs no claim.
@@ -226,7 +231,7 @@ class HandlerTransaction:
         ran.end = end_of_commit(error)
         if ran.end is End.BROKEN:
             ran.unknown = set(ran.called)
-        elif ran.end is End.RAISED:
+        else:
             yield from self._ask(ran, token)
         yield Discard() if ran.end in (End.LOST, End.BROKEN) else Rollback()
 
@@ -297,7 +302,12 @@ class HandlerTransaction:
             ran.end = end_of_commit(error)
             if ran.end is End.BROKEN:
                 ran.unknown = set(ran.called)
-            yield Discard() if ran.end in (End.AMBIGUOUS, End.BROKEN, End.LOST) else Rollback()
+            elif error.fault in (Fault.ABORTED, Fault.PREPARED) and store.dialect.has(
+                "rollback_to_claim"
+            ):
+                # close itself met a transaction that had failed, or lost its plan to a rollback: whose was it?
+                yield from self._ask(ran, token)
+            yield Rollback() if ran.end in (End.RAISED, End.CONFLICT) else Discard()
 
     def _last(self, ran: Ran, handler: Handler, mine: Sequence[Arrival]) -> list[Statement]:
         """What is written behind close: only the transaction that claimed comes this far."""
@@ -312,7 +322,7 @@ class HandlerTransaction:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
         ran.error, ran.store = raised.error, raised.store
         ran.end = end_of_handler(raised, together=ran.together)
-        if ran.end is End.RAISED and not refused(self.store.dialect, raised):
+        if not refused(self.store.dialect, raised):
             yield from self._ask(ran, token)
             if raised.left and self.store.dialect.refuses_commit:
                 # what was called before it was rolled back with the claim, and can run again
@@ -320,14 +330,26 @@ class HandlerTransaction:
         yield Discard() if ran.end in (End.BROKEN, End.LOST) else Rollback()
 
     def _ask(self, ran: Ran, token: str) -> Steps[None]:
-        """Ask whether this is still the transaction that claimed."""
-        try:
-            yield claims.close(self.store, token)
-        except StoreError as error:
-            if error.fault is Fault.GUARD:
-                # somebody wrote outside of the transaction that is rolled back: a retry could write again
-                ran.error, ran.store, ran.end = error, error, End.BROKEN
-                ran.unknown = set(ran.called)
+        """Ask whether this is still the transaction that claimed.
+
+        After a conflict only where that can be told: elsewhere it has rolled back the proof with the rest.
+        """
+        if ran.end is not End.RAISED and not (
+            ran.end is End.CONFLICT and self.store.dialect.has("rollback_to_claim")
+        ):
+            return
+        for _ in range(2):
+            try:
+                yield claims.still_claimed(self.store, token)
+            except StoreError as error:
+                if error.fault is Fault.PREPARED:
+                    # psycopg's rollback has deallocated it: the next one is prepared anew
+                    continue
+                if error.fault is Fault.GUARD or savepoint_is_gone(error):
+                    # somebody wrote outside of the transaction that is rolled back: a retry could write again
+                    ran.error, ran.store, ran.end = error, error, End.BROKEN
+                    ran.unknown = set(ran.called)
+            return
 
     def _not_claimed(self, error: StoreError) -> Steps[Ran]:
         """The claim failed: nothing has run."""

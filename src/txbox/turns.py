@@ -18,6 +18,8 @@ GAP_LOOK_S = 2.0
 AGAIN = (End.CONFLICT, End.AMBIGUOUS, End.LOST)
 
 _CONFLICT_PAUSE_S = 0.05
+# of one id, as many threads are waited for in turn
+_HOLDERS_MAX = 12
 
 
 class Turns:
@@ -33,20 +35,25 @@ class Turns:
         self._events = events
 
     def entered(self, consumer: str, message_id: str, holder: Holder | None = None) -> Steps[bool]:
-        """Take an id, waiting for another thread up to the lock time-out; False when that one kept it."""
-        deadline = time.monotonic() + self._limits.lock_timeout.total_seconds()
+        """Take an id, waiting for another thread up to the lock time-out; False when that one kept it.
+
+        Each thread that had it in between has a lock time-out of its own: a storm of copies makes nobody give up.
+        """
+        bound_s = self._limits.lock_timeout.total_seconds()
+        deadline = time.monotonic() + _HOLDERS_MAX * bound_s
         while (freed := self.in_flight.enter(consumer, message_id, holder)) is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            left_s = min(bound_s, deadline - time.monotonic())
+            if left_s > 0:
+                yield Wait(left_s, freed)
+            if not freed.done():
                 return False
-            yield Wait(left_s, freed)
         return True
 
     def again(self, handler: Handler, ran: Ran, tries: int) -> Steps[bool]:
         """Wait a moment outside of any transaction, unless the budget is spent."""
         if tries > self._limits.conflict_retries:
             return False
-        if self._events and ran.end is not End.AMBIGUOUS:
+        if ran.end is not End.AMBIGUOUS:
             code = ran.store.code if ran.store else None
             self._events.emit(TransactionRetried(consumer=handler.consumer, code=code))
         yield Wait(_CONFLICT_PAUSE_S * random.random() * tries)

@@ -74,7 +74,8 @@ def service(
         body(message)
 
     source: Any = Watched(rig.source(**options.pop("source", {})))
-    shop.app.handler(rig.topic, consumer=CONSUMER, **options)(handle)
+    register: Any = shop.app.handler(rig.topic, consumer=CONSUMER, **options)
+    register(handle)
     shop.app.consume(source)
     watched: Watched = source
     return watched

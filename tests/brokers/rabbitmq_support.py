@@ -151,6 +151,7 @@ def shop_on(database: str, source: RabbitMQ, topic: str, **options: Any) -> Iter
                 body(message)
 
         options.setdefault("retry", AT_ONCE)
-        shop.app.handler(topic, consumer=CONSUMER, **options)(handle)
+        register: Any = shop.app.handler(topic, consumer=CONSUMER, **options)
+        register(handle)
         shop.app.consume(source)
         yield shop

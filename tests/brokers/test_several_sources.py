@@ -73,7 +73,8 @@ def consumer(shop: Shop, name: str, *topics: str, **options: Any) -> None:
             shop.calls.append(f"{name}:{message.topic}")
             add_effect(tx, message.id, f"{name}:{message.topic}")
 
-        shop.app.handler(topic, consumer=name, retry=AT_ONCE, **options)(handle)
+        register: Any = shop.app.handler(topic, consumer=name, retry=AT_ONCE, **options)
+        register(handle)
 
 
 def booked(shop: Shop) -> dict[str, int]:

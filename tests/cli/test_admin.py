@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.backlog import fill
 from tests.conftest import FreshDatabase
 from tests.databases import Raw
 from txbox import App, ConfigurationError, Headers, Message, Outcome, Reject
@@ -161,6 +162,28 @@ def test_discard_means_dead_messages_unless_told_and_a_copy_is_then_a_duplicate(
 def test_a_status_that_cannot_be_changed_is_refused(shop: Shop) -> None:
     with pytest.raises(ConfigurationError, match="'processed' cannot be changed by discard"):
         Admin(shop.app).discard(RowFilter(consumer="billing", status="processed"))
+
+
+def test_a_dry_run_of_many_rows_counts_what_the_run_then_changes(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    view = raw(database.url)
+    fill(view, 1201, status="dead")
+    fill(view, 700, status="dead", consumer="ledger")
+    view.execute(
+        "UPDATE txbox_inbox SET error_type = 'TransactionBroken' WHERE message_id IN ('m3', 'm600', 'm1200')"
+    )
+    admin = Admin(shop.app)
+    meant = admin.retry(RowFilter(), dry_run=True)
+    assert (meant.count, meant.spared, len(meant.sample)) == (1201 + 700 - 5, 5, 10)
+    assert set(statuses(view, "billing").values()) == {"dead"}
+    assert audits(view) == []
+    done = admin.retry(RowFilter())
+    assert (done.count, done.spared, done.sample) == (meant.count, meant.spared, meant.sample)
+    assert sum(row[2] for row in audits(view)) == done.count
+    # each batch says what the operator asked for
+    assert {own for (own,) in view.rows("SELECT filter FROM txbox_audit")} == {"{}"}
+    assert admin.retry(RowFilter(), dry_run=True).count == 0
 
 
 def test_many_rows_are_changed_in_batches(shop: Shop, database: FreshDatabase, raw: RawOf) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,8 @@ from tests.cli.conftest import SHOP, Command
 from tests.conftest import NewDatabase
 from tests.databases import Raw
 from txbox import Outbox
+from txbox.cli import commands_run, make_parser
+from txbox.store.schema import VERSION
 
 SECRET = "hunter2"
 
@@ -20,7 +24,9 @@ SECRET = "hunter2"
     ("url", "says"),
     [
         (f"oracle://shop:{SECRET}@db/shop", "'oracle' is no database URL scheme that txbox knows: use postgresql://"),
-        (SECRET, "is no database URL scheme"),
+        (SECRET, "This is no database URL: use postgresql://"),
+        ("shop.db", "'shop.db' looks like a path, and App takes a URL: for this SQLite file use sqlite:///shop.db."),
+        ("/data/shop", "use sqlite:////data/shop."),
         (f"postgresql://shop:{SECRET}@127.0.0.1:1", "names no database: write postgresql://host/name"),
         (f"mysql://shop:{SECRET}@127.0.0.1:1/", "names no database"),
         ("sqlite://", "name a file, sqlite:///name.db"),
@@ -69,7 +75,7 @@ def test_missing_tables_name_the_command(command: Command, empty_database_url: s
         ended = command(*words, "--database", empty_database_url, code=2)
         assert "run `txbox init`" in ended.sentence
     command("init", "--database", empty_database_url)
-    assert "version 2" in command("schema", "check", "--database", empty_database_url).out
+    assert f"version {VERSION}" in command("schema", "check", "--database", empty_database_url).out
 
 
 def test_tables_of_a_later_release_name_the_upgrade(command: Command, sqlite_url: str) -> None:
@@ -228,3 +234,13 @@ def test_send_refuses_what_is_no_message(command: Command, sqlite_url: str) -> N
         (("invoices", "--data", "{}"), "No handler consumes topic 'invoices'"),
     ):
         assert says in command("send", *words, env=env, code=2).sentence
+
+
+def test_a_child_does_not_import_a_module_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "txbox.py").write_text("raise SystemExit('taken for txbox')")
+    args = make_parser().parse_args(["run", "--app", "shop:app", "--processes", "2"])
+    child = [*commands_run._child(args), "--help"]
+    done = subprocess.run(
+        child, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -66,8 +66,8 @@ def test_from_send_to_replay(shop: Command, view: Raw) -> None:
         in shop("send", "orders", "--id", "1", "--data", "other", "--content-type", "x", code=1).out
     )
 
-    ran = shop("run", "--once", "--json").json
-    assert ran["exit"] == 0
+    ran = shop("run", "--once", "--json", code=1).json
+    assert ran["exit"] == 1
     assert (ran["events"]["processed"], ran["events"]["dead"]) == (3, 1)
 
     billing = next(
@@ -113,7 +113,7 @@ def test_from_send_to_replay(shop: Command, view: Raw) -> None:
 
 def test_retry_and_discard(shop: Command, view: Raw) -> None:
     send(shop, "1", "2", "3", data='{"bad": 1}')
-    shop("run", "--once")
+    shop("run", "--once", code=1)
     before = snapshot(view)
     for verb in ("retry", "discard"):
         dry = shop(verb, "--consumer", "billing", "--dry-run", "--json").json
@@ -195,7 +195,7 @@ def test_replay_reports_what_failed_and_feeds_another_consumer(shop: Command, vi
 def test_prune_rescue_and_maintain(shop: Command, view: Raw) -> None:
     send(shop, "1", "2")
     send(shop, "3", data='{"bad": 1}')
-    shop("run", "--once")
+    shop("run", "--once", code=1)
     assert shop("prune", "--dry-run", "--json").json["rows"] == 0
     before = snapshot(view)
     _until(lambda: shop("prune", "--older-than", "1ms", "--dry-run", "--json").json["rows"] == 5)
@@ -288,7 +288,7 @@ def test_logs_are_json_lines_when_asked(sqlite_shop: Command) -> None:
     send(sqlite_shop, "1", data='{"bad": 1}')
     lines = [
         json.loads(own)
-        for own in sqlite_shop("run", "--once", "--log-json", "--verbose").err.splitlines()
+        for own in sqlite_shop("run", "--once", "--log-json", "--verbose", code=1).err.splitlines()
     ]
     dead = next(own for own in lines if own.get("event") == "MessageDead")
     assert (dead["level"], dead["consumer"], dead["message_id"]) == ("error", "billing", "1")
@@ -311,6 +311,7 @@ _EVERY_COMMAND_AS_JSON = (
     ("init",), ("schema", "apply"), ("schema", "check"), ("schema", "print"), ("schema", "print", "--grants"),
     ("status",), ("list",), ("list", "--quarantined"), ("show", "billing", "1"), ("retry", "--all", "--yes"),
     ("discard", "--all", "--yes"), ("replay", "--consumer", "billing", "--yes"), ("prune",), ("rescue",),
+    ("quarantine", "list"),
     ("prune", "--outbox"), ("relay", "--once"), ("outbox", "list"), ("outbox", "retry", "--all", "--yes"),
     ("outbox", "discard", "--all", "--yes"),
     ("maintain", "--once"), ("send", "orders", "--data", "{}"), ("run", "--once"),

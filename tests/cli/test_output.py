@@ -11,7 +11,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from txbox.cli.options import duration
-from txbox.cli.output import age, counted, print_json, print_table, redacted, shown
+from txbox.cli.output import age, counted, print_json, print_table, shown
+from txbox.errors import redacted
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,9 @@ from txbox.cli.output import age, counted, print_json, print_table, redacted, sh
             "postgresql://db/x?user=u&password=***&a=b",
         ),
         ("password = 'hunter 2' x", "password = *** x"),
+        ("amqp://u@corp:hunter2@db/x", "amqp://u@corp:***@db/x"),
+        ("db/x?sslpassword=hunter2&a=b", "db/x?sslpassword=***&a=b"),
+        ("passwd=it's; token=x", "passwd=*** token=***"),
         ("postgresql://db:5432/x is away", "postgresql://db:5432/x is away"),
     ],
 )
@@ -132,3 +136,11 @@ def test_json_has_times_in_iso_and_bytes_in_base64(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out) == {
         "at": "2026-01-31T00:00:00+00:00", "for": 60.0, "b": "/w==",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mark", ["\u200b", "\u200e", "\u200f", "\u2060", "\ufeff", "\xad", "\u061c", "\U000e0041"]
+)
+def test_what_cannot_be_seen_makes_no_two_ids_look_alike(mark: str) -> None:
+    assert shown(f"order{mark}-1") == f"order\\x{ord(mark):02x}-1"
+    assert shown("né-ü-日本") == "né-ü-日本"

@@ -111,6 +111,22 @@ def test_a_kind_of_role_that_is_none_is_refused(command: Command) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("own", "name", "quoted"),
+    [
+        ("postgresql", "shop", "shop"),
+        ("postgresql", "Shop", '"Shop"'),
+        ("postgresql", 'x"; DROP TABLE y', '"x""; DROP TABLE y"'),
+        ("mysql", "shop", "shop"),
+        ("mysql", "'shop'@'%'", "`shop`@`%`"),
+        ("mysql", "x`; DROP TABLE y", "`x``; DROP TABLE y`"),
+    ],
+)
+def test_the_names_of_roles_are_quoted(command: Command, own: str, name: str, quoted: str) -> None:
+    sql = command("schema", "print", "--dialect", own, "--grants", f"readonly={name}").out
+    assert f"GRANT SELECT ON txbox_status TO {quoted};" in sql
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """A PostgreSQL database and one login for each kind of role, with the printed grants."""
@@ -170,8 +186,28 @@ def test_an_operator_role_retries_and_discards(command: Command, roles: Roles) -
     command("show", "billing", "1", "--database", url)
     command("retry", "billing", "1", "--database", url)
     command("discard", "billing", "2", "--database", url)
-    with Raw(url) as operator, pytest.raises(psycopg.errors.InsufficientPrivilege):
-        operator.execute("DELETE FROM txbox_audit")
+    for own in ("3", "4", "6"):
+        command("send", "orders", "--id", own, "--data", "{}", env=env)
+        command("send", "orders", "--id", own, "--data", "[]", env=env, code=1)
+    command("quarantine", "accept", "billing", "3", "--id", "5", "--database", url)
+    command("quarantine", "discard", "billing", "4", "--database", url)
+    command("quarantine", "show", "billing", "4", "--database", url)
+    for kind in ("maintenance", "readonly"):
+        denied = command(
+            "quarantine", "discard", "billing", "6", "--database", roles.urls[kind], code=1
+        )
+        assert "lacks a right" in denied.err
+    with Raw(url) as operator:
+        login = urlsplit(url).username
+        assert {own for (own,) in operator.rows("SELECT login FROM txbox_audit")} == {login}
+        columns = "actor, action, filter, affected"
+        for forbidden in (
+            "DELETE FROM txbox_audit",
+            f"INSERT INTO txbox_audit ({columns}, login) VALUES ('ann', 'retry', '', 1, 'ann')",
+            f"INSERT INTO txbox_audit ({columns}, recorded_at) VALUES ('ann', 'retry', '', 1, now())",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                operator.execute(forbidden)
 
 
 def test_a_maintenance_role_prunes_and_rescues(command: Command, roles: Roles) -> None:
@@ -184,7 +220,15 @@ def test_a_maintenance_role_prunes_and_rescues(command: Command, roles: Roles) -
     url = roles.urls["maintenance"]
     assert command("prune", "--database", url, "--json").json["rows"] == 1
     assert command("rescue", "--database", url, "--json").json["rows"] == 1
+    with Raw(roles.owner) as owner:
+        owner.execute(
+            "INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, status, updated_at)"
+            " VALUES ('a', '1', 'h', 'r', 'discarded', now() - interval '90 days')"
+        )
     command("maintain", "--once", "--database", url)
+    command("status", "--database", url)
+    with Raw(roles.owner) as owner:
+        assert owner.value("SELECT count(*) FROM txbox_quarantine") == 0
     with Raw(url) as own, pytest.raises(psycopg.errors.InsufficientPrivilege):
         own.execute(
             "INSERT INTO txbox_inbox (consumer, message_id, status, topic) VALUES ('a', 'b', 'pending', 't')"

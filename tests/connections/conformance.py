@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from tests.databases import through_pgbouncer
+from tests.databases import BY_NAME, names, through_pgbouncer
 from txbox.connections import borrow, borrow_async, open_database
 from txbox.message import Message
 from txbox.steps import Result, Statement
@@ -52,6 +52,10 @@ class Kind:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def dialect(self) -> str:
+        return BY_NAME[self.product].dialect
 
     @property
     def one_round_trip(self) -> bool:
@@ -319,7 +323,7 @@ def django_alias(url: str) -> Iterator[Any]:
 
 
 def _kinds() -> Iterator[Kind]:
-    pg, maria, lite = "postgresql", "mariadb", "sqlite"
+    pg, maria, my, lite = "postgresql", "mariadb", "mysql", "sqlite"
     yield Kind("psycopg-url", pg, url_itself, False, "psycopg")
     yield Kind("psycopg-pool", pg, psycopg_pool(), False, "psycopg")
     yield Kind("psycopg-pool-autocommit", pg, psycopg_pool(autocommit=True), False, "psycopg")
@@ -336,9 +340,12 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("aiosqlite", lite, url_async, True, "aiosqlite")
     yield Kind("pymysql", maria, url_itself, False, "pymysql")
     yield Kind("asyncmy", maria, url_async, True, "asyncmy")
+    yield Kind("pymysql-mysql", my, url_itself, False, "pymysql")
+    yield Kind("asyncmy-mysql", my, url_async, True, "asyncmy")
     for product, driver, async_drivers in (
         (pg, "psycopg", ("psycopg", "asyncpg")),
         (maria, "pymysql", ("asyncmy",)),
+        (my, "pymysql", ("asyncmy",)),
         (lite, "pysqlite", ("aiosqlite",)),
     ):
         yield Kind(f"engine-{product}", product, engine(driver), False, "sqlalchemy")
@@ -353,9 +360,10 @@ def _kinds() -> Iterator[Kind]:
             "sqlalchemy",
         )
         for own in async_drivers:
-            yield Kind(f"async-engine-{own}", product, async_engine(own), True, "sqlalchemy")
+            name = f"{own}-mysql" if product == my else own
+            yield Kind(f"async-engine-{name}", product, async_engine(own), True, "sqlalchemy")
             yield Kind(
-                f"async-sessionmaker-{own}",
+                f"async-sessionmaker-{name}",
                 product,
                 async_engine(own, session=True),
                 True,
@@ -364,7 +372,7 @@ def _kinds() -> Iterator[Kind]:
         yield Kind(f"django-{product}", product, django_alias, False, "django")
 
 
-KINDS: Sequence[Kind] = tuple(_kinds())
+KINDS: Sequence[Kind] = tuple(own for own in _kinds() if own.product in names())
 
 
 # -- the caller's own transactions, for borrow ---------------------------------------------------

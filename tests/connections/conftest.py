@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import databases
 from tests.conftest import require
 from tests.connections.conformance import Given, Kind
 from tests.databases import BY_NAME, Raw, missing_server
@@ -43,8 +42,6 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 def given(request: pytest.FixtureRequest, shared_url: Callable[[str], str]) -> Iterator[Given]:
     """A database opened in the way that the test's parameter says."""
     kind: Kind = request.param
-    if kind.product not in {own.name for own in databases.selected()}:
-        pytest.skip(f"{kind.product} is not selected")
     if kind.pooler:
         require(missing_server("pgbouncer"))
     url = shared_url(kind.product)

@@ -16,7 +16,7 @@ from sqlalchemy.ext import asyncio as sa_async
 from tests.conftest import NewDatabase
 from tests.connections.conformance import engine_url
 from tests.connections.django_project import configured
-from tests.databases import Raw
+from tests.databases import Raw, names
 from txbox.connections import borrow, borrow_async
 from txbox.errors import ConfigurationError, SchemaError
 from txbox.inbox import Inbox
@@ -133,9 +133,9 @@ async def async_scoped_caller(url: str) -> AsyncIterator[tuple[Any, Any, Any]]:
 
 DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql", "sqlite": "pysqlite"}
 ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "sqlite": "aiosqlite"}
-PRODUCTS = ("postgresql", "mariadb", "sqlite")
+PRODUCTS = names()
 SYNC: list[tuple[str, Callable[[str], Any]]] = [
-    ("postgresql", psycopg_caller),
+    *((product, psycopg_caller) for product in names("postgresql")),
     *(
         (product, caller)
         for product in PRODUCTS
@@ -143,8 +143,11 @@ SYNC: list[tuple[str, Callable[[str], Any]]] = [
     ),
 ]
 ASYNC: list[tuple[str, Callable[[str], Any]]] = [
-    ("postgresql", async_psycopg_caller),
-    ("postgresql", asyncpg_caller),
+    *(
+        (product, caller)
+        for product in names("postgresql")
+        for caller in (async_psycopg_caller, asyncpg_caller)
+    ),
     *(
         (product, caller)
         for product in PRODUCTS

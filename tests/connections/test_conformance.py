@@ -13,21 +13,21 @@ import pytest
 
 from tests.connections.conformance import KINDS, Given, Held, Kind, statement
 from tests.databases import Raw
+from txbox.drive import drive, drive_async
 from txbox.errors import Fault, StoreError
-from txbox.steps import Raised, Statement
+from txbox.steps import Raised, Read, Statement, Steps
+from txbox.store import jobs
 from txbox.store.dialect import as_time
 
 DEADLINE_S = 15.0
 
 
-def every(
-    *, products: tuple[str, ...] = ("postgresql", "mariadb", "sqlite")
-) -> pytest.MarkDecorator:
-    kinds = [kind for kind in KINDS if kind.product in products]
+def every(*, dialects: tuple[str, ...] = ("postgresql", "mysql", "sqlite")) -> pytest.MarkDecorator:
+    kinds = [kind for kind in KINDS if kind.dialect in dialects]
     return pytest.mark.parametrize("given", kinds, ids=str, indirect=True)
 
 
-SERVERS = ("postgresql", "mariadb")
+SERVERS = ("postgresql", "mysql")
 
 
 def until(met: Callable[[], bool]) -> None:
@@ -59,23 +59,23 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-BACKEND = {"postgresql": "SELECT pg_backend_pid()", "mariadb": "SELECT CONNECTION_ID()"}
+BACKEND = {"postgresql": "SELECT pg_backend_pid()", "mysql": "SELECT CONNECTION_ID()"}
 ALIVE = {
     "postgresql": "SELECT 1 FROM pg_stat_activity WHERE pid = ?",
-    "mariadb": "SELECT 1 FROM information_schema.processlist WHERE id = ?",
+    "mysql": "SELECT 1 FROM information_schema.processlist WHERE id = ?",
 }
 
 
 def backend(held: Held) -> int:
-    return int(held.execute(statement(BACKEND[held.given.kind.product])).rows[0][0])
+    return int(held.execute(statement(BACKEND[held.given.kind.dialect])).rows[0][0])
 
 
 def kill(db: Raw, given: Given, process: int) -> None:
-    if given.kind.product == "postgresql":
+    if given.kind.dialect == "postgresql":
         db.rows("SELECT pg_terminate_backend(?)", (process,))
     else:
         db.execute(f"KILL {process}")
-    until(lambda: not db.rows(ALIVE[given.kind.product], (process,)))
+    until(lambda: not db.rows(ALIVE[given.kind.dialect], (process,)))
 
 
 # -- values and counts ---------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def kill(db: Raw, given: Given, process: int) -> None:
 VALUES = {
     "postgresql": "SELECT :text::text, :number::bigint, :flag::boolean, :data::bytea, :nothing::text, now(), "
     "'50% :x' || 'y'",
-    "mariadb": "SELECT CAST(:text AS CHAR), CAST(:number AS SIGNED), :flag, CAST(:data AS BINARY), :nothing, "
+    "mysql": "SELECT CAST(:text AS CHAR), CAST(:number AS SIGNED), :flag, CAST(:data AS BINARY), :nothing, "
     "UTC_TIMESTAMP(6), '50% :xy'",
     "sqlite": "SELECT :text, :number, :flag, :data, :nothing, strftime('%Y-%m-%d %H:%M:%f', 'now'), '50% :xy'",
 }
@@ -94,7 +94,7 @@ def test_values_come_back_as_the_store_reads_them(given: Given) -> None:
     held = given.acquire()
     text = "é'\\\"%s"
     query = statement(
-        VALUES[given.kind.product],
+        VALUES[given.kind.dialect],
         text=text,
         number=2**40,
         flag=True,
@@ -119,7 +119,7 @@ def test_values_come_back_as_the_store_reads_them(given: Given) -> None:
     held.release()
 
 
-@every(products=("postgresql",))
+@every(dialects=("postgresql",))
 def test_columns_of_many_rows_travel_as_arrays(given: Given) -> None:
     held = given.acquire()
     ids, data, numbers = (
@@ -212,7 +212,7 @@ def test_a_failing_statement_skips_the_commit(given: Given, db: Raw, number: int
     assert balance(db, number) is None
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_the_transaction_is_read_committed(given: Given, db: Raw, number: int) -> None:
     db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
     read = statement("SELECT balance FROM account WHERE id = :id", id=number)
@@ -225,7 +225,66 @@ def test_the_transaction_is_read_committed(given: Given, db: Raw, number: int) -
     assert (before.rows[0][0], after.rows[0][0]) == (1, 2)
 
 
-@every(products=("sqlite",))
+def driven(given: Given, steps: Steps[Any]) -> Any:
+    if given.kind.is_async:
+        return given.wait(drive_async(given.database.asynchronous, steps))
+    return drive(given.database.sync, steps)
+
+
+@every()
+def test_a_read_leaves_no_transaction_and_no_snapshot_behind(
+    given: Given, db: Raw, number: int
+) -> None:
+    def read() -> Steps[Any]:
+        result = yield Read(statement("SELECT balance FROM account WHERE id = :id", id=number))
+        return result.rows[0][0]
+
+    db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
+    assert driven(given, read()) == 1
+    # by others, and they need not wait
+    db.execute("UPDATE account SET balance = 2 WHERE id = ?", (number,))
+    assert driven(given, read()) == 2
+    held = given.acquire()
+    held.begin()
+    held.do(f"UPDATE account SET balance = 3 WHERE id = {number}")
+    held.rollback()
+    held.release()
+    assert driven(given, read()) == 2
+
+
+@every()
+def test_one_read_tells_what_is_due_for_every_consumer(given: Given, db: Raw, number: int) -> None:
+    names = [consumer(number), consumer(number + 1), consumer(number + 2)]
+    now, later = {
+        "postgresql": ("clock_timestamp()", "clock_timestamp() + interval '1 minute'"),
+        "mysql": ("UTC_TIMESTAMP(6)", "UTC_TIMESTAMP(6) + INTERVAL 1 MINUTE"),
+        "sqlite": (
+            "strftime('%Y-%m-%d %H:%M:%f', 'now')",
+            "strftime('%Y-%m-%d %H:%M:%f', 'now', '+1 minute')",
+        ),
+    }[given.kind.dialect]
+    for name, status, at in (
+        (names[0], "pending", later),
+        (names[0], "failed", now),
+        (names[1], "pending", later),
+        (names[2], "dead", "NULL"),
+    ):
+        db.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic, payload_hash, payload, has_payload, "
+            f"next_attempt_at) VALUES (?, ?, ?, 't', ?, ?, {'1' if given.kind.dialect == 'sqlite' else 'TRUE'}, "
+            f"{at})",
+            (name, f"{name}-{status}", status, b"h" * 32, b"{}"),
+        )
+    dialect = given.database.dialect
+    found = dict(driven(given, jobs.due(dialect, names, ahead_s=5.0, routes=[""])))
+    assert list(found) == names[:1]
+    assert found[names[0]] <= 0
+    found = dict(driven(given, jobs.due(dialect, names, ahead_s=120.0, routes=[])))
+    assert set(found) == set(names[:2])
+    assert 30 < found[names[1]] <= 60
+
+
+@every(dialects=("sqlite",))
 def test_sqlite_transactions_are_writers_from_the_start(given: Given, db: Raw) -> None:
     held = given.acquire()
     held.begin()
@@ -249,7 +308,7 @@ def test_a_duplicate_key_is_told(given: Given, db: Raw, number: int) -> None:
         held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
     assert caught.value.fault is Fault.DUPLICATE
     assert caught.value.definite
-    if given.kind.product == "postgresql":
+    if given.kind.dialect == "postgresql":
         assert caught.value.constraint == "account_pkey"
     assert str(number) not in str(caught.value)
     held.rollback()
@@ -273,7 +332,7 @@ def test_an_error_of_the_handler_is_translated(given: Given, db: Raw, number: in
     held.release()
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_an_undefined_table_is_told(given: Given) -> None:
     held = given.acquire()
     with pytest.raises(StoreError) as caught:
@@ -284,13 +343,13 @@ def test_an_undefined_table_is_told(given: Given) -> None:
 
 
 def lock_briefly(held: Held) -> None:
-    if held.given.kind.product == "postgresql":
+    if held.given.kind.dialect == "postgresql":
         held.do("SET LOCAL lock_timeout = '50ms'")
     else:
         held.do("SET SESSION innodb_lock_wait_timeout = 1")
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_a_lock_timeout_is_told(given: Given, db: Raw, number: int) -> None:
     db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
     with Raw(given.url) as rival:
@@ -307,20 +366,20 @@ def test_a_lock_timeout_is_told(given: Given, db: Raw, number: int) -> None:
         rival.execute("ROLLBACK")
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_a_deadlock_is_a_conflict(given: Given, db: Raw, number: int) -> None:
     for own in range(20):
         db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number + own,))
     held = given.acquire()
     with Raw(given.url) as rival:
         # the rival weighs more (InnoDB) and looks later (PostgreSQL): txbox's transaction is the victim
-        blocked = rival.value(BACKEND[given.kind.product])
+        blocked = rival.value(BACKEND[given.kind.dialect])
         rival.execute("BEGIN")
         rival.execute(
             "UPDATE account SET balance = 2 WHERE id BETWEEN ? AND ?", (number + 1, number + 19)
         )
         held.begin(statement("UPDATE account SET balance = 3 WHERE id = :id", id=number))
-        if given.kind.product == "postgresql":
+        if given.kind.dialect == "postgresql":
             held.do("SET LOCAL deadlock_timeout = '10ms'")
         waiting = threading.Thread(
             target=rival.execute,
@@ -328,7 +387,7 @@ def test_a_deadlock_is_a_conflict(given: Given, db: Raw, number: int) -> None:
             daemon=True,
         )
         waiting.start()
-        until(lambda: bool(db.rows(BLOCKED[given.kind.product], (blocked,))))
+        until(lambda: bool(db.rows(BLOCKED[given.kind.dialect], (blocked,))))
         with pytest.raises(StoreError) as caught:
             held.execute(statement("UPDATE account SET balance = 3 WHERE id = :id", id=number + 1))
         assert caught.value.fault is Fault.CONFLICT
@@ -343,14 +402,14 @@ def test_a_deadlock_is_a_conflict(given: Given, db: Raw, number: int) -> None:
 BLOCKED = {
     "postgresql": "SELECT 1 FROM pg_locks WHERE NOT granted AND pid = ?",
     # innodb_trx is a cache that polling keeps from being refreshed
-    "mariadb": "SELECT 1 FROM information_schema.processlist WHERE state = 'Updating' AND id = ?",
+    "mysql": "SELECT 1 FROM information_schema.processlist WHERE state = 'Updating' AND id = ?",
 }
 
 
 # -- lost connections ----------------------------------------------------------------------------
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_a_killed_connection_is_lost_and_unavailable(given: Given, db: Raw) -> None:
     held = given.acquire()
     held.begin()
@@ -366,7 +425,7 @@ def test_a_killed_connection_is_lost_and_unavailable(given: Given, db: Raw) -> N
     held.release()
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_a_handler_that_meets_a_killed_connection_is_not_blamed(given: Given, db: Raw) -> None:
     held = given.acquire()
     held.begin()
@@ -402,7 +461,7 @@ def kill_after_execute(held: Held, kill: Callable[[], None]) -> None:
     target.execute = execute
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_commit_on_a_killed_connection_leaves_it_open_whether_it_took_effect(
     given: Given, db: Raw
 ) -> None:
@@ -422,7 +481,7 @@ def test_commit_on_a_killed_connection_leaves_it_open_whether_it_took_effect(
 # -- the transaction that failed -----------------------------------------------------------------
 
 
-@every(products=("postgresql",))
+@every(dialects=("postgresql",))
 @pytest.mark.parametrize("with_statement", [True, False], ids=["close", "alone"])
 def test_commit_of_a_failed_transaction_is_refused(
     given: Given, db: Raw, number: int, with_statement: bool
@@ -543,14 +602,14 @@ def test_a_connection_given_back_carries_no_guard(given: Given, db: Raw, number:
 # -- nothing stays open --------------------------------------------------------------------------
 
 
-@every(products=SERVERS)
+@every(dialects=SERVERS)
 def test_discard_ends_the_transaction_at_once(given: Given, db: Raw, number: int) -> None:
     held = given.acquire()
     held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
     held.do(f"INSERT INTO account (id, balance) VALUES ({number + 1}, 1)")
     process = backend(held)
     held.discard()
-    until(lambda: not db.rows(ALIVE[given.kind.product], (process,)))
+    until(lambda: not db.rows(ALIVE[given.kind.dialect], (process,)))
     assert balance(db, number) is None
     for _ in range(5):
         # a pool of three would be empty by now if a discarded connection kept its place
@@ -563,7 +622,7 @@ def test_discard_ends_the_transaction_at_once(given: Given, db: Raw, number: int
     held.release()
 
 
-@every(products=("sqlite",))
+@every(dialects=("sqlite",))
 def test_discard_frees_the_file(given: Given, db: Raw, number: int) -> None:
     held = given.acquire()
     held.begin(statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number))
@@ -573,6 +632,6 @@ def test_discard_frees_the_file(given: Given, db: Raw, number: int) -> None:
 
 
 def test_kinds_have_names_of_their_own() -> None:
-    names = [kind.name for kind in KINDS]
-    assert len(names) == len(set(names))
+    found = [kind.name for kind in KINDS]
+    assert len(found) == len(set(found))
     assert all(isinstance(kind, Kind) for kind in KINDS)

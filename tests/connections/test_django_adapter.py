@@ -13,12 +13,12 @@ from django import test
 from django.db import connections, transaction
 
 from tests.connections.django_project import configured
-from tests.databases import Raw
+from tests.databases import Raw, names
 from txbox import App, Inbox, Message, Outcome
 from txbox.connections.django import open_alias
 from txbox.errors import ConfigurationError
 
-PRODUCTS = ("postgresql", "mariadb", "sqlite")
+PRODUCTS = names()
 every_product = pytest.mark.parametrize("product", PRODUCTS)
 
 

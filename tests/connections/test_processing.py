@@ -30,14 +30,16 @@ class Service:
                 await do(given.kind.family, tx, self._insert(message))
                 self._end()
 
-            self.app.handler("t", consumer=self.consumer, **options)(handle_async)
+            register: Any = self.app.handler("t", consumer=self.consumer, **options)
+            register(handle_async)
         else:
 
             def handle(message: Message[Any], tx: Any) -> None:
                 do(given.kind.family, tx, self._insert(message))
                 self._end()
 
-            self.app.handler("t", consumer=self.consumer, **options)(handle)
+            register = self.app.handler("t", consumer=self.consumer, **options)
+            register(handle)
 
     def _insert(self, message: Message[Any]) -> str:
         return f"INSERT INTO account (id, balance) VALUES ({message.id}, 1)"

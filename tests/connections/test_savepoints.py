@@ -12,7 +12,7 @@ from sqlalchemy import exc, orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from tests.connections.conformance import KINDS, Given, Held, engine_url
-from tests.databases import Raw
+from tests.databases import Raw, names
 from txbox import App, Message, Outcome
 from txbox.drive import drive, drive_async
 from txbox.errors import Fault, StoreError
@@ -21,7 +21,7 @@ from txbox.steps import Raised
 SQLALCHEMY = [kind for kind in KINDS if kind.family == "sqlalchemy"]
 SESSIONS = [kind for kind in SQLALCHEMY if "session" in kind.name]
 OWN_TRANSLATION = [kind for kind in KINDS if kind.family not in ("psycopg", "asyncpg")]
-ABORTING = [kind for kind in OWN_TRANSLATION if kind.product == "postgresql"]
+ABORTING = [kind for kind in OWN_TRANSLATION if kind.dialect == "postgresql"]
 every_kind = pytest.mark.parametrize("given", KINDS, indirect=True, ids=str)
 
 
@@ -182,7 +182,7 @@ def swallows(own: int, tx: orm.Session, *, culprit: bool) -> None:
         return
 
 
-@pytest.mark.parametrize("product", ["postgresql", "mariadb", "sqlite"])
+@pytest.mark.parametrize("product", names())
 @pytest.mark.parametrize(
     ("work", "outcome"),
     [

@@ -13,12 +13,12 @@ from sqlalchemy import event, exc, orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from tests.connections.conformance import engine_url
-from tests.databases import Raw
+from tests.databases import Raw, names
 from txbox import App, Message, Outcome, RetryPolicy
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError, StoreUnavailable
 
-PRODUCTS = ("postgresql", "mariadb", "sqlite")
+PRODUCTS = names()
 DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql", "sqlite": "pysqlite"}
 ASYNC_DRIVERS = {"postgresql": "asyncpg", "mysql": "asyncmy", "sqlite": "aiosqlite"}
 every_product = pytest.mark.parametrize("product", PRODUCTS)
@@ -191,10 +191,14 @@ def test_the_isolation_level_of_the_engine_comes_back(
     assert seen == ["read committed", "serializable"]
 
 
-def test_mariadb_runs_read_committed_and_the_session_keeps_its_level(
-    make_engine: Callable[..., sa.Engine], shared_url: Callable[[str], str], number: int
+@pytest.mark.parametrize("product", names("mysql"))
+def test_mysql_runs_read_committed_and_the_session_keeps_its_level(
+    product: str,
+    make_engine: Callable[..., sa.Engine],
+    shared_url: Callable[[str], str],
+    number: int,
 ) -> None:
-    engine = make_engine("mariadb", pool_size=1, max_overflow=0)
+    engine = make_engine(product, pool_size=1, max_overflow=0)
     app = App(engine)
     read = sa.select(Account.balance).where(Account.id == number)
     seen: list[int] = []
@@ -202,18 +206,17 @@ def test_mariadb_runs_read_committed_and_the_session_keeps_its_level(
     @app.handler("t", consumer=f"s{number}")
     def handle(message: Message[Any], tx: sa.Connection) -> None:
         seen.append(tx.execute(read).scalar_one())
-        with Raw(shared_url("mariadb")) as raw:
+        with Raw(shared_url(product)) as raw:
             raw.execute("UPDATE account SET balance = 2 WHERE id = ?", (number,))
         seen.append(tx.execute(read).scalar_one())
 
-    with Raw(shared_url("mariadb")) as raw:
+    with Raw(shared_url(product)) as raw:
         raw.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
     assert app.process(message()) is Outcome.PROCESSED
     assert seen == [1, 2]
     with engine.connect() as own:
-        assert (
-            own.exec_driver_sql("SELECT @@SESSION.tx_isolation").scalar_one() == "REPEATABLE-READ"
-        )
+        level = "tx_isolation" if product == "mariadb" else "transaction_isolation"
+        assert own.exec_driver_sql(f"SELECT @@SESSION.{level}").scalar_one() == "REPEATABLE-READ"
 
 
 def test_foreign_keys_of_a_sqlite_engine_are_as_before(

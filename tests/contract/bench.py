@@ -10,7 +10,9 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-from tests.connections.conformance import Kind
+import pytest
+
+from tests.connections.conformance import KINDS, Kind
 from tests.contract.breaking import Hand, Misbehaviour
 from tests.databases import Raw
 from tests.shop import AT_ONCE, Row, effects, the_row
@@ -22,6 +24,14 @@ from txbox.steps import Steps
 from txbox.store import leases
 
 _numbers = itertools.count(1)
+
+# SQLAlchemy and Django stand on the same drivers for MariaDB and MySQL: the drivers alone meet both
+by_kind = pytest.mark.parametrize(
+    "bench",
+    [kind for kind in KINDS if kind.product != "mysql" or kind.family in ("pymysql", "asyncmy")],
+    indirect=True,
+    ids=str,
+)
 
 
 class Bench:
@@ -90,7 +100,8 @@ class Bench:
             raise AssertionError("a sync driver waits for nothing")
 
         own = function if self.kind.is_async else sync
-        self.app.handler(consumer, consumer=consumer, retry=AT_ONCE, **options)(own)
+        register: Any = self.app.handler(consumer, consumer=consumer, retry=AT_ONCE, **options)
+        register(own)
         return self.app.handlers.matching(consumer, None)[0]
 
 

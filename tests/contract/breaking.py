@@ -44,6 +44,15 @@ class Hand:
     async def rollback(self) -> None:
         await self._end("rollback")
 
+    async def close(self) -> None:
+        done = self.tx.close()
+        if inspect.isawaitable(done):
+            await done
+
+    async def fail(self) -> None:
+        """A statement that the database refuses."""
+        await self.do("INSERT INTO effect (message_id) VALUES (NULL)")
+
     async def _end(self, verb: str) -> None:
         if self.kind.family == "asyncpg":
             await self.do(verb)  # asyncpg's connections have no such method
@@ -105,10 +114,51 @@ async def escapes_then_raises(hand: Hand) -> None:
     raise ValueError("after the commit of its own")
 
 
+async def commits_its_own_then_fails(hand: Hand) -> None:
+    """The failure aborts a transaction, on PostgreSQL, that is no longer the one that claimed."""
+    await hand.rollback()
+    await hand.write()
+    await hand.commit()
+    await hand.fail()
+
+
+async def escapes_then_fails(hand: Hand) -> None:
+    await escapes(hand)
+    await hand.do("BEGIN")
+    await hand.fail()
+
+
+async def escapes_then_swallows(hand: Hand) -> None:
+    await escapes(hand)
+    await hand.do("BEGIN")
+    with contextlib.suppress(Exception):
+        await hand.fail()
+
+
+async def fails(hand: Hand) -> None:
+    """Allowed: an ordinary failure."""
+    await hand.write()
+    await hand.fail()
+
+
+async def fails_in_a_savepoint(hand: Hand) -> None:
+    """Allowed: an ordinary failure."""
+    await hand.do("SAVEPOINT mine")
+    await hand.write()
+    await hand.fail()
+
+
+async def closes_then_raises(hand: Hand) -> None:
+    """As psycopg's `with tx:` does around an error."""
+    await hand.write()
+    await hand.close()
+    raise ValueError("after it closed its connection")
+
+
 async def swallows(hand: Hand) -> None:
     await hand.write()
     with contextlib.suppress(Exception):
-        await hand.do("INSERT INTO effect (message_id) VALUES (NULL)")
+        await hand.fail()
 
 
 async def runs_ddl(hand: Hand) -> None:
@@ -190,10 +240,10 @@ def _refusal_swallowed(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
         return PROCESSED
     if not dialect.refuses_commit:
         return broken(1)
-    if kind.family == "sqlalchemy" and kind.product == "sqlite":
+    if kind.family == "sqlalchemy" and kind.dialect == "sqlite":
         return FAILED  # SQLAlchemy knows that its transaction has ended; on PostgreSQL close does not ask it
     # a refused COMMIT leaves SQLite's transaction open, with everything in it
-    return PROCESSED if kind.product == "sqlite" else broken(0)
+    return PROCESSED if kind.dialect == "sqlite" else broken(0)
 
 
 def _rolled_back(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
@@ -209,14 +259,24 @@ def _wrote_on(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
     return FAILED if flavour == "django" else broken(0, 1)
 
 
+def _own_then_failed(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
+    # a session's ends are those of savepoints, and Django refuses the rollback
+    return broken(1) if flavour == "driver" else FAILED
+
+
+def _closed_then_raised(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
+    # asyncpg does not tell who closed a connection: it is lost, and its transaction was rolled back
+    return FAILED if flavour == "session" or kind.family == "asyncpg" else broken(0)
+
+
 def _swallowed(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
-    return FAILED if kind.product == "postgresql" else PROCESSED
+    return FAILED if kind.dialect == "postgresql" else PROCESSED
 
 
 def _begun_again(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
     if not dialect.refuses_commit:
         return broken(1)  # BEGIN commits what is open
-    return FAILED if kind.product == "sqlite" else PROCESSED  # an error, or a warning
+    return FAILED if kind.dialect == "sqlite" else PROCESSED  # an error, or a warning
 
 
 def _ddl(flavour: str, kind: Kind, dialect: Dialect) -> Expected:
@@ -243,6 +303,12 @@ MISBEHAVIOURS = (
     Misbehaviour(sends_rollback, lambda *_: broken(0)),
     Misbehaviour(escapes, lambda *_: broken(1)),
     Misbehaviour(escapes_then_raises, lambda *_: broken(1)),
+    Misbehaviour(commits_its_own_then_fails, _own_then_failed),
+    Misbehaviour(escapes_then_fails, lambda *_: broken(1)),
+    Misbehaviour(escapes_then_swallows, lambda *_: broken(1)),
+    Misbehaviour(fails, lambda *_: FAILED),
+    Misbehaviour(fails_in_a_savepoint, lambda *_: FAILED),
+    Misbehaviour(closes_then_raises, _closed_then_raised),
     Misbehaviour(swallows, _swallowed),
     Misbehaviour(runs_ddl, _ddl),
     Misbehaviour(begins_again, _begun_again),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests import databases
 from tests.conftest import require
 from tests.connections.conformance import Kind
 from tests.contract.bench import Bench
@@ -35,8 +34,6 @@ def product_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 def bench(request: pytest.FixtureRequest, product_url: Callable[[str], str]) -> Iterator[Bench]:
     """An app whose database was given in the way that the test's parameter says."""
     kind: Kind = request.param
-    if kind.product not in {own.name for own in databases.selected()}:
-        pytest.skip(f"{kind.product} is not selected")
     if kind.pooler:
         require(missing_server("pgbouncer"))
     with Bench(kind, product_url(kind.product)) as own:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import pytest
 
 from tests.connections.conformance import KINDS
-from tests.contract.bench import Bench, Trial
+from tests.contract.bench import Bench, Trial, by_kind
 from tests.contract.breaking import MISBEHAVIOURS, Expected, Misbehaviour, expected_of
 from txbox import Outcome
 
-by_kind = pytest.mark.parametrize("bench", KINDS, indirect=True, ids=str)
 PIPELINED = ("psycopg-url", "psycopg-async-url", "psycopg-pgbouncer")
 BATCHED = ("batched", "grouped", "leased")
 

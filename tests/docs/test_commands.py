@@ -61,7 +61,7 @@ def _problem(line: str) -> str | None:
             return None
         case ["txbox", *rest] if rest:
             return _txbox_problem(rest)
-        case [python, *_] if python in ("python", ".venv/bin/pytest", "uv"):
+        case [program, *_] if program in ("python", ".venv/bin/pytest", "uv", "echo", "cat"):
             return None
     return "neither make, txbox, pip nor python"
 

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from tests.conftest import NewDatabase
-from tests.databases import Raw
+from tests.databases import Raw, names
 from tests.growth.conftest import DAY, ID_OF, day_parts, midnight, place, uuid7
 from tests.shop import Shop, effects, opened, paid, statuses
 from txbox import App, ConfigurationError, Outcome, SchemaError
@@ -153,7 +153,8 @@ def test_the_guard_stands_on_every_partition(timed: Shop, kind: str) -> None:
     )
     assert len(tables_of) == 40 + 1 + 4 + 3
     ids = [ID_OF[kind](midnight(days)) for days in range(-42, 7)]
-    for own in [*ids, "other"]:
+    for number, own in enumerate([*ids, "other"]):
+        timed.raw.execute(f"SET session_replication_role = {'origin' if number % 2 else 'replica'}")
         with pytest.raises(psycopg.errors.Error) as found:
             timed.raw.execute(
                 "INSERT INTO txbox_inbox (consumer, message_id, status, topic) VALUES ('a', ?, 'processed', 't')",
@@ -162,12 +163,13 @@ def test_the_guard_stands_on_every_partition(timed: Shop, kind: str) -> None:
         assert found.value.sqlstate == "TXB02"
     assert timed.raw.value("SELECT count(*) FROM txbox_inbox") == 0
     part = f"txbox_inbox_{kind}_{midnight(4):%Y%m%d}_0000"
-    timed.raw.execute(f"ALTER TABLE {part} DISABLE TRIGGER txbox_inbox_guard")
-    with App(timed.url) as app:
-        assert app.database.sync is not None
-        with pytest.raises(SchemaError, match="guard does not fire"):
-            drive(app.database.sync, app.check_schema())
-    timed.raw.execute(f"ALTER TABLE {part} ENABLE TRIGGER txbox_inbox_guard")
+    for state in ("DISABLE", "ENABLE"):
+        timed.raw.execute(f"ALTER TABLE {part} {state} TRIGGER txbox_inbox_guard")
+        with App(timed.url) as app:
+            assert app.database.sync is not None
+            with pytest.raises(SchemaError, match="guard does not fire"):
+                drive(app.database.sync, app.check_schema())
+    timed.raw.execute(f"ALTER TABLE {part} ENABLE ALWAYS TRIGGER txbox_inbox_guard")
 
 
 @pytest.mark.parametrize("kind", ["uuid7", "ulid", "hash"])
@@ -194,7 +196,7 @@ def test_partitions_are_chosen_when_the_tables_are_made(
         app.init(partition=kind)
 
 
-@pytest.mark.parametrize("name", ["sqlite", "mariadb"])
+@pytest.mark.parametrize("name", names("sqlite", "mysql"))
 def test_other_databases_have_no_partitions(new_database: NewDatabase, name: str) -> None:
     with App(new_database(name, schema=False)) as app:
         with pytest.raises(ConfigurationError, match="on PostgreSQL"):

@@ -21,13 +21,14 @@ from tests.conftest import NewDatabase
 from tests.databases import Raw
 from tests.growth.conftest import DAY, ID_OF, day_parts, finished_at, midnight, place, uuid7
 from tests.runtime.support import eventually
-from tests.shop import Shop, opened, paid, statuses
+from tests.shop import Shop, opened, paid, past_guard, statuses
 from txbox import App, ConfigurationError, Message, Outcome, Retention, pruning
 from txbox.drive import drive, drive_async
 from txbox.events import RowsPruned
 from txbox.maintenance import JOBS, Report, Task, run_once
 from txbox.store import jobs, partitions
 from txbox.store import schema as tables
+from txbox.store.dialect import dialect
 from txbox.store.jobs import Walk
 
 
@@ -89,7 +90,7 @@ def test_a_partition_with_a_row_that_stays_is_kept_and_emptied_by_batch(
     assert shop.raw.value("SELECT count(*) FROM txbox_inbox") == 1 + 120
     assert len(day_parts(shop.raw)) == 2 + 7 + 1 + 2
     for stays in (ids[0], ids[-1]):
-        shop.raw.execute("SET session_replication_role = replica")
+        past_guard(shop.raw)
         shop.raw.execute(
             "UPDATE txbox_inbox SET status = 'discarded', processed_at = ? WHERE message_id = ?",
             (midnight(-8), stays),
@@ -279,7 +280,7 @@ def test_hash_partitions_are_pruned_by_batch(new_database: NewDatabase) -> None:
 def test_old_rows_are_found_wherever_they_lie(postgresql_url: str) -> None:
     """Among rows that stay, in many blocks, in batches that are no larger than they may be."""
     with opened(postgresql_url) as shop:
-        shop.raw.execute("SET session_replication_role = replica")
+        past_guard(shop.raw)
         shop.raw.execute(
             "INSERT INTO txbox_inbox (consumer, message_id, status, topic, processed_at)"
             " SELECT 'a', n::text, CASE WHEN n %% 7 = 0 THEN 'dead' ELSE 'processed' END, 't',"
@@ -365,23 +366,27 @@ def test_the_window_is_told_by_the_database_and_not_asked_by_hand(
         eventually(lambda: run_once(shop.app, "prune", Task(at_any_time=True)).rows == 1)
 
 
-def test_a_table_of_version_1_gets_its_settings(postgresql_url: str, raw: Any) -> None:
-    view = raw(postgresql_url)
+def test_a_table_of_version_1_gets_its_settings(
+    new_database: NewDatabase, postgresql_url: str, raw: Any
+) -> None:
     look = (
         "SELECT relname, reloptions FROM pg_class WHERE relname IN"
         " ('txbox_inbox', 'txbox_outbox', 'txbox_sequence', 'txbox_job') ORDER BY 1"
     )
-    fresh = view.rows(look)
+    fresh = raw(postgresql_url).rows(look)
     assert all(options for _, options in fresh)
-    view.execute("DELETE FROM txbox_schema WHERE version = 2")
-    for table, _ in fresh:
-        view.execute(
-            f"ALTER TABLE {table} RESET (fillfactor, autovacuum_vacuum_scale_factor,"
-            " autovacuum_vacuum_insert_scale_factor, autovacuum_analyze_scale_factor)"
-        )
-    with App(postgresql_url) as app:
+    guards = "SELECT tgrelid::regclass::text, tgenabled FROM pg_trigger WHERE tgname = 'txbox_inbox_guard'"
+    guarded = raw(postgresql_url).rows(guards)
+    assert {state for _, state in guarded} == {"A"}
+    url = new_database("postgresql", schema=False)
+    view = raw(url)
+    for statement in tables.split(tables.migration_text(dialect("postgresql"), None, upto=1)):
+        view.execute(statement)
+    assert not any(options for _, options in view.rows(look))
+    with App(url) as app:
         assert app.init() == (1, tables.VERSION)
     assert view.rows(look) == fresh
+    assert view.rows(guards) == guarded
 
 
 def test_asyncpg_prunes_and_makes_partitions(new_database: NewDatabase) -> None:

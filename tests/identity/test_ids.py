@@ -205,7 +205,7 @@ def test_a_path_that_no_message_has_is_refused_at_once(path: str, tmp_path: Path
         for option in ("message_id", "sequence", "lock_key"):
             options: dict[str, Any] = {option: path}
             with pytest.raises(ConfigurationError, match=f"^{option} is .* use a callable"):
-                app.handler(TOPIC, consumer=CONSUMER, **options)(lambda message, tx: None)
+                app.handler(TOPIC, consumer=CONSUMER, **options)
 
 
 def test_id_scope_keeps_topics_apart(shop: Shop) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -9,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.backlog import fill
+from tests.databases import Raw
 from tests.order.support import add_step, again, create_steps, done, of, status_of
 from tests.runtime.support import Memory, eventually, running, worker
 from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, statuses
 from txbox import App, ConfigurationError, Limits, Message, Outcome, Retry, RetryPolicy, steps
 from txbox.admin import Admin
+from txbox.drive import drive
 from txbox.events import MessageWaits
+from txbox.store import leases
 from txbox.store.filters import RowFilter
 from txbox.testing import another_process
 
@@ -53,7 +58,8 @@ def ordered(shop: Shop, fails: Fails = never, **options: Any) -> None:
             raise ValueError("told to fail")
 
     given: dict[str, Any] = {"consumer": CONSUMER, "ordered": True, "retry": AT_ONCE} | options
-    shop.app.handler(TOPIC, **given)(handle)
+    register: Any = shop.app.handler(TOPIC, **given)
+    register(handle)
 
 
 def ordered_batch(shop: Shop, fails: Fails = never, **options: Any) -> None:
@@ -299,3 +305,73 @@ def test_a_head_that_runs_in_another_process_is_waited_for(shop: Shop) -> None:
     drained(shop)
     assert seen == [Outcome.DEFERRED]
     assert done(shop.raw) == {"a": [1, 2]}
+
+
+# -- behind more waiting rows than one look goes through ------------------------------------------
+
+
+def heads(shop: Shop, limit: int = 5) -> list[str]:
+    """The ids of the rows that one look of an ordered consumer leases."""
+    assert shop.app.database.sync is not None
+    look = leases.lease(
+        shop.app.store, CONSUMER, token=secrets.token_hex(16), limit=limit, lease=shop.app.lease,
+        suspect=False, heads_only=True, dead_blocks=True,
+    )  # fmt: skip
+    return [own.arrival.message_id for own in drive(shop.app.database.sync, look)]
+
+
+def test_heads_behind_a_thousand_rows_of_a_blocked_key_are_leased(shop: Shop) -> None:
+    fill(shop.raw, 1, key="'b'", status="dead")
+    fill(shop.raw, 1000, key="'b'", first=1)
+    # keys on both sides of the blocked one, two rows each
+    fill(shop.raw, 2, key="'a'", first=1001, due_in_s=-1800)
+    fill(shop.raw, 2, key="'c'", first=1003, due_in_s=-1200)
+    assert sorted(heads(shop)) == ["m1001", "m1003"]
+    # the others wait for these
+    assert heads(shop) == []
+    shop.force("UPDATE txbox_inbox SET status = 'discarded' WHERE message_id = 'm1001'")
+    assert heads(shop) == ["m1002"]
+
+
+def test_rows_without_a_key_behind_a_blocked_one_are_leased_before_long(shop: Shop) -> None:
+    fill(shop.raw, 1, key="'b'", status="dead")
+    fill(shop.raw, 1000, key="'b'", first=1)
+    fill(shop.raw, 20, first=1001, due_in_s=-1800)
+    found = [own for _ in range(80) for own in heads(shop)]
+    assert sorted(found) == sorted(f"m{number}" for number in range(1001, 1021))
+
+
+def test_no_key_is_always_the_last_one_to_be_looked_at(shop: Shop) -> None:
+    fill(shop.raw, 1, key="'b'", status="dead")
+    fill(shop.raw, 1000, key="'b'", first=1)
+    for number, key in enumerate(("c", "d", "e"), 1):
+        fill(shop.raw, 100, key=f"'{key}'", first=1000 * number + 1000, due_in_s=-1800)
+    keys = [heads(shop, limit=1) for _ in range(3)]
+    # each look is one key further, though its own key has a row that could run again
+    assert sorted(own for (own,) in keys) == ["m2000", "m3000", "m4000"]
+    for number in (2000, 3000, 4000):
+        shop.force(f"UPDATE txbox_inbox SET status = 'discarded' WHERE message_id = 'm{number}'")
+    keys = [heads(shop, limit=1) for _ in range(3)]
+    assert sorted(own for (own,) in keys) == ["m2001", "m3001", "m4001"]
+
+
+def test_two_looks_at_once_lease_no_row_twice(shop: Shop, database_url: str) -> None:
+    fill(
+        shop.raw,
+        400,
+        key="CONCAT('k', n % 40)" if shop.raw.product == "mysql" else "'k' || (n % 40)",
+    )
+    found: list[str] = []
+
+    def look() -> None:
+        with App(database_url) as app, Raw(database_url) as raw:
+            while ids := heads(Shop(database_url, raw, app), limit=7):
+                found.extend(ids)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # the head of each key, once
+    assert sorted(found) == sorted(f"m{number}" for number in range(40))

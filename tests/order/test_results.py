@@ -46,7 +46,8 @@ def register(app: App, body: Body, **options: Any) -> list[Any]:
         return body(message)
 
     given: dict[str, Any] = {"keep_result": True, "retry": AT_ONCE} | options
-    app.handler(TOPIC, consumer=CONSUMER, **given)(handle)
+    register: Any = app.handler(TOPIC, consumer=CONSUMER, **given)
+    register(handle)
     return calls
 
 
@@ -91,7 +92,7 @@ def test_without_keep_result_nothing_is_kept(shop: Shop) -> None:
     assert shop.raw.value("SELECT result FROM txbox_inbox") is None
 
 
-@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}], ids=["object", "nan", "set"])
+@pytest.mark.parametrize("value", [object(), float("nan"), b"x"], ids=["object", "nan", "bytes"])
 def test_what_json_cannot_hold_is_a_failure(shop: Shop, value: object) -> None:
     register(shop.app, lambda _message: value)
     assert shop.app.answer(paid("one")).outcome is Outcome.FAILED
@@ -268,20 +269,46 @@ def test_the_reply_has_its_id_whatever_else_was_staged(shop: Shop) -> None:
     assert sorted(body for _, _, _, body, _ in staged(shop.raw)) == ["done", "more", "more"]
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_duplicate_replies_again_only_where_asked(shop: Shop, again: bool) -> None:
-    replies(shop, lambda _message: {"n": 1}, keep_result=True, reply_again=again)
+def replies_to_a_replay(shop: Shop, *answers: Any, **options: Any) -> list[tuple[str, Any]]:
+    """(id, body) of what is staged when the message is processed, and then replayed."""
+    values = iter(answers)
+    replies(shop, lambda _message: next(values), keep_payload="always", **options)
     shop.deliver(paid("one", key="k"))
-    (first,) = staged(shop.raw)
+    sent = staged(shop.raw)
     shop.raw.execute("DELETE FROM txbox_outbox")  # as the relay does
-    assert shop.deliver(paid("one", key="k")) is Outcome.DUPLICATE
-    assert staged(shop.raw) == ([first] if again else [])
+    with Admin(shop.app) as admin:
+        for _ in answers[1:]:
+            replayed = admin.replay(RowFilter(consumer=CONSUMER, message_id="one"), actor="me")
+            assert replayed.processed == 1
+            sent += staged(shop.raw)
+            shop.raw.execute("DELETE FROM txbox_outbox")
+    return [(own, body) for own, _, _, body, _ in sent]
+
+
+def test_a_replay_with_another_answer_replies_under_an_id_of_its_own(shop: Shop) -> None:
+    """The receiver would quarantine another payload under the first reply's id."""
+    first, same, other = replies_to_a_replay(shop, {"n": 1}, {"n": 1}, {"n": 2})
+    assert (first[1], same, other[1]) == ({"n": 1}, first, {"n": 2})
+    assert other[0] != first[0]
+    for own, body in (first, same, other):
+        shop.app.process(Message(id=own, topic=REPLIES, payload=json.dumps(body).encode()))
+    assert shop.raw.value("SELECT count(*) FROM txbox_quarantine") == 0
+
+
+def test_with_kept_results_a_replay_replies_what_is_kept(shop: Shop) -> None:
+    first, again, third = replies_to_a_replay(shop, {"n": "ä"}, {"n": 2}, None, keep_result=True)
+    assert first[1] == {"n": "ä"}
+    assert again == third == first
+    assert shop.app.answer(paid("one", key="k")).result == {"n": "ä"}, "as it was replied"
+
+
+def test_no_reply_that_is_kept_stays_none(shop: Shop) -> None:
+    assert replies_to_a_replay(shop, None, {"n": 2}, keep_result=True) == []
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch": True}, {"transactional": False}, {"reply_again": True}, {"reply_to": ""},
-     {"reply_to": None, "reply_again": True, "keep_result": True}],
+    [{"batch": True}, {"transactional": False}, {"reply_to": ""}],
     ids=str,
 )  # fmt: skip
 def test_what_a_reply_does_not_go_with(shop: Shop, options: dict[str, Any]) -> None:

@@ -44,7 +44,8 @@ def versions(app: App, fails: Fails = lambda _message: False, **options: Any) ->
             raise ValueError("told to fail")
 
     given: dict[str, Any] = {"sequence": "body.n", "retry": AT_ONCE} | options
-    app.handler(TOPIC, consumer=CONSUMER, **given)(handle)
+    register: Any = app.handler(TOPIC, consumer=CONSUMER, **given)
+    register(handle)
 
 
 def first_try(*ids: str) -> Fails:
@@ -155,7 +156,7 @@ def test_without_key_or_version_it_is_quarantined(shop: Shop, message: Message[A
 
 
 def test_a_version_from_a_callable(shop: Shop) -> None:
-    versions(shop.app, sequence=lambda message: message.headers.text("version"))
+    versions(shop.app, sequence=lambda message: int(message.headers.text("version") or ""))
     for n in (2, 1):
         own = of("a", n)
         shop.deliver(
@@ -237,3 +238,43 @@ def test_crashes_leave_no_hole_and_no_copy(shop: Shop) -> None:
     assert "after:sequence_state" in running_points
     wrong = {key: found for key, found in done(shop.raw).items() if found != [1, 2]}
     assert wrong == {"warm": [1]}
+
+
+BIGINT = 2**63 - 1
+
+
+@pytest.mark.parametrize("mode", ["inline", "stored"])
+@pytest.mark.parametrize(
+    "version", [BIGINT, -BIGINT, BIGINT * 10, True, False, "3", 3.0, None, [3]], ids=repr
+)
+def test_what_is_no_version_is_quarantined_before_the_handler(
+    shop: Shop, version: object, mode: str
+) -> None:
+    versions(shop.app, mode=mode)
+    assert shop.deliver(of("a", version)) is Outcome.QUARANTINED  # type: ignore[arg-type]
+    assert len(quarantined(shop.raw)) == 1
+    assert done(shop.raw) == {}
+
+
+@pytest.mark.parametrize("mode", ["inline", "stored"])
+@pytest.mark.parametrize("version", [BIGINT - 1, 0, -1, 1 - BIGINT], ids=repr)
+def test_the_largest_and_the_smallest_version(shop: Shop, version: int, mode: str) -> None:
+    shop.handler(sequence="body.n", mode=mode, gaps=GapPolicy(first=None))
+    shop.deliver(of("a", version))
+    drain(shop.app)
+    assert status_of(shop, "a", version) == "processed"
+    # what follows the largest one is none
+    shop.deliver(of("a", version + 1))
+    drain(shop.app)
+    assert len(quarantined(shop.raw)) == (version == BIGINT - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"), [("3", True), ("3.0", False), ("³", False), ("x", False)]
+)
+def test_a_version_in_a_header_is_decimal_text(shop: Shop, text: str, taken: bool) -> None:
+    versions(shop.app, sequence="headers.n", gaps=GapPolicy(first=None))
+    message: Message[Any] = Message(
+        id="m", topic=TOPIC, key="a", payload=b'{"n": 1}', headers=[("n", text)]
+    )
+    assert shop.deliver(message) is (Outcome.PROCESSED if taken else Outcome.QUARANTINED)

@@ -27,7 +27,7 @@ from txbox.maintenance import Task, run_once
 from txbox.observers.counters import Counters, render
 from txbox.policy import Retention
 from txbox.relay import Relay
-from txbox.store.outbox import OutboxStore
+from txbox.store.outbox import OutboxStore, Taken
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]
@@ -94,7 +94,11 @@ def test_status_and_list_say_what_each_row_is_doing(
         drive(
             app.database.sync,
             OutboxStore(app.store.dialect, app.store.columns).lease(
-                token="x", limit=9, payload_bytes=999, lease_s=600, topics=["b"], others=False
+                token="x",
+                limit=9,
+                payload_bytes=999,
+                lease_s=600,
+                taken=Taken(route="x", topics=["b"], others=False),
             ),
         )
         assert statuses(admin) == {

@@ -223,6 +223,26 @@ def test_a_broker_that_is_away_counts_nothing(
     assert kinds.count(RelayResumed) == 1
 
 
+def test_a_large_batch_is_not_confirmed_in_the_time_of_a_small_one(
+    database_url: str, own_connection: Connect, raw: Look
+) -> None:
+    """A slow broker that confirms what it gets: no message is dead because many others went with it."""
+
+    class Slow(Recorder):
+        def publish(self, messages: Any, within_s: float) -> Any:
+            in_time = super().publish(messages[:500], within_s)
+            return [*in_time, *(BrokerError("not confirmed in time") for _ in messages[500:])]
+
+    broker = Slow()
+    staged(database_url, own_connection, outgoing(1200))
+    policy = RelayPolicy(batch=1200, retry=RetryPolicy(max_attempts=1))
+    with App(database_url, relaying=policy) as app:
+        app.publish(broker)
+        assert relay_of(app).turn()
+    assert raw(database_url).rows("SELECT status, attempts FROM txbox_outbox") == []
+    assert sorted(broker.bodies) == list(range(1200))
+
+
 def test_a_lease_that_ran_out_is_taken_over_and_the_first_holder_marks_nothing(
     database_url: str, own_connection: Connect, raw: Look
 ) -> None:
@@ -334,16 +354,41 @@ def test_local_messages_become_pending_rows_of_all_their_consumers(
     assert raw(database_url).value("SELECT count(*) FROM txbox_outbox") == 0
 
 
-def test_a_local_message_without_a_consumer_is_dead(
+def test_a_local_message_that_is_set_aside_keeps_its_id(database_url: str, raw: Look) -> None:
+    with App(database_url) as app:
+
+        @app.handler("orders", consumer="orders")
+        def order(message: Message[Any], tx: Any) -> None:
+            ids.append(app.outbox.stage(tx, "invoices", {"no": "version"}, key="k"))
+
+        @app.handler("invoices", consumer="mail", sequence="body.version")
+        def mail(message: Message[Any], tx: Any) -> None:
+            del message, tx
+
+        ids: list[str] = []
+        assert app.process(Message(topic="orders", id="1")) is Outcome.PROCESSED
+        drained(relay_of(app))
+    assert _text(raw(database_url).value("SELECT message_id FROM txbox_quarantine")) == ids[0]
+
+
+def test_a_local_message_without_a_consumer_waits_for_one(
     database_url: str, own_connection: Connect, raw: Look
 ) -> None:
     events: list[Event] = []
-    staged(database_url, own_connection, outgoing(2, topic="nobody"))
+    with App(database_url, observers=[events.append]) as app, own_connection(database_url) as tx:
+        app.publish(Local(), topics=["nobody"])
+        app.outbox.stage_many(tx, outgoing(2, topic="nobody"))
+        tx.commit()
+        assert app.routes.all() == []
     with App(database_url, observers=[events.append]) as app:
+        app.handler("something else", consumer="other")(lambda message, tx: None)
         drained(relay_of(app))
-    rows = raw(database_url).rows("SELECT status, error FROM txbox_outbox")
-    assert [_text(row[0]) for row in rows] == ["dead", "dead"]
-    assert sum(isinstance(event, OutgoingDead) for event in events) == 2
+        assert left(raw(database_url)) == 2
+        app.handler("nobody", consumer="somebody")(lambda message, tx: None)
+        drained(relay_of(app))
+    assert left(raw(database_url)) == 0
+    assert raw(database_url).value("SELECT count(*) FROM txbox_inbox") == 2
+    assert not any(isinstance(event, OutgoingDead) for event in events)
 
 
 def test_a_run_that_is_repeated_stages_the_same_ids(database_url: str, raw: Look) -> None:

@@ -417,8 +417,8 @@ def test_a_deadlock_costs_the_batch_nothing_but_its_size(
                     target=rival.execute,
                     args=("UPDATE account SET balance = balance + 100 WHERE name = 'm0'",),
                 )
-                rivals.append(waits)
                 waits.start()
+                rivals.append(waits)
                 _until_waiting(shop.raw)
             execute(tx, f"UPDATE account SET balance = balance + 1 WHERE name = '{message.id}'")
             if message.id == "m0" and rivals and rivals[0].is_alive():

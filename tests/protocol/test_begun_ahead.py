@@ -125,6 +125,40 @@ def test_what_follows_is_asked_for_when_the_commit_is_on_its_way(driven: Driven)
     assert asked == [True]
 
 
+MARKED = Statement("mark", "SAVEPOINT marked", {})
+BACK = Statement("back", "ROLLBACK TO SAVEPOINT marked", {})
+WRONG = Statement("wrong", "SELECT 1/0", {})
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["failed", "ended before"])
+def test_what_is_asked_behind_a_refused_commit_is_asked_of_its_own_transaction(
+    driven: Driven, ended: bool
+) -> None:
+    """And never of the one that was begun behind it, which has a savepoint of that name as well."""
+    answers: list[object] = []
+
+    def steps() -> Steps[None]:
+        yield Begin((insert("a"), MARKED))
+        with suppress(StoreError):
+            yield Statement("end", "ROLLBACK", {}) if ended else WRONG
+        with suppress(StoreError):
+            yield Commit((WRONG,), lambda: Begin((insert("b"), MARKED)))
+        try:
+            yield BACK
+        except StoreError as error:
+            answers.append(error.fault)
+        else:
+            answers.append("the same")
+        yield Rollback()
+        yield Begin((insert("c"),))
+        yield Commit()
+
+    driven.drive(steps())
+    assert answers == [Fault.GUARD if ended else "the same"]
+    assert driven.marks() == {"c"}
+    eventually(lambda: driven.open_transactions() == 0)
+
+
 @pytest.mark.parametrize(
     "other", [Begin((insert("other"),)), Wait(0.0), Rollback(), Discard(), None]
 )

@@ -11,13 +11,13 @@ import pytest
 import sqlalchemy as sa
 
 from tests.conftest import NewDatabase
-from tests.databases import Raw
+from tests.databases import Raw, names
 from tests.proxy import Cut, Proxy
 from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, create_effects, paid, statuses
 from txbox import App, Message, Outcome
 from txbox.events import ConsumptionPaused, Event, MessageDead, MessageFailed, MessageProcessed
 
-SERVERS = ("postgresql", "mariadb")
+SERVERS = names("postgresql", "mysql")
 CUTS: tuple[Cut, ...] = ("before", "after")
 by_cut = pytest.mark.parametrize("cut", CUTS)
 by_server = pytest.mark.parametrize("product", SERVERS)
@@ -120,17 +120,22 @@ def test_ambiguous_commit_of_stored_messages(
         assert statuses(shop.raw) == {"pending": 2}
 
 
-KINDS = {
-    "asyncpg": ("postgresql", "postgresql+asyncpg:"),
-    "psycopg": ("postgresql", "postgresql:"),
-    "asyncmy": ("mariadb", "mysql:"),
-}
+KINDS = [
+    (product, kind, scheme)
+    for dialect, kind, scheme in (
+        ("postgresql", "asyncpg", "postgresql+asyncpg:"),
+        ("postgresql", "psycopg", "postgresql:"),
+        ("mysql", "asyncmy", "mysql:"),
+    )
+    for product in names(dialect)
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("product", "kind", "scheme"), KINDS)
 @by_cut
-def test_ambiguous_commit_by_async_drivers(new_database: NewDatabase, kind: str, cut: Cut) -> None:
-    product, scheme = KINDS[kind]
+def test_ambiguous_commit_by_async_drivers(
+    new_database: NewDatabase, product: str, kind: str, scheme: str, cut: Cut
+) -> None:
     url = new_database(product)
     calls = []
     events: list[Event] = []

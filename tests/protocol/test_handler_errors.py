@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from tests.conftest import NewDatabase
+from tests.databases import names
 from tests.shop import Shop, execute, opened, paid
 from txbox import Limits, Message, Outbox, Outcome, StoreError
 from txbox.drive import drive
@@ -64,7 +65,7 @@ _ONE_DEADLOCK = {
         ),
         "CREATE TRIGGER once BEFORE INSERT ON txbox_outbox FOR EACH ROW EXECUTE FUNCTION once()",
     ),
-    "mariadb": (
+    "mysql": (
         "CREATE TABLE staged (n INT) ENGINE=MyISAM",
         "INSERT INTO staged VALUES (0)",
         (
@@ -76,24 +77,24 @@ _ONE_DEADLOCK = {
 }
 _KILL: dict[str, Callable[[Any], str]] = {
     "postgresql": lambda tx: f"SELECT pg_terminate_backend({tx.info.backend_pid})",
-    "mariadb": lambda tx: f"KILL {tx.thread_id()}",
+    "mysql": lambda tx: f"KILL {tx.thread_id()}",
 }
 
 
 @pytest.mark.parametrize("trouble", ["lost", "deadlock"])
 @pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]], ids=["alone", "together"])
-@pytest.mark.parametrize("name", _KILL)
+@pytest.mark.parametrize("name", names("postgresql", "mysql"))
 def test_trouble_in_what_a_handler_stages_is_no_attempt(
     new_database: NewDatabase, name: str, ids: list[str], trouble: str
 ) -> None:
     """A handler that writes through txbox meets the same database as one that writes by itself."""
     with opened(new_database(name)) as shop:
-        for statement in _ONE_DEADLOCK[name] if trouble == "deadlock" else ():
+        for statement in _ONE_DEADLOCK[shop.raw.product] if trouble == "deadlock" else ():
             shop.raw.execute(statement)
 
         def stages(message: Message[Any], tx: Any) -> None:
             if trouble == "lost" and len(shop.calls) == 1:
-                shop.raw.execute(_KILL[name](tx))
+                shop.raw.execute(_KILL[shop.raw.product](tx))
             Outbox().stage(tx, "out", b"{}")
 
         handler = shop.handler(stages)

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests.conftest import NewDatabase
 from tests.shop import CONSUMER, Shop, opened, paid
-from txbox import App, Message, Outcome
+from txbox import App, Inbox, Message, Outcome
 from txbox.connections.psycopg_connection import PsycopgConnection
 from txbox.drive import drive
 from txbox.events import MessageDuplicate
@@ -70,7 +71,7 @@ def test_finished_duplicates_cost_a_batch_no_statement_of_their_own(
         sent.clear()
         outcomes = take(shop.app, handler, *map(paid, IDS))
         assert outcomes == [Outcome.DUPLICATE] * 3 + [Outcome.PROCESSED] * 3
-        assert sent == [["begin", "claim", "bound_batch"], ["commit", "close"]]
+        assert sent == [["begin", "claim", "bound_batch", "savepoint_claim"], ["commit", "close"]]
         assert [shop.effects(own) for own in IDS] == [1] * 6
 
 
@@ -139,25 +140,12 @@ def test_a_kept_result_is_returned_though_most_are_known(shop: Shop) -> None:
 def test_a_look_beside_a_claim_in_flight_does_not_decide(new_database: NewDatabase) -> None:
     """A row that is not committed is not seen: the claim waits for it, and runs what was rolled back."""
     url = new_database("postgresql")
-    with opened(url) as shop, App(url) as rival:
+    with opened(url) as shop, psycopg.connect(url) as rival:
         handler = shop.handler()
-        holding, let_go = threading.Event(), threading.Event()
-
-        @rival.handler("orders", consumer=CONSUMER)
-        def hold(message: Message[Any], tx: Any) -> None:
-            holding.set()
-            let_go.wait(30)
-            raise KeyboardInterrupt  # nothing is recorded: as if it had been killed
-
-        def run() -> None:
-            with pytest.raises(KeyboardInterrupt):
-                rival.process(paid("m0"))
-
         take(shop.app, handler, *map(paid, IDS[1:]))
         replay(shop, handler)
-        thread = threading.Thread(target=run)
-        thread.start()
-        assert holding.wait(30)
+        rival.execute("SELECT 1")  # which begins its transaction
+        assert Inbox(consumer=CONSUMER).accept(rival, paid("m0"))
         outcomes: list[list[Outcome]] = []
         second = threading.Thread(
             target=lambda: outcomes.append(take(shop.app, handler, *map(paid, IDS)))
@@ -167,8 +155,7 @@ def test_a_look_beside_a_claim_in_flight_does_not_decide(new_database: NewDataba
         while second.is_alive() and not shop.raw.value(waiting):
             pass
         assert not outcomes
-        let_go.set()
-        thread.join(30)
+        rival.rollback()
         second.join(30)
         assert outcomes == [[Outcome.PROCESSED] + [Outcome.DUPLICATE] * 5]
         assert [shop.effects(own) for own in IDS] == [1] * 6

@@ -106,7 +106,8 @@ class Bench:
 
         options.setdefault("pipeline", True)
         own = asynchronous if self.is_async else sync
-        self.app.handler(TOPIC, consumer=consumer, **options)(own)
+        register: Any = self.app.handler(TOPIC, consumer=consumer, **options)
+        register(own)
         return self.app.handlers.matching(TOPIC, None, consumer)[0]
 
     def drive(self, steps: Steps[Any]) -> Any:

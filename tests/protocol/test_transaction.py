@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -9,9 +10,21 @@ from typing import Any
 import pytest
 
 from tests.conftest import NewDatabase
-from tests.databases import Raw
+from tests.databases import BY_NAME, Raw, names
+from tests.runtime.support import Memory, worker
 from tests.shop import CONSUMER, TOPIC, Shop, add_effect, execute, opened, paid, statuses
-from txbox import App, Inbox, Limits, Message, MessageInProgress, Outcome, SchemaError, StoreError
+from txbox import (
+    App,
+    Batching,
+    Inbox,
+    Limits,
+    Message,
+    MessageInProgress,
+    Outcome,
+    RetryPolicy,
+    SchemaError,
+    StoreError,
+)
 from txbox.drive import drive
 from txbox.events import MessageFailed
 from txbox.steps import Raised, Rollback
@@ -80,13 +93,13 @@ def test_payload_is_kept_only_where_asked(shop: Shop) -> None:
 
 WAITS = {
     "postgresql": ("SHOW lock_timeout", "SET lock_timeout = '4321ms'", "4321ms"),
-    "mariadb": (
+    "mysql": (
         "SELECT @@SESSION.innodb_lock_wait_timeout",
         "SET SESSION innodb_lock_wait_timeout = 43",
         43,
     ),
 }
-by_server = pytest.mark.parametrize("product", WAITS)
+by_server = pytest.mark.parametrize("product", names("postgresql", "mysql"))
 
 
 @by_server
@@ -94,7 +107,7 @@ by_server = pytest.mark.parametrize("product", WAITS)
 def test_lock_timeout_is_restored_before_the_handler_runs(
     new_database: NewDatabase, product: str, mode: str
 ) -> None:
-    show, change, changed = WAITS[product]
+    show, change, changed = WAITS[BY_NAME[product].dialect]
     seen: list[Any] = []
 
     def looks(message: Message[Any], tx: Any) -> None:
@@ -184,10 +197,31 @@ def test_guard_that_does_not_fire_stops_the_consumer(postgresql_url: str) -> Non
     with opened(postgresql_url) as shop:
         shop.handler()
         shop.raw.execute("ALTER TABLE txbox_inbox DISABLE TRIGGER txbox_inbox_guard")
-        with pytest.raises(SchemaError, match="guard does not fire"):
-            shop.deliver(paid("a"))
-        shop.raw.execute("ALTER TABLE txbox_inbox ENABLE TRIGGER txbox_inbox_guard")
+        for state in ("DISABLE", "ENABLE", "ENABLE REPLICA"):
+            shop.raw.execute(f"ALTER TABLE txbox_inbox {state} TRIGGER txbox_inbox_guard")
+            with pytest.raises(SchemaError, match="guard does not fire"):
+                shop.deliver(paid("a"))
+        shop.raw.execute("ALTER TABLE txbox_inbox ENABLE ALWAYS TRIGGER txbox_inbox_guard")
         assert shop.deliver(paid("a")) is Outcome.PROCESSED
+
+
+def test_guard_fires_whatever_a_handler_left_on_its_connection(postgresql_url: str) -> None:
+    """The role that silences triggers stays on the connection; the next handlers there commit too early."""
+
+    def commits(message: Message[Any], tx: Any) -> None:
+        if message.id == "leak":
+            execute(tx, "SET session_replication_role = replica")
+        else:
+            tx.commit()
+
+    with opened(postgresql_url) as shop:
+        shop.handler(commits, retry=RetryPolicy(max_attempts=2, base=timedelta(0)))
+        assert shop.deliver(paid("leak")) is Outcome.PROCESSED
+        for number in range(5):
+            assert shop.deliver(paid(number)) is Outcome.FAILED
+        assert shop.work() == [Outcome.DEAD] * 5
+        assert statuses(shop.raw) == {"processed": 1, "dead": 5}
+        assert shop.effects() == 1
 
 
 @pytest.mark.parametrize("reset", ["RESET ALL", "DISCARD ALL", "SET search_path = pg_catalog"])
@@ -231,6 +265,48 @@ def test_handler_cannot_make_its_commit_less_durable(postgresql_url: str) -> Non
         shop.handler(lambda message, tx: execute(tx, "SET LOCAL synchronous_commit = off"))
         assert shop.deliver(paid("a")) is Outcome.PROCESSED
         assert shop.raw.rows("SELECT note FROM effect WHERE message_id = 'setting'") == [("on",)]
+
+
+@pytest.mark.parametrize("runs", ["process", "worker"])
+def test_a_role_that_a_handler_leaves_on_its_connection_stops_nobody(
+    postgresql_url: str, runs: str
+) -> None:
+    """Also behind the COMMIT of that very transaction, where a lane begins its next one."""
+    role = f"limited_{postgresql_url.rpartition('_')[2]}_{os.getpid()}"
+
+    def sets_role(message: Message[Any], tx: Any) -> None:
+        if message.id in ("m3", "m7"):
+            execute(tx, f"SET ROLE {role}")
+
+    with opened(postgresql_url, batching=Batching(messages=1)) as shop:
+        shop.raw.execute(f"CREATE ROLE {role}")
+        try:
+            shop.handler(sets_role)
+            messages = [paid(f"m{number}") for number in range(10)]
+            if runs == "process":
+                assert {shop.deliver(own) for own in messages} == {Outcome.PROCESSED}
+            else:
+                shop.app.consume(Memory(messages))
+                assert worker(shop.app, once=True).run() == 0
+            assert statuses(shop.raw) == {"processed": 10}
+            assert shop.effects() == 10
+            assert not shop.emitted(MessageFailed)
+        finally:
+            shop.raw.execute(f"DROP ROLE {role}")
+
+
+def test_a_right_that_is_missing_is_said_so(postgresql_url: str) -> None:
+    role = f"limited_{postgresql_url.rpartition('_')[2]}_{os.getpid()}"
+    with opened(postgresql_url) as shop:
+        shop.raw.execute(f"CREATE ROLE {role}")
+        try:
+            with App(f"{postgresql_url}?options=-crole%3D{role}") as app:
+                app._checked = True
+                app.handler(TOPIC, consumer=CONSUMER)(lambda message, tx: None)
+                with pytest.raises(StoreError, match="42501"):
+                    app.process(paid("a"))
+        finally:
+            shop.raw.execute(f"DROP ROLE {role}")
 
 
 def test_zombie_can_run_but_cannot_commit(shop: Shop) -> None:

@@ -140,8 +140,11 @@ def test_stored_messages_run_while_the_next_are_stored(
         return lease(*own, **more)
 
     monkeypatch.setattr(leases, "lease", looked)
+    # the poll looks by the clock, however long a batch takes
+    monkeypatch.setattr(Table, "told", lambda _table: False)
     orders.app.lease = Lease(batch=SIZE)
-    orders.handler(mode="stored")
+    # nothing can be begun ahead of what has not arrived
+    orders.handler(lambda _message, _tx: eventually(lambda: source.exhausted), mode="stored")
     messages = [paid(own) for own in IDS]
     if copies:
         messages = [own for pair in zip(messages, messages, strict=True) for own in pair]
@@ -150,8 +153,8 @@ def test_stored_messages_run_while_the_next_are_stored(
     assert worker(orders.app, once=True).run() == 0
 
     assert not commits.in_vain
-    assert commits.ahead >= len(messages) / SIZE - 5
-    assert len(looks) < commits.ahead, "every second of them is for rows that may kill a worker"
+    assert commits.ahead >= len(messages) / SIZE - 2
+    assert looks == []
     assert orders.calls == IDS
     assert len(source.settled) == len(messages)
     assert statuses(orders.raw) == {"processed": len(IDS)}

@@ -408,12 +408,12 @@ def test_standard_input(sqlite_url: str, raw: Any) -> None:
 import sys
 from txbox import App
 from txbox.brokers.file import File
-from txbox.worker import run
+from txbox.worker import Worker
 app = App({sqlite_url!r})
 @app.handler({TOPIC!r}, consumer={CONSUMER!r})
 def handle(message, tx): print(message.id, flush=True)
 app.consume(File("-", topic={TOPIC!r}))
-sys.exit(run(app, once=True))
+sys.exit(Worker(app, once=True).run())
 """
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT

@@ -242,5 +242,18 @@ def test_an_unknown_job_is_refused(shop: Shop) -> None:
     with pytest.raises(ConfigurationError, match="'sweep'"):
         run_once(shop.app, "sweep")
     assert [own.name for own in JOBS] == [
-        "rescue", "partitions", "prune", "prune-outbox", "drop-payloads",
+        "rescue", "partitions", "prune", "prune-outbox", "prune-quarantine", "drop-payloads",
     ]  # fmt: skip
+
+
+def test_a_run_that_fails_gives_its_lease_back(shop: Shop) -> None:
+    """The next one need not wait for the lease's end, and says nothing of another process."""
+    shop.handler()
+    shop.deliver(paid("a"))
+    make_old(shop)
+    shop.raw.execute("ALTER TABLE txbox_attempt RENAME TO txbox_hidden")
+    with pytest.raises(StoreError):
+        run_once(shop.app, "prune")
+    shop.raw.execute("ALTER TABLE txbox_hidden RENAME TO txbox_attempt")
+    report = run_once(shop.app, "prune")
+    assert (report.rows, report.skipped) == (1, False)

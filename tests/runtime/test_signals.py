@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runtime.support import Process, event_line, eventually, write_events
+from tests.proxy import Proxy
+from tests.runtime.support import DEADLINE_S, Process, event_line, eventually, write_events
+from tests.servers import ROOT
 from tests.shop import CONSUMER, Shop, effects, opened, paid, statuses
 
 
@@ -160,7 +164,7 @@ def test_a_child_that_dies_is_started_again(postgresql_shop: Shop) -> None:
         _pids(process, 3)
         process.process.send_signal(signal.SIGTERM)
         assert process.ended() == 0
-        assert "died with status -9" in process.errors
+        assert "ended with status -9" in process.errors
 
 
 def test_a_wrong_configuration_stops_all_processes() -> None:
@@ -168,6 +172,54 @@ def test_a_wrong_configuration_stops_all_processes() -> None:
     with Process(url=url, processes=2) as process:
         assert process.ended() == 2
         assert "cannot be used" in process.errors
+
+
+def test_children_are_started_again_until_the_database_is_back(postgresql_shop: Shop) -> None:
+    with (
+        Proxy(postgresql_shop.url) as proxy,
+        Process(url=proxy.url, processes=2) as process,
+    ):
+        first, second = _pids(process, 2)
+        proxy.refuse()
+        os.kill(first, signal.SIGKILL)
+        # killed, then two starts that find no database
+        eventually(lambda: process.errors.count("is started again") >= 3)
+        assert process.process.poll() is None
+        assert Path(f"/proc/{second}").exists()
+        proxy.go_on()
+        _pids(process, 3)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.ended() == 0
+
+
+def test_a_child_that_cannot_start_beside_one_that_has_is_started_again(tmp_path: Path) -> None:
+    child = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "here = Path(sys.argv[1])\n"
+        "try: (here / 'first').touch(exist_ok=False)\n"
+        "except FileExistsError:\n"
+        "    while not (here / 'consuming').exists(): time.sleep(0.01)\n"
+        "    try: (here / 'failed').touch(exist_ok=False)\n"
+        "    except FileExistsError: (here / 'again').touch()\n"
+        "    else: sys.exit(2)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "from txbox.worker.supervisor import tell_parent\n"
+        "tell_parent()\n"
+        "(here / 'consuming').touch()\n"
+        "while True: time.sleep(1)\n"
+    )
+    script = (
+        "import sys\n"
+        "from txbox.worker import supervise\n"
+        f"sys.exit(supervise([sys.executable, '-c', {child!r}, {str(tmp_path)!r}], 2))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as parent:
+        try:
+            eventually((tmp_path / "again").exists)
+        finally:
+            parent.terminate()
+        assert parent.wait(DEADLINE_S) == 0
 
 
 def test_children_drain_when_their_parent_is_killed(postgresql_shop: Shop) -> None:

@@ -16,6 +16,8 @@ from txbox import App, Batching, Lease, Message, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
+from txbox.steps import Steps
+from txbox.worker.lane import Lane
 
 
 def test_once_processes_everything_settles_it_and_ends(shop: Shop) -> None:
@@ -273,7 +275,7 @@ def test_a_busy_source_and_the_table_take_turns(shop: Shop) -> None:
 
 def test_a_heartbeat_keeps_the_lease_of_rows_that_wait(database_url: str) -> None:
     entered, gate = threading.Event(), threading.Event()
-    with opened(database_url, lease=Lease(duration=timedelta(seconds=1.5), batch=5)) as shop:
+    with opened(database_url, lease=Lease(duration=timedelta(seconds=6), batch=5)) as shop:
         if shop.raw.product == "sqlite":
             pytest.skip("SQLite has one writer: while a handler runs no lease can run out")
 
@@ -409,11 +411,12 @@ def test_a_crash_of_a_source_stops_the_worker(shop: Shop, caplog: Any) -> None:
     assert "Traceback" in caplog.text
 
 
-def test_a_crash_of_a_lane_stops_the_worker(shop: Shop) -> None:
-    def leave(_message: Message[Any], _tx: Any) -> None:
-        raise SystemExit(7)
+def test_a_crash_of_a_lane_stops_the_worker(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(_lane: Lane) -> Steps[bool]:
+        raise RuntimeError("not the handler's doing")
 
-    shop.handler(leave)
+    monkeypatch.setattr(Lane, "_take_next", crash)
+    shop.handler()
     source = Memory([paid("m1")], endless=True)
     shop.app.consume(source)
 

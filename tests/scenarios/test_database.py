@@ -18,12 +18,20 @@ import pytest
 
 import txbox
 from tests.conftest import NewDatabase, require
-from tests.databases import Database, Raw
-from tests.servers.control import ThrowawayMariaDB, ThrowawayPostgres
+from tests.databases import Database, Raw, representatives
+from tests.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
 from tests.shop import CONSUMER, Shop, add_effect, execute, opened, paid, row
 from txbox import Inbox, Limits, Message, Outcome, StoreError, StoreUnavailable
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, TransactionRetried
+
+SERVERS = [own.name for own in representatives() if own.concurrent_writers]
+
+_OWN: dict[str, Callable[[], ThrowawayPostgres | ThrowawayMariaDB | ThrowawayMySQL]] = {
+    "postgresql": ThrowawayPostgres,
+    "mariadb": ThrowawayMariaDB,
+    "mysql": ThrowawayMySQL,
+}
 
 
 class Away:
@@ -52,10 +60,7 @@ def away(
         )
         holder.close()
         return
-    if database_kind.name == "mysql":
-        pytest.skip("mysql: no server of its own to stop")
-    kind = ThrowawayPostgres if database_kind.name == "postgresql" else ThrowawayMariaDB
-    with kind() as server:
+    with _OWN[database_kind.name]() as server:
         with txbox.App(server.url) as app:
             app.init()
         yield Away(server.url, lambda: server.stop(immediate=True), server.start)
@@ -149,7 +154,7 @@ def test_serialization_failure(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> N
     assert shop.raw.rows("SELECT id, balance FROM account ORDER BY id") == [(1, 11), (2, 11)]
 
 
-@pytest.mark.parametrize("product", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("product", SERVERS)
 def test_swallowed_deadlock_is_never_acknowledged_as_processed(
     new_database: NewDatabase, product: str
 ) -> None:
@@ -218,31 +223,31 @@ def rival_waits(raw: Raw) -> bool:
     sql = {
         "postgresql": "SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid) "
         "WHERE NOT granted AND datname = current_database()",
-        # not innodb_trx, which shows nothing new to whoever asks more than ten times a second
-        "mysql": "SELECT count(*) FROM information_schema.processlist"
-        " WHERE db = DATABASE() AND info LIKE 'UPDATE account%' AND time_ms > 200",
+        "mysql": "SELECT count(*) FROM information_schema.innodb_trx"
+        " JOIN information_schema.processlist ON id = trx_mysql_thread_id"
+        " WHERE db = DATABASE() AND trx_state = 'LOCK WAIT'",
     }[raw.product]
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if raw.value(sql):
             return True
-        time.sleep(0.02)
+        time.sleep(
+            0.15
+        )  # innodb_trx shows nothing new to whoever asks more than ten times a second
     return False
 
 
-@pytest.mark.parametrize(
-    ("product", "raises"),
-    [
-        ("postgresql", "DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '40001'; END $$"),
-        ("mariadb", "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213"),
-    ],
-)
+@pytest.mark.parametrize("product", SERVERS)
 def test_serialization_failure_that_does_not_end_becomes_an_attempt(
-    new_database: NewDatabase, product: str, raises: str
+    new_database: NewDatabase, product: str
 ) -> None:
     """40001 again and again, of the handler's own making: the budget is spent, then it is an attempt."""
+    raises = {
+        "postgresql": "DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '40001'; END $$",
+        "mysql": "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213",
+    }
     with opened(new_database(product), limits=Limits(conflict_retries=2)) as own:
-        own.handler(lambda message, tx: execute(tx, raises))
+        own.handler(lambda message, tx: execute(tx, raises[own.raw.product]))
         assert own.deliver(paid("a")) is Outcome.FAILED
         assert own.calls == ["a"] * 3
         assert len(own.emitted(TransactionRetried)) == 2
@@ -299,9 +304,12 @@ callers: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def test_statement_timeout(shop: Shop) -> None:
+def test_statement_timeout(shop: Shop, database_kind: Database) -> None:
     """A statement of the handler's runs into the time limit of the server: its own failure."""
     slow: list[str] = []
+    limit, off = ("max_statement_time = 0.05", "max_statement_time = 0")
+    if database_kind.name == "mysql":
+        limit, off = ("max_execution_time = 50", "max_execution_time = 0")
 
     def waits(message: Message[Any], tx: Any) -> None:
         if slow:
@@ -311,7 +319,7 @@ def test_statement_timeout(shop: Shop) -> None:
             execute(tx, "SET LOCAL statement_timeout = 50")
             execute(tx, "SELECT pg_sleep(30)")
         elif shop.raw.product == "mysql":
-            execute(tx, "SET SESSION max_statement_time = 0.05")
+            execute(tx, f"SET SESSION {limit}")
             execute(
                 tx,
                 "SELECT count(*) FROM information_schema.tables AS a, information_schema.tables AS b,"
@@ -333,12 +341,12 @@ def test_statement_timeout(shop: Shop) -> None:
     assert (own.status, own.attempts, own.has_payload, shop.effects()) == ("failed", 1, True, 0)
     shop.make_due()
     if shop.raw.product == "mysql":
-        shop.raw.execute("SET SESSION max_statement_time = 0")
+        shop.raw.execute(f"SET SESSION {off}")
     assert shop.work() == [Outcome.PROCESSED]
     assert shop.effects("a") == 1
 
 
-@pytest.mark.parametrize("product", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("product", SERVERS)
 def test_claim_waits_for_a_rival_no_longer_than_the_lock_timeout(
     new_database: NewDatabase, product: str
 ) -> None:

@@ -40,6 +40,10 @@ class UnavailableError(ServerError):
     """This machine cannot have the server: something it needs cannot be had here."""
 
 
+class UnofferedError(UnavailableError):
+    """Nothing that this machine installs from has the server: no fault of the machine, even in CI."""
+
+
 def server_urls() -> dict[str, str]:
     """URLs of the known servers, by name; whether they answer is not checked here."""
     urls: dict[str, str] = {}

@@ -9,7 +9,7 @@ import sys
 from tests.servers import BROKERS, VARIABLES, ServerError, server_urls
 from tests.servers.provision import DATABASES, DURABLE_SERVERS, TEST_SERVERS, down, run, say, up
 
-_ALONE = ("postgresql", "mariadb", *BROKERS)
+_ALONE = ("postgresql", "mariadb", "mysql", *BROKERS)
 _GROUPS = {"brokers": BROKERS, "databases": DATABASES, "durable": DURABLE_SERVERS}
 
 

@@ -10,6 +10,7 @@ from tests.servers.elasticmq import ElasticMQServer
 from tests.servers.kafka import KafkaServer
 from tests.servers.leftovers import throwaway_name
 from tests.servers.mariadb import MariaDBServer
+from tests.servers.mysql import MySQLServer
 from tests.servers.nats import NatsServer
 from tests.servers.postgresql import PostgreSQLServer
 from tests.servers.process import ServerProcess
@@ -59,6 +60,16 @@ class ThrowawayMariaDB(_Throwaway, MariaDBServer):
 
     def __init__(self) -> None:
         super().__init__(_fresh_name("mariadb"), preferred_port=23506)
+
+
+class ThrowawayMySQL(_Throwaway, MySQLServer):
+    """`with ThrowawayMySQL() as server`: `.url`, `.stop(immediate=True)`, `.start()`.
+
+    The port stays the same from stop to start. What was committed survives `immediate`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_fresh_name("mysql"), preferred_port=23507)
 
 
 class ThrowawayRabbitMQ(_Throwaway, RabbitMQServer):

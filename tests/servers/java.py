@@ -97,4 +97,19 @@ def _run_maven(mvn: str, pom: Path, directory: Path) -> None:
     if done.returncode:
         reason = next((line for line in done.stdout.splitlines() if "ERROR" in line), "no reason")
         raise UnavailableError(f"Maven could not fetch the jars of {pom.parent.name}: {reason}")
+    check_sums(fetched, pom.with_name("SHA256SUMS"))
     fetched.rename(directory)
+
+
+def check_sums(directory: Path, sums: Path) -> None:
+    """Refuse jars that are not the ones we know: Maven trusts whatever its repository says.
+
+    `sha256sum *.jar > SHA256SUMS` in the directory of new jars, once their origin has been looked at.
+    """
+    known = {name: digest for digest, name in map(str.split, sums.read_text().splitlines())}
+    found = {
+        jar.name: hashlib.sha256(jar.read_bytes()).hexdigest() for jar in directory.glob("*.jar")
+    }
+    if found != known:
+        strange = sorted(set(found.items()) ^ set(known.items()))[0][0]
+        raise UnavailableError(f"{strange} is not the jar that {sums.parent.name}/SHA256SUMS knows")

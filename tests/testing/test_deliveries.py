@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.databases import Raw
+from tests.databases import Raw, representatives
 from tests.testing.ledger import TABLE, lines, message, service
 from txbox import App, ConfigurationError, Message, Outcome, steps
 from txbox.testing import (
@@ -151,7 +151,7 @@ def test_the_environment_must_name_a_number(monkeypatch: pytest.MonkeyPatch) -> 
         install_from_environment()
 
 
-@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mariadb"])
+@pytest.mark.parametrize("name", [own.name for own in representatives()])
 def test_race_and_drain_have_async_twins(new_database: Callable[[str], str], name: str) -> None:
     url = new_database(name)
     runs: list[object] = []

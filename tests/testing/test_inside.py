@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy import event, orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from tests.databases import Raw
+from tests.databases import Raw, representatives
 from tests.testing.ledger import TABLE, message, service
 from txbox import App, ConfigurationError, Message, Outcome
 from txbox.testing import Crashed, crash_at, crash_points, deliver, deliver_async, drain, inside
@@ -196,7 +196,7 @@ def test_a_flush_that_fails_is_the_handlers_failure(url: str) -> None:
         assert (status, error_type.rpartition(".")[2]) == ("failed", "IntegrityError")
 
 
-@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mariadb"])
+@pytest.mark.parametrize("name", [own.name for own in representatives()])
 def test_an_async_session_and_an_async_driver(
     new_database: Callable[[str], str], name: str
 ) -> None:

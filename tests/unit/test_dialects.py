@@ -20,6 +20,7 @@ SETTINGS = {"lock_timeout_ms", "idle_ms"}
 SPLIT: Mapping[str, str] = {
     "lease": "lease_take",
     "lease_ordered": "lease_take",
+    "lease_suspect": "lease_take",
     "lease_next": "lease_take",
     "rescue": "rescue_take",
     "heartbeat": "heartbeat_take",
@@ -30,6 +31,8 @@ SPLIT: Mapping[str, str] = {
 SECONDS = {*SPLIT.values(), "prune_take"}
 #: SQLite's claims need no token: arm writes it, and RETURNING names what is new.
 WITHOUT_TOKEN = {"claim", "claim_kept", "claim_leased", "claim_replay", "accept", "store"}
+#: MySQL has no way from key to key in an index.
+FROM_KEY_TO_KEY = {"window", "after", "keyless"}
 
 NAMES = tuple(dialect(REFERENCE).queries)
 
@@ -60,6 +63,8 @@ def test_the_same_parameters(name: str, query: str) -> None:
         expected -= SETTINGS
     if name == "sqlite" and query in WITHOUT_TOKEN:
         expected -= {"token"}
+    if name == "mysql" and query == "lease_ordered":
+        expected -= FROM_KEY_TO_KEY
     assert found == expected
 
 

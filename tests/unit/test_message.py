@@ -39,7 +39,8 @@ def test_a_message_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(message)) == message  # noqa: S301
     changed = dataclasses.replace(message, key="k")
     assert (changed.key, changed.id, message.key) == ("k", 7, None)
-    assert repr(message).startswith("Message(topic='orders', payload=b'', id=7,")
+    # the size of the payload, not what it says
+    assert repr(message) == "Message(topic='orders', id=7, payload=<0 bytes>)"
     assert Message(topic="orders").origin is not Message(topic="orders").origin
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-SECRET = "s3cret"
+SECRET = "s3cret-of-a-shop"
 STANDARD_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef01234567").decode()
 Headers = Mapping[str, str | bytes]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import importlib.util
 import os
@@ -146,7 +147,7 @@ def _refused(port: int) -> bool:
 
 
 def test_a_drain_longer_than_its_grace_ends(sqlite_url: str, lite: Raw, tmp_path: Path) -> None:
-    with TxboxRun(tmp_path, *HTTP, "--grace", "200ms", url=sqlite_url) as run:
+    with TxboxRun(tmp_path, *HTTP, "--grace", "2s", url=sqlite_url) as run:
         thread, answers = _in_a_thread(run.hook, github("d1", BODY, "hold"))
         run.handling("d1")
         run.process.terminate()
@@ -154,7 +155,7 @@ def test_a_drain_longer_than_its_grace_ends(sqlite_url: str, lite: Raw, tmp_path
         thread.join(20)
         # cut off, or told to come again: whichever was first
         assert not (isinstance(answers[0], Answer) and answers[0].status < 500)
-        run.says("did not end within its grace")
+        run.says("cut off after its grace of 2 s")
     assert effects(lite) == 0
 
 
@@ -170,6 +171,38 @@ def test_more_than_the_bound_come_again(sqlite_url: str, lite: Raw, tmp_path: Pa
         assert answers[0].text == "processed"
         assert hook.post(github("d2", BODY), BODY).text == "processed"
     assert effects(lite) == 2
+
+
+def test_half_heads_and_silent_bodies_keep_no_sender_out(
+    sqlite_url: str, lite: Raw, tmp_path: Path
+) -> None:
+    with TxboxRun(tmp_path, *HTTP, url=sqlite_url) as run, contextlib.ExitStack() as connections:
+        hook = run.hook
+
+        def connect(sent: bytes) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", hook.port), timeout=20)
+            connections.enter_context(connection).sendall(sent)
+            return connection
+
+        head = b"POST /hook HTTP/1.1\r\nHost: a\r\n"
+        for _ in range(64):
+            connect(head + b"Content-Length: 9\r\n\r\n")
+        last = [connect(head) for _ in range(515)][-1]
+        for number in range(20):
+            assert hook.post(github(f"d{number}", BODY), BODY).text == "processed"
+        # nobody takes its place: its own time ends it, also behind an answer
+        second = connect(b"GET /hook HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert second.recv(4096).startswith(b"HTTP/1.1 405")
+        second.sendall(head)
+        for silent in (last, second):
+            with contextlib.suppress(ConnectionResetError):
+                assert silent.recv(4096) == b""
+        long = connect(head)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1024):
+                long.sendall(b"X-Long: " + b"x" * 8192 + b"\r\n")
+            pytest.fail("eight megabytes of headers were taken")
+    assert effects(lite) == 20
 
 
 @pytest.mark.timeout(180)

@@ -66,9 +66,9 @@ def headers(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("verify", "headers"),
     [
-        (GitHub("old", SECRET), lambda: github("d", BODY)),
-        (Stripe("old", SECRET), lambda: stripe(BODY)),
-        (StandardWebhooks(b"old", STANDARD_SECRET), lambda: standard("m", BODY)),
+        (GitHub("old-secret", SECRET), lambda: github("d", BODY)),
+        (Stripe("old-secret", SECRET), lambda: stripe(BODY)),
+        (StandardWebhooks(b"o" * 64, STANDARD_SECRET), lambda: standard("m", BODY)),
     ],
     ids=["github", "stripe", "standard"],
     indirect=["headers"],
@@ -106,13 +106,16 @@ def test_a_time_outside_the_tolerance_is_refused(age_s: int) -> None:
     [
         GitHub,
         lambda: GitHub(""),
-        lambda: Stripe("good", b""),
+        lambda: GitHub("7 bytes"),
+        lambda: Stripe("good-enough", b""),
         lambda: Stripe(SECRET, tolerance=timedelta(0)),
         lambda: StandardWebhooks("whsec_"),
         lambda: StandardWebhooks("not base64!"),
+        lambda: StandardWebhooks(b"x" * 23),
+        lambda: StandardWebhooks(b"x" * 65),
         lambda: Webhook(_nothing, topic="t", verify=_async_verify),  # type: ignore[arg-type]
-        lambda: Webhook(_nothing, topic="t", verify=GitHub("s"), body_bytes=0),
-        lambda: Webhook(_nothing, topic="t", verify=GitHub("s"), answer_within=timedelta(0)),
+        lambda: Webhook(_nothing, topic="t", verify=GitHub(SECRET), body_bytes=0),
+        lambda: Webhook(_nothing, topic="t", verify=GitHub(SECRET), answer_within=timedelta(0)),
     ],
 )
 def test_what_can_never_be_safe_is_refused_at_once(wrong: object) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -101,10 +102,115 @@ def test_a_body_that_does_not_come_is_not_waited_for(lite: Shop) -> None:
     assert stored(lite) == 0
 
 
+@pytest.mark.parametrize("sent", [0, 900 * 1024])
+def test_bodies_that_do_not_come_keep_no_sender_out(lite: Shop, sent: int) -> None:
+    lite.handler()
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
+    with serving(hook(lite)) as endpoint, contextlib.ExitStack() as connections:
+        for _ in range(300):
+            connection = connections.enter_context(_connected(endpoint))
+            connection.sendall(head + b"x" * sent)
+        for number in range(10):
+            assert endpoint.post(github(f"d{number}", BODY), BODY).text == "processed"
+    assert lite.effects() == 10
+
+
+def test_the_oldest_unread_body_makes_room(lite: Shop) -> None:
+    lite.handler()
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
+    with serving(hook(lite)) as endpoint, contextlib.ExitStack() as connections:
+        oldest = connections.enter_context(_connected(endpoint))
+        oldest.sendall(head)
+        for _ in range(256):
+            connections.enter_context(_connected(endpoint)).sendall(head)
+        # well before `answer_within`, which would give the same answer
+        oldest.settimeout(4)
+        assert oldest.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_unverified_requests_are_not_counted_as_in_flight(lite: Shop) -> None:
+    lite.handler()
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
+    with (
+        serving(hook(lite, in_flight_max=1)) as endpoint,
+        _connected(endpoint) as silent,
+    ):
+        silent.sendall(head)
+        assert endpoint.post(github("d1", BODY), BODY).text == "processed"
+
+
+def _connected(endpoint: Endpoint) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", endpoint.port), timeout=10)
+
+
 def _raw(endpoint: Endpoint, request: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
         connection.sendall(request)
         return connection.recv(4096)
+
+
+def _schemes() -> dict[str, tuple[Verify, Callable[[], dict[str, str]]]]:
+    return {
+        "github": (GitHub(SECRET), lambda: github("", BODY)),
+        "stripe": (Stripe(SECRET), lambda: stripe(BODY)),
+        "standard": (StandardWebhooks(STANDARD_SECRET), lambda: standard("evt_1", BODY)),
+        "function": (lambda *_: Verified(id="evt_1"), dict),
+    }
+
+
+@pytest.mark.parametrize("scheme", ["github", "stripe", "standard", "function"])
+def test_unsigned_headers_give_no_id_type_or_reply_address(lite: Shop, scheme: str) -> None:
+    seen: list[Message[Any]] = []
+    lite.handler(lambda message, _: seen.append(message))
+    verify, sign = _schemes()[scheme]
+    unsigned = {
+        "message-id": "forged", "ce-id": "forged", "ce_source": "forged", "ce-type": "forged",
+        "cloudEvents_id": "forged", "reply-to": "forged", "x-request-id": "kept",
+    }  # fmt: skip
+    with serving(hook(lite, verify)) as endpoint:
+        answer = endpoint.post(sign() | unsigned, BODY)
+    # GitHub's request came without its delivery id, so it has none
+    assert answer.text == ("quarantined" if scheme == "github" else "processed")
+    for message in seen:
+        assert (message.id, message.type) in {("evt_1", "invoice.paid"), ("evt_1", None)}
+        assert "forged" not in [value for _, value in message.headers]
+        assert message.headers.text("x-request-id") == "kept"
+    assert len(seen) == (scheme != "github")
+
+
+def test_replayed_github_body_under_a_new_id_is_a_duplicate(lite: Shop) -> None:
+    lite.handler()
+    with serving(hook(lite, GitHub(SECRET, id_from="body"))) as endpoint:
+        texts = [endpoint.post(github(f"d{n}", BODY, f"type{n}"), BODY).text for n in range(3)]
+        assert texts == ["processed", "duplicate", "duplicate"]
+        assert endpoint.post(github("d0", b"{}"), b"{}").text == "processed"
+    assert lite.effects() == 2
+    with pytest.raises(ConfigurationError, match="'delivery' or 'body'"):
+        GitHub(SECRET, id_from="header")  # type: ignore[arg-type]
+
+
+def test_mismatch_can_be_an_error_for_the_sender(lite: Shop) -> None:
+    lite.handler()
+    with serving(hook(lite, quarantined_status=409)) as endpoint:
+        assert endpoint.post(github("d1", BODY), BODY).status == 200
+        refused = endpoint.post(github("d1", b"{}"), b"{}")
+        assert (refused.status, refused.text) == (409, "quarantined")
+        assert endpoint.post(github("", BODY), BODY).status == 409
+        assert endpoint.post(github("d1", BODY), BODY).text == "duplicate"
+    assert len(quarantined(lite.raw)) == 2
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_kept_result_goes_to_no_replayer(lite: Shop, signed: bool) -> None:
+    lite.app.handler(TOPIC, consumer=CONSUMER, keep_result=True)(lambda message, tx: {"receipt": 7})
+    # a signed request can be captured and sent again; a token is what the sender knows
+    verify: Verify = GitHub(SECRET) if signed else lambda *_: True
+    application = Webhook(lite.app.answer_async, topic=TOPIC, verify=verify)
+    with serving(application) as endpoint:
+        headers = github("d1", BODY) | ({} if signed else {"message-id": "d1"})
+        first, again = (endpoint.post(headers, BODY) for _ in range(2))
+    assert json.loads(first.text) == {"receipt": 7}
+    assert again.text == ("duplicate" if signed else first.text)
 
 
 @pytest.mark.parametrize("case", ["stripe", "standard"])
@@ -372,10 +478,20 @@ def test_consume_keeps_the_process_that_was_given(lite: Shop) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"path": "hook"}, {"path": "/hook?x=1"}, {"in_flight_max": 0}, {"body_bytes": 0}]
+    "options",
+    [
+        {"path": "hook"},
+        {"path": "/hook?x=1"},
+        {"in_flight_max": 0},
+        {"body_bytes": 0},
+        {"quarantined_status": 204},
+        {"quarantined_status": 302},
+    ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"path is|must be 1 or more"):
+    with pytest.raises(
+        ConfigurationError, match=r"path is|must be 1 or more|quarantined_status is"
+    ):
         Webhook(topic=TOPIC, verify=GitHub(SECRET), **options)
 
 

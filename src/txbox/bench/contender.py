@@ -57,7 +57,10 @@ class Txbox:
         self._processed: Callable[[str], None] | None = None
         listening = until_processed or to_commit
         self.app = App(place.url, observers=[self._observe] if listening else [])
-        self.app.handler(TOPIC, consumer=CONSUMER, retry=_NOT_IN_THIS_ROUND, **options)(handler)
+        register: Callable[[Any], Any] = self.app.handler(
+            TOPIC, consumer=CONSUMER, retry=_NOT_IN_THIS_ROUND, **options
+        )
+        register(handler)
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, MessageProcessed) and self._processed is not None:
@@ -72,7 +75,7 @@ class Txbox:
         watch = Stopwatch(self.gauges)
         source = Memory(work, watch, rate=self._rate)
         source.ends_elsewhere = self._until_processed
-        if self.app.events:
+        if self.app.events.observers:
             self._processed = Processed(work, watch, source)
         failure = self._consume(source, watch)
         with self.place.connect() as admin:

@@ -32,6 +32,7 @@ try:
         MAX_POLL_EXCEEDED,
         PARTITION_EOF,
         REFUSALS,
+        ClientLog,
         text_of,
     )
     from txbox.brokers.kafka_options import checked_options, consumer_options
@@ -44,7 +45,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 _log = logging.getLogger("txbox")
-_client_log = logging.getLogger("txbox.kafka")
 
 _COMMIT_S = 0.5
 _TEND_S = 0.5
@@ -167,7 +167,7 @@ class Kafka:
         try:
             self._consumer = client.Consumer(
                 self._config | {"error_cb": self._failed, "on_commit": self._commits.answered},
-                logger=_client_log,
+                logger=ClientLog(),
             )
             self._consumer.subscribe(
                 [_ALL_TOPICS] if "*" in topics else list(topics),

@@ -1,6 +1,8 @@
-"""Errors of the Kafka client: the codes that are told apart, and their text."""
+"""Errors of the Kafka client: the codes that are told apart, their text, and the client's own log."""
 
 from __future__ import annotations
+
+import logging
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -29,6 +31,19 @@ ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
 AUTHENTICATION = KafkaError._AUTHENTICATION  # noqa: SLF001
 AUTO_OFFSET_RESET = KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001
 FATAL = KafkaError._FATAL  # noqa: SLF001
+
+#: Of librdkafka's log the lines that its errors say, too: many a second while a broker is away.
+_SAID_BY_ERRORS = frozenset({"FAIL", "ERROR", "REQTMOUT", "GETPID"})
+
+
+class ClientLog:
+    """librdkafka's log, on the logger `txbox.kafka`; given to a client as `logger=`."""
+
+    _log = logging.getLogger("txbox.kafka")
+
+    def log(self, level: int, text: str, facility: str, *more: str) -> None:
+        known = facility in _SAID_BY_ERRORS
+        self._log.log(logging.DEBUG if known else level, text, facility, *more)
 
 
 def text_of(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,11 @@ from typing import Any
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException
 
-from txbox.brokers.kafka_error import ALL_BROKERS_DOWN, text_of
+from txbox.brokers.kafka_error import ALL_BROKERS_DOWN, ClientLog, text_of
 from txbox.brokers.kafka_options import producer_options
 from txbox.brokers.plain import CONTENT_TYPE, MESSAGE_ID, TYPE, described, utf8
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.message import Message
-
-_client_log = logging.getLogger("txbox.kafka")
 
 _PROBE_S = 5.0
 _LAST_WORD_S = 0.5
@@ -163,7 +160,7 @@ class KafkaPublisher:
         if producer is None:
             try:
                 producer = client.Producer(
-                    self._config | {"error_cb": self._failed}, logger=_client_log
+                    self._config | {"error_cb": self._failed}, logger=ClientLog()
                 )
             except (KafkaException, TypeError, ValueError) as error:
                 raise ConfigurationError(

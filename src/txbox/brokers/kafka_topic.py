@@ -11,12 +11,11 @@ from confluent_kafka import KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient
 
 from txbox.brokers.base import Delivery
-from txbox.brokers.kafka_error import REFUSALS, text_of
+from txbox.brokers.kafka_error import REFUSALS, ClientLog, text_of
 from txbox.errors import BrokerUnavailable, UnusableMessage
 from txbox.identity import message_id
 
 _log = logging.getLogger("txbox")
-_client_log = logging.getLogger("txbox.kafka")
 
 _DESCRIBE_S = 5.0
 _SHARED = (
@@ -43,7 +42,7 @@ class TopicIds:
         """
         if topic not in self._known:
             try:
-                admin = AdminClient(self._config, logger=_client_log)
+                admin = AdminClient(self._config, logger=ClientLog())
                 asked: dict[str, Any] = admin.describe_topics(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
                     TopicCollection([topic]), request_timeout=_DESCRIBE_S
                 )

@@ -167,7 +167,7 @@ class Nats:
         try:
             self._connected()
         except BrokerUnavailable as away:
-            _log.info("%s cannot be opened yet: %s", self.name, away)
+            _log.debug("%s cannot be opened yet: %s", self.name, away)
 
     def _consumer_names(self, topics: Sequence[str]) -> dict[str, str]:
         if "*" in topics and self._stream is None:

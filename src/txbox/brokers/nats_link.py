@@ -267,7 +267,7 @@ async def connected(
 
 
 async def _noted(error: Exception) -> None:
-    _log.info("NATS: %r", error)
+    _log.debug("NATS: %r", error)
 
 
 def delivery_of(got: Msg, topic: str) -> Delivery:

@@ -181,13 +181,12 @@ class RabbitMQ:
             self._connect()
         except BrokerUnavailable as error:
             # a server that is away when the worker starts is waited for as it is later
-            _log.warning("%s", error)
+            _log.debug("%s", error)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         link = self._link
         if link is not None and link.lost is not None:
-            self._unlink(link)
-            link = None
+            raise self._unlinked(link)
         if link is None:
             link = self._connect()
         taken = link.take(messages_max, wait_s)
@@ -272,14 +271,15 @@ class RabbitMQ:
             raise
         return link
 
-    def _unlink(self, link: Link) -> None:
-        _log.warning("%s lost its consumer: %s; it connects again.", self.name, link.lost)
+    def _unlinked(self, link: Link) -> BrokerUnavailable:
         self._link = None
         if time.monotonic() - link.made_at < _STEADY_S:
-            self._failed(f"{self.name} lost its consumer again: {link.lost}.")
+            lost = self._failed(f"{self.name} lost its consumer again: {link.lost}.")
         else:
             self._failures = 0
+            lost = BrokerUnavailable(f"{self.name} lost its consumer: {link.lost}.")
         self._close(link)
+        return lost
 
     def _failed(self, reason: str) -> BrokerUnavailable:
         first_s, longest_s = _RETRY_S

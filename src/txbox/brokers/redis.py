@@ -115,11 +115,11 @@ class RedisStreams:
             self._client: Any = cast("Any", redis.Redis).from_url(
                 url, **options, decode_responses=False, protocol=2, retry=Retry(NoBackoff(), 0)
             )
-        except ValueError as error:
+        except ValueError:
             # redis-py's text may quote the URL, which may hold a password
             raise ConfigurationError(
                 "The URL of RedisStreams is not usable: write redis://host:port/database."
-            ) from error
+            ) from None
         if self._client.connection_pool.connection_kwargs.get("decode_responses"):
             raise ConfigurationError("RedisStreams takes no decode_responses: payloads stay bytes.")
         self._block_max_s = math.inf if timeout_s is None else timeout_s / 2
@@ -338,7 +338,7 @@ class RedisStreams:
         try:
             self._raise(error)
         except BrokerUnavailable as away:
-            _log.info("%s cannot be opened yet: %s", self.name, away)
+            _log.debug("%s cannot be opened yet: %s", self.name, away)
 
     def _raise(self, error: exceptions.RedisError) -> NoReturn:
         if isinstance(error, _PASSING_ERRORS) or code_of(error) in _PASSING:

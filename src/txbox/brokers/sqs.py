@@ -126,7 +126,7 @@ class SQS:
             self._find_queues()
         except BrokerUnavailable as error:
             # found again by the first receive
-            _log.warning("%s is away: %s", self.name, error)
+            _log.debug("%s is away: %s", self.name, error)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         self._find_queues()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,7 +48,6 @@ class SQSPublisher:
     def __init__(self, given: Any, options: Mapping[str, Any], urls: Mapping[str, str]) -> None:
         self._given, self._options, self._urls = given, options, urls
         self._client: Any = None
-        self._pool: ThreadPoolExecutor | None = None
         self._queues: dict[str, _Queue] = {}
         self.name = f"sqs:{options.get('region_name') or options.get('endpoint_url') or 'publish'}"
 
@@ -56,11 +56,8 @@ class SQSPublisher:
     ) -> Sequence[BrokerError | None]:
         batch = _Batch(messages, time.monotonic() + within_s)
         self._connect(within_s)
-        pool = self._pool
-        assert pool is not None
         topics = list(dict.fromkeys(own.topic for own in messages))
-        futures = [pool.submit(self._find, batch, topic) for topic in topics]
-        wait(futures, batch.left_s())
+        in_time = _side_by_side([partial(self._find, batch, topic) for topic in topics], batch)
         queues = [self._queues[topic] for topic in topics if topic in self._queues]
         jobs: list[Callable[[], None]] = []
         for queue in queues:
@@ -69,32 +66,22 @@ class SQSPublisher:
                 jobs.append(partial(self._send_in_order, batch, queue, parts))
             else:
                 jobs += [partial(self._send, batch, queue, part) for part in parts]
-        futures += [pool.submit(job) for job in jobs]
-        done, late = wait(futures, batch.left_s())
-        for future in late:
-            future.cancel()
-        for future in done:
-            future.result()
+        in_time = _side_by_side(jobs, batch) and in_time
         if batch.away is not None and not batch.heard:
             raise batch.away
-        if late and not batch.heard:
+        if not in_time and not batch.heard:
             raise BrokerUnavailable(f"SQS did not answer within {within_s:g} s.")
         return list(batch.answers)
 
     def close(self) -> None:
-        pool, self._pool = self._pool, None
         client, self._client = self._client, None
         self._queues = {}
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
         if client is not None and self._given is None:
             client.close()
 
     # -- queues -------------------------------------------------------------------------------
 
     def _connect(self, within_s: float) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="txbox-sqs")
         if self._client is None:
             self._client = self._given or new_client(self._options, within_s)
 
@@ -235,6 +222,40 @@ class _Batch:
                 f"SQS did not take the message for queue {topic!r} ({error.code})."
             )
         self.answer(at, answer)
+
+
+def _side_by_side(jobs: Sequence[Callable[[], None]], batch: _Batch) -> bool:
+    """Run jobs in a few threads, until the time of the batch is up; returns whether all have ended.
+
+    Threads that hang are left behind: the process may end without them.
+    """
+    waiting = deque(jobs)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while waiting:
+            try:
+                job = waiting.popleft()
+            except IndexError:
+                # another was faster
+                return
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+                failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, name="txbox-sqs", daemon=True)
+        for _ in range(min(WORKERS, len(jobs)))
+    ]
+    for own in threads:
+        own.start()
+    for own in threads:
+        own.join(batch.left_s())
+    waiting.clear()
+    if failures:
+        raise failures[0]
+    return not any(own.is_alive() for own in threads)
 
 
 def _parts(entries: Iterator[_Entry], bytes_max: int) -> Iterator[list[_Entry]]:

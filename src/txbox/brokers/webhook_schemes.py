@@ -11,17 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from txbox.errors import ConfigurationError
 from txbox.message import Headers
 
 _TOLERANCE = timedelta(minutes=5)
+# a shorter one can be guessed from one captured request; Standard Webhooks names its own bounds
+_SECRET_BYTES_MIN = 8
+_STANDARD_SECRET_BYTES = (24, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What a genuine request says about its message; None is left to the headers and the handler."""
+    """What is signed of a genuine request; its headers say nothing about the message's id, type or replies."""
 
     id: str | None = None
     type: str | None = None
@@ -29,7 +32,8 @@ class Verified:
     time: datetime | None = None
 
 
-#: Returns True or Verified for a genuine request; everything else refuses it.
+#: Returns True where the whole request is genuine, its headers included (a token over TLS), and Verified
+#: where a signature covers what that says; everything else refuses the request.
 Verify = Callable[[Headers, bytes], Verified | bool]
 
 
@@ -39,19 +43,29 @@ class GitHub:
     Args:
         secrets: one, or several while one replaces another.
 
-    GitHub signs the body alone, no header and no time: whoever has seen one genuine request can send
-    it again under another id. Where that matters, take the id from the body with `message_id=`.
+        id_from: "delivery" for GitHub's id; "body" for the SHA-256 of the body, so that a request that is
+            sent again under another id is a duplicate, and so is a second event with the same body.
+
+    GitHub signs the body alone: not the id, not the type, not the time. Whoever has seen one genuine
+    request can send it again under another id and as another type.
     """
 
-    def __init__(self, *secrets: str | bytes) -> None:
+    def __init__(
+        self, *secrets: str | bytes, id_from: Literal["delivery", "body"] = "delivery"
+    ) -> None:
+        if id_from not in ("delivery", "body"):
+            raise ConfigurationError(f"id_from is {id_from!r}: use 'delivery' or 'body'.")
         self._keys = [_bytes(secret) for secret in _some(secrets, "GitHub")]
+        self._id_from = id_from
 
     def __call__(self, headers: Headers, body: bytes) -> Verified | bool:
         given = (headers.text("x-hub-signature-256") or "").removeprefix("sha256=")
         if not _genuine(self._keys, body, [_unhex(given)]):
             return False
+        delivery = headers.text("x-github-delivery") or None
         return Verified(
-            id=headers.text("x-github-delivery") or None, type=headers.text("x-github-event")
+            id=hashlib.sha256(body).hexdigest() if self._id_from == "body" else delivery,
+            type=headers.text("x-github-event"),
         )
 
 
@@ -137,10 +151,8 @@ def _fresh(moment: str, tolerance_s: float) -> bool:
 
 
 def _some(secrets: Sequence[str | bytes], scheme: str) -> Sequence[str | bytes]:
-    if not secrets or not all(secrets):
-        raise ConfigurationError(
-            f"{scheme}() takes one secret or more, none of them empty: anybody can sign with an empty one."
-        )
+    if not secrets:
+        raise ConfigurationError(f"{scheme}() takes one secret or more.")
     return secrets
 
 
@@ -151,16 +163,24 @@ def _tolerance_s(tolerance: timedelta) -> float:
 
 
 def _bytes(secret: str | bytes) -> bytes:
-    return secret.encode() if isinstance(secret, str) else secret
+    key = secret.encode() if isinstance(secret, str) else secret
+    if len(key) < _SECRET_BYTES_MIN:
+        raise ConfigurationError(
+            f"A secret has {len(key)} bytes: use {_SECRET_BYTES_MIN} or more, at random; a short one is guessed."
+        )
+    return key
 
 
 def _decoded(secret: str | bytes) -> bytes:
-    if isinstance(secret, bytes):
-        return secret
-    key = _unbase64(secret.removeprefix("whsec_"))
-    if not key:
+    key = secret if isinstance(secret, bytes) else _unbase64(secret.removeprefix("whsec_"))
+    if key is None:
         raise ConfigurationError(
             "A secret of StandardWebhooks() is not base64: copy it whole, with or without whsec_."
+        )
+    least, most = _STANDARD_SECRET_BYTES
+    if not least <= len(key) <= most:
+        raise ConfigurationError(
+            f"A secret of StandardWebhooks() has {len(key)} bytes: the standard wants {least} to {most}."
         )
     return key
 

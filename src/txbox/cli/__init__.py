@@ -12,6 +12,7 @@ from txbox.cli import (
     commands_change,
     commands_look,
     commands_outbox,
+    commands_quarantine,
     commands_relay,
     commands_run,
     commands_schema,
@@ -28,6 +29,32 @@ The working directory is importable.
 Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
 `txbox COMMAND --help` says more."""
 
+_EXAMPLES = {
+    "init": ["init --app shop:app", "init --database sqlite:///shop.db"],
+    "run": ["run shop:app", "run shop:app --processes 4 --health-port 8080", "run shop:app --once"],
+    "relay": ["relay shop:app"],
+    "maintain": ["maintain --app shop:app --once"],
+    "status": ["status --app shop:app"],
+    "list": ["list --app shop:app --status dead --older-than 1h"],
+    "show": ["show billing evt-1 --app shop:app", "show billing '/shop e3' --app shop:app --reveal"],
+    "retry": ["retry billing evt-1 --app shop:app", "retry --error-type TimeoutError --app shop:app"],
+    "discard": ["discard billing evt-1 --reason 'test data' --app shop:app"],
+    "replay": ["replay billing evt-1 --app shop:app"],
+    "prune": ["prune --dry-run --app shop:app"],
+    "rescue": ["rescue --app shop:app"],
+    "send": ["send orders --data '{\"cents\": 100}' --app shop:app"],
+    "outbox list": ["outbox list --status dead --app shop:app"],
+    "outbox show": ["outbox show 0192f0c1 --app shop:app"],
+    "outbox retry": ["outbox retry --topic letters --app shop:app"],
+    "outbox discard": ["outbox discard 0192f0c1 --app shop:app"],
+    "quarantine list": ["quarantine list --app shop:app"],
+    "quarantine show": ["quarantine show billing evt-1 --app shop:app"],
+    "quarantine accept": ["quarantine accept billing evt-1 --app shop:app"],
+    "quarantine discard": ["quarantine discard billing evt-1 --app shop:app"],
+    "schema check": ["schema check --app shop:app"],
+    "schema apply": ["schema apply --app shop:app"],
+    "schema print": ["schema print --dialect postgresql"],
+}  # fmt: skip
 _INTERRUPTED = 130
 # insufficient_privilege; access denied to a database, a table, a column, a routine
 _NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
@@ -96,6 +123,7 @@ def make_parser() -> Parser:
         commands_look,
         commands_change,
         commands_outbox,
+        commands_quarantine,
         commands_work,
         commands_bench,
     ):
@@ -104,5 +132,8 @@ def make_parser() -> Parser:
 
 
 class _Command(Parser):
-    def __init__(self, **options: object) -> None:
-        super().__init__(formatter_class=HelpFormatter, **options)  # type: ignore[arg-type]
+    def __init__(self, *, prog: str, **options: object) -> None:
+        examples = _EXAMPLES.get(prog.removeprefix("txbox "))
+        if examples is not None:
+            options["epilog"] = "\n  ".join(("examples:", *(f"txbox {own}" for own in examples)))
+        super().__init__(prog=prog, formatter_class=HelpFormatter, **options)  # type: ignore[arg-type]

@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from txbox.admin import (
+    Admin,
     ConsumerStatus,
     ListedMessage,
     PartitionStatus,
-    QuarantinedMessage,
     ShownMessage,
     TableSize,
 )
 from txbox.admin_outbox import TopicStatus
 from txbox.cli.application import admin_of
+from txbox.cli.commands_quarantine import UNMATCHED, as_json, print_rows
 from txbox.cli.options import add_filter, count, filter_of
 from txbox.cli.output import (
     age,
+    counted,
     described,
     payload_as_json,
     print_error,
@@ -33,10 +35,12 @@ from txbox.cli.output import (
 )
 from txbox.errors import ConfigurationError
 from txbox.outcome import Status
+from txbox.store.filters import RowFilter
 from txbox.store.outbox_rows import STATUSES
 
-_UNMATCHED = "(no consumer)"
 _WORTH_A_LINE = 1024 * 1024
+# how far back `show` looks for ids like the one it was given
+_LATEST = 1_000
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -44,7 +48,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "status", parents=[common], help="count messages by consumer and status; oldest unfinished age",
         description="Counts the messages of every consumer by status, what is quarantined, and says how long ago the "
         "oldest unfinished one (pending, processing, failed) was received. Counts the outgoing messages of "
-        "every topic by status, if there are any, and says how long ago the oldest was staged that a relay "
+        "every topic and route by status, if there are any, and says how long ago the oldest was staged that a relay "
         "should have sent. Tells the size of tables and of their indexes, and until when partitions are made.",
     )  # fmt: skip
     status.set_defaults(run=_status)
@@ -82,8 +86,14 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Shows one message with every recorded attempt, and what is quarantined under its id. The payload "
         "and the values of headers stay hidden (size and hash are shown) unless --reveal.",
     )  # fmt: skip
-    show.add_argument("consumer", metavar="CONSUMER")
-    show.add_argument("message_id", metavar="ID")
+    show.add_argument(
+        "consumer", metavar="CONSUMER", help="whose message, as `txbox list` names it"
+    )
+    show.add_argument(
+        "message_id",
+        metavar="ID",
+        help="the whole id; of CloudEvents that is 'SOURCE ID', in quotes",
+    )
     show.add_argument(
         "--reveal", action="store_true", help="print the payload and header values too"
     )
@@ -158,22 +168,30 @@ def _print_partitions(own: PartitionStatus) -> None:
 def print_topics(topics: Sequence[TopicStatus]) -> None:
     """The outbox by topic and status."""
     print_table(
-        ["topic", *STATUSES, "oldest waiting"],
+        ["topic", "route", *STATUSES, "oldest waiting"],
         [
             [
                 own.topic,
+                own.route or "any",
                 *(own.counts.get(name, 0) for name in STATUSES),
                 age(own.oldest_waiting_s) or "-",
             ]
             for own in topics
         ],
     )
+    for own in topics:
+        if own.overdue:
+            print_line(
+                f"{counted(own.overdue, 'message')} of topic {shown(own.topic)} should have left more than a "
+                f"minute ago: see that a worker or `txbox relay` of an App with the route "
+                f"{shown(own.route or 'any')} runs and reaches its destination, or `txbox outbox reroute` them."
+            )
 
 
 def _status_row(own: ConsumerStatus, names: list[str]) -> list[str | int | None]:
     counts = [own.counts.get(Status(name), 0) for name in names]
     return [
-        own.consumer or _UNMATCHED, *counts, own.quarantined, age(own.oldest_unfinished_s) or "-"
+        own.consumer or UNMATCHED, *counts, own.quarantined, age(own.oldest_unfinished_s) or "-"
     ]  # fmt: skip
 
 
@@ -185,11 +203,11 @@ def _list(args: argparse.Namespace) -> int:
         with admin_of(args) as admin:
             aside = admin.quarantined(where.consumer, limit=args.limit)
         if args.json:
-            print_json({"quarantined": [_quarantined(own) for own in aside]})
+            print_json({"quarantined": [as_json(own) for own in aside]})
         elif not aside:
             print_line("Nothing is quarantined.")
         else:
-            _print_quarantined(aside)
+            print_rows(aside)
         return 0
     with admin_of(args) as admin:
         messages = admin.list(where, limit=args.limit, before=args.before)
@@ -247,41 +265,26 @@ def _error(own: ListedMessage) -> str | None:
     return f"{own.error_type}: {first}"[:120]
 
 
-def _print_quarantined(aside: Any) -> None:
-    print_table(
-        ["consumer", "id", "hash", "topic", "type", "seen", "received", "reason"],
-        [
-            [
-                own.consumer or _UNMATCHED, own.message_id or "(none)", own.hash[:12], own.topic, own.type,
-                own.seen, own.received_at, own.reason,
-            ]
-            for own in aside
-        ],
-    )  # fmt: skip
-
-
-def _quarantined(own: QuarantinedMessage) -> dict[str, Any]:
-    names = (
-        "consumer", "message_id", "hash", "reason", "topic", "type", "key", "seen", "received_at", "updated_at",
-    )  # fmt: skip
-    return {name: getattr(own, name) for name in names}
-
-
 def _show(args: argparse.Namespace) -> int:
     with admin_of(args) as admin:
         found, aside = admin.show(args.consumer, args.message_id, reveal=args.reveal)
-    if found is None and not aside:
-        print_error(
-            f"Consumer {args.consumer!r} has no message {shown(args.message_id)!r}: "
-            "`txbox list` shows which there are."
-        )
-        return 1
+        if found is None and not aside:
+            alike = _ids_like(admin, args.consumer, args.message_id)
+            print_error(
+                f"Consumer {args.consumer!r} has no message {shown(args.message_id)!r}: "
+                + (
+                    f"did you mean {' or '.join(alike)}? Ids of CloudEvents begin with their source."
+                    if alike
+                    else "`txbox list` shows which there are."
+                )
+            )
+            return 1
     if args.json:
         print_json(
             {
                 "message": None if found is None else _as_json(found),
                 "attempts": [] if found is None else found.history,
-                "quarantined": [_aside_as_json(own) for own in aside],
+                "quarantined": [as_json(own, whole=True) for own in aside],
             }
         )
         return 0
@@ -289,11 +292,18 @@ def _show(args: argparse.Namespace) -> int:
         _print_message(found)
     if aside:
         print_line("\nQuarantined under this id:")
-        _print_quarantined(aside)
+        print_rows(aside)
         for own in aside:
             if own.payload is not None:
                 print_line(f"\nPayload {own.hash[:12]}:\n{readable(own.payload)}")
     return 0
+
+
+def _ids_like(admin: Admin, consumer: str, ending: str) -> list[str]:
+    """Up to three ids that end with this, of the latest messages: no index knows how ids end."""
+    latest = admin.list(RowFilter(consumer=consumer), limit=_LATEST)
+    ids = [own.message_id for own in latest if own.message_id.endswith(ending)]
+    return [repr(shown(own)) for own in ids[:3]]
 
 
 def _print_message(found: ShownMessage) -> None:
@@ -372,12 +382,4 @@ def _as_json(found: ShownMessage) -> dict[str, Any]:
         **payload_as_json(found.payload),
         "result_bytes": found.result_bytes,
         "result": None if found.result is None else json.loads(found.result),
-    }
-
-
-def _aside_as_json(own: QuarantinedMessage) -> dict[str, Any]:
-    return {
-        **_quarantined(own),
-        "payload_bytes": own.payload_bytes,
-        **payload_as_json(own.payload),
     }

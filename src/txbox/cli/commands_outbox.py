@@ -1,9 +1,10 @@
-"""outbox list, show, retry and discard: the operator's commands, for outgoing messages."""
+"""outbox list, show, retry, discard and reroute: the operator's commands, for outgoing messages."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from txbox.admin import Admin
@@ -35,18 +36,20 @@ from txbox.cli.output import (
 from txbox.errors import ConfigurationError
 from txbox.store.outbox_rows import STATUSES
 
-_FILTERS = ("status", "topic", "type", "key", "error_type", "older_than")
-_DONE = {"retry": "retried", "discard": "discarded"}
+_FILTERS = ("status", "topic", "route", "type", "key", "error_type", "older_than")
+_DONE = {"retry": "retried", "discard": "discarded", "reroute": "rerouted"}
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     outbox = commands.add_parser(
-        "outbox", help="list, show, retry or discard outgoing messages",
+        "outbox", help="list, show, retry, discard or reroute outgoing messages",
         description="What list, show, retry and discard do for the inbox, for messages that are to be sent: due, "
         "delayed (staged for later), leased (by a relay), failed (waits for its next attempt), dead, sent (where "
         "RelayPolicy.keep_sent keeps them), discarded. `txbox status` counts them.",
     )  # fmt: skip
-    verbs = outbox.add_subparsers(dest="verb", metavar="list|show|retry|discard", required=True)
+    verbs = outbox.add_subparsers(
+        dest="verb", metavar="list|show|retry|discard|reroute", required=True
+    )
     _add_looking(verbs, common)
     retry = verbs.add_parser(
         "retry", parents=[common],
@@ -60,14 +63,29 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Gives outgoing messages up: no relay sends them any more. What a relay has leased is left to it. "
         f"A filter means dead messages, unless --status failed, due or delayed.\n\n{CONSENT}",
     )  # fmt: skip
+    reroute = verbs.add_parser(
+        "reroute", parents=[common],
+        help="send outgoing messages another way: those whose route no App has any more",
+        description="Gives outgoing messages another route, with a full new budget of attempts: for those that no "
+        "relay takes, since their route was renamed or removed. Only a relay whose App has the new route takes them. "
+        f"A filter means what has not left, dead messages only with --status dead.\n\n{CONSENT}",
+    )  # fmt: skip
+    reroute.add_argument(
+        "--to", required=True, metavar="ROUTE", type=_route,
+        help="the new route, as `txbox status` shows it: a broker, local:… (an App's own consumers), local (whichever "
+        "App has a consumer), any (whichever App publishes or consumes the topic)",
+    )  # fmt: skip
     for command, statuses, run in (
         (retry, CHANGEABLE["retry"], _retry),
         (discard, CHANGEABLE["discard"], _discard),
+        (reroute, CHANGEABLE["reroute"], _reroute),
     ):
         command.add_argument("ids", nargs="*", metavar="ID", help="message ids")
         add_filter(command, *_FILTERS, statuses=statuses, since="staged")
         command.add_argument(
-            "--all", action="store_true", help="no filter: every dead outgoing message"
+            "--all",
+            action="store_true",
+            help="no filter: every outgoing message that a filter could mean",
         )
         command.add_argument("--dry-run", action="store_true", help="count, and change nothing")
         command.add_argument("--yes", action="store_true", help="do not ask")
@@ -98,7 +116,7 @@ def _add_looking(verbs: Any, common: argparse.ArgumentParser) -> None:
         description="Shows one outgoing message, its cause, its last error, and the one of its key that it waits for. "
         "The payload and the values of headers stay hidden unless --reveal.",
     )  # fmt: skip
-    show.add_argument("message_id", metavar="ID")
+    show.add_argument("message_id", metavar="ID", help="its id, as `txbox outbox list` shows it")
     show.add_argument(
         "--reveal", action="store_true", help="print the payload and header values too"
     )
@@ -106,7 +124,14 @@ def _add_looking(verbs: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _filter_of(args: argparse.Namespace) -> OutgoingFilter:
-    return OutgoingFilter(**{name: getattr(args, name) for name in _FILTERS})
+    given: dict[str, Any] = {name: getattr(args, name) for name in _FILTERS}
+    given["route"] = given["route"] and _route(given["route"])
+    return OutgoingFilter(**given)
+
+
+def _route(text: str) -> str:
+    """A route as people write it: any is none."""
+    return "" if text == "any" else text
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -121,13 +146,13 @@ def _list(args: argparse.Namespace) -> int:
     else:
         print_table(
             [
-                "id", "status", "topic", "type", "key", "attempts", "staged", "next attempt", "waits for",
+                "id", "status", "topic", "route", "type", "key", "attempts", "staged", "next attempt", "waits for",
                 "error",
             ],
             [
                 [
-                    own.message_id, own.status, own.topic, own.type, own.key, own.attempts,
-                    own.staged_at, own.next_attempt_at, own.waits_for, _error(own),
+                    own.message_id, own.status, own.topic, own.route or "any", own.type, own.key,
+                    own.attempts, own.staged_at, own.next_attempt_at, own.waits_for, _error(own),
                 ]
                 for own in messages
             ],
@@ -189,6 +214,7 @@ def _print_message(found: ShownOutgoing) -> None:
             ("id", own.message_id),
             ("status", own.status),
             ("topic", own.topic),
+            ("route", own.route or "any"),
             ("type", own.type),
             ("key", own.key),
             ("number", own.number),
@@ -228,6 +254,10 @@ def _discard(args: argparse.Namespace) -> int:
     return _change(args, lambda outbox: outbox.discard)
 
 
+def _reroute(args: argparse.Namespace) -> int:
+    return _change(args, lambda outbox: partial(outbox.reroute, to=args.to))
+
+
 def _targets(args: argparse.Namespace) -> list[OutgoingFilter]:
     where = _filter_of(args)
     if args.ids:
@@ -257,7 +287,8 @@ def _change(
         else:
             (where,) = targets
             expected = change(where, dry_run=True).count
-            what = f"{where.status or 'dead'} outgoing message"
+            meant = "waiting" if args.verb == "reroute" else "dead"
+            what = f"{where.status or meant} outgoing message"
             if not agreed(args.verb, expected, what, yes=args.yes):
                 print_error("Nothing was changed.")
                 return 1

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import logging
 import threading
+import time
 from collections import Counter
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any
 
 from txbox.cli.application import opened, perform
-from txbox.cli.logs import observe, start_logging, take_path
+from txbox.cli.logs import log_libraries, start_logging, take_path
+from txbox.cli.options import add_grace
 from txbox.cli.output import print_json, print_line
 from txbox.events import Event, OutgoingDead, OutgoingFailed, OutgoingSent
 from txbox.relay import Relays
 from txbox.worker.driving import Driver
+from txbox.worker.signals import Stop, draining_on_signals, last_s, leave, leave_by
+
+_log = logging.getLogger("txbox")
 
 _LOOK_S = 0.2
-_END_S = 15.0
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -26,11 +29,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "relay", parents=[common], help="send staged messages from the outbox to where they go",
         description="Sends what app.outbox.stage has written, by the routes of the App (app.publish); `txbox run` does "
         "the same beside its handlers. Several may run, on many machines. SIGTERM or Ctrl-C drains: what was "
-        "sent is marked, the rest is left. Exit status 0 stopped or idle, 1 something unexpected, 2 wrong set-up "
-        "or schema.",
+        "sent is marked, the rest is left; --grace bounds it. Exit status 0 stopped or idle, 1 cut off or something "
+        "unexpected, 2 wrong set-up or schema.",
     )  # fmt: skip
     relay.add_argument("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
     relay.add_argument("--once", action="store_true", help="end when nothing is due")
+    add_grace(relay)
     relay.add_argument("--log-json", action="store_true", help="log lines as JSON")
     relay.add_argument("--verbose", action="store_true", help="log every batch, not only trouble")
     relay.set_defaults(run=_relay)
@@ -58,37 +62,40 @@ def _relay(args: argparse.Namespace) -> int:
     start_logging(args)
     with opened(args, handlers="sends where app.publish says") as app:
         tally = _Tally()
-        observe(app)
+        log_libraries()
         app.events.observers.append(tally)
         perform(app, app.check_schema())
-        stopped = threading.Event()
+        stopped = Stop()
         ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        driver = Driver(app)
+        driver, grace_s = Driver(app), args.grace.total_seconds()
 
         def ended(error: BaseException | None) -> None:
-            stopped.set()
             ends.put(error)
-
-        def stop(_number: int, _frame: FrameType | None) -> None:
             stopped.set()
 
-        before = {own: signal.signal(own, stop) for own in (signal.SIGTERM, signal.SIGINT)}
         relays = Relays(app, driver.perform, stop=stopped.is_set, ended=ended)
-        try:
-            relays.start()
-            while not stopped.wait(_LOOK_S):
-                if args.once and not relays.left():
-                    break
-        finally:
-            stopped.set()
-            clean = relays.join(_END_S)
-            for own, handler in before.items():
-                signal.signal(own, handler)
+        with draining_on_signals(stopped.set, grace_s):
+            try:
+                relays.start()
+                while not stopped.wait(_LOOK_S):
+                    if args.once and not relays.left():
+                        break
+            finally:
+                stopped.set()
+                ends_at = time.monotonic() + grace_s
+                left = relays.join(grace_s - last_s(grace_s))
+        leave_by(ends_at)
         while not ends.empty():
             if (error := ends.get()) is not None:
                 raise error
-    if args.json:
-        print_json(dict(tally.counts))
-    else:
-        print_line(", ".join(f"{count} {what}" for what, count in tally.counts.items()) + ".")
-    return 0 if clean else 1
+        if args.json:
+            print_json(dict(tally.counts))
+        else:
+            print_line(", ".join(f"{count} {what}" for what, count in tally.counts.items()) + ".")
+        if left:
+            _log.error(
+                "The relay to %s was cut off after its grace of %g s: what was not confirmed is sent again.",
+                ", ".join(left), grace_s,
+            )  # fmt: skip
+            leave(1)
+    return 0

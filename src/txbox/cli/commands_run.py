@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import signal
 import socket
 import sys
 import threading
 import time
 from collections import Counter
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
 from txbox.cli.application import opened, perform
 from txbox.cli.listening import inherited, listening
-from txbox.cli.logs import observe, start_logging, take_path
-from txbox.cli.options import count, duration, port
+from txbox.cli.logs import log_libraries, start_logging, take_path
+from txbox.cli.options import add_grace, count, port
 from txbox.cli.output import print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
-from txbox.events import Event, MessageEvent
+from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent
 from txbox.maintenance import JOBS, Report, Task, run_once
+from txbox.worker.signals import GRACE, Stop, draining_on_signals, last_s, leave, leave_by
 
 if TYPE_CHECKING:
     from txbox.worker.endpoints import Endpoints
-
-_log = logging.getLogger("txbox")
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -35,24 +30,21 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "run", parents=[common], help="consume: sources, retries from the table, relay, maintenance",
         description="Runs the service: takes messages from the sources of the App, retries from its table, sends what "
         "is staged, and does maintenance in the background. SIGTERM or Ctrl-C drains: what runs is finished, the rest "
-        "is left for redelivery; a second one ends at once. Exit status 0 drained or idle, 1 something unexpected, 2 "
-        "wrong configuration, schema or an unreachable database at the start.",
+        "is left for redelivery; what has not ended within --grace is cut off; a second one ends at once. Exit status "
+        "0 drained or idle, 1 cut off, something unexpected, or with --once a message that died or was quarantined, "
+        "2 wrong configuration, schema or an unreachable database at the start.",
     )  # fmt: skip
     run.add_argument("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
     run.add_argument(
         "--once",
         action="store_true",
-        help="end when the sources and the table are exhausted; a broker never is",
+        help="end when all sources are read to their end and nothing in the table is due: a broker and a "
+        "followed file have none, so with them this never ends; exit status 1 when a message died or was quarantined",
     )
     run.add_argument(
         "--processes", type=count, default=1, metavar="N", help="worker processes (default 1)"
     )
-    run.add_argument(
-        "--grace",
-        type=duration,
-        metavar="TIME",
-        help="the longest drain (default: as long as it takes)",
-    )
+    add_grace(run)
     run.add_argument(
         "--no-maintenance", action="store_true", help="leave rescue and prune to `txbox maintain`"
     )
@@ -117,29 +109,24 @@ def _run(args: argparse.Namespace) -> int:
     endpoints = None if http is None else Endpoints(app.webhooks, http)
     if args.processes > 1:
         # checked here once, so that a wrong path is one sentence and not one of each process
-        code = supervise(_child(args), args.processes, http=http, health=health)
+        code = supervise(_child(args), args.processes, http=http, health=health, grace=args.grace)
         if args.json:
             print_json({"exit": code})
         return code
     tally = _Tally()
-    observe(app)
+    log_libraries()
     app.events.observers.append(tally)
     with app:
-        code = _work(app, args, health, endpoints)
-    if args.json and not args.child:
-        print_json({"exit": code, "events": tally.counts})
-    elif args.once and code == 0 and not args.child:
-        print_line(tally.sentence())
-    _leave_behind(code)
-    return code
-
-
-def _leave_behind(code: int) -> None:
-    """End at once when requests outlasted the grace: Python would wait for the threads they run in."""
-    if any(own.name.startswith("asyncio_") for own in threading.enumerate()):
-        sys.stdout.flush()
-        logging.shutdown()
-        os._exit(code)
+        code, cut_off = _work(app, args, health, endpoints)
+        # a child that ended with 1 would be started again
+        given_up = args.once and code == 0 and tally.given_up and not args.child
+        if args.json and not args.child:
+            print_json({"exit": 1 if given_up else code, "events": tally.counts})
+        elif args.once and code == 0 and not args.child:
+            print_line(tally.sentence())
+        if cut_off:
+            leave(code)
+    return 1 if given_up else code
 
 
 def _work(
@@ -147,8 +134,9 @@ def _work(
     args: argparse.Namespace,
     listener: socket.socket | None,
     endpoints: Endpoints | None,
-) -> int:
-    from txbox.worker import run
+) -> tuple[int, bool]:
+    """Run a worker; returns its exit status, and whether something of it may hang still."""
+    from txbox.worker import Worker
     from txbox.worker.health import Health
     from txbox.worker.health_server import HealthServer, routes_of
 
@@ -158,17 +146,21 @@ def _work(
         app.events.observers.append(health)
         server = HealthServer(listener, routes_of(health))
         server.start()
+    worker = Worker(
+        app,
+        once=args.once,
+        maintenance=not args.no_maintenance,
+        relay=not args.no_relay,
+        grace=args.grace,
+        health=health,
+        endpoints=endpoints,
+    )
     try:
-        return run(
-            app,
-            once=args.once,
-            maintenance=not args.no_maintenance,
-            relay=not args.no_relay,
-            grace=args.grace,
-            health=health,
-            endpoints=endpoints,
-        )
+        code = worker.run()
+        return code, worker.cut_off
     finally:
+        if worker.ends_at is not None:
+            leave_by(worker.ends_at)
         if server is not None:
             server.close()
 
@@ -204,14 +196,16 @@ def _http_socket(args: argparse.Namespace, app: App) -> socket.socket | None:
 
 
 def _child(args: argparse.Namespace) -> list[str]:
-    child = [sys.executable, "-m", "txbox", "run", "--child"]
+    # -P: a txbox.py of the working directory is not this package
+    child = [sys.executable, "-P", "-m", "txbox", "run", "--child"]
     if args.app is not None:
         child += ["--app", args.app]
     for name in ("once", "no_maintenance", "no_relay", "log_json", "verbose"):
         if getattr(args, name):
             child.append(f"--{name.replace('_', '-')}")
-    if args.grace is not None:
-        child += ["--grace", f"{args.grace.total_seconds()}s"]
+    # a child ends by itself before its parent has to kill it
+    grace_s = args.grace.total_seconds()
+    child += ["--grace", f"{grace_s - last_s(grace_s):g}s"]
     return child
 
 
@@ -227,16 +221,24 @@ class _Tally:
             with self._lock:
                 self.counts[type(event).__name__.removeprefix("Message").lower()] += 1
 
+    @property
+    def given_up(self) -> bool:
+        """Whether a message waits for an operator now."""
+        return bool(self.counts["dead"] or self.counts["quarantined"])
+
     def sentence(self) -> str:
         if not self.counts:
             return "Nothing to do."
-        return ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common()) + "."
+        told = ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common() if number)
+        return f"{told}." + (
+            " What is dead or quarantined waits for you: exit status 1." if self.given_up else ""
+        )
 
 
 def _maintain(args: argparse.Namespace) -> int:
     start_logging(args)
     with opened(args) as app:
-        observe(app)
+        log_libraries()
         perform(app, app.check_schema())
         if args.once:
             reports = [run_once(app, job.name, Task()) for job in JOBS]
@@ -262,15 +264,11 @@ def _note(own: Report) -> str:
 
 
 def _maintain_on(app: App) -> int:
-    stopped = threading.Event()
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        stopped.set()
-
-    before = {own: signal.signal(own, stop) for own in (signal.SIGTERM, signal.SIGINT)}
+    stopped = Stop()
     # the first round is not forgiven: a wrong URL or a missing schema ends here with its sentence
     due: dict[str, float] = {}
-    try:
+    paused_at: float | None = None
+    with draining_on_signals(stopped.set, GRACE.total_seconds()):
         for job in JOBS:
             run_once(app, job.name, Task(stop=stopped.is_set))
             due[job.name] = time.monotonic() + job.every(app).total_seconds()
@@ -278,12 +276,15 @@ def _maintain_on(app: App) -> int:
             job = min(JOBS, key=lambda own: due[own.name])
             if stopped.wait(max(0.0, due[job.name] - time.monotonic())):
                 break
+            wait_s = job.every(app).total_seconds()
             try:
                 run_once(app, job.name, Task(stop=stopped.is_set))
             except StoreUnavailable as error:
-                _log.warning("%s is put off: %s", job.name, error)
-            due[job.name] = time.monotonic() + job.every(app).total_seconds()
-    finally:
-        for own, handler in before.items():
-            signal.signal(own, handler)
+                paused_at = paused_at or time.monotonic()
+                app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
+            else:
+                if paused_at is not None:
+                    app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))
+                    paused_at = None
+            due[job.name] = time.monotonic() + wait_s
     return 0

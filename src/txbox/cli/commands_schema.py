@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 from typing import Any
 
 from txbox.app import App
 from txbox.cli.application import opened, perform
 from txbox.cli.options import count
-from txbox.cli.output import print_json, print_line
+from txbox.cli.output import print_error, print_json, print_line
 from txbox.connections import open_database
+from txbox.drive import drive_async
 from txbox.errors import ConfigurationError
 from txbox.policy import Retention
+from txbox.steps import Steps
 from txbox.store import schema as tables
 from txbox.store.dialect import Dialect, dialect, qualified
 from txbox.store.partitions import KINDS, Kind, Partitioning
+
+_PLAIN_ROLE = re.compile(r"[a-z_][a-z0-9_]*")
+# MySQL's user and host, with or without quotes
+_ACCOUNT = re.compile(r"['`\"]?([^'`\"@]*)['`\"]?@['`\"]?([^'`\"@]+)['`\"]?")
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -88,8 +95,9 @@ def _apply(args: argparse.Namespace) -> int:
     with opened(args) as app:
         if app.database.sync:
             before, after = app.init(partition=args.partition)
+            creators = perform(app, _creators(app))
         else:
-            before, after = asyncio.run(_init(app, args.partition))
+            before, after, creators = asyncio.run(_init(app, args.partition))
         if args.json:
             print_json({"before": before, "after": after})
         elif before == after:
@@ -102,12 +110,28 @@ def _apply(args: argparse.Namespace) -> int:
             )
         else:
             print_line(f"The txbox tables in {app.database.name} are ready (version {after}).")
+        _warn(creators)
     return 0
 
 
-async def _init(app: App, partition: Kind | None) -> tuple[int, int]:
+def _creators(app: App) -> Steps[list[str]]:
+    return tables.creators(dialect(app.store.dialect.name, app.database.schema))
+
+
+def _warn(creators: list[str]) -> None:
+    """Say who could have code of theirs run by whoever uses the tables."""
+    if creators:
+        print_error(
+            f"warning: {', '.join(creators)} may create in the schema of the txbox tables, and so run code as whoever "
+            "uses them: `REVOKE CREATE ON SCHEMA … FROM …`, or keep the tables in a schema of their own."
+        )
+
+
+async def _init(app: App, partition: Kind | None) -> tuple[int, int, list[str]]:
+    assert app.database.asynchronous is not None
     async with app:
-        return await app.init_async(partition=partition)
+        before, after = await app.init_async(partition=partition)
+        return before, after, await drive_async(app.database.asynchronous, _creators(app))
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -119,6 +143,7 @@ def _check(args: argparse.Namespace) -> int:
             print_line(
                 f"The txbox tables in {app.database.name} are at version {state.version}, which fits."
             )
+        _warn(perform(app, _creators(app)))
     return 0
 
 
@@ -158,6 +183,17 @@ def _dialect(args: argparse.Namespace) -> tuple[Dialect, str | None, Retention]:
     return app.database.dialect, app.database.schema, app.retention
 
 
+def _role(own: Dialect, name: str) -> str:
+    """The name of a role as SQL, as it stands: quoted unless it is plain, or quoted by whoever gave it."""
+    if _PLAIN_ROLE.fullmatch(name):
+        return name
+    mark = "`" if own.name == "mysql" else '"'
+    if own.name == "mysql" and (account := _ACCOUNT.fullmatch(name)):
+        user, host = (part.replace("`", "``") for part in account.groups())
+        return f"`{user}`@`{host}`"
+    return f"{mark}{name.replace(mark, mark * 2)}{mark}"
+
+
 def _grants(own: Dialect, schema: str | None, wanted: list[str], partition: Kind | None) -> str:
     kinds = tables.grants(own, partition)
     if not kinds:
@@ -177,5 +213,5 @@ def _grants(own: Dialect, schema: str | None, wanted: list[str], partition: Kind
         lines = kinds[kind]
         if schema is not None:
             lines = f'GRANT USAGE ON SCHEMA "{schema}" TO <{kind}>;\n{qualified(lines, schema)}'
-        parts.append(f"-- {kind}\n{lines.replace(f'<{kind}>', role)}")
+        parts.append(f"-- {kind}\n{lines.replace(f'<{kind}>', _role(own, role))}")
     return "\n\n".join(parts)

@@ -67,7 +67,7 @@ def _add_send(commands: Any, common: argparse.ArgumentParser) -> None:
         "The payload is --data, the bytes of --file, or standard input. Without --id it gets a random one, "
         "which no second `txbox send` repeats.",
     )  # fmt: skip
-    send.add_argument("topic", metavar="TOPIC")
+    send.add_argument("topic", metavar="TOPIC", help="a topic that a handler of the App consumes")
     send.add_argument(
         "--id", dest="message_id", metavar="ID", help="the message id, by which copies are known"
     )

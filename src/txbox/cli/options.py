@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import NoReturn
 
-from txbox.cli.output import print_error, redacted
+from txbox.cli.output import print_error
+from txbox.errors import redacted
 from txbox.outcome import Status
 from txbox.store.filters import RowFilter
+from txbox.worker.signals import GRACE
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
@@ -28,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills each paragraph of a description by itself."""
+    """Fills each paragraph of a description by itself; examples stay as they are written."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -38,6 +40,8 @@ class HelpFormatter(argparse.HelpFormatter):
             textwrap.fill(
                 " ".join(paragraph.split()), width, initial_indent=indent, subsequent_indent=indent
             )
+            if not paragraph.startswith("examples:")
+            else paragraph
             for paragraph in text.split("\n\n")
         )
 
@@ -66,6 +70,17 @@ def port(text: str) -> int:
     return int(text)
 
 
+def add_grace(parser: argparse.ArgumentParser) -> None:
+    """Add the bound on a drain."""
+    parser.add_argument(
+        "--grace",
+        type=duration,
+        default=GRACE,
+        metavar="TIME",
+        help=f"from the signal to the end; what has not drained then is cut off (default {GRACE.seconds}s)",
+    )
+
+
 def common() -> argparse.ArgumentParser:
     """The options of every command."""
     parent = Parser(add_help=False)
@@ -76,7 +91,7 @@ def common() -> argparse.ArgumentParser:
     group.add_argument(
         "--database",
         metavar="URL",
-        help="its database, where the App is not needed (or TXBOX_DATABASE_URL)",
+        help="its database, where no App is needed; if it has a password, use TXBOX_DATABASE_URL: arguments are public",
     )
     group.add_argument(
         "--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables"
@@ -97,6 +112,7 @@ def add_filter(
         "consumer": "messages of this consumer",
         "topic": "messages of this topic",
         "type": "messages of this type",
+        "route": "messages that go this way, as `txbox status` shows it",
         "key": "messages with this ordering key",
         "error_type": "whose last error has this type",
         "fingerprint": "whose last error has this fingerprint",

@@ -12,22 +12,19 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from txbox.errors import redacted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-# user:password@ in a URL, and password=… in a query or a connection string
-_PASSWORD = re.compile(r"(://[^:@/\s]*:)[^\s]*(?=@)|(\bpassword\s*=\s*)('[^']*'|[^\s&'\"]+)", re.I)
 # ids and error texts come from strangers: nothing of theirs may steer the terminal
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# and what cannot be seen makes no two ids look alike: soft hyphens, zero-width characters, marks of direction, tags
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
+    r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
 
 Cell = str | int | float | datetime | None
-
-
-def redacted(text: str) -> str:
-    """The text without any password that stands in it as in a URL or connection string."""
-    return _PASSWORD.sub(
-        lambda found: f"{found[1]}***" if found[1] is not None else f"{found[2]}***", text
-    )
 
 
 def shown(value: Cell) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 from txbox.connections.base import CallersAsyncConnection, CallersConnection, Database
 from txbox.errors import ConfigurationError
@@ -33,6 +36,12 @@ _SCHEMES = {
     "sqlite": "sqlite",
 }
 
+# a name or address, or an IPv6 address in brackets; perhaps a port
+_HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]*)(:\d{0,5})?")
+
+# a file that somebody means: no user, option or space in it
+_PATH = re.compile(r"[^@:?=\s]*(/[^@:?=\s]*|\.(db|db3|sqlite|sqlite3))", re.IGNORECASE)
+
 _known: dict[type[Any], ModuleType] = {}
 
 
@@ -47,15 +56,44 @@ def open_database(target: Any, *, schema: str | None = None) -> Database:
     """
     if isinstance(target, str):
         scheme, separator, _ = target.partition("://")
-        if not separator or scheme.lower() not in _SCHEMES:
+        if not separator and _PATH.fullmatch(target):
             raise ConfigurationError(
-                f"{scheme if separator else 'This'!r} is no database URL scheme that txbox knows: "
-                "use postgresql://user@host/name, mysql://user@host/name or sqlite:///file.db."
+                f"{target!r} looks like a path, and App takes a URL: for this SQLite file use sqlite:///{target}."
             )
+        if not separator or scheme.lower() not in _SCHEMES:
+            # without a scheme it may be a password
+            wrong = (
+                f"{scheme!r} is no database URL scheme that txbox knows"
+                if separator
+                else "This is no database URL"
+            )
+            raise ConfigurationError(
+                f"{wrong}: use postgresql://user@host/name, mysql://user@host/name or sqlite:///file.db."
+            )
+        _check_readable(target)
         by_url: Database = _load(_SCHEMES[scheme.lower()]).open_url(target, schema=schema)
         return by_url
     by_object: Database = _adapter(target).open_object(target, schema=schema)
     return by_object
+
+
+def _check_readable(url: str) -> None:
+    """Refuse a URL whose password would be read as a host, a port, a path or a fragment."""
+    if url.lower().startswith("sqlite:"):
+        return
+    try:
+        parts = urlsplit(url)
+        hosts = parts.netloc.rpartition("@")[2].split(",")  # libpq takes several
+        readable = all(map(_HOST.fullmatch, hosts)) and " " not in parts.netloc
+        readable = readable and not parts.fragment and "@" not in parts.path
+    except ValueError:
+        # the error of the standard library quotes the part that may be a password
+        readable = False
+    if not readable:
+        raise ConfigurationError(
+            "The database URL cannot be read: percent-encode special characters of the user, password and "
+            "database name (/ is %2F, @ is %40, # is %23, ? is %3F, [ is %5B, a space is %20)."
+        )
 
 
 def borrow(tx: Any, *, schema: str | None = None) -> CallersConnection:
@@ -79,6 +117,10 @@ def _adapter(target: Any) -> ModuleType:
     known = _known.get(kind)
     if known is not None:
         return known
+    if any("Cursor" in ancestor.__name__ for ancestor in kind.__mro__):
+        raise ConfigurationError(
+            f"A {kind.__module__}.{kind.__qualname__} is a cursor: pass the connection that it belongs to."
+        )
     for ancestor in kind.__mro__:
         package = ancestor.__module__.partition(".")[0]
         if package in _ADAPTERS:
@@ -98,4 +140,11 @@ def _load(module: str) -> ModuleType:
         extra = next(extra for own, extra in _ADAPTERS.values() if own == module)
         raise ConfigurationError(
             f"The driver {error.name} is not installed: run pip install 'txbox[{extra}]'."
+        ) from error
+    except ImportError as error:
+        # from 2.1 on SQLAlchemy neither installs it nor imports its asyncio without it
+        if module != "sqlalchemy" or find_spec("greenlet") is not None:
+            raise
+        raise ConfigurationError(
+            "txbox uses SQLAlchemy with greenlet, which is not installed: run pip install 'txbox[sqlalchemy]'."
         ) from error

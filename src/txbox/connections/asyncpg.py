@@ -19,21 +19,21 @@ from asyncpg.pool import PoolConnectionProxy
 
 from txbox.connections.base import (
     Idle,
+    check_committed,
     finished,
     is_marked,
     not_in_transaction,
     refused_commit,
     store_error,
-    without_password,
+    unreachable,
     wrong_colour,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 _CLOSE_S = 2.0
-_PROBE = Statement("probe", "SELECT 1", {})
 # the server says these as its last word; asyncpg notices the closed socket a moment later
 _FATAL = frozenset({"57P01", "57P02", "57P05"})
 _STRINGS = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
@@ -49,9 +49,9 @@ def open_url(url: str, *, schema: str | None = None) -> AsyncpgDatabase:
     dsn = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
     if parts.path in ("", "/") and "dbname" not in options and "database" not in options:
         raise ConfigurationError(
-            f"The URL {without_password(url)} names no database: write postgresql+asyncpg://host/name."
+            f"The URL {redacted(url)} names no database: write postgresql+asyncpg://host/name."
         )
-    return AsyncpgDatabase(without_password(url), schema, dsn=dsn, prepare=prepare)
+    return AsyncpgDatabase(redacted(url), schema, dsn=dsn, prepare=prepare)
 
 
 def open_object(target: Any, *, schema: str | None = None) -> AsyncpgDatabase:
@@ -82,6 +82,7 @@ class AsyncpgDatabase:
         self.schema = schema
         self.dialect: Dialect = dialect("postgresql", schema)
         self.dsn = dsn
+        self.host = urlsplit(dsn).hostname
         self.prepare = prepare
         self._async = _AsyncConnections(self, pool)
 
@@ -113,7 +114,7 @@ class _AsyncConnections:
         try:
             raw: Any = await (self._connect() if self._pool is None else self._pool.acquire())
         except _ERRORS as error:
-            raise _unreachable(error, self._database) from error
+            raise await asyncio.to_thread(_unreachable, error, self._database) from error
         return AsyncpgConnection(raw, self._database.dialect, self.closing)
 
     async def _connect(self) -> Any:
@@ -164,6 +165,9 @@ class AsyncpgConnection:
         except _ERRORS as error:
             raise self._failure(error) from error
 
+    # each statement outside of `begin` is a transaction
+    read = execute
+
     async def savepoint(self) -> None:
         await self._command("SAVEPOINT txbox_handler")
 
@@ -193,17 +197,17 @@ class AsyncpgConnection:
         return results
 
     async def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        # a statement that succeeds last proves that the transaction has not failed: asyncpg does not
-        # show that a COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
-        results = [await self.execute(statement) for statement in statements or (_PROBE,)]
-        transaction, self._transaction = self._transaction, None
+        results = [await self.execute(statement) for statement in statements]
+        self._transaction = None
         try:
-            await transaction.commit()
-        except _ERRORS as error:
-            found = self._failure(error)
+            # as asyncpg's own commit does, which would not tell what was answered
+            getattr(self.native, "_con", self.native)._top_xact = None  # noqa: SLF001
+            check_committed(await self.native.execute("COMMIT"))
+        except (*_ERRORS, StoreError) as error:
+            found = error if isinstance(error, StoreError) else self._failure(error)
             found.definite = refused_commit(found)
             raise found from error
-        return results if statements else []
+        return results
 
     async def rollback(self) -> None:
         transaction, self._transaction = self._transaction, None
@@ -338,9 +342,10 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _unreachable(error: BaseException, database: AsyncpgDatabase) -> StoreUnavailable:
     code = getattr(error, "sqlstate", None)
-    return StoreUnavailable(
-        f"Cannot connect to {database.name} ({type(error).__name__}{f', {code}' if code else ''}): check that the "
-        "server is running, and the URL, or that the pool was awaited and is open.",
-        fault=Fault.UNAVAILABLE,
+    return unreachable(
+        database.name,
+        error,
+        "that the server is running, and the URL, or that the pool was awaited and is open",
         code=code,
+        host=database.host,
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import re
+import socket
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
-from urllib.parse import urlsplit, urlunsplit
 
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
+from txbox.forks import forgets_parent
 from txbox.steps import (
     AsyncConnections,
     AsyncExecutor,
@@ -99,16 +100,18 @@ class Idle(Generic[C]):
     def __init__(self, kept: int = 16) -> None:
         self._kept = kept
         self._waiting: deque[C] = deque()
-        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._inherited: list[C] = []
+        forgets_parent(self)
+
+    def forget_parent(self) -> None:
+        # the parent still uses these sockets: keep them without a goodbye
+        self._inherited += self._waiting
+        self._waiting.clear()
         self._lock = threading.Lock()
 
     def take(self, usable: Callable[[C], bool] = lambda _: True) -> C | None:
         with self._lock:
-            if self._pid != os.getpid():
-                # the parent still uses these sockets: forget them without a goodbye
-                self._pid = os.getpid()
-                self._inherited = list(self._waiting)
-                self._waiting.clear()
             while self._waiting:
                 connection = self._waiting.pop()
                 if not connection.lost and usable(connection):
@@ -132,20 +135,6 @@ class Idle(Generic[C]):
                 self._waiting.pop().discard()
 
 
-def without_password(url: str) -> str:
-    """Return a URL fit for messages and logs."""
-    parts = urlsplit(url)
-    if parts.password is None and "password=" not in parts.query.lower():
-        return url
-    query = "&".join(
-        "password=***" if option.partition("=")[0].lower() == "password" else option
-        for option in parts.query.split("&")
-    )
-    host = parts.netloc.rpartition("@")[2]
-    shown = parts.netloc if parts.password is None else f"{parts.username}:***@{host}"
-    return urlunsplit(parts._replace(netloc=shown, query=query))
-
-
 def wrong_colour(tx: Any, *, wants: str) -> ConfigurationError:
     """The error for a sync object in an async call, or the reverse."""
     verb = (
@@ -166,6 +155,16 @@ def not_in_transaction(tx: Any) -> ConfigurationError:
     )
 
 
+# what a wrong user, password or database name brings: SQLSTATE, or MySQL's number
+_REFUSALS = frozenset({"28P01", "28000", "3D000", "1044", "1045", "1049", "1698"})
+# no server said anything: no code, or one of MySQL's client
+_NO_ANSWER = frozenset({None, "2003", "2005"})
+# the values that MySQL, and syntax errors of all, quote: a value may hold quotes itself
+_QUOTED_VALUE = re.compile(
+    r"""'.*'(?= for (?:key|column|function)| at line)|(?<=near )(?:"[^"]*"|'.*')"""
+)
+
+
 def store_error(
     error: BaseException,
     own: Dialect,
@@ -174,19 +173,75 @@ def store_error(
     constraint: str | None = None,
     lost: bool = False,
 ) -> StoreError:
-    """Put a driver's error into txbox's words: its class, code and constraint, never its text, which may quote rows."""
+    """Put a driver's error into txbox's words: its class, code and constraint, and what the server said.
+
+    Of the server's words only the primary message, without the values that it quotes: never its detail.
+    """
     fault = Fault.UNAVAILABLE if lost else own.fault(code)
     if fault is Fault.OTHER and code is not None and code.startswith("SQLITE_"):
         # an extended code means at least what its primary code means
         fault = own.fault("_".join(code.split("_")[:2]))
     kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
+    said = server_message(error)
     text = f"{_PRODUCTS[own.name]}: {type(error).__name__}" + (f" ({code})" if code else "")
     return kind(
-        text + (f" on {constraint}" if constraint else ""),
+        text + (f" on {constraint}" if constraint else "") + (f": {said}" if said else ""),
         fault=fault,
         code=code,
         constraint=constraint,
     )
+
+
+def server_message(error: BaseException) -> str:
+    """The first line of what the server said, with no value that it quotes and no password; "" for nothing."""
+    told: object = getattr(getattr(error, "diag", None), "message_primary", None)
+    cause = error.__cause__
+    if told is None and cause is not None and hasattr(cause, "sqlstate") and cause.args:
+        told = cause.args[0]  # asyncpg's, behind SQLAlchemy
+    if told is None and error.args:
+        numbered = len(error.args) > 1 and isinstance(error.args[0], int)
+        told = error.args[1 if numbered else 0]
+    line = str(told or "").strip().partition("\n")[0]
+    state = str(getattr(error, "sqlstate", None) or getattr(cause, "sqlstate", None) or "")
+    if state.startswith("22"):
+        # data exceptions quote what could not be read
+        line = re.sub(r'".*"', '"…"', line)
+    return redacted(_QUOTED_VALUE.sub("'…'", line))
+
+
+def unreachable(
+    name: str, error: BaseException, check: str, *, code: str | None, host: str | None = None
+) -> StoreUnavailable:
+    """The error for a database that no connection was made to.
+
+    Args:
+        name: the database, without its password.
+        check: what the user may look at.
+        host: which is looked up, to tell a wrong name from a server that is away.
+    """
+    said = server_message(error) or type(error).__name__
+    # libpq gives no SQLSTATE for a connection that fails, but says whether the server asked for a password
+    tried = getattr(error, "pgconn", None)
+    refused = tried is not None and (tried.used_password or tried.needs_password)
+    return StoreUnavailable(
+        f"Cannot connect to {name} ({said}{f', {code}' if code else ''}): check {check}.",
+        fault=Fault.UNAVAILABLE,
+        code=code,
+        misconfigured=refused or code in _REFUSALS or (code in _NO_ANSWER and _is_unknown(host)),
+    )
+
+
+def _is_unknown(host: str | None) -> bool:
+    if not host or host.startswith(("/", "@")):
+        return False
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        # EAI_AGAIN and others are trouble with the name server
+        return error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+    except (OSError, UnicodeError):
+        return False
+    return False
 
 
 def dbapi_error(error: BaseException, own: Dialect) -> StoreError:
@@ -211,6 +266,20 @@ def of_own(error: StoreError) -> StoreError:
     if error.code == "SQLITE_ERROR":
         error.fault = Fault.SCHEMA
     return error
+
+
+def check_committed(answer: str | None) -> None:
+    """Look at the server's answer to COMMIT; None where a driver does not show it.
+
+    Raises:
+        StoreError: it was ROLLBACK, since the transaction had failed (SEMANTICS 2.2).
+    """
+    if answer is not None and answer != "COMMIT":
+        raise StoreError(
+            "The transaction had failed before its COMMIT; nothing was persisted.",
+            fault=Fault.ABORTED,
+            code="25P02",
+        )
 
 
 def refused_commit(error: StoreError) -> bool:
@@ -264,6 +333,14 @@ def is_marked(driver: Any) -> bool:
         return bool(raw.execute("SELECT 1 FROM txbox_guard WHERE never = 1").fetchall())
     except sqlite3.ProgrammingError:
         return True
+
+
+def begins_marked(driver: Any, statements: Sequence[Statement]) -> bool:
+    """Say whether a transaction that has begun with these statements is one that `is_marked` knows."""
+    if isinstance(getattr(driver, "_conn", driver), sqlite3.Connection):
+        # not asked: it would be one more statement, and there may be no tables yet
+        return any(statement.name == "arm" for statement in statements)
+    return is_marked(driver)
 
 
 def plain_rows(rows: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:

@@ -16,7 +16,9 @@ from django.db.transaction import TransactionManagementError
 from django.utils.connection import ConnectionDoesNotExist, ConnectionProxy
 
 from txbox.connections.base import (
+    begins_marked,
     check_closed,
+    check_committed,
     dbapi_error,
     handler_left,
     is_marked,
@@ -115,6 +117,9 @@ class DjangoConnection:
         self._fatal = False
 
     def left(self) -> bool:
+        if self.native.closed_in_transaction:
+            # only its user closes it
+            return self._watched
         return self._watched and not self.lost and not is_marked(self.native.connection)
 
     @property
@@ -134,6 +139,9 @@ class DjangoConnection:
 
     def execute(self, statement: Statement) -> Result:
         self._check_open()
+        if statement.name == "rollback_to_claim":
+            # asked of a transaction that Django has marked, too
+            self.native.needs_rollback = False
         try:
             return check_closed(statement, _executed(self.native, statement))
         except (Error, self.native.Database.Error) as error:
@@ -164,7 +172,7 @@ class DjangoConnection:
             raise self._failure(error) from error
         self._claims = any(statement.name.startswith("claim") for statement in statements)
         results = [self.execute(statement) for statement in statements]
-        self._watched = is_marked(wrapper.connection)
+        self._watched = begins_marked(wrapper.connection, statements)
         return results
 
     def _prepare_transaction(self) -> None:
@@ -230,11 +238,13 @@ class DjangoConnection:
             self.native.run_on_commit = [
                 (ids, call, True) for ids, call, _ in self.native.run_on_commit
             ]
-        atomic, self._atomic = self._atomic, None
         try:
+            if not self._nested:
+                _committed(self.native)
+            atomic, self._atomic = self._atomic, None
             atomic.__exit__(None, None, None)
-        except (Error, self.native.Database.Error) as error:
-            found = self._failure(error)
+        except (Error, self.native.Database.Error, StoreError) as error:
+            found = error if isinstance(error, StoreError) else self._failure(error)
             found.definite = refused_commit(found)
             raise found from error
         return results if statements else []
@@ -344,6 +354,18 @@ def _executed(wrapper: Any, statement: Statement) -> Result:
         cursor.execute(sql, [statement.params[name] for name in names])
         rows = plain_rows(cursor.fetchall()) if cursor.description else []
         return Result(rows, cursor.rowcount)
+
+
+def _committed(wrapper: Any) -> None:
+    """Send COMMIT, where Django's own, which then finds nothing to do, would not tell what was answered."""
+    if wrapper.vendor == "mysql":
+        return  # which has nothing to tell
+    cursor = wrapper.connection.cursor()
+    try:
+        cursor.execute("COMMIT")
+        check_committed(getattr(cursor, "statusmessage", None))
+    finally:
+        cursor.close()
 
 
 def _translated(error: BaseException, own: Dialect, wrapper: Any) -> StoreError | None:

@@ -7,8 +7,10 @@ Source: docs/decisions/0009-round-trips.md
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 from psycopg import pq
@@ -30,9 +32,13 @@ _SYNC = int(pq.ExecStatus.PIPELINE_SYNC)
 _ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
 _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
 _TEXT = 25  # the OID of text
+_IDLE, _UNKNOWN = int(pq.TransactionStatus.IDLE), int(pq.TransactionStatus.UNKNOWN)
+# for the statement of a thread that a handler has left behind
+_TURN_S = 5.0
 # what no COMMIT that failed with it can have committed
 _DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
 
+R = TypeVar("R")
 Translate = Callable[[BaseException], StoreError | None]
 
 
@@ -65,6 +71,95 @@ class Answer(Result):
     @property
     def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._answer.command_tuples or 0
+
+
+class Turns:
+    """Waits for libpq as psycopg itself does: while no other thread or task is using the connection.
+
+    A thread or task that a handler has left behind may be. It has a few seconds to end its statement, after
+    which the transaction is given up; and its connection serves nobody else, whatever comes of this one.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        #: Somebody else was using it.
+        self.met = False
+        #: It did not become free in time.
+        self.refused = False
+
+    def taken(self) -> bool:
+        """Say without waiting whether somebody else uses it, has used it, or has begun a transaction on it."""
+        raw = self._connection
+        return (
+            self.met
+            or raw.lock.locked()
+            or int(raw.pgconn.transaction_status) not in (_IDLE, _UNKNOWN)
+        )
+
+    def wait(self, steps: Generator[Wait, Ready, R]) -> R:
+        raw = self._connection
+        lock = raw.lock
+        if not lock.acquire(False):
+            self.met = True
+            if self.refused or not lock.acquire(timeout=_TURN_S):
+                raise self._refusal(steps)
+        try:
+            answer: R = raw.wait(steps)
+        finally:
+            lock.release()
+        return answer
+
+    async def wait_async(self, steps: Generator[Wait, Ready, R]) -> R:
+        raw = self._connection
+        lock = raw.lock
+        if lock.locked():
+            self.met = True
+            if self.refused or not await _acquired(lock):
+                raise self._refusal(steps)
+        else:
+            await lock.acquire()
+        try:
+            answer: R = await raw.wait(steps)
+        finally:
+            lock.release()
+        return answer
+
+    def _refusal(self, steps: Generator[Wait, Ready, R]) -> StoreError:
+        steps.close()
+        self.refused = True
+        return StoreError(
+            "A thread or task that the handler left behind still uses the connection of its transaction."
+        )
+
+    def end_other(self) -> None:
+        """Before the connection is closed: end the statement of who did not end it.
+
+        Else the server would hold the transaction's locks until then, and who still waits for an answer would
+        wait for that of another connection which gets the same number from the kernel.
+        """
+        if self.refused:
+            lock = self._connection.lock
+            with suppress(psycopg.Error):
+                self._connection.cancel()
+            if lock.acquire(timeout=_TURN_S):
+                lock.release()
+
+    async def end_other_async(self) -> None:
+        """The awaitable twin of `end_other`."""
+        if self.refused:
+            lock = self._connection.lock
+            with suppress(psycopg.Error):
+                await asyncio.to_thread(self._connection.cancel)
+            if await _acquired(lock):
+                lock.release()
+
+
+async def _acquired(lock: asyncio.Lock) -> bool:
+    try:
+        async with asyncio.timeout(_TURN_S):
+            return await lock.acquire()
+    except TimeoutError:
+        return False
 
 
 class _Sent(NamedTuple):
@@ -269,6 +364,11 @@ class Pipeline:
             found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
         found.__cause__ = error
         return found
+
+
+def nothing() -> Generator[Wait, Ready, None]:
+    """Wait for no answer: for one's turn only."""
+    yield from ()
 
 
 def collected(pgconn: Any) -> Generator[Wait, Ready, list[Any]]:

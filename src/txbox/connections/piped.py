@@ -220,8 +220,11 @@ class _PutOff:
         self._queue = queue
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        if not options and self._queue.put(query, params):
-            return self._queue.unread
+        if not options:
+            with self._connection.lock:
+                put = self._queue.put(query, params)
+            if put:
+                return self._queue.unread
         return psycopg.Connection.execute(self._connection, query, params, **options)
 
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,14 +12,14 @@ import psycopg
 from psycopg import pq
 from psycopg.rows import tuple_row
 
-from txbox.connections.base import Idle, not_in_transaction, without_password, wrong_colour
+from txbox.connections.base import Idle, not_in_transaction, unreachable, wrong_colour
 from txbox.connections.listening import Listener
 from txbox.connections.psycopg_connection import (
     AsyncPsycopgConnection,
     PsycopgConnection,
     translated_or_lost,
 )
-from txbox.errors import ConfigurationError, Fault, StoreUnavailable
+from txbox.errors import ConfigurationError, StoreUnavailable, redacted
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -35,9 +35,9 @@ def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
     conninfo = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
     if parts.path in ("", "/") and "dbname" not in options:
         raise ConfigurationError(
-            f"The URL {without_password(url)} names no database: write postgresql://host/name."
+            f"The URL {redacted(url)} names no database: write postgresql://host/name."
         )
-    return PsycopgDatabase(without_password(url), schema, prepare, conninfo=conninfo)
+    return PsycopgDatabase(redacted(url), schema, prepare, conninfo=conninfo)
 
 
 def open_object(target: Any, *, schema: str | None = None) -> PsycopgDatabase:
@@ -76,6 +76,11 @@ class PsycopgDatabase:
         self._async = None if pool is not None else _AsyncConnections(self, async_pool)
 
     @property
+    def host(self) -> str | None:
+        """The host that the URL names."""
+        return None if self.conninfo is None else urlsplit(self.conninfo).hostname
+
+    @property
     def threshold(self) -> int | None:
         """How often psycopg sends a statement of a handler's before it prepares it; None for never."""
         return _PREPARE_AFTER if self.prepare else None
@@ -111,7 +116,7 @@ class _Connections:
 
     def acquire(self) -> PsycopgConnection:
         if self._pool is None:
-            waiting = self.idle.take()
+            waiting = self.idle.take(lambda own: not own.taken)
             if waiting is not None:
                 return waiting
         database = self._database
@@ -137,7 +142,9 @@ class _Connections:
         return known
 
     def release(self, connection: PsycopgConnection) -> None:
-        if self._pool is None:
+        if connection.taken:
+            connection.discard()
+        elif self._pool is None:
             self.idle.give(connection)
         else:
             connection.give_back()
@@ -154,7 +161,7 @@ class _AsyncConnections:
     async def acquire(self) -> AsyncPsycopgConnection:
         loop = asyncio.get_running_loop()
         if self._pool is None:
-            waiting = self.idle.take(lambda own: own.loop is loop)
+            waiting = self.idle.take(lambda own: own.loop is loop and not own.taken)
             if waiting is not None:
                 return waiting
         database = self._database
@@ -166,10 +173,10 @@ class _AsyncConnections:
                 return AsyncPsycopgConnection(raw, database.dialect, database.prepare, None)
             raw = await self._pool.getconn()
         except psycopg.Error as error:
-            raise _unreachable(error, database) from error
+            raise await asyncio.to_thread(_unreachable, error, database) from error
         except Exception as error:
             if type(error).__module__.startswith("psycopg_pool"):
-                raise _unreachable(error, database) from error
+                raise await asyncio.to_thread(_unreachable, error, database) from error
             raise
         known = self._known.get(raw)
         if known is None:
@@ -180,7 +187,9 @@ class _AsyncConnections:
         return known
 
     async def release(self, connection: AsyncPsycopgConnection) -> None:
-        if self._pool is None:
+        if connection.taken:
+            connection.discard()
+        elif self._pool is None:
             self.idle.give(connection)
         else:
             await connection.give_back()
@@ -244,9 +253,10 @@ def _check_transaction(tx: Any) -> None:
 
 def _unreachable(error: Exception, database: PsycopgDatabase) -> StoreUnavailable:
     code = getattr(error, "sqlstate", None)
-    return StoreUnavailable(
-        f"Cannot connect to {database.name} ({type(error).__name__}{f', {code}' if code else ''}): "
-        "check the URL, and that the server is running.",
-        fault=Fault.UNAVAILABLE,
+    return unreachable(
+        database.name,
+        error,
+        "the URL, and that the server is running",
         code=code,
+        host=database.host,
     )

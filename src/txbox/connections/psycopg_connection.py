@@ -16,8 +16,8 @@ from typing import Any
 import psycopg
 from psycopg import pq
 
-from txbox.connections.base import is_marked
-from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
+from txbox.connections.base import handler_left, is_marked, store_error
+from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline, Turns, nothing
 from txbox.connections.piped import Plans, Queue, put_off, put_on
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.steps import Begin, Failed, Raised, Result, Statement
@@ -26,6 +26,8 @@ from txbox.store.dialect import Dialect
 SAVEPOINT = b"SAVEPOINT txbox_handler"
 RELEASE = b"RELEASE SAVEPOINT txbox_handler"
 ROLLBACK_TO = b"ROLLBACK TO SAVEPOINT txbox_handler"
+
+_FOLLOWED = "the next transaction could begin behind it"
 
 
 class _Owned:
@@ -40,15 +42,25 @@ class _Owned:
         self._autocommit = raw.autocommit
         self._pipeline = Pipeline(raw, prepare=prepare, translate=self.translate)
         self._plans = Plans(prepare)
+        self._turns = Turns(raw)
         self._queue: Queue | None = None
         self._watched = False
 
     def left(self) -> bool:
-        return self._watched and not is_marked(self.native)
+        return self._watched and (self._is_closed() or not is_marked(self.native))
+
+    def _is_closed(self) -> bool:
+        """Say whether its user has closed it: one that is broken was closed by nobody."""
+        return bool(self.native.closed and not self.native.broken)
 
     @property
     def lost(self) -> bool:
         return bool(self.native.closed)
+
+    @property
+    def taken(self) -> bool:
+        """Somebody whom a handler has left behind uses it: nobody else may get it."""
+        return self._turns.taken()
 
     def discard(self) -> None:
         self._put_on()
@@ -127,14 +139,19 @@ class PsycopgConnection(_Owned):
 
     def flush(self) -> Failed | None:
         queue = self._put_on()
-        if queue is None:
+        if queue is None or self._is_closed():
+            # what comes next says so
             return None
         if queue.entered:
             try:
-                self.native.wait(queue.drained())
+                self._turns.wait(queue.drained())
             except psycopg.Error as error:
                 raise _lost(error) from error
         return self._failed(queue)
+
+    def _waited(self, steps: Any) -> Any:
+        self._open()
+        return self._turns.wait(steps)
 
     def savepoint(self) -> None:
         self._command(SAVEPOINT)
@@ -147,15 +164,25 @@ class PsycopgConnection(_Owned):
 
     def _command(self, sql: bytes) -> None:
         if not self._queued(sql):
-            self._open().wait(self._pipeline.send((), after=sql))
+            self._waited(self._pipeline.send((), after=sql))
 
     def execute(self, statement: Statement) -> Result:
         self.flush()
-        result: Result = self._open().wait(self._pipeline.send((statement,)))[0]
+        if self.ahead is not None:
+            try:
+                self.begun()
+            except StoreError:
+                pass  # it was begun in a transaction that had failed, and is still there
+            else:
+                raise handler_left(_FOLLOWED)
+        result: Result = self._waited(self._pipeline.send((statement,)))[0]
         return result
 
+    # outside of a transaction a pipeline is a transaction of its own
+    read = execute
+
     def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = self._open().wait(self._pipeline.send(statements, before=BEGIN))
+        results: list[Result] = self._waited(self._pipeline.send(statements, before=BEGIN))
         self._watched = is_marked(self.native)
         return results
 
@@ -165,10 +192,13 @@ class PsycopgConnection(_Owned):
     def commit_then(
         self, statements: Sequence[Statement], then: Callable[[], Begin | None] | None
     ) -> list[Result]:
-        opened, queue = self._open(), self._put_on()
+        self._open()
+        queue = self._put_on()
         queued = 0 if queue is None else queue.left()
+        if self._turns.met:
+            then = None
         try:
-            results: list[Result] = opened.wait(
+            results: list[Result] = self._turns.wait(
                 self._pipeline.send(statements, after=COMMIT, queued=queued, then=then)
             )
         except psycopg.Error as error:
@@ -177,7 +207,7 @@ class PsycopgConnection(_Owned):
         return results
 
     def begun(self) -> list[Result]:
-        results: list[Result] = self._open().wait(self._pipeline.begun())
+        results: list[Result] = self._waited(self._pipeline.begun())
         self._watched = is_marked(self.native)
         return results
 
@@ -191,13 +221,15 @@ class PsycopgConnection(_Owned):
             return
         self._forget()
         try:
+            self._turns.wait(nothing())  # psycopg would wait without bound
             self.native.rollback()
             # psycopg may just have deallocated everything, or nothing: make it everything
-            self.native.wait(self._pipeline.send((), after=DEALLOCATE))
+            self._turns.wait(self._pipeline.send((), after=DEALLOCATE))
         except psycopg.Error as error:
             raise _lost(error) from error
 
     def discard(self) -> None:
+        self._turns.end_other()
         super().discard()
         if self._pool is not None:
             self._pool.putconn(self.native)
@@ -224,14 +256,19 @@ class AsyncPsycopgConnection(_Owned):
 
     async def flush(self) -> Failed | None:
         queue = self._put_on()
-        if queue is None:
+        if queue is None or self._is_closed():
+            # what comes next says so
             return None
         if queue.entered:
             try:
-                await self.native.wait(queue.drained())
+                await self._turns.wait_async(queue.drained())
             except psycopg.Error as error:
                 raise _lost(error) from error
         return self._failed(queue)
+
+    async def _waited(self, steps: Any) -> Any:
+        self._open()
+        return await self._turns.wait_async(steps)
 
     async def savepoint(self) -> None:
         await self._command(SAVEPOINT)
@@ -244,17 +281,24 @@ class AsyncPsycopgConnection(_Owned):
 
     async def _command(self, sql: bytes) -> None:
         if not self._queued(sql):
-            await self._open().wait(self._pipeline.send((), after=sql))
+            await self._waited(self._pipeline.send((), after=sql))
 
     async def execute(self, statement: Statement) -> Result:
         await self.flush()
-        result: Result = (await self._open().wait(self._pipeline.send((statement,))))[0]
+        if self.ahead is not None:
+            try:
+                await self.begun()
+            except StoreError:
+                pass
+            else:
+                raise handler_left(_FOLLOWED)
+        result: Result = (await self._waited(self._pipeline.send((statement,))))[0]
         return result
 
+    read = execute
+
     async def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        results: list[Result] = await self._open().wait(
-            self._pipeline.send(statements, before=BEGIN)
-        )
+        results: list[Result] = await self._waited(self._pipeline.send(statements, before=BEGIN))
         self._watched = is_marked(self.native)
         return results
 
@@ -264,10 +308,13 @@ class AsyncPsycopgConnection(_Owned):
     async def commit_then(
         self, statements: Sequence[Statement], then: Callable[[], Begin | None] | None
     ) -> list[Result]:
-        opened, queue = self._open(), self._put_on()
+        self._open()
+        queue = self._put_on()
         queued = 0 if queue is None else queue.left()
+        if self._turns.met:
+            then = None
         try:
-            results: list[Result] = await opened.wait(
+            results: list[Result] = await self._turns.wait_async(
                 self._pipeline.send(statements, after=COMMIT, queued=queued, then=then)
             )
         except psycopg.Error as error:
@@ -276,7 +323,7 @@ class AsyncPsycopgConnection(_Owned):
         return results
 
     async def begun(self) -> list[Result]:
-        results: list[Result] = await self._open().wait(self._pipeline.begun())
+        results: list[Result] = await self._waited(self._pipeline.begun())
         self._watched = is_marked(self.native)
         return results
 
@@ -290,15 +337,27 @@ class AsyncPsycopgConnection(_Owned):
             return
         self._forget()
         try:
+            await self._turns.wait_async(nothing())  # psycopg would wait without bound
             await self.native.rollback()
-            await self.native.wait(self._pipeline.send((), after=DEALLOCATE))
+            await self._turns.wait_async(self._pipeline.send((), after=DEALLOCATE))
         except psycopg.Error as error:
             raise _lost(error) from error
 
     def discard(self) -> None:
+        if self._turns.refused and self.loop.is_running():
+            self._ending = self.loop.create_task(self._ended())
+            return
         super().discard()
         if self._pool is not None and self.loop.is_running():
-            self._returning = self.loop.create_task(self._pool.putconn(self.native))
+            self._ending = self.loop.create_task(self._pool.putconn(self.native))
+
+    async def _ended(self) -> None:
+        try:
+            await self._turns.end_other_async()
+        finally:
+            super().discard()
+            if self._pool is not None:
+                await self._pool.putconn(self.native)
 
 
 def translated(error: BaseException, own: Dialect) -> StoreError | None:
@@ -306,19 +365,12 @@ def translated(error: BaseException, own: Dialect) -> StoreError | None:
     if not isinstance(error, psycopg.Error):
         return None
     code = error.sqlstate
-    diag = error.diag
-    fault = own.fault(code)
-    if code is None and isinstance(error, psycopg.OperationalError):
-        fault = Fault.UNAVAILABLE
-    kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
-    # the message of the server may hold row values; its code and constraint never do
-    constraint = diag.constraint_name
-    text = f"PostgreSQL: {type(error).__name__}" + (f" ({code})" if code else "")
-    return kind(
-        text + (f" on {constraint}" if constraint else ""),
-        fault=fault,
+    return store_error(
+        error,
+        own,
         code=code,
-        constraint=constraint,
+        constraint=error.diag.constraint_name,
+        lost=code is None and isinstance(error, psycopg.OperationalError),
     )
 
 
@@ -327,6 +379,4 @@ def translated_or_lost(error: psycopg.Error, own: Dialect) -> StoreError:
 
 
 def _lost(error: psycopg.Error) -> StoreUnavailable:
-    return StoreUnavailable(
-        "The database connection was lost.", fault=Fault.UNAVAILABLE, code=error.sqlstate
-    )
+    return StoreUnavailable("The database connection was lost.", code=error.sqlstate)

@@ -13,7 +13,7 @@ from txbox.connections.base import (
     Idle,
     not_in_transaction,
     store_error,
-    without_password,
+    unreachable,
     wrong_colour,
 )
 from txbox.connections.pymysql_connection import (
@@ -24,7 +24,7 @@ from txbox.connections.pymysql_connection import (
     executed,
     executed_async,
 )
-from txbox.errors import ConfigurationError, Fault, StoreUnavailable
+from txbox.errors import ConfigurationError, StoreUnavailable, redacted
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect
 
@@ -44,7 +44,7 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
         ConfigurationError: no database name, or an option that is not known.
     """
     parts = urlsplit(url)
-    name = without_password(url)
+    name = redacted(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := sorted(set(options) - _OPTIONS):
         raise ConfigurationError(
@@ -145,7 +145,7 @@ class _AsyncConnections:
             async with raw.cursor() as cursor:
                 await cursor.execute(_SESSION[1])
         except (asyncmy.errors.MySQLError, TimeoutError) as error:
-            raise _unreachable(error, self._database) from error
+            raise await asyncio.to_thread(_unreachable, error, self._database) from error
         return AsyncmyConnection(raw, self._database.dialect)
 
     async def release(self, connection: AsyncmyConnection) -> None:
@@ -211,9 +211,10 @@ def _check_caller(tx: Any) -> None:
 
 def _unreachable(error: Exception, database: MysqlDatabase) -> StoreUnavailable:
     code = code_of(error)
-    return StoreUnavailable(
-        f"Cannot connect to {database.name} ({type(error).__name__}{f', {code}' if code else ''}): "
-        "check the URL, and that the server is running.",
-        fault=Fault.UNAVAILABLE,
+    return unreachable(
+        database.name,
+        error,
+        "the URL, and that the server is running",
         code=code,
+        host=database.settings["host"],
     )

@@ -92,6 +92,12 @@ class PymysqlConnection(_Mysql):
         except pymysql.MySQLError as error:
             raise self._failed(error) from error
 
+    def read(self, statement: Statement) -> Result:
+        result = self.execute(statement)
+        # no autocommit: the statement has begun a transaction, whose snapshot must not grow old
+        self.commit(())
+        return result
+
     def begin(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_open()
         try:
@@ -157,6 +163,11 @@ class AsyncmyConnection(_Mysql):
             return await executed_async(self.native, statement)
         except self._errors as error:
             raise self._failed(error) from error
+
+    async def read(self, statement: Statement) -> Result:
+        result = await self.execute(statement)
+        await self.commit(())
+        return result
 
     async def begin(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_open()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import exc, orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from txbox.connections.base import dbapi_error, finished, not_in_transaction, of_own, wrong_colour
+from txbox.connections.base import (
+    dbapi_error,
+    finished,
+    not_in_transaction,
+    of_own,
+    unreachable,
+    wrong_colour,
+)
 from txbox.connections.sqlalchemy_connection import AsyncSQLAlchemyConnection, SQLAlchemyConnection
 from txbox.connections.sqlalchemy_driver import (
     autocommits,
@@ -20,7 +26,8 @@ from txbox.connections.sqlalchemy_driver import (
     unusable,
 )
 from txbox.connections.sqlalchemy_wire import Watched
-from txbox.errors import ConfigurationError, Fault, StoreUnavailable
+from txbox.errors import ConfigurationError, StoreUnavailable, redacted
+from txbox.forks import forgets_parent
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect
 
@@ -55,7 +62,7 @@ class SQLAlchemyDatabase:
     ) -> None:
         self.engine = engine
         self.schema = schema
-        self.name = engine.url.render_as_string(hide_password=True)
+        self.name = redacted(engine.url.render_as_string())
         self.dialect = dialect_of(engine, schema)
         if self.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:"):
             raise ConfigurationError(
@@ -65,7 +72,11 @@ class SQLAlchemyDatabase:
         self._async = (
             _AsyncConnections(self, async_engine, maker) if async_engine is not None else None
         )
-        self._pid = os.getpid()
+        forgets_parent(self)
+
+    def forget_parent(self) -> None:
+        # the parent still uses the sockets of the pool
+        self.engine.dispose(close=False)
 
     @property
     def sync(self) -> _Connections | None:
@@ -74,12 +85,6 @@ class SQLAlchemyDatabase:
     @property
     def asynchronous(self) -> _AsyncConnections | None:
         return self._async
-
-    def forget_inherited(self) -> None:
-        """After a fork the parent still uses the pool's sockets: start with none."""
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            self.engine.dispose(close=False)
 
     def close(self) -> None:
         """Leave the engine open: it is the user's."""
@@ -97,7 +102,6 @@ class _Connections:
 
     def acquire(self) -> SQLAlchemyConnection:
         database = self._database
-        database.forget_inherited()
         try:
             raw = database.engine.connect()
         except (exc.SQLAlchemyError, OSError) as error:
@@ -123,17 +127,16 @@ class _AsyncConnections:
 
     async def acquire(self) -> AsyncSQLAlchemyConnection:
         database = self._database
-        database.forget_inherited()
         try:
             raw = await self._engine.connect()
         except (exc.SQLAlchemyError, OSError) as error:
-            raise _unreachable(error, database) from error
+            raise await asyncio.to_thread(_unreachable, error, database) from error
         connection = AsyncSQLAlchemyConnection(raw, database.dialect, self._maker, self.closing)
         try:
             await connection.prepare()
         except (exc.SQLAlchemyError, OSError) as error:
             connection.discard()
-            raise _unreachable(error, database) from error
+            raise await asyncio.to_thread(_unreachable, error, database) from error
         return connection
 
     async def release(self, connection: AsyncSQLAlchemyConnection) -> None:
@@ -241,9 +244,10 @@ def _bind_of(session: Any) -> Any:
 def _unreachable(error: BaseException, database: SQLAlchemyDatabase) -> StoreUnavailable:
     cause = getattr(error, "orig", None) or error
     code = dbapi_error(cause, database.dialect).code
-    return StoreUnavailable(
-        f"Cannot connect to {database.name} ({type(cause).__name__}{f', {code}' if code else ''}): "
-        "check the URL, that the server is running, and the size of the pool.",
-        fault=Fault.UNAVAILABLE,
+    return unreachable(
+        database.name,
+        cause,
+        "the URL, that the server is running, and the size of the pool",
         code=code,
+        host=database.engine.url.host,
     )

@@ -19,6 +19,7 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
+    begins_marked,
     handler_left,
     is_marked,
     not_released,
@@ -32,7 +33,7 @@ from txbox.connections.sqlalchemy_driver import (
     translated,
     unusable,
 )
-from txbox.connections.sqlalchemy_wire import Libpq, wire
+from txbox.connections.sqlalchemy_wire import Libpq, Watched, Wire, wire
 from txbox.errors import Fault, StoreError
 from txbox.steps import Raised, Result, Statement
 from txbox.store.dialect import Dialect
@@ -61,6 +62,7 @@ class SQLAlchemyConnection:
             driver_error(raw.dialect),
             StoreError,
         )
+        self._wire: Wire = Watched(raw, style_of(raw.dialect))
         self._enforce_later = False
         self._fatal = False
         self._watched = False
@@ -87,6 +89,9 @@ class SQLAlchemyConnection:
         return shared is not None and _sync(self._session).get_transaction() is not shared
 
     def left(self) -> bool:
+        if self.raw.closed:
+            # a connection that is lost is invalidated: only its user closes it
+            return self._watched
         return self._watched and not self.lost and not self._is_marked()
 
     def _is_marked(self) -> bool:
@@ -143,7 +148,7 @@ class SQLAlchemyConnection:
             elif self._dialect.name == "sqlite":
                 self._begin_immediate()
             results = self._wire.begin(statements)
-            self._watched = self._is_marked()
+            self._watched = begins_marked(self.raw.connection.driver_connection, statements)
         except self._errors as error:
             raise self._failure(error) from error
         return results
@@ -166,10 +171,13 @@ class SQLAlchemyConnection:
         try:
             results = self._wire.commit(statements)
         except self._errors as error:
-            raise self._failure(error) from error
+            found = self._failure(error)
+            raise found from (error.__cause__ if found is error else error)
         try:
+            if self._transaction.is_active:  # or the next line says that a handler has ended it
+                self._wire.end(self._dialect)
             self._transaction.commit()
-        except exc.SQLAlchemyError as error:
+        except self._errors as error:
             found = self._failure(error)
             found.definite = refused_commit(found)
             raise found from error
@@ -217,6 +225,9 @@ class SQLAlchemyConnection:
 
     def give_back(self) -> None:
         try:
+            if not self.lost and self._wire.taken:
+                self.discard()
+                return
             if self._enforce_later and not self.lost:
                 self.raw.exec_driver_sql("PRAGMA foreign_keys = OFF")
                 self.raw.rollback()
@@ -227,6 +238,7 @@ class SQLAlchemyConnection:
 
     def discard(self) -> None:
         if not self.raw.closed:
+            self._wire.give_up()
             self.raw.invalidate()
         self._ended()
         self.raw.close()

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import sqlalchemy as sa
 
-from txbox.connections.base import check_closed, dbapi_error, plain_rows
+from txbox.connections.base import check_closed, check_committed, dbapi_error, plain_rows
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, Style, native
 
@@ -36,6 +36,17 @@ class Wire(Protocol):
         ...
 
     def rolled_back(self) -> None: ...
+
+    @property
+    def taken(self) -> bool:
+        """Somebody whom a handler has left behind uses the connection: nobody else may get it."""
+        ...
+
+    def give_up(self) -> None: ...
+
+    def end(self, own: Dialect) -> None:
+        """Send COMMIT where SQLAlchemy's own would not tell what was answered."""
+        ...
 
 
 class Watched:
@@ -66,6 +77,36 @@ class Watched:
 
     def rolled_back(self) -> None: ...
 
+    @property
+    def taken(self) -> bool:
+        return False
+
+    def give_up(self) -> None: ...
+
+    def end(self, own: Dialect) -> None:
+        raw = self._raw
+        if own.name == "mysql":
+            return  # which has nothing to tell
+        if raw.dialect.driver == "asyncpg":
+            from asyncpg import InterfaceError, InternalClientError, PostgresError
+
+            adapted: Any = raw.connection.dbapi_connection
+            try:
+                check_committed(adapted.run_async(_commit))
+            except (PostgresError, InterfaceError, InternalClientError) as error:
+                raise dbapi_error(error, own) from error
+            return
+        cursor: Any = raw.connection.cursor()
+        try:
+            cursor.execute("COMMIT")
+            check_committed(getattr(cursor, "statusmessage", None))
+        finally:
+            cursor.close()
+
+
+def _commit(driver: Any) -> Any:
+    return driver.execute("COMMIT")
+
 
 class Cursors(Watched):
     """Through a cursor of the driver's."""
@@ -87,7 +128,7 @@ class Libpq:
     """Through libpq's pipeline, on the connection that psycopg made."""
 
     def __init__(self, raw: sa.Connection, own: Dialect) -> None:
-        from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline
+        from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline, Turns
 
         self._begin, self._commit, self._deallocate = BEGIN, COMMIT, DEALLOCATE
         self._raw = raw
@@ -101,14 +142,15 @@ class Libpq:
                 translate=lambda error: dbapi_error(error, own),
             )
         self._pipeline = pipeline
+        self._turns = Turns(raw.connection.driver_connection)
 
     def _wait(self, steps: Any) -> list[Result]:
         adapted: Any = self._raw.connection.dbapi_connection
         if not self._raw.dialect.is_async:
-            return cast("list[Result]", adapted.wait(steps))
+            return cast("list[Result]", self._turns.wait(steps))
 
-        def wait(driver: Any) -> Any:
-            return driver.wait(steps)
+        def wait(_driver: Any) -> Any:
+            return self._turns.wait_async(steps)
 
         return cast("list[Result]", adapted.run_async(wait))
 
@@ -120,6 +162,23 @@ class Libpq:
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
         return self._wait(self._pipeline.send(statements, after=self._commit))
+
+    @property
+    def taken(self) -> bool:
+        return self._turns.taken()
+
+    def give_up(self) -> None:
+        if self._raw.dialect.is_async:
+            adapted: Any = self._raw.connection.dbapi_connection
+
+            def end(_driver: Any) -> Any:
+                return self._turns.end_other_async()
+
+            adapted.run_async(end)
+        else:
+            self._turns.end_other()
+
+    def end(self, own: Dialect) -> None: ...
 
     def is_over(self) -> bool:
         driver: Any = self._raw.connection.driver_connection

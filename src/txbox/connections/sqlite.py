@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from importlib import import_module
 from typing import Any
 from urllib.parse import unquote
 
-from txbox.connections.base import Idle, not_in_transaction, wrong_colour
+from txbox.connections.base import Idle, not_in_transaction, unreachable, wrong_colour
 from txbox.connections.sqlite_connection import (
     AsyncSqliteConnection,
     SqliteConnection,
@@ -16,7 +17,7 @@ from txbox.connections.sqlite_connection import (
     executed_async,
     own_failure,
 )
-from txbox.errors import ConfigurationError, Fault, StoreUnavailable
+from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect
 
@@ -168,6 +169,7 @@ def _check_transaction(tx: Any) -> None:
 
 
 def _opened(path: str) -> sqlite3.Connection:
+    _make_private(path)
     raw = sqlite3.connect(
         path, timeout=_BUSY_TIMEOUT_S, isolation_level="IMMEDIATE", check_same_thread=False
     )
@@ -182,6 +184,15 @@ def _opened(path: str) -> sqlite3.Connection:
     return raw
 
 
+def _make_private(path: str) -> None:
+    """Make a file that is not there for its owner alone: payloads may be personal. Journals take its mode over."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError:
+        # it is there, or no file, or cannot be made: SQLite says which
+        return
+
+
 def _write_ahead(raw: sqlite3.Connection) -> None:
     try:
         raw.execute("PRAGMA journal_mode = WAL")
@@ -193,10 +204,10 @@ def _write_ahead(raw: sqlite3.Connection) -> None:
 
 def _unreachable(error: sqlite3.Error, database: SqliteDatabase) -> StoreUnavailable:
     code = getattr(error, "sqlite_errorname", None)
-    return StoreUnavailable(
-        f"Cannot open {database.name} ({type(error).__name__}{f', {code}' if code else ''}): "
-        "check that the directory exists and that the file can be written.",
-        fault=Fault.UNAVAILABLE,
+    return unreachable(
+        database.name,
+        error,
+        "that the directory exists and that the file can be written",
         code=code,
     )
 

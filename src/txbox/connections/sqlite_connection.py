@@ -39,7 +39,8 @@ class _Sqlite:
         self._watched = False
 
     def left(self) -> bool:
-        return self._watched and not is_marked(self._raw)
+        # nobody but its user closes a connection to a file
+        return self._watched and (self.lost or not is_marked(self._raw))
 
     def _watch(self, statements: Sequence[Statement]) -> None:
         # a transaction that claims nothing has no guard to look for
@@ -99,6 +100,10 @@ class SqliteConnection(_Sqlite):
             return executed(self._raw, statement)
         except sqlite3.Error as error:
             raise self._failed(error) from error
+
+    def read(self, statement: Statement) -> Result:
+        self._renew()
+        return self.execute(statement)
 
     def begin(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_open()
@@ -166,6 +171,10 @@ class AsyncSqliteConnection(_Sqlite):
             return await executed_async(self.native, statement)
         except sqlite3.Error as error:
             raise self._failed(error) from error
+
+    async def read(self, statement: Statement) -> Result:
+        self._renew()
+        return await self.execute(statement)
 
     async def begin(self, statements: Sequence[Statement]) -> list[Result]:
         self._check_open()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import threading
+import time
 from dataclasses import fields
 from typing import cast
 
@@ -22,6 +25,7 @@ _LEVELS: dict[type[Event], int] = {
     events.ConsumptionResumed: logging.INFO,
     events.RowsPruned: logging.INFO,
     events.RowsChanged: logging.INFO,
+    events.QuarantineTrimmed: logging.WARNING,
     events.WorkerStarted: logging.INFO,
     events.WorkerStopped: logging.INFO,
     events.RelayResumed: logging.INFO,
@@ -41,8 +45,54 @@ _LEVELS: dict[type[Event], int] = {
 }
 
 
+#: Trouble that goes on: what it is named by, besides its consumer.
+_BEGINS: dict[type[Event], str] = {
+    events.ConsumptionPaused: "source",
+    events.RelayPaused: "publisher",
+    events.SettleFailed: "source",
+}
+_ENDS: dict[type[Event], type[Event]] = {
+    events.ConsumptionResumed: events.ConsumptionPaused,
+    events.RelayResumed: events.RelayPaused,
+}
+_TOLD_EVERY_S = 60.0
+
+
+class _Troubles:
+    """What goes on, and when it was told last: it begins, is told once a minute, and ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[type[Event], str | None, str | None], tuple[float, str]] = {}
+
+    def level(self, event: Event, level: int) -> tuple[int, str | None]:
+        """Return at which level to tell of it, and, where it ends, what the cause was."""
+        kind = type(event)
+        begins = _ENDS.get(kind, kind)
+        name = _BEGINS.get(begins)
+        if name is None:
+            return level, None
+        key = (begins, event.consumer, getattr(event, name))
+        now = time.monotonic()
+        with self._lock:
+            if kind is not begins:
+                _, cause = self._known.pop(key, (now, None))
+                # one that nobody was told of ends as quietly
+                return (level if cause is not None else logging.DEBUG), cause
+            told_at, _ = self._known.get(key, (-math.inf, ""))
+            if now - told_at < _TOLD_EVERY_S:
+                return logging.DEBUG, None
+            self._known[key] = now, str(getattr(event, "reason", ""))
+            return level, None
+
+
 class LoggingObserver:
-    """Writes every event as one line: its name, then its fields.
+    """Writes every event as one line: its name, then its fields; behind a handler's failure stands its traceback.
+
+    Every App has one. Given as an observer it takes the place of that.
+
+    What goes on (the database, a source or a broker is away, acknowledgements fail) is told when it begins, then
+    once a minute, and when it ends, with its cause. The tries between are told at DEBUG.
 
     Args:
         as_json: one JSON object a line; otherwise `event_name field=value …`.
@@ -54,22 +104,31 @@ class LoggingObserver:
     def __init__(self, as_json: bool = False, logger: logging.Logger | None = None) -> None:
         self._json = as_json
         self._log = logger or logging.getLogger("txbox")
+        self._troubles = _Troubles()
 
     def __call__(self, event: Event) -> None:
-        level = _LEVELS.get(type(event), logging.INFO)
+        level, cause = self._troubles.level(event, _LEVELS.get(type(event), logging.INFO))
         if not self._log.isEnabledFor(level):
             return
         name = type(event).__name__
         values = {
             own.name: value
             for own in fields(event)
-            if (value := getattr(event, own.name)) is not None
+            if own.repr and (value := getattr(event, own.name)) is not None
         }
+        if isinstance(event, (events.ConsumptionPaused, events.ConsumptionResumed)):
+            # None says these in code; a reader of lines needs a name
+            values = {"source": "database", "consumer": "all", **values}
+        if cause is not None:
+            values["reason"] = cause
         if self._json:
             line = json.dumps({"event": name, **values}, default=str)
         else:
             line = " ".join([name, *(f"{own}={_shown(value)}" for own, value in values.items())])
-        self._log.log(level, "%s", line, extra={"txbox": {"event": name, **values}})
+        raised: BaseException | None = getattr(event, "exception", None)
+        self._log.log(
+            level, "%s", line, exc_info=raised, extra={"txbox": {"event": name, **values}}
+        )
 
 
 def _shown(value: object) -> str:

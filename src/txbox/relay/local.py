@@ -8,7 +8,7 @@ from typing import Any
 
 from txbox.app import App
 from txbox.errors import UnusableMessage
-from txbox.events import MessageQuarantined, MessageStored, OutgoingDead
+from txbox.events import MessageQuarantined, MessageStored
 from txbox.handlers import Handler
 from txbox.intake import presentable
 from txbox.message import Message
@@ -16,7 +16,6 @@ from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store.codec import Arrival
 from txbox.store.outbox import OutboxStore, Staged
 
-_NOBODY = "No handler consumes this topic and type, and nobody publishes it."
 _OTHER_PAYLOAD = "Another payload was staged under an id that is known."
 
 
@@ -31,38 +30,31 @@ class LocalDelivery:
         self._outbox = outbox
         self._token = token
         self._keep = keep
-        self._nobody: list[Staged] = []
         self._set_aside: list[tuple[str, Message[Any], str, str]] = []
         self._stored: list[tuple[str, Arrival]] = []
 
     def deliver(self, rows: Sequence[Staged]) -> Steps[int]:
-        """Deliver rows in their order; returns how many reached a consumer, 0 when the lease was lost."""
+        """Deliver rows in their order, each of which has a consumer; returns how many, 0 when the lease was lost."""
         work = self._sorted(rows)
         yield Begin()
         for handler, arrivals in work.items():
             yield from self._store(handler, arrivals)
         for consumer, message, own_id, reason in self._set_aside:
             yield self._quarantine(consumer, message, own_id, reason)
-        for row in self._nobody:
-            yield self._outbox.failed(
-                row,
-                token=self._token,
-                dead=True,
-                delay_s=0.0,
-                error_type="NoConsumer",
-                error=_NOBODY,
-            )
-        lost = {row.id for row in self._nobody}
-        reached = [row.id for row in rows if row.id not in lost]
-        if reached:
-            marked = yield self._outbox.sent(reached, token=self._token, keep=self._keep)
-            if marked.count != len(reached):
-                # another relay has taken some over: what this one wrote goes with it
-                yield Rollback()
-                return 0
+        ids = [row.id for row in rows]
+        marked = yield self._outbox.sent(ids, token=self._token, keep=self._keep)
+        if marked.count != len(ids):
+            # another relay has taken some over: what this one wrote goes with it
+            yield Rollback()
+            return 0
         yield Commit()
         self._report()
-        return len(reached)
+        return len(ids)
+
+    @property
+    def consumers(self) -> set[str]:
+        """Those that have got a message which they did not have."""
+        return {consumer for consumer, _ in self._stored}
 
     def _sorted(self, rows: Sequence[Staged]) -> dict[Handler, dict[str, Arrival]]:
         """The arrivals of each handler, in the order of the rows, each id once."""
@@ -70,14 +62,13 @@ class LocalDelivery:
         work: dict[Handler, dict[str, Arrival]] = {}
         for row in rows:
             message = row.message
-            found = app.handlers.matching(message.topic, message.type)
-            if not found:
-                self._nobody.append(row)
-            for handler in found:
+            for handler in app.handlers.matching(message.topic, message.type):
                 try:
                     arrival = handler.arrival(message, app.limits)
                 except UnusableMessage as error:
-                    self._set_aside.append((handler.consumer, message, "", str(error)))
+                    self._set_aside.append(
+                        (handler.consumer, message, error.message_id, str(error))
+                    )
                     continue
                 first = work.setdefault(handler, {}).setdefault(arrival.message_id, arrival)
                 if first.hash != arrival.hash:
@@ -109,13 +100,6 @@ class LocalDelivery:
 
     def _report(self) -> None:
         events = self._app.events
-        for row in self._nobody:
-            events.emit(
-                OutgoingDead(
-                    message_id=row.id, topic=row.message.topic, publisher="local",
-                    attempt=row.attempts + 1, error=_NOBODY,
-                )
-            )  # fmt: skip
         for consumer, message, own_id, reason in self._set_aside:
             events.emit(
                 MessageQuarantined(

@@ -1,8 +1,8 @@
 """The relay: takes staged messages from the outbox to where they go.
 
-One relay serves one route. It leases rows, publishes them, waits for the confirmations, and only then
-marks them; a crash in between sends them again under the same ids. Several relays, in one process or
-on many machines, share the work by their leases.
+One relay serves one route, and takes no row of another. It leases rows, publishes them, waits for the
+confirmations, and only then marks them; a crash in between sends them again under the same ids. Several
+relays, in one process or on many machines, share the work by their leases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from txbox import steps as points
@@ -33,7 +33,7 @@ from txbox.patience import CURABLE
 from txbox.relay.local import LocalDelivery
 from txbox.routes import Route
 from txbox.steps import Begin, Commit, Statement, Steps
-from txbox.store.outbox import Look, OutboxStore, Staged
+from txbox.store.outbox import Look, OutboxStore, Staged, Taken
 
 T = TypeVar("T")
 
@@ -43,7 +43,10 @@ _BUSY_S = 0.02
 _TOGETHER_S = 0.005
 _PAUSE_S = (0.2, 10.0)
 _LOOK_S = 0.2
+_ADOPT_S = (1.0, 10.0)
 _ERROR_BYTES = 1024
+# no more than this has to be confirmed within `confirm_within`, however large the batch is
+_WAVE = 500
 
 
 class Perform(Protocol):
@@ -57,7 +60,8 @@ class Relay:
 
     Args:
         stop: True when nothing more is to be leased; what is being published is still marked.
-        delivered: called when messages have reached consumers of this app itself.
+        delivered: called when messages have reached consumers of this app itself, with their names.
+        polled: somebody calls `look` when a row of the outbox is due, and it does not look by itself when idle.
 
     Guarantee: a committed row is published at least once, always under its own id; a row is marked
     only after its confirmation; of one key a later row is published only after the confirmation, or
@@ -71,19 +75,28 @@ class Relay:
         perform: Perform,
         *,
         stop: Callable[[], bool],
-        delivered: Callable[[], None] | None = None,
+        delivered: Callable[[Collection[str]], None] | None = None,
+        polled: bool = False,
     ) -> None:
         self._app = app
         self._route = route
         self._perform = perform
         self._stop = stop
         self._delivered = delivered
+        self._polled = polled
         self._policy = app.relaying
         self._store = OutboxStore(app.store.dialect, app.store.columns)
         self._publisher: Publisher | None = None
         self._woken = threading.Event()
+        self._staged = False
         self._pause_s = _BUSY_S
         self._paused_at: float | None = None
+        self._adopt_at, self._adopt_s = 0.0, _ADOPT_S[0]
+        local = route.destination is None
+        self._taken = Taken(
+            route=route.name, topics=route.topics, others=route.others, whole=local,
+            **({"fits": self._consumed} if local else {}),
+        )  # fmt: skip
         #: The destination for people and metrics.
         self.name = "local"
         if route.destination is not None:
@@ -101,6 +114,11 @@ class Relay:
 
     def wake(self) -> None:
         """Look at the outbox soon: something may have been staged. From any thread."""
+        self._staged = True
+        self._woken.set()
+
+    def look(self) -> None:
+        """Look at the outbox once: a row is due. From any thread."""
         self._woken.set()
 
     def close(self) -> None:
@@ -115,6 +133,8 @@ class Relay:
 
     def turn(self) -> bool:
         """Lease and send one batch; returns whether there may be more to do at once."""
+        if self._publisher is None and time.monotonic() >= self._adopt_at:
+            self._adopt()
         token = secrets.token_hex(16)
         look = self._patiently(lambda: self._leased(token))
         if look is None:
@@ -133,9 +153,22 @@ class Relay:
             limit=self._policy.batch if self._paused_at is None else 1,
             payload_bytes=self._app.batching.payload_bytes,
             lease_s=self._policy.lease.total_seconds(),
-            topics=self._route.topics,
-            others=self._route.others,
+            taken=self._taken,
         )
+
+    def left(self) -> bool:
+        """Say whether rows that this relay takes are due or leased."""
+        return self._perform(self._store.left(self._taken))
+
+    def _adopt(self) -> None:
+        """Look for rows of an earlier or later release of this app, which had other consumers."""
+        adopts = self._app.routes.adopts
+        found = self._patiently(lambda: self._store.adopt(self._route.name, adopts))
+        self._adopt_s = _ADOPT_S[0] if found else min(self._adopt_s * 2, _ADOPT_S[1])
+        self._adopt_at = time.monotonic() + self._adopt_s
+
+    def _consumed(self, topic: str, kind: str | None) -> bool:
+        return bool(self._app.handlers.matching(topic, kind))
 
     def _wait(self) -> None:
         if self._paused_at is not None:
@@ -144,14 +177,17 @@ class Relay:
             while not self._stop() and (left_s := ends - time.monotonic()) > 0:
                 time.sleep(min(left_s, _LOOK_S))
             return
-        woken = self._woken.wait(self._pause_s * random.uniform(0.75, 1.25))
-        if woken:
+        poll_s = self._policy.poll.total_seconds()
+        idle = self._polled and self._pause_s >= poll_s
+        woken = self._woken.wait(None if idle else self._pause_s * random.uniform(0.75, 1.25))
+        if self._staged:
             # what woke it commits a moment later, and seldom comes alone
             time.sleep(_TOGETHER_S)
-            self._woken.clear()
-        self._pause_s = (
-            _BUSY_S if woken else min(self._pause_s * 2, self._policy.poll.total_seconds())
-        )
+        self._woken.clear()
+        if self._staged:
+            self._staged, self._pause_s = False, _BUSY_S
+        elif not woken:
+            self._pause_s = min(self._pause_s * 2, poll_s)
 
     # -- to a broker --------------------------------------------------------------------------
 
@@ -279,12 +315,18 @@ class Relay:
     def _deliver(self, rows: Sequence[Staged], token: str) -> bool:
         started = time.monotonic()
         keep = bool(self._policy.keep_sent)
-        count = self._patiently(
-            lambda: LocalDelivery(self._app, self._store, token, keep=keep).deliver(rows)
-        )
+        reached: set[str] = set()
+
+        def delivered() -> Steps[int]:
+            delivery = LocalDelivery(self._app, self._store, token, keep=keep)
+            count = yield from delivery.deliver(rows)
+            reached.update(delivery.consumers)
+            return count
+
+        count = self._patiently(delivered)
         if count:
             if self._delivered is not None:
-                self._delivered()
+                self._delivered(reached)
             self._app.events.emit(
                 OutgoingSent(
                     publisher=self.name, count=count, duration_s=time.monotonic() - started
@@ -307,7 +349,7 @@ class Relay:
         except StoreError as error:
             if error.fault not in CURABLE:
                 raise
-            _log.info("Put off while the database is busy or away: %s", error)
+            _log.debug("Put off while the database is busy or away: %s", error)
             return None
 
 
@@ -316,13 +358,13 @@ def _told(error: BrokerError) -> str:
 
 
 def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:
-    """The first row of each key, and every row without one; and what is left."""
+    """The first row of each key, and every row without one, up to `_WAVE`; and what is left."""
     wave: list[Staged] = []
     left: list[Staged] = []
     keys: set[tuple[str, str | None]] = set()
     for row in rows:
         key = _key(row)
-        if row.message.key is not None and key in keys:
+        if len(wave) == _WAVE or (row.message.key is not None and key in keys):
             left.append(row)
             continue
         keys.add(key)

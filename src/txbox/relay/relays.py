@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 
 from txbox.app import App
 from txbox.connections.base import Listening, Notifies
 from txbox.relay.relay import Perform, Relay
-from txbox.store.outbox import OutboxStore
 
 Ended = Callable[[BaseException | None], None]
 
@@ -19,7 +19,8 @@ class Relays:
     Args:
         stop: True when nothing more is to be leased.
         ended: called by each thread with what ended it, None for a stop.
-        delivered: called when messages have reached consumers of this app itself.
+        delivered: called when messages have reached consumers of this app itself, with their names.
+        polled: somebody calls `look` when a row of the outbox is due.
     """
 
     def __init__(
@@ -29,13 +30,14 @@ class Relays:
         *,
         stop: Callable[[], bool],
         ended: Ended,
-        delivered: Callable[[], None] | None = None,
+        delivered: Callable[[Collection[str]], None] | None = None,
+        polled: bool = False,
     ) -> None:
         self._app = app
-        self._perform = perform
         self._ended = ended
         self._relays = [
-            Relay(app, route, perform, stop=stop, delivered=delivered) for route in app.routes.all()
+            Relay(app, route, perform, stop=stop, delivered=delivered, polled=polled)
+            for route in app.routes.all()
         ]
         self._threads: list[threading.Thread] = []
         self._listener: Listening | None = None
@@ -67,16 +69,29 @@ class Relays:
         for relay in self._relays:
             relay.wake()
 
-    def left(self) -> bool:
-        """Say whether staged messages are due or leased."""
-        return self._perform(OutboxStore(self._app.store.dialect, self._app.store.columns).left())
+    def look(self) -> None:
+        """A row of the outbox is due. From any thread."""
+        for relay in self._relays:
+            relay.look()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end; what they had leased is marked or given back by then."""
+    def left(self) -> bool:
+        """Say whether staged messages that these relays take are due or leased."""
+        return any(relay.left() for relay in self._relays)
+
+    def join(self, timeout_s: float) -> list[str]:
+        """Wait for the threads to end; what they had leased is marked or given back by then.
+
+        Returns: the names of the destinations whose threads had not ended in time.
+        """
         self._app.outbox.staged = None
         if self._listener is not None:
             self._listener.stop()
         self.wake()
+        until = time.monotonic() + timeout_s
         for own in self._threads:
-            own.join(timeout_s)
-        return not any(own.is_alive() for own in self._threads)
+            own.join(max(0.0, until - time.monotonic()))
+        return [
+            relay.name
+            for relay, own in zip(self._relays, self._threads, strict=False)
+            if own.is_alive()
+        ]

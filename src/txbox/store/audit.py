@@ -8,10 +8,10 @@ from typing import Literal
 
 from txbox.steps import Statement
 from txbox.store.dialect import Dialect
-from txbox.store.filters import OutgoingFilter, RowFilter
+from txbox.store.filters import OutgoingFilter, QuarantineFilter, RowFilter
 
 #: What becomes of rows; also the names of the queries that do it.
-Change = Literal["retry", "discard"]
+Change = Literal["retry", "discard", "reroute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,12 @@ class Audit:
     reason: str | None = None
 
     def statement(
-        self, own: Dialect, action: str, where: RowFilter | OutgoingFilter, *, affected: int
+        self,
+        own: Dialect,
+        action: str,
+        where: RowFilter | OutgoingFilter | QuarantineFilter,
+        *,
+        affected: int,
     ) -> Statement:
         """The statement that records a change of so many rows."""
         return own.statement(

@@ -54,7 +54,8 @@ def claim(
     elif len(arrivals) == 1 and store.dialect.has("claim_single"):
         params.update(store.columns.single(arrivals[0]))
         # one crash point, whichever form the claim takes
-        return (Statement("claim", store.dialect.queries["claim_single"], params),)
+        claimed = Statement("claim", store.dialect.queries["claim_single"], params)
+        return (claimed, store.dialect.statement("savepoint_claim"))
     else:
         statement = store.dialect.statement("claim", params, store.columns.slim(arrivals))
     return _bounded(store, statement, token, lock_timeout, wait)
@@ -119,6 +120,8 @@ def _bounded(
         statements.append(own.statement("restore_lock_timeout"))
     if own.has("arm"):
         statements.append(own.statement("arm", {"token": token}, canary=token))
+    if own.has("savepoint_claim"):
+        statements.append(own.statement("savepoint_claim"))
     return tuple(statements)
 
 
@@ -179,6 +182,16 @@ def complete(
 def close(store: InboxStore, token: str) -> Statement:
     """The statement that fails unless this is still the claiming transaction."""
     return store.dialect.statement("close", {"token": token}, canary=token)
+
+
+def still_claimed(store: InboxStore, token: str) -> Statement:
+    """The statement that fails unless this is still the claiming transaction, failed or not.
+
+    Nothing but a rollback may follow.
+    """
+    if store.dialect.has("rollback_to_claim"):
+        return store.dialect.statement("rollback_to_claim")
+    return close(store, token)
 
 
 # the same two for every message of a handler

@@ -1,4 +1,4 @@
-"""How messages become columns and come back; the user's codec sees every payload and error text."""
+"""How messages become columns and come back; the user's codec sees payloads, headers, results and error texts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,31 @@ from txbox.errors import ConfigurationError
 from txbox.message import Headers, HeaderValue, Message
 from txbox.store.dialect import as_time
 
-#: What an error text begins with that a codec has encoded.
+#: What a text begins with that a codec has encoded: an error, or the headers, whose JSON begins otherwise.
 ENCODED_ERROR = "codec:"
+#: Stands in events and logs for an error text that a codec encodes at rest.
+HIDDEN_ERROR = "(encoded: see `txbox show`)"
+# They open doors elsewhere, so no row holds them and no relay forwards them: what HTTP, gateways and the webhook
+# schemes authenticate with. By name and not by pattern: a handler's own `page-token` is its own.
+_CREDENTIALS = frozenset(
+    {
+        "authorization", "proxy-authorization", "x-authorization", "x-forwarded-authorization", "cookie", "cookie2",
+        "set-cookie", "set-cookie2", "x-api-key", "api-key", "apikey", "x-apikey", "ocp-apim-subscription-key",
+        "x-auth-token", "x-access-token", "access-token", "x-id-token", "x-refresh-token", "x-session-token",
+        "x-csrf-token", "x-xsrf-token", "x-functions-key", "x-goog-api-key", "x-goog-iap-jwt-assertion",
+        "x-amz-security-token", "x-amzn-oidc-accesstoken", "x-amzn-oidc-data", "x-vault-token",
+        "x-ms-token-aad-access-token", "x-ms-token-aad-id-token", "x-ms-token-aad-refresh-token",
+        "x-forwarded-access-token", "cf-access-jwt-assertion",
+        "cf-access-client-secret", "private-token", "job-token", "x-gitlab-token", "x-github-token", "x-secret",
+        "x-webhook-secret", "x-webhook-token", "x-telegram-bot-api-secret-token", "x-slack-signature",
+        "x-hub-signature", "x-hub-signature-256", "stripe-signature", "webhook-signature", "svix-signature",
+        "x-shopify-hmac-sha256", "x-twilio-signature", "x-signature", "x-webhook-signature", "password",
+    }
+)  # fmt: skip
 
 
 class Codec(Protocol):
-    """Encrypts or compresses payloads and error texts at rest.
+    """Encrypts or compresses payloads, headers, results and error texts at rest.
 
     `key_id` names the key in use; `decode` gets the id that a row was written with.
     """
@@ -31,11 +50,16 @@ class Codec(Protocol):
 
 @dataclass(slots=True)
 class Arrival:
-    """A message with the id and the hash it is known by; `message.id` is `message_id`."""
+    """A message with the id and the hash it is known by; `message.id` is `message_id`.
+
+    Attributes:
+        replied: of a replay, what the message was answered with, as JSON.
+    """
 
     message: Message[Any]
     message_id: str
     hash: bytes | None
+    replied: bytes | None = None
 
     def differs(self, other: Arrival) -> bool:
         """Say whether the other one has another payload; without a hash there is nothing to compare."""
@@ -59,7 +83,8 @@ class Leased:
 
 
 def encode_headers(headers: Headers) -> str | None:
-    """Write headers as JSON in ASCII; bytes that are not UTF-8 travel as base64."""
+    """Write headers as JSON in ASCII, without credentials; bytes that are not UTF-8 travel as base64."""
+    headers = without_credentials(headers)
     if not headers:
         return None
     return json.dumps(
@@ -77,7 +102,17 @@ def decode_headers(text: str | None) -> Headers:
     """Read what `encode_headers` wrote."""
     if not text:
         return Headers()
-    return Headers((name, _header_back(value)) for name, value in json.loads(text))
+    # rows of earlier releases may hold credentials
+    return without_credentials(
+        Headers((name, _header_back(value)) for name, value in json.loads(text))
+    )
+
+
+def without_credentials(headers: Headers) -> Headers:
+    """Leave out what authenticates somebody: cookies, tokens, keys and signatures by their usual names."""
+    if not any(name.lower() in _CREDENTIALS for name, _ in headers):
+        return headers
+    return Headers(pair for pair in headers if pair[0].lower() not in _CREDENTIALS)
 
 
 def _header_back(value: Any) -> HeaderValue:
@@ -99,11 +134,32 @@ class Columns:
         """Write a payload column."""
         return self._codec.encode(payload) if self._codec and payload is not None else payload
 
+    def headers(self, headers: Headers) -> str | None:
+        """Write a headers column: JSON without credentials, marked where a codec has encoded it."""
+        text = encode_headers(headers)
+        return None if text is None else self.error(text)
+
+    def headers_back(self, text: str | None, key_id: str | None) -> Headers:
+        """Read a headers column; those of rows that were written before the codec are plain.
+
+        Raises:
+            ConfigurationError: the row was written through a codec and this app has none.
+        """
+        if text is None or not text.startswith(ENCODED_ERROR) or key_id is None:
+            return decode_headers(text)
+        if self._codec is None:
+            raise _encoded("headers are", key_id)
+        return decode_headers(self.error_back(text, key_id))
+
     def error(self, text: str) -> str:
         """Write an error column: text, marked where a codec has encoded it."""
         if self._codec is None:
             return text
         return ENCODED_ERROR + base64.b64encode(self._codec.encode(text.encode())).decode()
+
+    def told(self, error: str) -> str:
+        """An error text as events and logs may have it: not where a codec encodes it at rest."""
+        return error if self._codec is None else HIDDEN_ERROR
 
     def error_back(self, text: str | None, key_id: str | None) -> str | None:
         """Read an error column. Without the row's key it stays encoded; without a codec only the key is told."""
@@ -126,9 +182,7 @@ class Columns:
         if key_id is None:
             return bytes(payload)
         if self._codec is None:
-            raise ConfigurationError(
-                f"The payload is encoded with key {key_id}: give App(codec=…) that knows it."
-            )
+            raise _encoded("payload is", key_id)
         return self._codec.decode(bytes(payload), key_id)
 
     def result(self, result: bytes) -> bytes:
@@ -183,7 +237,7 @@ class Columns:
         """The values of a message that only rows with a payload have."""
         return {
             "content_type": message.content_type,
-            "headers": encode_headers(message.headers),
+            "headers": self.headers(message.headers),
             "origin": encode_origin(message.origin, message.time),
             "payload": self.payload(message.payload),
         }
@@ -204,7 +258,7 @@ class Columns:
             key=key,
             sequence=sequence,
             payload=self.payload_back(payload, key_id),
-            headers=decode_headers(headers),
+            headers=self.headers_back(headers, key_id),
             content_type=content_type,
             time=time,
             origin=coordinates,
@@ -214,6 +268,12 @@ class Columns:
         )
         arrival = Arrival(message, message_id, None if hashed is None else bytes(hashed))
         return Leased(arrival, attempts, starts, number)
+
+
+def _encoded(what: str, key_id: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The {what} encoded with key {key_id}: give App(codec=…) that knows it."
+    )
 
 
 def encode_origin(origin: Mapping[str, Any], time: datetime | None) -> str | None:

@@ -23,7 +23,7 @@ _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _TOKEN = re.compile(r"--[^\n]*|'(?:[^']|'')*'|::|:([a-z_][a-z0-9_.]*)")
 _REGION = re.compile(r"\{([^{}]*)\}")
 _OBJECT = re.compile(
-    r"\btxbox_(?:inbox|attempt|quarantine|outbox|sequence|job|audit|schema|dead_letters|status|refuse|guard"
+    r"(?<![.])\btxbox_(?:inbox|attempt|quarantine|outbox|sequence|job|audit|schema|dead_letters|status|refuse|guard"
     r"|partition_bound|partition_make|partition_drop)\b(?!\s*\.)"
 )
 _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
@@ -258,6 +258,7 @@ _FAULTS: dict[str, dict[str, Fault]] = {
         "1305": Fault.GUARD,
         "1146": Fault.SCHEMA,
         "1054": Fault.SCHEMA,
+        "1176": Fault.SCHEMA,
         "1969": Fault.TIMEOUT,
         "3024": Fault.TIMEOUT,
         "1317": Fault.TIMEOUT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from txbox.errors import Fault, StoreError
@@ -25,6 +25,7 @@ class Failure:
         fingerprint: what failures that are alike have in common.
         final: the message is dead, whatever attempts it has left.
         delay_s: until the next attempt; None until it is drawn by the policy of the handler (`drawn`).
+        raised: what the handler raised, for the log.
     """
 
     error_type: str
@@ -32,6 +33,7 @@ class Failure:
     fingerprint: str | None
     final: bool = False
     delay_s: float | None = None
+    raised: BaseException | None = field(default=None, repr=False, compare=False)
 
 
 def drawn(failure: Failure, arrival: Arrival, retry: RetryPolicy) -> Failure:

@@ -30,12 +30,31 @@ class RowFilter(_Filter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineFilter(_Filter):
+    """Which quarantined messages an operator means; what is None is not asked for.
+
+    Args:
+        hash: of the payload, in hexadecimal digits; the first ones are enough.
+        status: "quarantined" until somebody decides, then "accepted" or "discarded".
+    """
+
+    consumer: str | None = None
+    message_id: str | None = None
+    hash: str | None = None
+    status: str | None = None
+    topic: str | None = None
+    type: str | None = None
+    older_than: timedelta | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingFilter(_Filter):
     """Which outgoing messages an operator means; what is None (or no status) is not asked for."""
 
     message_id: str | None = None
     status: str | None = None
     topic: str | None = None
+    route: str | None = None
     type: str | None = None
     key: str | None = None
     error_type: str | None = None

@@ -63,6 +63,8 @@ class InboxStore:
     def __init__(self, own: Dialect, columns: Columns) -> None:
         self.dialect = own
         self.columns = columns
+        #: Of ordered consumers: how often due rows were looked for, and the key at which the last look ended.
+        self.looks_in_order: dict[str, tuple[int, str]] = {}
 
     def classify(self, consumer: str, ids: Sequence[str]) -> Steps[dict[str, Existing]]:
         """Read the rows under these ids; an id that is missing from the answer has no row.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from txbox.identity import canonical_id
-from txbox.steps import Begin, Commit, Statement, Steps
+from txbox.steps import Begin, Commit, Read, Statement, Steps
 from txbox.store.dialect import Dialect
 from txbox.store.partitions import Part
 
@@ -232,6 +232,56 @@ def prunable_outbox(own: Dialect, *, sent_s: float, discarded_s: float) -> Steps
     return int(found.rows[0][0])
 
 
+def prune_quarantine(own: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
+    """Delete one batch of quarantine rows that were accepted or discarded `older_than_s` ago or earlier."""
+    yield _begun(own)
+    gone = yield own.statement("prune_quarantine", {"older_than_s": older_than_s, "limit": limit})
+    yield Commit()
+    return Batch(int(gone.count), gone.count == limit)
+
+
+def prunable_quarantine(own: Dialect, *, older_than_s: float) -> Steps[int]:
+    """Count the rows that `prune_quarantine` would delete now."""
+    yield Begin()
+    found = yield own.statement("prunable_quarantine", {"older_than_s": older_than_s})
+    yield Commit()
+    return int(found.rows[0][0])
+
+
+def quarantine_bytes(own: Dialect) -> Steps[int]:
+    """How many bytes of payloads the quarantine holds."""
+    yield Begin()
+    found = yield own.statement("quarantine_bytes")
+    yield Commit()
+    return int(found.rows[0][0])
+
+
+def drop_quarantined(own: Dialect, *, excess: int, limit: int) -> Steps[tuple[int, int]]:
+    """Drop the oldest payloads of the quarantine until `excess` bytes are gone, one batch of them.
+
+    Returns:
+        How many were dropped, and their bytes.
+    """
+    yield _begun(own)
+    found = yield own.statement("quarantine_oldest", {"limit": limit})
+    chosen: list[Sequence[Any]] = []
+    dropped = 0
+    for row in found.rows:
+        if dropped >= excess:
+            break
+        chosen.append(row)
+        dropped += int(row[3])
+    if chosen:
+        keys: dict[str, list[Any]] = {
+            "consumer": [row[0] for row in chosen],
+            "message_id": [row[1] for row in chosen],
+            "hash": [bytes(row[2]) for row in chosen],
+        }
+        yield own.statement("drop_quarantined", {}, keys)
+    yield Commit()
+    return len(chosen), dropped
+
+
 def drop_payloads(own: Dialect, *, consumer: str, older_than_s: float, limit: int) -> Steps[Batch]:
     """Drop payload and headers of one batch of rows that were processed `older_than_s` ago or earlier."""
     yield _begun(own)
@@ -248,6 +298,32 @@ def second_of_day(own: Dialect) -> Steps[float]:
     found = yield own.statement("second_of_day")
     yield Commit()
     return float(found.rows[0][0])
+
+
+def due(
+    dialect: Dialect,
+    consumers: Sequence[str],
+    *,
+    ahead_s: float,
+    routes: Sequence[str],
+    local: str | None = None,
+) -> Steps[list[tuple[str, float]]]:
+    """Say which consumers have rows that are due within `ahead_s`, and in how many seconds the first is.
+
+    Args:
+        consumers: one or more.
+        routes: of the outbox to ask for too, under the empty name.
+        local: the one of these that leads to the App's own consumers, if any does.
+
+    Guarantee: one statement that writes and locks nothing; what it says is a hint, a lease decides.
+    """
+    # columns of one length: no route is NULL, and who is asked for twice answers twice
+    asked: dict[str, list[str | None]] = {
+        "consumer": [*consumers, *list(consumers[:1]) * (len(routes) - len(consumers))],
+        "route": [*routes, *[None] * (len(consumers) - len(routes))],
+    }
+    found = yield Read(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
+    return [(str(consumer), float(in_s)) for consumer, in_s in found.rows]
 
 
 def work_left(

@@ -13,6 +13,11 @@ from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import as_time
 from txbox.store.inbox import InboxStore
 
+# of an ordered consumer: how many of the oldest rows a look goes through before it goes from key to key
+_WINDOW = 200
+# one look in so many also asks for rows without a key that are behind those
+_LOOKS_PER_KEYLESS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Rescued:
@@ -54,24 +59,44 @@ def lease(
     still runs out of starts.
     """
     lease_s = lease.duration.total_seconds()
-    params: dict[str, Any] = {
-        "consumer": consumer,
-        "token": token,
-        "limit": limit,
-        "lease_s": lease_s,
-        "suspect": suspect,
-    }
-    if heads_only:
-        params["dead_blocks"] = dead_blocks
+    params: dict[str, Any] = {"consumer": consumer, "token": token, "lease_s": lease_s}
+    if suspect:
+        params |= {"heads_only": heads_only, "dead_blocks": dead_blocks}
+        statement = store.dialect.statement("lease_suspect", params)
+    elif heads_only:
+        looks, after = store.looks_in_order.get(consumer, (0, ""))
+        params |= {
+            "dead_blocks": dead_blocks,
+            "limit": limit,
+            "window": _WINDOW + limit,
+            "after": after,
+            "keyless": looks % _LOOKS_PER_KEYLESS == 0,
+        }
+        statement = store.dialect.statement("lease_ordered", params)
+    else:
+        statement = store.dialect.statement("lease", params | {"limit": limit})
     yield Begin()
-    result = yield store.dialect.statement("lease_ordered" if heads_only else "lease", params)
+    result = yield statement
+    if not result.rows and params.get("after"):
+        # nothing from there on: from the first key
+        result = yield store.dialect.statement("lease_ordered", params | {"after": ""})
     if not result.rows:
-        # a ROLLBACK would cost the connection its prepared statements
-        yield Commit()
-        return []
-    leased = yield from _taken(store, consumer, result.rows, token, lease_s)
+        leased: list[Leased] = []
+    else:
+        leased = yield from _taken(store, consumer, result.rows, token, lease_s)
+    # a ROLLBACK where there is nothing would cost the connection its prepared statements
     yield Commit()
+    if heads_only and not suspect:
+        _look_on(store, consumer, leased, limit)
     return leased
+
+
+def _look_on(store: InboxStore, consumer: str, leased: Sequence[Leased], limit: int) -> None:
+    """Have the next look at the keys begin where this one ended, so that none of them is always last."""
+    looks, _ = store.looks_in_order.get(consumer, (0, ""))
+    keys = [own.arrival.message.key for own in leased] if len(leased) == limit else []
+    after = max((key for key in keys if key is not None), default="")
+    store.looks_in_order[consumer] = looks + 1, after
 
 
 def lease_next(

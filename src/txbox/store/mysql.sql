@@ -45,9 +45,9 @@ UPDATE txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
 
 -- name: bound_lock_timeout
--- Of the session, in whole seconds, at least one.
+-- Of the session, in whole seconds, rounded up: a bound is a millisecond at least.
 SET @txbox_lock_wait = CAST(COALESCE(@txbox_lock_wait, @@SESSION.innodb_lock_wait_timeout) AS UNSIGNED),
-    SESSION innodb_lock_wait_timeout = GREATEST(1, (CAST(:lock_timeout_ms AS UNSIGNED) + 999) DIV 1000)
+    SESSION innodb_lock_wait_timeout = (CAST(:lock_timeout_ms AS UNSIGNED) + 999) DIV 1000
 
 -- name: restore_lock_timeout
 -- The wait was bounded for the claim only; the handler gets back what it had. The variable is of
@@ -61,6 +61,11 @@ SET SESSION innodb_lock_wait_timeout = CAST(COALESCE(@txbox_lock_wait, @@SESSION
 -- name: arm
 -- From here on whatever ends the transaction (COMMIT, ROLLBACK, DDL, a deadlock) ends the savepoint.
 SAVEPOINT [canary]
+
+-- name: savepoint_claim
+-- A statement that fails leaves the transaction as it was: close can be asked.
+
+-- name: rollback_to_claim
 
 -- name: close
 -- Fails when this is no longer the claiming transaction.
@@ -127,9 +132,9 @@ UPDATE txbox_inbox
 -- name: quarantine
 -- The same message again counts up.
 INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, `key`,
-                              content_type, headers, origin, payload, key_id)
+                              content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
-        :content_type, :headers, :origin, :payload, :key_id)
+        :content_type, :headers, :origin, :payload, :key_id, COALESCE(LENGTH(:payload), 0))
 ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6)
 
 -- name: record_attempt
@@ -196,31 +201,68 @@ UPDATE txbox_inbox
 -- Nothing tells here what an INSERT wrote: store, then lease_stored.
 
 -- name: lease
--- A row whose last run never ended is taken alone (`suspect`), so that a message which kills its
--- process takes no neighbour with it. `starts` is read as lease_take will leave it.
+-- In the order of the index txbox_inbox_due: what it costs does not depend on what waits behind. The index is
+-- named, since its statistics are of another time: the optimizer would rather sort. A leased row has no
+-- `next_attempt_at`, so nothing here steps over it. `starts` is read as lease_take will leave it.
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
        content_type, headers, origin, payload, has_payload, key_id, arrival
-  FROM txbox_inbox
- WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
-   AND next_attempt_at <= UTC_TIMESTAMP(6) AND (starts > 0) = :suspect
+  FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
+ WHERE consumer = :consumer AND has_payload = TRUE AND starts = 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
+   AND status IN ('pending', 'failed')
  ORDER BY next_attempt_at, arrival
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
--- name: lease_ordered
--- As lease, of each key only the first row that is unfinished.
+-- name: lease_suspect
+-- A row whose last run never ended is taken alone, so that a message which kills its process takes no
+-- neighbour with it. There are few, so one statement serves all consumers: those with an order take heads only.
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
        content_type, headers, origin, payload, has_payload, key_id, arrival
-  FROM txbox_inbox AS own
- WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
-   AND next_attempt_at <= UTC_TIMESTAMP(6) AND (starts > 0) = :suspect
-   AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                    WHERE earlier.consumer = own.consumer AND earlier.`key` = own.`key`
-                      AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                      AND (earlier.status IN ('pending', 'failed', 'processing')
-                           OR (:dead_blocks AND earlier.status = 'dead')))
+  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
+ WHERE consumer = :consumer AND has_payload = TRUE AND starts > 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
+   AND status IN ('pending', 'failed')
+   AND (NOT :heads_only OR own.`key` IS NULL OR own.arrival <= LEAST(
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'pending' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'failed' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'processing' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE(CASE WHEN :dead_blocks THEN
+                   (SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'dead' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1) END, own.arrival)))
+ ORDER BY starts, next_attempt_at, arrival
+ LIMIT 1
+   FOR UPDATE SKIP LOCKED
+
+-- name: lease_ordered
+-- As lease, of each key only the first row that is unfinished: one probe of an index a status.
+SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
+       content_type, headers, origin, payload, has_payload, key_id, arrival
+  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
+ WHERE consumer = :consumer AND has_payload = TRUE AND starts = 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
+   AND status IN ('pending', 'failed')
+   AND (own.`key` IS NULL OR own.arrival <= LEAST(
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'pending' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'failed' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'processing' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE(CASE WHEN :dead_blocks THEN
+                   (SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'dead' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1) END, own.arrival)))
  ORDER BY next_attempt_at, arrival
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
@@ -231,14 +273,26 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
        content_type, headers, origin, payload, has_payload, key_id, arrival
-  FROM txbox_inbox AS own
+  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_status)
  WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
    AND next_attempt_at <= UTC_TIMESTAMP(6) AND starts = 0
    AND own.`key` = :key
-   AND own.arrival = (SELECT MIN(head.arrival) FROM txbox_inbox AS head
-                       WHERE head.consumer = :consumer AND head.`key` = :key
-                         AND (head.status IN ('pending', 'failed', 'processing')
-                              OR (:dead_blocks AND head.status = 'dead')))
+   AND (own.`key` IS NULL OR own.arrival <= LEAST(
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'pending' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'failed' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'processing' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1), own.arrival),
+          COALESCE(CASE WHEN :dead_blocks THEN
+                   (SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
+                     WHERE head.status = 'dead' AND head.consumer = own.consumer AND head.`key` = own.`key`
+                     ORDER BY head.arrival LIMIT 1) END, own.arrival)))
+ ORDER BY own.arrival
+ LIMIT 1
    FOR UPDATE SKIP LOCKED
 
 -- name: lease_stored
@@ -254,7 +308,7 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
 -- Of rows that lease or lease_stored has locked in this transaction.
 UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = UTC_TIMESTAMP(6),
-       lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
+       lease_until = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND, next_attempt_at = NULL
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
 
 -- name: heartbeat
@@ -437,6 +491,33 @@ DELETE own FROM (SELECT id FROM txbox_outbox
                     FOR UPDATE SKIP LOCKED) AS old
        STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = old.id
 
+-- name: prune_quarantine
+-- Only what was accepted or discarded; what waits for a decision is never deleted.
+DELETE FROM txbox_quarantine
+ WHERE status <> 'quarantined' AND updated_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+ LIMIT :limit
+
+-- name: prunable_quarantine
+SELECT count(*) FROM txbox_quarantine
+ WHERE status <> 'quarantined' AND updated_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
+
+-- name: quarantine_bytes
+SELECT CAST(COALESCE(SUM(kept_bytes), 0) AS SIGNED) FROM txbox_quarantine WHERE kept_bytes > 0
+
+-- name: quarantine_oldest
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash, kept_bytes FROM txbox_quarantine
+ WHERE kept_bytes > 0
+ ORDER BY received_at
+ LIMIT :limit
+   FOR UPDATE SKIP LOCKED
+
+-- name: drop_quarantined
+UPDATE (WITH m (consumer, message_id, hash) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id, :rows.hash)})
+        SELECT consumer, message_id, hash FROM m) AS picked
+       STRAIGHT_JOIN txbox_quarantine AS own
+          ON own.consumer = picked.consumer AND own.message_id = picked.message_id AND own.hash = picked.hash
+   SET own.payload = NULL, own.kept_bytes = 0
+
 -- name: prunable_outbox
 SELECT count(*) FROM txbox_outbox
  WHERE status IN ('sent', 'discarded')
@@ -457,12 +538,38 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
        STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = old.consumer AND own.message_id = old.message_id
    SET own.payload = NULL, own.headers = NULL, own.origin = NULL, own.content_type = NULL, own.has_payload = FALSE
 
+-- name: due
+-- One look for a whole worker: in how many seconds each consumer's next row is due, and under the empty name
+-- the outbox's; only what is due within `ahead_s`. Rows beside the route :local may be for its App: see
+-- relay_strays. Nothing is asked but the index, which the server then reads
+-- in one jump for each consumer and each number of starts, past the NULLs of what is never due.
+SELECT CONVERT(soon.consumer USING utf8mb4), TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), soon.due_at) / 1e6
+  FROM (SELECT first.consumer, MIN(first.due_at) AS due_at
+          FROM (SELECT consumer, MIN(next_attempt_at) AS due_at FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
+                 WHERE consumer IN ({:rows.consumer}) AND has_payload = TRUE AND next_attempt_at >= '1000-01-01'
+                 GROUP BY consumer, has_payload, starts) AS first
+         GROUP BY first.consumer
+         UNION ALL
+        SELECT '', MIN(next.due_at)
+          FROM (SELECT MIN(available_at) AS due_at FROM txbox_outbox
+                 WHERE status = 'pending' AND route IN ({:rows.route}) GROUP BY route) AS next
+         UNION ALL
+        SELECT '', UTC_TIMESTAMP(6) FROM DUAL
+         WHERE EXISTS (SELECT 1 FROM txbox_outbox
+                       WHERE status = 'pending' AND route >= 'local' AND route < :local)
+            OR EXISTS (SELECT 1 FROM txbox_outbox
+                        WHERE status = 'pending' AND route > :local AND route < 'local;')) AS soon
+ WHERE soon.due_at <= UTC_TIMESTAMP(6) + INTERVAL :ahead_s SECOND
+
 -- name: work_left
 -- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
 -- look again within two seconds.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
-                            AND next_attempt_at <= UTC_TIMESTAMP(6))
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
+                          WHERE consumer = :consumer AND has_payload = TRUE AND starts = 0
+                            AND next_attempt_at <= UTC_TIMESTAMP(6) AND status IN ('pending', 'failed'))
+              OR EXISTS (SELECT 1 FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
+                          WHERE consumer = :consumer AND has_payload = TRUE AND starts > 0
+                            AND next_attempt_at <= UTC_TIMESTAMP(6) AND status IN ('pending', 'failed'))
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
               OR EXISTS (SELECT 1 FROM txbox_inbox AS own
@@ -514,15 +621,18 @@ SELECT count(*), NULL FROM information_schema.tables
 
 -- name: schema_lock
 -- Two `txbox init` at once: the second waits. Locks are named across databases.
-SELECT GET_LOCK(CONCAT('txbox.', SHA1(DATABASE())), 3600)
+SELECT GET_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)), 3600)
 
 -- name: schema_unlock
-SELECT RELEASE_LOCK(CONCAT('txbox.', SHA1(DATABASE())))
+SELECT RELEASE_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)))
 
 -- name: guard_check
 -- The savepoint guards transactional tables only.
 SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
  WHERE table_schema = DATABASE() AND table_name = 'txbox_inbox' AND engine = 'InnoDB'
+
+-- name: schema_creators
+-- Names are found in one database only, and what is not there is a built-in.
 
 -- ---- rows.py, audit.py ----------------------------------------------------------------------------------------------
 
@@ -538,7 +648,7 @@ SELECT CONVERT(own.consumer USING utf8mb4),
 
 -- name: quarantine_status
 SELECT CONVERT(own.consumer USING utf8mb4), count(*), min(own.received_at)
-  FROM txbox_quarantine AS own GROUP BY own.consumer ORDER BY own.consumer
+  FROM txbox_quarantine AS own WHERE own.status = 'quarantined' GROUP BY own.consumer ORDER BY own.consumer
 
 -- name: sizes
 -- As InnoDB estimates them; a table is its primary key, so only the other indexes count as such.
@@ -569,9 +679,15 @@ SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), statu
 -- name: list_quarantine
 SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash, reason,
        CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), seen,
-       received_at, updated_at
+       received_at, updated_at, status, kept_bytes
   FROM txbox_quarantine
  WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:hash_prefix IS NULL OR LEFT(LOWER(HEX(hash)), CHAR_LENGTH(:hash_prefix)) = :hash_prefix)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:older_than_s IS NULL OR received_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND)
  ORDER BY received_at DESC
  LIMIT :limit
 
@@ -589,15 +705,68 @@ SELECT attempt, status, error_type, error, fingerprint, recorded_at
 -- name: show_quarantine
 SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash, reason,
        CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), content_type,
-       headers, origin, payload, key_id, seen, received_at, updated_at
-  FROM txbox_quarantine WHERE consumer = :consumer AND message_id = :message_id ORDER BY received_at
+       headers, origin, payload, key_id, seen, received_at, updated_at, status, kept_bytes
+  FROM txbox_quarantine
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:hash_prefix IS NULL OR LEFT(LOWER(HEX(hash)), CHAR_LENGTH(:hash_prefix)) = :hash_prefix)
+ ORDER BY received_at
+ LIMIT :limit
+
+-- name: select_quarantine
+-- What an operator's command means, in the order in which it came.
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash FROM txbox_quarantine
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:hash_prefix IS NULL OR LEFT(LOWER(HEX(hash)), CHAR_LENGTH(:hash_prefix)) = :hash_prefix)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:older_than_s IS NULL OR received_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND)
+ ORDER BY received_at, hash
+ LIMIT :limit
+
+-- name: take_quarantined
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), hash, reason,
+       CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4), CONVERT(`key` USING utf8mb4), content_type,
+       headers, origin, payload, key_id, seen, received_at, updated_at, status, kept_bytes
+  FROM txbox_quarantine
+ WHERE consumer = :consumer AND message_id = :message_id AND hash = :hash AND status = 'quarantined'
+   FOR UPDATE
+
+-- name: end_quarantined
+-- What was decided on is not needed any more: the row stays for its time, its content goes.
+UPDATE (WITH m (consumer, message_id, hash) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id, :rows.hash)})
+        SELECT consumer, message_id, hash FROM m) AS picked
+       STRAIGHT_JOIN txbox_quarantine AS own
+          ON own.consumer = picked.consumer AND own.message_id = picked.message_id AND own.hash = picked.hash
+   SET own.status = :status, own.payload = NULL, own.kept_bytes = 0, own.headers = NULL,
+       own.updated_at = UTC_TIMESTAMP(6)
+ WHERE own.status = 'quarantined'
+
+-- name: count_for_change
+-- What select_for_change would find in all batches of each consumer, and how many of that are spared; nothing is locked.
+SELECT CONVERT(consumer USING utf8mb4), count(*), count(CASE WHEN error_type = :spared THEN 1 END) FROM txbox_inbox
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND status = :status
+   AND (has_payload OR NOT :needs_payload)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR `key` = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
+   AND (:older_than_s IS NULL OR received_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND)
+ GROUP BY consumer ORDER BY consumer
 
 -- name: select_for_change
 -- The rows that an operator's command may touch now; SKIP LOCKED: what a live delivery holds is left to it.
-SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, arrival, error_type FROM txbox_inbox
- WHERE (:consumer IS NULL OR consumer = :consumer)
+-- Of one consumer in arrival order, as in an index, so that all batches together read each row once.
+SELECT CONVERT(consumer USING utf8mb4), CONVERT(message_id USING utf8mb4), status, arrival, error_type
+  FROM txbox_inbox FORCE INDEX (txbox_inbox_open)
+ WHERE consumer = :consumer
    AND (:message_id IS NULL OR message_id = :message_id)
-   AND status IN (:status_a, :status_b)
+   AND status = :status
    AND (has_payload OR NOT :needs_payload)
    AND (:topic IS NULL OR topic = :topic)
    AND (:type IS NULL OR type = :type)
@@ -643,8 +812,8 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
  LIMIT :limit
 
 -- name: audit
-INSERT INTO txbox_audit (actor, action, filter, affected, reason)
-VALUES (:actor, :action, :filter, :affected, :reason)
+INSERT INTO txbox_audit (actor, action, filter, affected, reason, login)
+VALUES (:actor, :action, :filter, :affected, :reason, SESSION_USER())
 
 -- ---- waits.py -------------------------------------------------------------------------------------------------------
 
@@ -687,9 +856,9 @@ SELECT CONVERT(own.message_id USING utf8mb4), own.sequence, own.last, CONVERT(he
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
 -- A re-run under the same cause stages the same ids, and changes nothing.
 INSERT INTO txbox_outbox (id, topic, type, `key`, content_type, headers, payload, key_id, cause_consumer, cause_id,
-                          available_at)
+                          available_at, route)
 VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
-         :rows.cause_consumer, :rows.cause_id, UTC_TIMESTAMP(6) + INTERVAL :rows.delay_s SECOND)}
+         :rows.cause_consumer, :rows.cause_id, UTC_TIMESTAMP(6) + INTERVAL :rows.delay_s SECOND, :rows.route)}
 ON DUPLICATE KEY UPDATE id = txbox_outbox.id
 
 -- name: stage_notify
@@ -702,27 +871,43 @@ INSERT INTO txbox_job (name) VALUES {(CONCAT('order:', MOD(:rows.lock, 4096)))}
 ON DUPLICATE KEY UPDATE name = txbox_job.name
 
 -- name: relay_page
--- What may be due, oldest first, from where the last look ended; nothing is locked.
-SELECT CONVERT(id USING utf8mb4), number, CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), available_at,
-       COALESCE(LENGTH(payload), 0)
-  FROM txbox_outbox
- WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
-   AND available_at >= COALESCE(:after_at, '1000-01-01')
-   AND NOT (available_at = COALESCE(:after_at, '1000-01-01') AND number <= :after_number)
-   AND (topic IN ({:rows.topic})) = :named
+-- What may be due of one route, and of what was staged without one, oldest first, from where the last look
+-- ended; nothing is locked. Two scans, each in the order of the index: with `route IN (…)` all that is due
+-- would be sorted.
+(SELECT CONVERT(id USING utf8mb4) AS id, number, CONVERT(topic USING utf8mb4) AS topic,
+         CONVERT(`key` USING utf8mb4) AS `key`, available_at, COALESCE(LENGTH(payload), 0) AS payload_bytes,
+         CONVERT(type USING utf8mb4) AS type
+    FROM txbox_outbox
+   WHERE status = 'pending' AND route = :route AND available_at <= UTC_TIMESTAMP(6)
+     AND available_at >= COALESCE(:after_at, '1000-01-01')
+     AND NOT (available_at = COALESCE(:after_at, '1000-01-01') AND number <= :after_number)
+     AND (:whole OR (topic IN ({:rows.topic})) = :named)
+   ORDER BY available_at, number
+   LIMIT :limit)
+UNION ALL
+(SELECT CONVERT(id USING utf8mb4) AS id, number, CONVERT(topic USING utf8mb4) AS topic,
+         CONVERT(`key` USING utf8mb4) AS `key`, available_at, COALESCE(LENGTH(payload), 0) AS payload_bytes,
+         CONVERT(type USING utf8mb4) AS type
+    FROM txbox_outbox
+   WHERE status = 'pending' AND route = '' AND available_at <= UTC_TIMESTAMP(6)
+     AND available_at >= COALESCE(:after_at, '1000-01-01')
+     AND NOT (available_at = COALESCE(:after_at, '1000-01-01') AND number <= :after_number)
+     AND (topic IN ({:rows.topic})) = :named
+   ORDER BY available_at, number
+   LIMIT :limit)
  ORDER BY available_at, number
  LIMIT :limit
 
 -- name: relay_heads
--- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
+-- Of each key, by type, the first row that others must not overtake, and how many there are up to :last. A row that
 -- was staged with a delay counts once that is over; any other counts even if this transaction's clock,
 -- which stood still at its start, says that its time is yet to come.
-SELECT CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), MIN(number), COUNT(*)
+SELECT CONVERT(topic USING utf8mb4), CONVERT(`key` USING utf8mb4), CONVERT(type USING utf8mb4), MIN(number), COUNT(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND number <= :last
-   AND (topic, `key`) IN ({(:rows.topic, :rows.key)})
+   AND (route, topic, `key`) IN ({(:rows.route, :rows.topic, :rows.key)})
    AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= UTC_TIMESTAMP(6))
- GROUP BY topic, `key`
+ GROUP BY topic, `key`, type
 
 -- name: relay_lease
 -- Joined to a list by the key, here and below: of a small table the server would else read every row, and
@@ -766,36 +951,55 @@ UPDATE txbox_outbox
  WHERE id = :id AND token = :token AND status = 'pending'
 
 -- name: relay_left
--- Whether anything is due or leased.
-SELECT EXISTS (SELECT 1 FROM txbox_outbox
-                WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= UTC_TIMESTAMP(6)))
+-- What is due or leased of one route, and of what was staged without one.
+SELECT DISTINCT CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4) FROM txbox_outbox
+ WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= UTC_TIMESTAMP(6))
+   AND route IN (:route, '')
+   AND ((:whole AND route = :route) OR (topic IN ({:rows.topic})) = :named)
+
+-- name: relay_strays
+-- What goes to consumers of the database itself and is not on this App's own route; and what has no route at all.
+SELECT DISTINCT CONVERT(route USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
+       CONVERT(cause_consumer USING utf8mb4)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route
+
+-- name: relay_adopt
+UPDATE txbox_outbox SET route = :route
+ WHERE status = 'pending' AND token IS NULL AND route = :from_route AND topic = :topic
+   AND type <=> :type AND cause_consumer <=> :cause_consumer
+ LIMIT :limit
 
 -- ---- outbox_rows.py -------------------------------------------------------------------------------------------------
 
 -- name: outbox_status
-SELECT CONVERT(own.topic USING utf8mb4), own.state, count(*),
-       TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6
-  FROM (SELECT topic, staged_at,
+-- Overdue: due for a minute, and never tried.
+SELECT CONVERT(own.topic USING utf8mb4), CONVERT(own.route USING utf8mb4), own.state, count(*),
+       TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6, CAST(sum(own.overdue) AS SIGNED)
+  FROM (SELECT topic, route, staged_at,
+               status = 'pending' AND token IS NULL AND attempts = 0
+               AND available_at < UTC_TIMESTAMP(6) - INTERVAL 1 MINUTE AS overdue,
                CASE WHEN status <> 'pending' THEN status WHEN available_at <= UTC_TIMESTAMP(6) THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
           FROM txbox_outbox) AS own
- GROUP BY own.topic, own.state ORDER BY own.topic, own.state
+ GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- name: outbox_list
 -- Keyset pages by number, newest first; each row with the one of its key that must leave before it, if any.
 SELECT CONVERT(own.id USING utf8mb4), own.number, own.state, CONVERT(own.topic USING utf8mb4),
        CONVERT(own.type USING utf8mb4), CONVERT(own.`key` USING utf8mb4), own.attempts, own.staged_at, own.available_at,
        own.sent_at, CONVERT(own.cause_consumer USING utf8mb4), CONVERT(own.cause_id USING utf8mb4), own.error_type,
-       own.error, own.key_id,
+       own.error, own.key_id, CONVERT(own.route USING utf8mb4),
        CASE WHEN own.`key` IS NOT NULL AND own.status = 'pending' THEN
            (SELECT CONVERT(head.id USING utf8mb4) FROM txbox_outbox AS head
-             WHERE head.status = 'pending' AND head.topic = own.topic AND head.`key` = own.`key`
+             WHERE head.status = 'pending' AND head.route IN (own.route, '')
+               AND head.topic = own.topic AND head.`key` = own.`key`
                AND head.number < own.number
                AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
                     OR head.available_at <= UTC_TIMESTAMP(6))
              ORDER BY head.number LIMIT 1) END
   FROM (SELECT id, number, status, topic, type, `key`, attempts, staged_at, available_at, sent_at, cause_consumer,
-               cause_id, error_type, error, key_id,
+               cause_id, error_type, error, key_id, route,
                CASE WHEN status <> 'pending' THEN status WHEN available_at <= UTC_TIMESTAMP(6) THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
           FROM txbox_outbox
@@ -806,6 +1010,7 @@ SELECT CONVERT(own.id USING utf8mb4), own.number, own.state, CONVERT(own.topic U
                         WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
                    = :state)
            AND (:topic IS NULL OR topic = :topic)
+           AND (:route IS NULL OR route = :route)
            AND (:type IS NULL OR type = :type)
            AND (:key IS NULL OR `key` = :key)
            AND (:error_type IS NULL OR error_type = :error_type)
@@ -828,6 +1033,7 @@ SELECT CONVERT(id USING utf8mb4), number FROM txbox_outbox
             WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
        IN ({:rows.state})
    AND (:topic IS NULL OR topic = :topic)
+   AND (:route IS NULL OR route = :route)
    AND (:type IS NULL OR type = :type)
    AND (:key IS NULL OR `key` = :key)
    AND (:error_type IS NULL OR error_type = :error_type)
@@ -846,4 +1052,11 @@ UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, availabl
 -- name: outbox_discard
 -- Of a row that is no longer pending, available_at says when it was given up.
 UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = UTC_TIMESTAMP(6)
+ WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
+
+-- name: outbox_reroute
+-- A new budget, as the attempts were those of the old route; what was tried is due at once. MySQL assigns from left
+-- to right, so that attempts comes last.
+UPDATE txbox_outbox SET status = 'pending', route = :to, token = NULL,
+       available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END, attempts = 0
  WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from txbox.message import Message
-from txbox.steps import Begin, Commit, Statement, Steps
-from txbox.store.codec import Columns, decode_headers
+from txbox.steps import Begin, Commit, Read, Statement, Steps
+from txbox.store.codec import Columns
 from txbox.store.dialect import Dialect, as_time
 
 # pages looked through in one transaction, so that a long row of waiting keys holds up nobody for long
@@ -17,6 +18,8 @@ _PAGES = 5
 _START = (None, 0)
 # a row is dated by the start of its transaction: one that committed late lies behind the look's place
 _BACK_S = 1.0
+# rows moved in one transaction
+_ADOPTED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,39 @@ class _Candidate:
     topic: str
     key: str | None
     size_bytes: int
+    type: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Which rows a relay takes: those of its route, and some that were staged without one.
+
+    Args:
+        whole: all rows of the route, whatever their topic.
+        topics: of these only; with `others`, of all but these.
+        fits: says whether a topic and type have a consumer; what does not fit waits, and holds
+            nothing of its key up.
+    """
+
+    route: str
+    topics: Sequence[str] = ()
+    others: bool = True
+    whole: bool = False
+    fits: Callable[[str, str | None], bool] = lambda _topic, _type: True
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the queries that look for them."""
+        return {"route": self.route, "whole": self.whole, "named": not self.others}
+
+    @property
+    def rows(self) -> dict[str, Sequence[str]]:
+        """The topics; none is empty, so that a list that must not be stands for none."""
+        return {"topic": self.topics or [""]}
+
+    def routes(self, topic: str) -> Sequence[str]:
+        """The routes whose rows are one order with those of this topic."""
+        return (self.route, "") if (topic in self.topics) is not self.others else (self.route,)
 
 
 class OutboxStore:
@@ -80,8 +116,7 @@ class OutboxStore:
         limit: int,
         payload_bytes: int,
         lease_s: float,
-        topics: Sequence[str] = (),
-        others: bool = True,
+        taken: Taken,
     ) -> Steps[Look]:
         """Lease rows that are due, in a transaction of its own.
 
@@ -92,7 +127,6 @@ class OutboxStore:
             limit: rows, 1 or more.
             payload_bytes: sum of payloads after which no more is taken.
             lease_s: seconds after which another relay may take them.
-            topics: of these only; with `others`, of all but these.
         """
         look = Look()
         if time.monotonic() >= self._back_at:
@@ -100,9 +134,10 @@ class OutboxStore:
         yield Begin()
         for _ in range(_PAGES):
             before = self._after
-            page = yield from self._page(limit, topics, others)
+            page = yield from self._page(limit, taken)
             look.more = len(page) == limit
-            wanted = (yield from self._eligible(page)) if page else []
+            page = [row for row in page if taken.fits(row.topic, row.type)]
+            wanted = (yield from self._eligible(page, taken)) if page else []
             fitting = _within(wanted, payload_bytes)
             look.rows = yield from self._take(fitting, token, lease_s)
             if not look.more:
@@ -114,25 +149,27 @@ class OutboxStore:
         yield Commit()
         return look
 
-    def _page(self, limit: int, topics: Sequence[str], others: bool) -> Steps[list[_Candidate]]:
+    def _page(self, limit: int, taken: Taken) -> Steps[list[_Candidate]]:
         after_at, after_number = self._after
         found = yield self.dialect.statement(
             "relay_page",
             {
+                **taken.params,
                 "after_at": after_at,
                 "after_number": after_number,
                 "limit": limit,
-                "named": not others,
             },
-            # no topic is empty: a list that must not be stands for none
-            {"topic": topics or [""]},
+            taken.rows,
         )
         if found.rows:
             last = found.rows[-1]
             self._after = (last[4], last[1])
-        return [_Candidate(row[0], row[1], row[2], row[3], row[5]) for row in found.rows]
+        return [
+            _Candidate(id_, number, topic, key, size, kind)
+            for id_, number, topic, key, _, size, kind in found.rows
+        ]
 
-    def _eligible(self, page: Sequence[_Candidate]) -> Steps[list[_Candidate]]:
+    def _eligible(self, page: Sequence[_Candidate], taken: Taken) -> Steps[list[_Candidate]]:
         """Those that nothing of their key stands before, this page's own rows excepted."""
         page = sorted(page, key=lambda own: own.number)
         keys: dict[tuple[str, str], list[int]] = {}
@@ -141,22 +178,24 @@ class OutboxStore:
                 keys.setdefault((own.topic, own.key), []).append(own.number)
         if not keys:
             return list(page)
+        asked = [(route, topic, key) for topic, key in keys for route in taken.routes(topic)]
+        routes, topics, names = zip(*asked, strict=True)
         found = yield self.dialect.statement(
             "relay_heads",
             {"last": page[-1].number},
-            {"topic": [topic for topic, _ in keys], "key": [key for _, key in keys]},
+            {"route": routes, "topic": topics, "key": names},
         )
         first: dict[tuple[str, str], int] = {}
-        whole: set[tuple[str, str]] = set()
-        for topic, key, head, count in found.rows:
-            first[topic, key] = head
-            if count == len(keys[topic, key]):
-                whole.add((topic, key))
+        counts: Counter[tuple[str, str]] = Counter()
+        for topic, key, kind, head, count in found.rows:
+            if taken.fits(topic, kind):
+                first[topic, key] = min(head, first.get((topic, key), head))
+                counts[topic, key] += count
         return [
             own
             for own in page
             if own.key is None
-            or (own.topic, own.key) in whole
+            or counts[own.topic, own.key] == len(keys[own.topic, own.key])
             or first.get((own.topic, own.key)) == own.number
         ]
 
@@ -192,7 +231,7 @@ class OutboxStore:
             type=kind,
             key=key,
             content_type=content_type,
-            headers=decode_headers(headers),
+            headers=self.columns.headers_back(headers, key_id),
             payload=self.columns.payload_back(payload, key_id),
             time=as_time(at),
         )
@@ -226,12 +265,34 @@ class OutboxStore:
         """The statement that gives leased rows back at once."""
         return self.dialect.statement("relay_release", {"token": token}, {"id": ids})
 
-    def left(self) -> Steps[bool]:
-        """Say whether rows are due or leased."""
-        yield Begin()
-        found = yield self.dialect.statement("relay_left")
-        yield Commit()
-        return bool(found.rows[0][0])
+    def left(self, taken: Taken) -> Steps[bool]:
+        """Say whether rows that a relay takes are due or leased."""
+        found = yield Read(self.dialect.statement("relay_left", taken.params, taken.rows))
+        return any(taken.fits(topic, kind) for topic, kind in found.rows)
+
+    def adopt(
+        self, route: str, adopts: Callable[[str, str, str | None, str | None], bool]
+    ) -> Steps[bool]:
+        """Give a route to rows for consumers of the database that are on another, or on none.
+
+        Args:
+            adopts: says of a route, topic, type and consumer of the cause whether its rows belong here.
+
+        Returns: whether there were any.
+        """
+        found = yield Read(self.dialect.statement("relay_strays", {"route": route}))
+        strays = [row for row in found.rows if adopts(*row)]
+        for stray in strays:
+            given = dict(zip(("from_route", "topic", "type", "cause_consumer"), stray, strict=True))
+            count = _ADOPTED
+            while count == _ADOPTED:
+                yield Begin()
+                moved = yield self.dialect.statement(
+                    "relay_adopt", {**given, "route": route, "limit": _ADOPTED}
+                )
+                yield Commit()
+                count = moved.count
+        return bool(strays)
 
 
 def _within(wanted: Iterable[_Candidate], payload_bytes: int) -> list[_Candidate]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,21 +21,26 @@ _PENDING = STATUSES[:4]
 # the columns of outbox_list, in their order
 _LIST = (
     "id", "number", "state", "topic", "type", "key", "attempts", "staged_at", "available_at", "sent_at",
-    "cause_consumer", "cause_id", "error_type", "error", "key_id", "waits_for",
+    "cause_consumer", "cause_id", "error_type", "error", "key_id", "route", "waits_for",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicStatus:
-    """One topic of the outbox.
+    """What goes one way, of one topic.
 
     Attributes:
+        route: where it goes; "" is whoever publishes or consumes the topic.
         counts: rows by status.
+        overdue: of those that are due, how many have been for a minute without an attempt: no relay
+            that has the route is running, or it is behind, or its broker is away.
         oldest_waiting_s: how long ago the oldest row was staged that is due, leased or failed.
     """
 
     topic: str
+    route: str
     counts: dict[str, int]
+    overdue: int
     oldest_waiting_s: float | None
 
 
@@ -46,6 +52,7 @@ class ListedOutgoing:
         status: `due`, `delayed` (staged for later), `leased` by a relay, `failed` (waits for its next
             attempt), `dead`, `sent`, `discarded`.
         next_attempt_at: when a delayed or failed one is due.
+        route: where it goes; "" is whoever publishes or consumes the topic.
         waits_for: the id of the message of its key that must leave before it.
     """
 
@@ -53,6 +60,7 @@ class ListedOutgoing:
     number: int
     status: str
     topic: str
+    route: str
     type: str | None
     key: str | None
     attempts: int
@@ -103,21 +111,27 @@ class OutboxRows:
         self._store = store
 
     def status(self) -> Steps[list[TopicStatus]]:
-        """Count the rows of every topic."""
-        counts: dict[str, dict[str, int]] = {}
-        ages: dict[str, float] = {}
+        """Count the rows of every topic and route."""
+        counts: dict[tuple[str, str], dict[str, int]] = {}
+        ages: dict[tuple[str, str], float] = {}
+        overdue: Counter[tuple[str, str]] = Counter()
         yield Begin()
         found = yield self._store.dialect.statement("outbox_status")
         yield Commit()
-        for topic, status, count, age_s in found.rows:
-            counts.setdefault(topic, {})[status] = int(count)
+        for topic, route, status, count, age_s, late in found.rows:
+            where = topic, route
+            counts.setdefault(where, {})[status] = int(count)
+            overdue[where] += int(late)
             if status in ("due", "leased", "failed"):
                 # a row that is staged between two clocks has no negative age
-                ages[topic] = max(ages.get(topic, 0.0), float(age_s))
+                ages[where] = max(ages.get(where, 0.0), float(age_s))
         return [
-            TopicStatus(topic=topic, counts=own, oldest_waiting_s=ages.get(topic))
-            for topic, own in sorted(counts.items())
-        ]
+            TopicStatus(
+                topic=where[0], route=where[1], counts=own, overdue=overdue[where],
+                oldest_waiting_s=ages.get(where),
+            )
+            for where, own in sorted(counts.items())
+        ]  # fmt: skip
 
     def page(
         self, where: OutgoingFilter, *, limit: int, before: int | None
@@ -161,7 +175,7 @@ class OutboxRows:
             message=own,
             waits_for=ahead[0] if ahead else None,
             content_type=content_type,
-            headers=shown.headers(headers, reveal=reveal),
+            headers=shown.headers(self._store.columns, headers, key_id, reveal=reveal),
             payload_bytes=None if payload is None else len(payload),
             payload=bytes(payload) if reveal and payload is not None else None,
         )
@@ -192,6 +206,7 @@ class OutboxRows:
             number=own["number"],
             status=status,
             topic=own["topic"],
+            route=own["route"],
             type=own["type"],
             key=own["key"],
             attempts=own["attempts"],
@@ -215,6 +230,7 @@ class OutboxRows:
         *,
         after: int,
         limit: int,
+        to: str | None = None,
     ) -> Steps[OutgoingBatch]:
         """Change one batch of rows in a transaction of its own, in the order of their numbers.
 
@@ -222,6 +238,7 @@ class OutboxRows:
             statuses: those that are changed, as people see them.
             audit: None makes it a dry run, which is rolled back.
             after: the number behind which the batch begins; -1 for the first.
+            to: the route that a reroute gives.
 
         Guarantee: rows that a relay has leased or is marking are left to it, without waiting; the
             change and its audit row are one commit.
@@ -240,7 +257,7 @@ class OutboxRows:
         if audit is None or not batch.ids:
             yield Rollback()
             return batch
-        yield own.statement(f"outbox_{action}", rows={"id": list(batch.ids)})
+        yield own.statement(f"outbox_{action}", {"to": to}, rows={"id": list(batch.ids)})
         yield audit.statement(own, f"{action} outgoing", where, affected=len(batch.ids))
         yield Commit()
         return batch
@@ -249,6 +266,7 @@ class OutboxRows:
 def _filter(where: OutgoingFilter) -> dict[str, Any]:
     return {
         "topic": where.topic,
+        "route": where.route,
         "type": where.type,
         "key": where.key,
         "error_type": where.error_type,

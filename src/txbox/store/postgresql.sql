@@ -148,12 +148,21 @@ SELECT set_config('default_transaction_read_only', 'on', true),
        set_config('lock_timeout',
                   CASE WHEN old.wait::interval BETWEEN interval '1 us'
                                                    AND make_interval(secs => :longest_s::double precision)
-                       THEN old.wait ELSE (:longest_s::double precision * 1000)::integer || 'ms' END, true)
+                       THEN old.wait ELSE (:longest_s::double precision * 1000)::integer::text || 'ms' END, true)
   FROM (SELECT coalesce(nullif(current_setting('txbox.lock_timeout', true), ''),
                         current_setting('lock_timeout')) AS wait) AS old
 
 -- name: arm
 -- The claim has armed the guard.
+
+-- name: savepoint_claim
+-- Behind every claim, in its round trip where the driver can: a transaction that has failed answers only to
+-- the names of its savepoints, and one that a handler has begun does not know this one.
+SAVEPOINT txbox_claim
+
+-- name: rollback_to_claim
+-- Asks, also in a transaction that has failed, whether it is the one that claimed.
+ROLLBACK TO SAVEPOINT txbox_claim
 
 -- name: close
 -- Refuses unless the armed token is still this one, then marks it closed; and whatever a handler has
@@ -250,9 +259,10 @@ RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'r
 -- name: quarantine
 -- The same message again counts up.
 INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
-                                     content_type, headers, origin, payload, key_id)
+                                     content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
-        :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text)
+        :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text,
+        coalesce(octet_length(:payload::bytea), 0))
 ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
 RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
                THEN set_config('synchronous_commit', 'on', true) END
@@ -337,33 +347,37 @@ ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id, received_at, arrival
 
 -- name: lease
--- Picks and takes in one statement. A row whose last run never ended is taken alone (`suspect`),
--- so that a message which kills its process takes no neighbour with it. Materialised, here and wherever a
--- LIMIT picks rows: scanned again by a join, the SELECT steps over rows that are taken, to others.
+-- Picks and takes in one statement, in the order of the index txbox_inbox_due, whose conditions it repeats:
+-- what it costs does not depend on what waits behind.
+-- statement_timestamp() and not clock_timestamp(), which is volatile and so no bound of an index scan. POSIX is C by
+-- another name, and that of this index only: with old statistics others that begin with the consumer look as good.
+-- Materialised, here and wherever a LIMIT picks rows: scanned again by a join, the SELECT steps over rows
+-- that are taken, to others. The rows are locked, so that their ctid stays theirs, and with an array of
+-- those no statistics, however old, lead to another plan; nor behind CASE. Each partition has ctids of its own.
 WITH due AS MATERIALIZED (
-       SELECT consumer, message_id FROM txbox_inbox
-        WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
-          AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
+       SELECT message_id, ctid AS place FROM txbox_inbox
+        WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
+          AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp()
         ORDER BY next_attempt_at, arrival
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
 UPDATE txbox_inbox AS own
    SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
        lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
-  FROM due
- WHERE own.consumer = due.consumer AND own.message_id = due.message_id
+ WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
+   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
           own.has_payload, own.key_id, own.arrival
 
--- name: lease_ordered
--- As lease, of each key only the first row that is unfinished. That is looked up for each due row, by
--- the key's index: as NOT EXISTS it became an anti join, which compares all rows of a key with each other.
+-- name: lease_suspect
+-- A row whose last run never ended is taken alone, so that a message which kills its process takes no
+-- neighbour with it. There are few, so one statement serves all consumers: those with an order take heads only.
 WITH due AS MATERIALIZED (
-       SELECT own.consumer, own.message_id FROM txbox_inbox AS own
-        WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
-          AND next_attempt_at <= clock_timestamp() AND (starts > 0) = :suspect::boolean
-          AND (own.key IS NULL
+       SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
+        WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
+          AND has_payload AND starts > 0 AND next_attempt_at <= statement_timestamp()
+          AND (NOT :heads_only::boolean OR own.key IS NULL
                OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
                                   WHERE head.consumer = own.consumer AND head.key = own.key
                                     AND head.status <> 'processed' AND head.key IS NOT NULL
@@ -371,14 +385,78 @@ WITH due AS MATERIALIZED (
                                          OR (:dead_blocks::boolean AND head.status = 'dead'))
                                   ORDER BY head.arrival
                                   LIMIT 1))
-        ORDER BY next_attempt_at, arrival
-        LIMIT :limit::integer
+        ORDER BY starts, next_attempt_at, arrival
+        LIMIT 1
           FOR UPDATE OF own SKIP LOCKED)
 UPDATE txbox_inbox AS own
    SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
        lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
-  FROM due
- WHERE own.consumer = due.consumer AND own.message_id = due.message_id
+ WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
+   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
+RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
+          own.has_payload, own.key_id, own.arrival
+
+-- name: lease_ordered
+-- As lease, of each key only the first row that is unfinished. Rows that wait for their head are due as well, and
+-- may be all that there is in front: so the :window oldest rows are looked at one by one, and while those do
+-- not suffice, and are not all, one head after another, from the key :after on: a probe of the index a key,
+-- however many rows wait behind it. Rows without a key stand in no such index, so that is asked now and then.
+-- CASE: with old statistics the planner would find each candidate by its state, among all that are due.
+WITH RECURSIVE seen AS MATERIALIZED (
+       SELECT message_id FROM txbox_inbox
+        WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
+          AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp()
+        ORDER BY next_attempt_at, arrival
+        LIMIT :window::integer
+), keys(key) AS (
+       SELECT :after::text COLLATE "C" WHERE (SELECT count(*) FROM seen) = :window::integer
+        UNION ALL
+       SELECT (SELECT next.key FROM txbox_inbox AS next
+                WHERE next.consumer = :consumer::text AND next.key > keys.key
+                  AND next.status <> 'processed' AND next.key IS NOT NULL
+                ORDER BY next.key LIMIT 1)
+         FROM keys WHERE keys.key IS NOT NULL
+), candidate(message_id) AS (
+       SELECT message_id FROM seen
+        UNION ALL
+       SELECT (SELECT head.message_id FROM txbox_inbox AS head
+                WHERE head.consumer = :consumer::text AND head.key = keys.key
+                  AND head.status <> 'processed' AND head.key IS NOT NULL
+                  AND (head.status IN ('pending', 'failed', 'processing')
+                       OR (:dead_blocks::boolean AND head.status = 'dead'))
+                ORDER BY head.arrival LIMIT 1)
+         FROM keys
+        UNION ALL
+      (SELECT message_id FROM txbox_inbox
+        WHERE :keyless::boolean AND (SELECT count(*) FROM seen) = :window::integer AND key IS NULL
+          AND consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
+          AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp()
+        ORDER BY next_attempt_at, arrival
+        LIMIT :limit::integer)
+), due AS MATERIALIZED (
+       SELECT free.message_id, free.place
+         FROM candidate
+        CROSS JOIN LATERAL (
+              SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
+               WHERE own.consumer = :consumer::text AND own.message_id = candidate.message_id
+                 AND CASE WHEN own.status IN ('pending', 'failed') AND own.has_payload
+                           AND own.starts = 0 AND own.next_attempt_at <= statement_timestamp()
+                          THEN own.key IS NULL
+                               OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
+                                                  WHERE head.consumer = own.consumer AND head.key = own.key
+                                                    AND head.status <> 'processed' AND head.key IS NOT NULL
+                                                    AND (head.status IN ('pending', 'failed', 'processing')
+                                                         OR (:dead_blocks::boolean AND head.status = 'dead'))
+                                                  ORDER BY head.arrival
+                                                  LIMIT 1) END
+                 FOR UPDATE OF own SKIP LOCKED) AS free
+        LIMIT :limit::integer)
+UPDATE txbox_inbox AS own
+   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
+       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+ WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
+   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
           own.has_payload, own.key_id, own.arrival
@@ -387,23 +465,23 @@ RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.receiv
 -- As lease_ordered, the row of one key whose turn it is: whoever has run its predecessor asks for it, and
 -- pays for no look at other keys.
 WITH due AS MATERIALIZED (
-       SELECT own.consumer, own.message_id FROM txbox_inbox AS own
-        WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
-          AND next_attempt_at <= clock_timestamp() AND starts = 0
-          AND own.key = :key::text AND own.status <> 'processed'
-          AND own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
-                              WHERE head.consumer = :consumer::text AND head.key = :key::text
-                                AND head.status <> 'processed' AND head.key IS NOT NULL
-                                AND (head.status IN ('pending', 'failed', 'processing')
-                                     OR (:dead_blocks::boolean AND head.status = 'dead'))
-                              ORDER BY head.arrival
-                              LIMIT 1)
+       SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
+        WHERE own.consumer = :consumer::text
+          AND own.message_id = (SELECT head.message_id FROM txbox_inbox AS head
+                                 WHERE head.consumer = :consumer::text AND head.key = :key::text
+                                   AND head.status <> 'processed' AND head.key IS NOT NULL
+                                   AND (head.status IN ('pending', 'failed', 'processing')
+                                        OR (:dead_blocks::boolean AND head.status = 'dead'))
+                                 ORDER BY head.arrival
+                                 LIMIT 1)
+          AND CASE WHEN own.status IN ('pending', 'failed') AND own.has_payload
+                   THEN own.starts = 0 AND own.next_attempt_at <= clock_timestamp() END
           FOR UPDATE OF own SKIP LOCKED)
 UPDATE txbox_inbox AS own
    SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
        lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
-  FROM due
- WHERE own.consumer = due.consumer AND own.message_id = due.message_id
+ WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
+   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
 RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
           own.has_payload, own.key_id, own.arrival
@@ -441,7 +519,7 @@ UPDATE txbox_inbox
 WITH expired AS MATERIALIZED (
        SELECT consumer, message_id FROM txbox_inbox
         WHERE status = 'processing' AND lease_until <= clock_timestamp()
-          AND (:consumer::text IS NULL OR consumer = :consumer::text)
+          AND CASE WHEN :consumer::text IS NULL OR consumer = :consumer::text THEN true END
         ORDER BY lease_until
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
@@ -450,7 +528,7 @@ UPDATE txbox_inbox AS own
        lease_until = NULL, token = NULL, updated_at = clock_timestamp(), next_attempt_at = clock_timestamp(),
        error_type = CASE WHEN own.starts >= :max_starts::integer THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
        error = CASE WHEN own.starts >= :max_starts::integer
-                    THEN 'killed its process: ' || own.starts || ' runs never ended' ELSE 'lease expired' END,
+                    THEN 'killed its process: ' || own.starts::text || ' runs never ended' ELSE 'lease expired' END,
        fingerprint = NULL
   FROM expired
  WHERE own.consumer = expired.consumer AND own.message_id = expired.message_id
@@ -605,6 +683,38 @@ DELETE FROM txbox_outbox AS own
  USING old
  WHERE own.id = old.id
 
+-- name: prune_quarantine
+-- Only what was accepted or discarded; what waits for a decision is never deleted.
+WITH old AS MATERIALIZED (
+       SELECT consumer, message_id, hash FROM txbox_quarantine
+        WHERE status <> 'quarantined'
+          AND updated_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+        LIMIT :limit::integer
+          FOR UPDATE SKIP LOCKED)
+DELETE FROM txbox_quarantine AS own
+ USING old
+ WHERE own.consumer = old.consumer AND own.message_id = old.message_id AND own.hash = old.hash
+
+-- name: prunable_quarantine
+SELECT count(*) FROM txbox_quarantine
+ WHERE status <> 'quarantined'
+   AND updated_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+
+-- name: quarantine_bytes
+SELECT coalesce(sum(kept_bytes), 0)::bigint FROM txbox_quarantine WHERE kept_bytes > 0
+
+-- name: quarantine_oldest
+SELECT consumer, message_id, hash, kept_bytes FROM txbox_quarantine
+ WHERE kept_bytes > 0
+ ORDER BY received_at
+ LIMIT :limit::integer
+   FOR UPDATE SKIP LOCKED
+
+-- name: drop_quarantined
+UPDATE txbox_quarantine AS own SET payload = NULL, kept_bytes = 0
+  FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
+ WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
+
 -- name: prunable_outbox
 SELECT count(*) FROM txbox_outbox
  WHERE status <> 'pending'
@@ -628,12 +738,43 @@ UPDATE txbox_inbox AS own
   FROM old
  WHERE own.consumer = old.consumer AND own.message_id = old.message_id
 
+-- name: due
+-- One look for a whole worker: in how many seconds each consumer's next row is due, and under the empty name
+-- the outbox's; only what is due within `ahead_s`. Rows beside the route :local may be for its App: see
+-- relay_strays. An index probe for each, however much is behind it.
+SELECT soon.consumer, extract(epoch FROM soon.at - clock_timestamp())::double precision
+  FROM (SELECT asked.consumer,
+               least((SELECT next_attempt_at FROM txbox_inbox
+                       WHERE consumer = asked.consumer COLLATE "POSIX" AND status IN ('pending', 'failed')
+                         AND has_payload AND starts = 0
+                       ORDER BY next_attempt_at LIMIT 1),
+                     (SELECT min(next_attempt_at) FROM txbox_inbox
+                       WHERE consumer = asked.consumer COLLATE "POSIX" AND status IN ('pending', 'failed')
+                         AND has_payload AND starts > 0)) AS at
+          FROM unnest(:rows.consumer::text[]) AS asked(consumer)
+         UNION ALL
+        SELECT '', min(next.at)
+          FROM unnest(:rows.route::text[]) AS asked(route)
+               CROSS JOIN LATERAL (SELECT available_at AS at FROM txbox_outbox
+                                    WHERE status = 'pending' AND route = asked.route
+                                    ORDER BY available_at LIMIT 1) AS next
+         UNION ALL
+        SELECT '', clock_timestamp()
+         WHERE EXISTS (SELECT 1 FROM txbox_outbox
+                       WHERE status = 'pending' AND route >= 'local' AND route < :local::text)
+            OR EXISTS (SELECT 1 FROM txbox_outbox
+                        WHERE status = 'pending' AND route > :local::text AND route < 'local;')) AS soon
+ WHERE soon.at <= clock_timestamp() + make_interval(secs => :ahead_s::double precision)
+
 -- name: work_left
 -- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
 -- look again within two seconds.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer::text AND status IN ('pending', 'failed') AND has_payload
-                            AND next_attempt_at <= clock_timestamp())
+                          WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
+                            AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp())
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
+                            AND has_payload AND starts > 0 AND next_attempt_at <= statement_timestamp())
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer::text AND status = 'processing' AND lease_until IS NOT NULL)
               OR EXISTS (SELECT 1 FROM txbox_inbox AS own
@@ -671,11 +812,11 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
 SELECT own.oid::bigint, own.relname::text,
        substring(pg_get_expr(own.relpartbound, own.oid) FROM 'FROM \(''([^'']*)''\)'),
        substring(pg_get_expr(own.relpartbound, own.oid) FROM 'TO \(''([^'']*)''\)'),
-       pg_relation_size(own.oid) / current_setting('block_size')::bigint,
+       pg_relation_size(own.oid::regclass) / current_setting('block_size')::bigint,
        extract(epoch FROM clock_timestamp())::double precision
   FROM pg_class AS own
- WHERE (own.oid = 'txbox_inbox'::regclass AND own.relkind = 'r')
-    OR own.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass)
+ WHERE (own.oid = 'txbox_inbox'::regclass::oid AND own.relkind = 'r')
+    OR own.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid)
  ORDER BY own.relname
 
 -- name: partition_make
@@ -696,8 +837,8 @@ SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 
 -- name: schema_exists
 SELECT count(*), (SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-                   WHERE c.oid = to_regclass('txbox_schema')) AS schema
-  FROM pg_class WHERE oid = to_regclass('txbox_schema')
+                   WHERE c.oid = to_regclass('txbox_schema')::oid) AS schema
+  FROM pg_class WHERE oid = to_regclass('txbox_schema')::oid
 
 -- name: schema_lock
 -- Two `txbox init` at once: the second waits, then finds the work done. The number is txbox's own.
@@ -707,16 +848,30 @@ SELECT pg_advisory_xact_lock(8389754677)
 -- The lock ends with its transaction.
 
 -- name: guard_check
--- The guard works only while its trigger fires, on every partition; a replication role or DISABLE TRIGGER
--- silences it.
+-- The guard works only while its trigger fires, on every partition; DISABLE TRIGGER silences it, and before
+-- version 3 so does a replication role.
 SELECT NOT EXISTS (SELECT 1
                      FROM (SELECT 'txbox_inbox'::regclass::oid
                             UNION ALL
-                           SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass) AS own(relation)
+                           SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid) AS own(relation)
                     WHERE NOT EXISTS (SELECT 1 FROM pg_trigger
                                        WHERE tgname = 'txbox_inbox_guard' AND tgrelid = own.relation
-                                         AND tgenabled IN ('O', 'A'))) AS triggers,
+                                         AND (tgenabled = 'A'
+                                              OR tgenabled = 'O' AND NOT EXISTS (SELECT 1 FROM txbox_schema
+                                                                                  WHERE version >= 3)))) AS triggers,
        current_setting('session_replication_role') AS role
+
+-- name: schema_creators
+-- Who may create in the schema of the tables beside their owners and superusers. What they make there is found
+-- before pg_catalog's own by every statement whose types it fits better.
+SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
+  FROM pg_class AS home
+  JOIN pg_namespace AS n ON n.oid = home.relnamespace
+ CROSS JOIN LATERAL aclexplode(n.nspacl) AS own
+  LEFT JOIN pg_roles AS role ON role.oid = own.grantee
+ WHERE home.oid = 'txbox_schema'::regclass::oid AND own.privilege_type = 'CREATE'
+   AND own.grantee <> n.nspowner AND own.grantee <> home.relowner AND NOT coalesce(role.rolsuper, false)
+ ORDER BY 1
 
 -- ---- rows.py, audit.py ----------------------------------------------------------------------------------------------
 
@@ -729,18 +884,19 @@ SELECT consumer, extract(epoch FROM clock_timestamp() - min(received_at))::doubl
  GROUP BY consumer ORDER BY consumer
 
 -- name: quarantine_status
-SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
+SELECT consumer, count(*), min(received_at) FROM txbox_quarantine WHERE status = 'quarantined'
+ GROUP BY consumer ORDER BY consumer
 
 -- name: sizes
 -- In bytes, with what belongs to a table but its indexes (TOAST, maps); of a partitioned one the sum.
-SELECT own.relname::text, sum(pg_table_size(part.oid))::bigint, sum(pg_indexes_size(part.oid))::bigint, count(*)
+SELECT own.relname::text, sum(pg_table_size(part.oid::regclass))::bigint, sum(pg_indexes_size(part.oid::regclass))::bigint, count(*)
   FROM pg_class AS home
   JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
                       AND NOT own.relispartition AND own.relname LIKE 'txbox\_%'
  CROSS JOIN LATERAL (SELECT own.oid WHERE own.relkind = 'r'
                       UNION ALL
                      SELECT inhrelid FROM pg_inherits WHERE inhparent = own.oid AND own.relkind = 'p') AS part(oid)
- WHERE home.oid = 'txbox_schema'::regclass
+ WHERE home.oid = 'txbox_schema'::regclass::oid
  GROUP BY own.relname ORDER BY own.relname
 
 -- name: list
@@ -763,9 +919,16 @@ SELECT consumer, message_id, status, topic, type, key, attempts, starts, receive
  LIMIT :limit::integer
 
 -- name: list_quarantine
-SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, updated_at
+SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, updated_at, status, kept_bytes
   FROM txbox_quarantine
  WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
+   AND (:hash_prefix::text IS NULL OR left(encode(hash, 'hex'), length(:hash_prefix::text)) = :hash_prefix::text)
+   AND (:status::text IS NULL OR status = :status::text)
+   AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:older_than_s::double precision IS NULL
+        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
  ORDER BY received_at DESC
  LIMIT :limit::integer
 
@@ -781,15 +944,67 @@ SELECT attempt, status, error_type, error, fingerprint, recorded_at
 
 -- name: show_quarantine
 SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
-       received_at, updated_at
-  FROM txbox_quarantine WHERE consumer = :consumer::text AND message_id = :message_id::text ORDER BY received_at
+       received_at, updated_at, status, kept_bytes
+  FROM txbox_quarantine
+ WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
+   AND (:hash_prefix::text IS NULL OR left(encode(hash, 'hex'), length(:hash_prefix::text)) = :hash_prefix::text)
+ ORDER BY received_at
+ LIMIT :limit::integer
+
+-- name: select_quarantine
+-- What an operator's command means, in the order in which it came.
+SELECT consumer, message_id, hash FROM txbox_quarantine
+ WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
+   AND (:hash_prefix::text IS NULL OR left(encode(hash, 'hex'), length(:hash_prefix::text)) = :hash_prefix::text)
+   AND (:status::text IS NULL OR status = :status::text)
+   AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:older_than_s::double precision IS NULL
+        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
+ ORDER BY received_at, hash
+ LIMIT :limit::integer
+
+-- name: take_quarantined
+SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
+       received_at, updated_at, status, kept_bytes
+  FROM txbox_quarantine
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea AND status = 'quarantined'
+   FOR UPDATE
+
+-- name: end_quarantined
+-- What was decided on is not needed any more: the row stays for its time, its content goes.
+UPDATE txbox_quarantine AS own
+   SET status = :status::text, payload = NULL, kept_bytes = 0, headers = NULL, updated_at = clock_timestamp()
+  FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
+ WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
+   AND own.status = 'quarantined'
+
+-- name: count_for_change
+-- What select_for_change would find in all batches of each consumer, and how many of that are spared; nothing is locked.
+SELECT consumer, count(*), count(*) FILTER (WHERE error_type = :spared::text) FROM txbox_inbox
+ WHERE CASE WHEN :consumer::text IS NULL OR consumer = :consumer::text THEN true END
+   AND (:message_id::text IS NULL
+        OR message_id = :message_id::text AND consumer = coalesce(:consumer::text, consumer))
+   AND status <> 'processed' AND status = :status::text
+   AND (has_payload OR NOT :needs_payload::boolean)
+   AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:key::text IS NULL OR key = :key::text)
+   AND (:error_type::text IS NULL OR error_type = :error_type::text)
+   AND (:fingerprint::text IS NULL OR fingerprint = :fingerprint::text)
+   AND (:older_than_s::double precision IS NULL
+        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
+ GROUP BY consumer ORDER BY consumer
 
 -- name: select_for_change
 -- The rows that an operator's command may touch now; SKIP LOCKED: what a live delivery holds is left to it.
+-- Of one consumer in arrival order, as in an index, so that all batches together read each row once. POSIX as in lease.
 SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
- WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND status <> 'processed' AND status IN (:status_a::text, :status_b::text)
+ WHERE consumer = :consumer::text COLLATE "POSIX"
+   AND (:message_id::text IS NULL OR message_id = :message_id::text AND consumer = :consumer::text)
+   AND status <> 'processed' AND status = :status::text
    AND (has_payload OR NOT :needs_payload::boolean)
    AND (:topic::text IS NULL OR topic = :topic::text)
    AND (:type::text IS NULL OR type = :type::text)
@@ -875,14 +1090,15 @@ SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, hea
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
 -- A re-run under the same cause stages the same ids, and changes nothing.
 INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
-                          available_at)
+                          available_at, route)
 SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
-       m.cause_id, now() + make_interval(secs => m.delay_s)
+       m.cause_id, now() + make_interval(secs => m.delay_s), m.route
   FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
               :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
-              :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[])
+              :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[],
+              :rows.route::text[])
        WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
-                            position)
+                            route, position)
  ORDER BY m.position
 ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
 
@@ -890,14 +1106,15 @@ ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
 -- As stage, and at its commit whoever listens looks at the outbox; one round trip.
 WITH staged AS (
     INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
-                              available_at)
+                              available_at, route)
     SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
-           m.cause_id, now() + make_interval(secs => m.delay_s)
+           m.cause_id, now() + make_interval(secs => m.delay_s), m.route
       FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
                   :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
-                  :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[])
+                  :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[],
+                  :rows.route::text[])
            WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
-                                position)
+                                route, position)
      ORDER BY m.position
     ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING)
 SELECT pg_notify('txbox_outbox', '')
@@ -908,26 +1125,40 @@ SELECT pg_notify('txbox_outbox', '')
 SELECT pg_advisory_xact_lock(own.lock) FROM unnest(:rows.lock::bigint[]) AS own(lock)
 
 -- name: relay_page
--- What may be due, oldest first, from where the last look ended; nothing is locked. now() and not
--- clock_timestamp(): a bound of the index scan, which else reads every delayed row.
-SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0)
-  FROM txbox_outbox
- WHERE status = 'pending' AND available_at <= now()
-   AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
-   AND (topic = ANY(:rows.topic::text[])) = :named::boolean
+-- What may be due of one route, and of what was staged without one, oldest first, from where the last look
+-- ended; nothing is locked. Two scans, each in the order of the index: with `route IN (…)` all that is due
+-- would be sorted. now() and not clock_timestamp(): a bound of the index scan, which else reads every delayed row.
+SELECT id, number, topic, key, available_at, payload_bytes, type
+  FROM ((SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0) AS payload_bytes, type
+           FROM txbox_outbox
+          WHERE status = 'pending' AND route = :route::text AND available_at <= now()
+            AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
+            AND (:whole::boolean OR (topic = ANY(:rows.topic::text[])) = :named::boolean)
+          ORDER BY available_at, number
+          LIMIT :limit::integer)
+        UNION ALL
+        (SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0), type
+           FROM txbox_outbox
+          WHERE status = 'pending' AND route = '' AND available_at <= now()
+            AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
+            AND (topic = ANY(:rows.topic::text[])) = :named::boolean
+          ORDER BY available_at, number
+          LIMIT :limit::integer)) AS due
  ORDER BY available_at, number
  LIMIT :limit::integer
 
 -- name: relay_heads
--- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
+-- Of each key, by type, the first row that others must not overtake, and how many there are up to :last. A row that
 -- was staged with a delay counts once that is over; any other counts even if this transaction's clock,
 -- which stood still at its start, says that its time is yet to come.
-SELECT topic, key, min(number), count(*)
+SELECT topic, key, type, min(number), count(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND key IS NOT NULL AND number <= :last::bigint
-   AND (topic, key) IN (SELECT m.topic, m.key FROM unnest(:rows.topic::text[], :rows.key::text[]) AS m(topic, key))
+   AND (route, topic, key) IN (SELECT m.route, m.topic, m.key
+                                 FROM unnest(:rows.route::text[], :rows.topic::text[], :rows.key::text[])
+                                      AS m(route, topic, key))
    AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= now())
- GROUP BY topic, key
+ GROUP BY topic, key, type
 
 -- name: relay_lease
 -- The commit that takes a row is durable, and so is, before it, the commit that staged it: nothing is
@@ -968,33 +1199,56 @@ UPDATE txbox_outbox
  WHERE id = :id::text AND token = :token::text AND status = 'pending'
 
 -- name: relay_left
--- Whether anything is due or leased.
-SELECT EXISTS (SELECT 1 FROM txbox_outbox
-                WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= now()))
+-- What is due or leased of one route, and of what was staged without one.
+SELECT DISTINCT topic, type FROM txbox_outbox
+ WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= now())
+   AND route IN (:route::text, '')
+   AND ((:whole::boolean AND route = :route::text) OR (topic = ANY(:rows.topic::text[])) = :named::boolean)
+
+-- name: relay_strays
+-- What goes to consumers of the database itself and is not on this App's own route; and what has no route at all.
+SELECT DISTINCT route, topic, type, cause_consumer FROM txbox_outbox
+ WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route::text
+
+-- name: relay_adopt
+UPDATE txbox_outbox SET route = :route::text
+ WHERE id IN (SELECT id FROM txbox_outbox
+               WHERE status = 'pending' AND token IS NULL AND route = :from_route::text AND topic = :topic::text
+                 AND type IS NOT DISTINCT FROM :type::text
+                 AND cause_consumer IS NOT DISTINCT FROM :cause_consumer::text
+               LIMIT :limit::integer
+                 FOR UPDATE SKIP LOCKED)
 
 -- ---- outbox_rows.py -------------------------------------------------------------------------------------------------
 
 -- name: outbox_status
-SELECT own.topic, own.state, count(*), extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision
-  FROM (SELECT topic, staged_at,
+-- Overdue: due for a minute, and never tried.
+SELECT own.topic, own.route, own.state, count(*),
+       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
+       count(*) FILTER (WHERE own.overdue)
+  FROM (SELECT topic, route, staged_at,
+               status = 'pending' AND token IS NULL AND attempts = 0
+               AND available_at < now() - interval '1 minute' AS overdue,
                CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
           FROM txbox_outbox) AS own
- GROUP BY own.topic, own.state ORDER BY own.topic, own.state
+ GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- name: outbox_list
 -- Keyset pages by number, newest first; each row with the one of its key that must leave before it, if any.
 SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts, own.staged_at, own.available_at,
        own.sent_at, own.cause_consumer, own.cause_id, own.error_type, own.error, own.key_id,
+       own.route,
        CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN
            (SELECT head.id FROM txbox_outbox AS head
-             WHERE head.status = 'pending' AND head.topic = own.topic AND head.key = own.key
+             WHERE head.status = 'pending' AND head.route IN (own.route, '')
+               AND head.topic = own.topic AND head.key = own.key
                AND head.number < own.number
                AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
                     OR head.available_at <= now())
              ORDER BY head.number LIMIT 1) END
   FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
-               cause_id, error_type, error, key_id,
+               cause_id, error_type, error, key_id, route,
                CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
           FROM txbox_outbox
@@ -1005,6 +1259,7 @@ SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts
                         WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
                    = :state::text)
            AND (:topic::text IS NULL OR topic = :topic::text)
+           AND (:route::text IS NULL OR route = :route::text)
            AND (:type::text IS NULL OR type = :type::text)
            AND (:key::text IS NULL OR key = :key::text)
            AND (:error_type::text IS NULL OR error_type = :error_type::text)
@@ -1027,6 +1282,7 @@ SELECT id, number FROM txbox_outbox
             WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
        = ANY(:rows.state::text[])
    AND (:topic::text IS NULL OR topic = :topic::text)
+   AND (:route::text IS NULL OR route = :route::text)
    AND (:type::text IS NULL OR type = :type::text)
    AND (:key::text IS NULL OR key = :key::text)
    AND (:error_type::text IS NULL OR error_type = :error_type::text)
@@ -1045,4 +1301,10 @@ UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, availabl
 -- name: outbox_discard
 -- Of a row that is no longer pending, available_at says when it was given up.
 UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = clock_timestamp()
+ WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')
+
+-- name: outbox_reroute
+-- A new budget, as the attempts were those of the old route; what was tried is due at once.
+UPDATE txbox_outbox SET status = 'pending', route = :to::text, attempts = 0, token = NULL,
+       available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END
  WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
-from txbox.steps import Begin, Commit, Rollback, Steps
+from txbox.errors import ConfigurationError, UnusableMessage
+from txbox.identity import TOMBSTONE_HASH
+from txbox.message import Message
+from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store import partitions, shown
 from txbox.store.audit import Audit, Change
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import Dialect
-from txbox.store.filters import RowFilter
+from txbox.store.filters import QuarantineFilter, RowFilter
 from txbox.store.inbox import InboxStore
 from txbox.store.shown import (
     ConsumerStatus,
@@ -20,6 +24,19 @@ from txbox.store.shown import (
     QuarantinedMessage,
     ShownMessage,
     TableSize,
+)
+
+#: Consumer, message id and hash of a quarantine row.
+QuarantineKey = tuple[str, str, bytes]
+#: Most quarantine rows that one command changes.
+QUARANTINE_MAX = 100_000
+_SHOWN_MAX = 20
+_PAYLOAD_GONE = (
+    "its payload was dropped (Retention.quarantine_bytes): let its producer send it again"
+)
+_PAYLOAD_CUT = (
+    "not all of its payload was kept, or its hash is made in another way: give --app if the handler has "
+    "payload_hash=, else let its producer send it again"
 )
 
 
@@ -117,11 +134,13 @@ class InboxRows:
         rows = yield from self.page(RowFilter(consumer=consumer), limit=1, before=None)
         return rows[0].arrival if rows else 0
 
-    def quarantined(self, consumer: str | None, *, limit: int) -> Steps[list[QuarantinedMessage]]:
+    def quarantined(
+        self, where: QuarantineFilter, *, limit: int
+    ) -> Steps[list[QuarantinedMessage]]:
         """Read the latest quarantine rows."""
         yield Begin()
         result = yield self._dialect.statement(
-            "list_quarantine", {"consumer": consumer, "limit": limit}
+            "list_quarantine", {**_quarantine(where), "limit": limit}
         )
         yield Commit()
         return [shown.quarantined(row) for row in result.rows]
@@ -138,10 +157,11 @@ class InboxRows:
             ConfigurationError: revealed, and written through a codec that this app does not have.
         """
         named = {"consumer": consumer, "message_id": message_id}
+        alike = {**named, "hash_prefix": None, "limit": _SHOWN_MAX}
         yield Begin()
         found = yield self._dialect.statement("show", named)
         attempts = yield self._dialect.statement("show_attempts", named)
-        aside = yield self._dialect.statement("show_quarantine", named)
+        aside = yield self._dialect.statement("show_quarantine", alike)
         yield Commit()
         columns = self._store.columns
         message = None
@@ -155,17 +175,18 @@ class InboxRows:
         self,
         action: Change,
         where: RowFilter,
-        statuses: tuple[str, str],
+        consumer: str,
+        status: str,
         audit: Audit | None,
         *,
         spared: str | None,
         after: int,
         limit: int,
     ) -> Steps[ChangedBatch]:
-        """Change one batch of rows in a transaction of its own, in arrival order.
+        """Change one batch of one consumer's rows in a transaction of its own, in arrival order.
 
         Args:
-            statuses: those that are changed; one alone is given twice.
+            where: what the operator asked for, which may be of all consumers.
             audit: None makes it a dry run, which is rolled back.
             spared: rows with this error type are counted and left alone.
             after: the arrival behind which the batch begins; -1 for the first.
@@ -177,11 +198,8 @@ class InboxRows:
         found = yield self._dialect.statement(
             "select_for_change",
             {
-                **_filter(where),
-                "status_a": statuses[0],
-                "status_b": statuses[1],
-                # without its payload a row would wait for ever
-                "needs_payload": action == "retry",
+                **_meant(action, where, status),
+                "consumer": consumer,
                 "after": after,
                 "limit": limit,
             },
@@ -207,6 +225,122 @@ class InboxRows:
         yield audit.statement(self._dialect, action, where, affected=len(chosen))
         yield Commit()
         return batch
+
+    def show_quarantined(
+        self, where: QuarantineFilter, *, reveal: bool
+    ) -> Steps[list[QuarantinedMessage]]:
+        """Read quarantine rows as a whole, the oldest first.
+
+        Raises:
+            ConfigurationError: as for `shown`.
+        """
+        yield Begin()
+        found = yield self._dialect.statement(
+            "show_quarantine", {**_quarantine(where), "limit": _SHOWN_MAX}
+        )
+        yield Commit()
+        columns = self._store.columns
+        return [shown.quarantined_whole(columns, row, reveal=reveal) for row in found.rows]
+
+    def select_quarantined(self, where: QuarantineFilter) -> Steps[list[QuarantineKey]]:
+        """The quarantine rows that wait for a decision, in the order in which they came, without locking them."""
+        yield Begin()
+        found = yield self._dialect.statement(
+            "select_quarantine",
+            {**_quarantine(where), "status": "quarantined", "limit": QUARANTINE_MAX},
+        )
+        yield Commit()
+        return [(row[0], row[1], bytes(row[2])) for row in found.rows]
+
+    def discard_quarantined(
+        self, keys: Sequence[QuarantineKey], audit: Audit, where: QuarantineFilter
+    ) -> Steps[int]:
+        """Give one batch of quarantine rows up; returns how many were still waiting for a decision.
+
+        Guarantee: the change and its audit row are one commit.
+        """
+        yield Begin()
+        done = yield self._ended("discarded", keys)
+        yield audit.statement(self._dialect, "quarantine discard", where, affected=done.count)
+        yield Commit()
+        return int(done.count)
+
+    def accept_quarantined(
+        self,
+        key: QuarantineKey,
+        arrival_of: Callable[[Message[Any]], Arrival],
+        audit: Audit | None,
+        where: QuarantineFilter,
+        *,
+        token: str,
+    ) -> Steps[str | None]:
+        """Store one quarantined message as pending.
+
+        Args:
+            arrival_of: gives the message the id and the hash that it is stored with.
+            audit: None makes it a dry run, which is rolled back.
+
+        Returns:
+            None, or why it cannot be accepted.
+
+        Raises:
+            ConfigurationError: written through a codec that this app does not have.
+
+        Guarantee: the pending row, the end of the quarantine row and the audit row are one commit.
+        """
+        consumer, message_id, hashed = key
+        yield Begin()
+        found = yield self._dialect.statement(
+            "take_quarantined", {"consumer": consumer, "message_id": message_id, "hash": hashed}
+        )
+        if not found.rows:
+            yield Rollback()
+            return "somebody else has decided on it meanwhile"
+        try:
+            row, message = shown.quarantined_message(self._store.columns, found.rows[0])
+            arrival = arrival_of(message)
+        except UnusableMessage as error:
+            yield Rollback()
+            return str(error)
+        except ConfigurationError:
+            yield Rollback()
+            raise
+        if not _whole(message.payload, hashed, arrival):
+            yield Rollback()
+            return _PAYLOAD_CUT if row.kept_bytes else _PAYLOAD_GONE
+        fresh = yield from self._store.store(consumer, [arrival], token=token)
+        if not fresh:
+            yield Rollback()
+            return f"{consumer} has another message under the id {arrival.message_id}: give it one of its own (--id)"
+        if audit is None:
+            yield Rollback()
+            return None
+        yield self._ended("accepted", [key])
+        yield audit.statement(self._dialect, "quarantine accept", where, affected=1)
+        yield Commit()
+        return None
+
+    def _ended(self, status: str, keys: Sequence[QuarantineKey]) -> Statement:
+        return self._dialect.statement(
+            "end_quarantined",
+            {"status": status},
+            {
+                "consumer": [own[0] for own in keys],
+                "message_id": [own[1] for own in keys],
+                "hash": [own[2] for own in keys],
+            },
+        )
+
+    def meant(
+        self, action: Change, where: RowFilter, status: str, *, spared: str | None
+    ) -> Steps[dict[str, tuple[int, int]]]:
+        """Count by consumer what `change` would change and what it would leave alone, without a lock."""
+        yield Begin()
+        counted = yield self._dialect.statement(
+            "count_for_change", {**_meant(action, where, status), "spared": spared}
+        )
+        yield Commit()
+        return {row[0]: (int(row[1]) - int(row[2]), int(row[2])) for row in counted.rows}
 
     def kept(self, where: RowFilter, *, after: int, limit: int) -> Steps[list[Leased]]:
         """Read messages whose payload was kept, in arrival order, without locking them.
@@ -262,6 +396,30 @@ class InboxRows:
         yield audit.statement(self._dialect, f"replay as {consumer}", where, affected=len(fresh))
         yield Commit()
         return len(fresh)
+
+
+def _whole(payload: bytes | None, hashed: bytes, arrival: Arrival) -> bool:
+    """Say whether this is the payload that was hashed; without one, whether there was none."""
+    if payload is None:
+        return hashed in (TOMBSTONE_HASH, sha256(b"").digest())
+    return hashed in (sha256(payload).digest(), arrival.hash)
+
+
+def _quarantine(where: QuarantineFilter) -> dict[str, Any]:
+    return {
+        "consumer": where.consumer,
+        "message_id": where.message_id,
+        "hash_prefix": None if where.hash is None else where.hash.lower(),
+        "status": where.status,
+        "topic": where.topic,
+        "type": where.type,
+        "older_than_s": None if where.older_than is None else where.older_than.total_seconds(),
+    }
+
+
+def _meant(action: Change, where: RowFilter, status: str) -> dict[str, Any]:
+    # without its payload a retried row would wait for ever
+    return {**_filter(where), "status": status, "needs_payload": action == "retry"}
 
 
 def _filter(where: RowFilter) -> dict[str, Any]:

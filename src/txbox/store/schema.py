@@ -13,8 +13,8 @@ from txbox.store.dialect import Dialect, dialect, qualified
 from txbox.store.partitions import Partitioning
 
 #: The schema version that this release writes, and the oldest one it still works with.
-VERSION = 2
-OLDEST_USABLE = 1
+VERSION = 8
+OLDEST_USABLE = 8
 
 # where the inbox becomes a partitioned table
 _INBOX_ENDS = "CONSTRAINT txbox_inbox_pkey PRIMARY KEY (consumer, message_id)\n);"
@@ -59,9 +59,10 @@ def migration_text(
             texts.append(entry.read_text())
     if partitioning is not None:
         _check_partitions(own)
-        if after:
+        if after or upto < VERSION:
             raise ConfigurationError(
-                "Partitions are chosen when the tables are made: leave the option out of an upgrade."
+                "Partitions are chosen when the tables are made, at this release's version: leave the option out "
+                "of an upgrade, or leave --from and --to out."
             )
         by = "HASH (consumer, message_id)" if partitioning.kind == "hash" else "RANGE (message_id)"
         texts[0] = texts[0].replace(_INBOX_ENDS, f"{_INBOX_ENDS[:-1]} PARTITION BY {by};")
@@ -153,11 +154,11 @@ def check(own: Dialect) -> Steps[SchemaState]:
             if error.fault is not Fault.SCHEMA:
                 raise
             yield Rollback()
-            raise incomplete(error) from error
+            raise incomplete(error) from None
         if not triggers or role != "origin":
             yield Rollback()
             raise SchemaError(
-                "The transaction guard does not fire: the trigger txbox_inbox_guard must be enabled and "
+                "The transaction guard does not fire: the trigger txbox_inbox_guard must be enabled always and "
                 "session_replication_role be origin (PostgreSQL), or the table txbox_inbox be InnoDB (MySQL); "
                 "compare the tables with `txbox schema print`."
             )
@@ -214,6 +215,19 @@ def _as_found(kind: partitions.Kind | None) -> str:
     return "not partitioned" if kind is None else f"partitioned for {kind}"
 
 
+def creators(own: Dialect) -> Steps[list[str]]:
+    """Name the roles that may create in the schema of the tables, beside their owners and superusers.
+
+    Each can have an operator or a function of its own called by whoever uses the tables.
+    """
+    if not own.has("schema_creators"):
+        return []
+    yield Begin()
+    found = yield own.statement("schema_creators")
+    yield Commit()
+    return [str(row[0]) for row in found.rows]
+
+
 def grants(own: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
     """Return the rights that each role needs, as SQL with `<role>` to fill in; none where there are no roles.
 
@@ -250,6 +264,7 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
         "maintenance": [
             ("SELECT, UPDATE, DELETE", "txbox_inbox"),
             ("SELECT, INSERT, DELETE", "txbox_attempt"),
+            ("SELECT, UPDATE, DELETE", "txbox_quarantine"),
             # a rescued message that is given up may leave a letter
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
@@ -259,10 +274,14 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
         "operator": [
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
             ("SELECT", "txbox_attempt"),
-            ("SELECT", "txbox_quarantine"),
+            ("SELECT, UPDATE", "txbox_quarantine"),
             ("SELECT, UPDATE", "txbox_outbox"),
             ("SELECT", "txbox_sequence"),
-            ("SELECT, INSERT", "txbox_audit"),
+            # on PostgreSQL the login and the time are the database's word
+            (
+                "SELECT, INSERT" if mysql else f"SELECT, INSERT ({_AUDITED})",
+                "txbox_audit",
+            ),
             ("SELECT", "txbox_dead_letters"),
             ("SELECT", "txbox_status"),
             ("SELECT", "txbox_schema"),
@@ -270,6 +289,8 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
         "readonly": [("SELECT", table) for table in _READABLE],
     }
 
+
+_AUDITED = "actor, action, filter, affected, reason"
 
 _PARTITION_RIGHTS = (
     ("EXECUTE", "FUNCTION txbox_partition_make(timestamptz, timestamptz, integer)"),

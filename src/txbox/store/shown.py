@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from txbox.store.codec import ENCODED_ERROR, Columns, decode_headers
+from txbox.message import Message
+from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
 from txbox.store.dialect import as_time
 from txbox.store.waits import Waits
 
@@ -24,11 +25,12 @@ _SHOW = (
 )  # fmt: skip
 _SHOW_ATTEMPTS = ("attempt", "status", "error_type", "error", "fingerprint", "recorded_at")
 _LIST_QUARANTINE = (
-    "consumer", "message_id", "hash", "reason", "topic", "type", "key", "seen", "received_at", "updated_at",
+    "consumer", "message_id", "hash", "reason", "topic", "type", "key", "seen", "received_at", "updated_at", "status",
+    "kept_bytes",
 )  # fmt: skip
 _SHOW_QUARANTINE = (
     "consumer", "message_id", "hash", "reason", "topic", "type", "key", "content_type", "headers", "origin",
-    "payload", "key_id", "seen", "received_at", "updated_at",
+    "payload", "key_id", "seen", "received_at", "updated_at", "status", "kept_bytes",
 )  # fmt: skip
 
 
@@ -127,6 +129,8 @@ class QuarantinedMessage:
     Attributes:
         hash: of its payload, in hexadecimal digits.
         seen: how often it came.
+        status: "quarantined" until somebody decides, then "accepted" or "discarded".
+        kept_bytes: how much of its payload is stored; 0 when it was dropped, or had none.
         payload_bytes: how much of its payload was kept; None where it was not asked for.
         payload: only when revealed.
     """
@@ -141,6 +145,8 @@ class QuarantinedMessage:
     seen: int
     received_at: datetime
     updated_at: datetime
+    status: str
+    kept_bytes: int
     payload_bytes: int | None = None
     payload: bytes | None = None
 
@@ -184,7 +190,7 @@ def message(
         message=_listed(columns, own, key_id),
         sequence=own["sequence"],
         content_type=own["content_type"],
-        headers=headers(own["headers"], reveal=reveal),
+        headers=headers(columns, own["headers"], key_id, reveal=reveal),
         origin=json.loads(own["origin"]) if own["origin"] else {},
         payload_hash=None if own["payload_hash"] is None else bytes(own["payload_hash"]).hex(),
         payload_bytes=None if payload is None else len(payload),
@@ -198,6 +204,30 @@ def message(
 def quarantined(row: Sequence[Any]) -> QuarantinedMessage:
     """Read a row of `list_quarantine`."""
     return _quarantined(named(_LIST_QUARANTINE, row))
+
+
+def quarantined_message(
+    columns: Columns, row: Sequence[Any]
+) -> tuple[QuarantinedMessage, Message[Any]]:
+    """Read a row of `take_quarantined`, with the message that it was.
+
+    Raises:
+        ConfigurationError: written through a codec that this app does not have.
+    """
+    own = named(_SHOW_QUARANTINE, row)
+    origin, time = decode_origin(own["origin"])
+    message: Message[Any] = Message(
+        topic=own["topic"] or "",
+        type=own["type"],
+        key=own["key"],
+        payload=columns.payload_back(own["payload"], own["key_id"]),
+        headers=columns.headers_back(own["headers"], own["key_id"]),
+        content_type=own["content_type"],
+        time=time,
+        origin=origin,
+        consumer=own["consumer"],
+    )
+    return _quarantined(own), message
 
 
 def quarantined_whole(columns: Columns, row: Sequence[Any], *, reveal: bool) -> QuarantinedMessage:
@@ -260,6 +290,8 @@ def _quarantined(
         seen=own["seen"],
         received_at=known_time(own["received_at"]),
         updated_at=known_time(own["updated_at"]),
+        status=own["status"],
+        kept_bytes=int(own["kept_bytes"]),
         payload_bytes=None if payload is None else len(payload),
         payload=bytes(payload) if reveal and payload is not None else None,
     )
@@ -270,9 +302,20 @@ def named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(columns, row, strict=True))
 
 
-def headers(text: str | None, *, reveal: bool) -> tuple[tuple[str, str | None], ...]:
-    """Read a column of headers; their values only when revealed."""
-    return tuple((name, _text(value) if reveal else None) for name, value in decode_headers(text))
+def headers(
+    columns: Columns, text: str | None, key_id: str | None, *, reveal: bool
+) -> tuple[tuple[str, str | None], ...]:
+    """Read a column of headers; their values only when revealed, and names only where they can be decoded.
+
+    Raises:
+        ConfigurationError: revealed, and written through a codec that this app does not have.
+    """
+    if not reveal and text is not None and text.startswith(ENCODED_ERROR) and not columns.key_id:
+        return (("(encoded)", None),)
+    return tuple(
+        (name, _text(value) if reveal else None)
+        for name, value in columns.headers_back(text, key_id)
+    )
 
 
 def _text(value: str | bytes | None) -> str | None:

@@ -65,6 +65,11 @@ RETURNING message_id
 INSERT INTO txbox_guard (number, token, never) VALUES (1, :token, 1)
 ON CONFLICT (number) DO UPDATE SET token = excluded.token, never = 1
 
+-- name: savepoint_claim
+-- A statement that fails leaves the transaction as it was: close can be asked.
+
+-- name: rollback_to_claim
+
 -- name: close
 -- Fails (SQLITE_MISMATCH: text is no row number) unless this is the transaction that armed the
 -- guard; else gives the row a reference that may be committed.
@@ -128,9 +133,9 @@ UPDATE txbox_inbox
 -- name: quarantine
 -- The same message again counts up.
 INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, key,
-                              content_type, headers, origin, payload, key_id)
+                              content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
-        :content_type, :headers, :origin, :payload, :key_id)
+        :content_type, :headers, :origin, :payload, :key_id, coalesce(length(:payload), 0))
 ON CONFLICT (consumer, message_id, hash)
 DO UPDATE SET seen = seen + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
 
@@ -205,36 +210,95 @@ ON CONFLICT (consumer, message_id) DO NOTHING
 RETURNING message_id, received_at, arrival
 
 -- name: lease
--- A row whose last run never ended is taken alone (`suspect`), so that a message which kills its
--- process takes no neighbour with it.
+-- In the order of the index txbox_inbox_due, whose conditions it repeats: what it costs does not depend on
+-- what waits behind.
 UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
  WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
-                    WHERE due.consumer = :consumer AND due.status <> 'processed'
-                      AND due.status IN ('pending', 'failed') AND due.has_payload
-                      AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND (due.starts > 0) = :suspect
+                    WHERE due.consumer = :consumer AND due.status IN ('pending', 'failed') AND due.has_payload
+                      AND due.starts = 0 AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
                     ORDER BY due.next_attempt_at, due.arrival
                     LIMIT :limit)
 RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
           content_type, headers, origin, payload, has_payload, key_id, arrival
 
--- name: lease_ordered
--- As lease, of each key only the first row that is unfinished.
+-- name: lease_suspect
+-- A row whose last run never ended is taken alone, so that a message which kills its process takes no
+-- neighbour with it. There are few, so one statement serves all consumers: those with an order take heads only.
 UPDATE txbox_inbox
    SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
        lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
  WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
-                    WHERE due.consumer = :consumer AND due.status <> 'processed'
-                      AND due.status IN ('pending', 'failed') AND due.has_payload
-                      AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') AND (due.starts > 0) = :suspect
-                      AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                                       WHERE earlier.consumer = due.consumer AND earlier.key = due.key
-                                         AND earlier.arrival < due.arrival AND earlier.status <> 'processed'
-                                         AND (earlier.status IN ('pending', 'failed', 'processing')
-                                              OR (:dead_blocks AND earlier.status = 'dead')))
-                    ORDER BY due.next_attempt_at, due.arrival
-                    LIMIT :limit)
+                    WHERE due.consumer = :consumer AND due.status IN ('pending', 'failed') AND due.has_payload
+                      AND due.starts > 0 AND due.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                      AND (NOT :heads_only OR due.key IS NULL
+                           OR due.arrival = (SELECT head.arrival FROM txbox_inbox AS head
+                                            WHERE head.consumer = :consumer AND head.key = due.key
+                                              AND head.status <> 'processed' AND head.key IS NOT NULL
+                                              AND (head.status IN ('pending', 'failed', 'processing')
+                                                   OR (:dead_blocks AND head.status = 'dead'))
+                                            ORDER BY head.arrival
+                                            LIMIT 1))
+                    ORDER BY due.starts, due.next_attempt_at, due.arrival
+                    LIMIT 1)
+RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
+          content_type, headers, origin, payload, has_payload, key_id, arrival
+
+-- name: lease_ordered
+-- As lease, of each key only the first row that is unfinished. Rows that wait for their head are due as well, and
+-- may be all that there is in front: so the :window oldest rows are looked at one by one, and while those do
+-- not suffice, and are not all, one head after another, from the key :after on: a probe of the index a key,
+-- however many rows wait behind it. Rows without a key stand in no such index, so that is asked now and then.
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, starts = starts + 1, updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+       lease_until = strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :lease_s))
+ WHERE arrival IN (
+       WITH RECURSIVE seen(arrival, key) AS MATERIALIZED (
+              SELECT arrival, key FROM txbox_inbox
+               WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                 AND starts = 0 AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+               ORDER BY next_attempt_at, arrival
+               LIMIT :window
+       ), keys(key) AS (
+              SELECT :after WHERE (SELECT count(*) FROM seen) = :window
+               UNION ALL
+              SELECT (SELECT next.key FROM txbox_inbox AS next
+                       WHERE next.consumer = :consumer AND next.key > keys.key
+                         AND next.status <> 'processed' AND next.key IS NOT NULL
+                       ORDER BY next.key LIMIT 1)
+                FROM keys WHERE keys.key IS NOT NULL
+       ), unkeyed(arrival) AS (
+              SELECT arrival FROM txbox_inbox
+               WHERE :keyless AND (SELECT count(*) FROM seen) = :window AND key IS NULL
+                 AND consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                 AND starts = 0 AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+               ORDER BY next_attempt_at, arrival
+               LIMIT :limit
+       ), candidate(arrival) AS (
+              SELECT seen.arrival FROM seen
+               WHERE seen.key IS NULL
+                  OR seen.arrival = (SELECT head.arrival FROM txbox_inbox AS head
+                                            WHERE head.consumer = :consumer AND head.key = seen.key
+                                              AND head.status <> 'processed' AND head.key IS NOT NULL
+                                              AND (head.status IN ('pending', 'failed', 'processing')
+                                                   OR (:dead_blocks AND head.status = 'dead'))
+                                            ORDER BY head.arrival
+                                            LIMIT 1)
+               UNION ALL
+              SELECT (SELECT CASE WHEN head.status IN ('pending', 'failed') AND head.has_payload AND head.starts = 0
+                                   AND head.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN head.arrival END
+                        FROM txbox_inbox AS head
+                       WHERE head.consumer = :consumer AND head.key = keys.key
+                         AND head.status <> 'processed' AND head.key IS NOT NULL
+                         AND (head.status IN ('pending', 'failed', 'processing')
+                              OR (:dead_blocks AND head.status = 'dead'))
+                       ORDER BY head.arrival
+                       LIMIT 1) FROM keys
+               UNION ALL
+              SELECT arrival FROM unkeyed
+       )
+       SELECT arrival FROM candidate WHERE arrival IS NOT NULL LIMIT :limit)
 RETURNING message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts,
           content_type, headers, origin, payload, has_payload, key_id, arrival
 
@@ -419,6 +483,33 @@ DELETE FROM txbox_outbox
                                                               printf('%+.3f seconds', -:discarded_s))))
                    LIMIT :limit)
 
+-- name: prune_quarantine
+-- Only what was accepted or discarded; what waits for a decision is never deleted.
+DELETE FROM txbox_quarantine
+ WHERE rowid IN (SELECT gone.rowid FROM txbox_quarantine AS gone
+                  WHERE gone.status <> 'quarantined'
+                    AND gone.updated_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+                  LIMIT :limit)
+
+-- name: prunable_quarantine
+SELECT count(*) FROM txbox_quarantine
+ WHERE status <> 'quarantined' AND updated_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
+
+-- name: quarantine_bytes
+SELECT coalesce(sum(kept_bytes), 0) FROM txbox_quarantine WHERE kept_bytes > 0
+
+-- name: quarantine_oldest
+SELECT consumer, message_id, hash, kept_bytes FROM txbox_quarantine
+ WHERE kept_bytes > 0
+ ORDER BY received_at
+ LIMIT :limit
+
+-- name: drop_quarantined
+UPDATE txbox_quarantine SET payload = NULL, kept_bytes = 0
+ WHERE rowid IN (SELECT own.rowid FROM (VALUES {(:rows.consumer, :rows.message_id, :rows.hash)}) AS m
+                  JOIN txbox_quarantine AS own
+                    ON own.consumer = m.column1 AND own.message_id = m.column2 AND own.hash = m.column3)
+
 -- name: prunable_outbox
 SELECT count(*) FROM txbox_outbox
  WHERE status <> 'pending'
@@ -439,13 +530,41 @@ UPDATE txbox_inbox
                           < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s))
                     LIMIT :limit)
 
+-- name: due
+-- One look for a whole worker: in how many seconds each consumer's next row is due, and under the empty name
+-- the outbox's; only what is due within `ahead_s`. Rows beside the route :local may be for its App: see
+-- relay_strays. An index probe for each, however much is behind it.
+SELECT soon.consumer, (julianday(soon.at) - julianday('now')) * 86400.0
+  FROM (SELECT asked.column1 AS consumer,
+               min(coalesce((SELECT next_attempt_at FROM txbox_inbox
+                              WHERE consumer = asked.column1 AND status IN ('pending', 'failed') AND has_payload
+                                AND starts = 0
+                              ORDER BY next_attempt_at LIMIT 1), '9999-12-31'),
+                   coalesce((SELECT min(next_attempt_at) FROM txbox_inbox
+                              WHERE consumer = asked.column1 AND status IN ('pending', 'failed') AND has_payload
+                                AND starts > 0), '9999-12-31')) AS at
+          FROM (VALUES {(:rows.consumer)}) AS asked
+         UNION ALL
+        SELECT '', min((SELECT available_at FROM txbox_outbox WHERE status = 'pending' AND route = asked.column1
+                         ORDER BY available_at LIMIT 1))
+          FROM (VALUES {(:rows.route)}) AS asked
+         UNION ALL
+        SELECT '', strftime('%Y-%m-%d %H:%M:%f', 'now')
+         WHERE EXISTS (SELECT 1 FROM txbox_outbox
+                       WHERE status = 'pending' AND route >= 'local' AND route < :local)
+            OR EXISTS (SELECT 1 FROM txbox_outbox
+                        WHERE status = 'pending' AND route > :local AND route < 'local;')) AS soon
+ WHERE soon.at <= strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :ahead_s))
+
 -- name: work_left
 -- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
 -- look again within two seconds.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed'
-                            AND status IN ('pending', 'failed') AND has_payload
-                            AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                            AND starts = 0 AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+              OR EXISTS (SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+                            AND starts > 0 AND next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer AND status <> 'processed'
                             AND status = 'processing' AND lease_until IS NOT NULL)
@@ -507,6 +626,9 @@ SELECT (SELECT foreign_keys FROM pragma_foreign_keys)
        AND (SELECT count(*) FROM pragma_foreign_key_list('txbox_guard')) AS triggers,
        'origin' AS role
 
+-- name: schema_creators
+-- There are no roles.
+
 -- ---- rows.py, audit.py ----------------------------------------------------------------------------------------------
 
 -- name: status
@@ -518,7 +640,8 @@ SELECT consumer, (julianday('now') - julianday(min(received_at))) * 86400.0
  GROUP BY consumer ORDER BY consumer
 
 -- name: quarantine_status
-SELECT consumer, count(*), min(received_at) FROM txbox_quarantine GROUP BY consumer ORDER BY consumer
+SELECT consumer, count(*), min(received_at) FROM txbox_quarantine WHERE status = 'quarantined'
+ GROUP BY consumer ORDER BY consumer
 
 -- name: sizes
 -- Of one table only a look at every page could tell: it is the whole file that is known, indexes included.
@@ -545,9 +668,16 @@ SELECT consumer, message_id, status, topic, type, key, attempts, starts, receive
  LIMIT :limit
 
 -- name: list_quarantine
-SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, updated_at
+SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, updated_at, status, kept_bytes
   FROM txbox_quarantine
  WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:hash_prefix IS NULL OR substr(lower(hex(hash)), 1, length(:hash_prefix)) = :hash_prefix)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:older_than_s IS NULL
+        OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
  ORDER BY received_at DESC
  LIMIT :limit
 
@@ -563,15 +693,67 @@ SELECT attempt, status, error_type, error, fingerprint, recorded_at
 
 -- name: show_quarantine
 SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
-       received_at, updated_at
-  FROM txbox_quarantine WHERE consumer = :consumer AND message_id = :message_id ORDER BY received_at
+       received_at, updated_at, status, kept_bytes
+  FROM txbox_quarantine
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:hash_prefix IS NULL OR substr(lower(hex(hash)), 1, length(:hash_prefix)) = :hash_prefix)
+ ORDER BY received_at
+ LIMIT :limit
+
+-- name: select_quarantine
+-- What an operator's command means, in the order in which it came.
+SELECT consumer, message_id, hash FROM txbox_quarantine
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND (:hash_prefix IS NULL OR substr(lower(hex(hash)), 1, length(:hash_prefix)) = :hash_prefix)
+   AND (:status IS NULL OR status = :status)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:older_than_s IS NULL
+        OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+ ORDER BY received_at, hash
+ LIMIT :limit
+
+-- name: take_quarantined
+SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
+       received_at, updated_at, status, kept_bytes
+  FROM txbox_quarantine
+ WHERE consumer = :consumer AND message_id = :message_id AND hash = :hash AND status = 'quarantined'
+
+-- name: end_quarantined
+-- What was decided on is not needed any more: the row stays for its time, its content goes.
+UPDATE txbox_quarantine
+   SET status = :status, payload = NULL, kept_bytes = 0, headers = NULL,
+       updated_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE rowid IN (SELECT own.rowid FROM (VALUES {(:rows.consumer, :rows.message_id, :rows.hash)}) AS m
+                  JOIN txbox_quarantine AS own
+                    ON own.consumer = m.column1 AND own.message_id = m.column2 AND own.hash = m.column3)
+   AND status = 'quarantined'
+
+-- name: count_for_change
+-- What select_for_change would find in all batches of each consumer, and how many of that are spared; nothing is locked.
+SELECT consumer, count(*), count(*) FILTER (WHERE error_type = :spared) FROM txbox_inbox
+ WHERE (:consumer IS NULL OR consumer = :consumer)
+   AND (:message_id IS NULL OR message_id = :message_id)
+   AND status <> 'processed' AND status = :status
+   AND (has_payload OR NOT :needs_payload)
+   AND (:topic IS NULL OR topic = :topic)
+   AND (:type IS NULL OR type = :type)
+   AND (:key IS NULL OR key = :key)
+   AND (:error_type IS NULL OR error_type = :error_type)
+   AND (:fingerprint IS NULL OR fingerprint = :fingerprint)
+   AND (:older_than_s IS NULL
+        OR received_at < strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -:older_than_s)))
+ GROUP BY consumer ORDER BY consumer
 
 -- name: select_for_change
 -- The rows that an operator's command may touch now: BEGIN IMMEDIATE keeps every other writer out.
+-- Of one consumer in arrival order, as in an index, so that all batches together read each row once.
 SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
- WHERE (:consumer IS NULL OR consumer = :consumer)
+ WHERE consumer = :consumer
    AND (:message_id IS NULL OR message_id = :message_id)
-   AND status <> 'processed' AND status IN (:status_a, :status_b)
+   AND status <> 'processed' AND status = :status
    AND (has_payload OR NOT :needs_payload)
    AND (:topic IS NULL OR topic = :topic)
    AND (:type IS NULL OR type = :type)
@@ -659,10 +841,10 @@ SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, hea
 -- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
 -- A re-run under the same cause stages the same ids, and changes nothing.
 INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
-                          available_at)
+                          available_at, route)
 VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
          :rows.cause_consumer, :rows.cause_id,
-         strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :rows.delay_s)))}
+         strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :rows.delay_s)), :rows.route)}
 ON CONFLICT (id) DO NOTHING
 
 -- name: stage_notify
@@ -672,26 +854,38 @@ ON CONFLICT (id) DO NOTHING
 -- One writer at a time: numbers are committed in their order.
 
 -- name: relay_page
--- What may be due, oldest first, from where the last look ended.
-SELECT id, number, topic, key, available_at, coalesce(length(payload), 0)
-  FROM txbox_outbox
- WHERE status = 'pending' AND available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
-   AND (available_at, number) > (coalesce(:after_at, ''), :after_number)
-   AND (topic IN ({:rows.topic})) = :named
+-- What may be due of one route, and of what was staged without one, oldest first, from where the last look ended.
+SELECT id, number, topic, key, available_at, payload_bytes, type
+  FROM (SELECT * FROM (SELECT id, number, topic, key, available_at, coalesce(length(payload), 0) AS payload_bytes, type
+                         FROM txbox_outbox
+                        WHERE status = 'pending' AND route = :route
+                          AND available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                          AND (available_at, number) > (coalesce(:after_at, ''), :after_number)
+                          AND (:whole OR (topic IN ({:rows.topic})) = :named)
+                        ORDER BY available_at, number
+                        LIMIT :limit)
+        UNION ALL
+        SELECT * FROM (SELECT id, number, topic, key, available_at, coalesce(length(payload), 0), type
+                         FROM txbox_outbox
+                        WHERE status = 'pending' AND route = '' AND available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                          AND (available_at, number) > (coalesce(:after_at, ''), :after_number)
+                          AND (topic IN ({:rows.topic})) = :named
+                        ORDER BY available_at, number
+                        LIMIT :limit)) AS due
  ORDER BY available_at, number
  LIMIT :limit
 
 -- name: relay_heads
--- Of each key the first row that others must not overtake, and how many there are up to :last. A row that
+-- Of each key, by type, the first row that others must not overtake, and how many there are up to :last. A row that
 -- was staged with a delay counts once that is over; any other counts even if this transaction's clock,
 -- which stood still at its start, says that its time is yet to come.
-SELECT topic, key, min(number), count(*)
+SELECT topic, key, type, min(number), count(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND key IS NOT NULL AND number <= :last
-   AND (topic, key) IN (VALUES {(:rows.topic, :rows.key)})
+   AND (route, topic, key) IN (VALUES {(:rows.route, :rows.topic, :rows.key)})
    AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at
         OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
- GROUP BY topic, key
+ GROUP BY topic, key, type
 
 -- name: relay_lease
 UPDATE txbox_outbox
@@ -724,35 +918,54 @@ UPDATE txbox_outbox
  WHERE id = :id AND token = :token AND status = 'pending'
 
 -- name: relay_left
--- Whether anything is due or leased.
-SELECT EXISTS (SELECT 1 FROM txbox_outbox
-                WHERE status = 'pending'
-                  AND (token IS NOT NULL OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now')))
+-- What is due or leased of one route, and of what was staged without one.
+SELECT DISTINCT topic, type FROM txbox_outbox
+ WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
+   AND route IN (:route, '')
+   AND ((:whole AND route = :route) OR (topic IN ({:rows.topic})) = :named)
+
+-- name: relay_strays
+-- What goes to consumers of the database itself and is not on this App's own route; and what has no route at all.
+SELECT DISTINCT route, topic, type, cause_consumer FROM txbox_outbox
+ WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route
+
+-- name: relay_adopt
+UPDATE txbox_outbox SET route = :route
+ WHERE number IN (SELECT number FROM txbox_outbox
+                   WHERE status = 'pending' AND token IS NULL AND route = :from_route AND topic = :topic
+                     AND type IS :type AND cause_consumer IS :cause_consumer
+                   LIMIT :limit)
 
 -- ---- outbox_rows.py -------------------------------------------------------------------------------------------------
 
 -- name: outbox_status
-SELECT own.topic, own.state, count(*), (julianday('now') - julianday(min(own.staged_at))) * 86400.0
-  FROM (SELECT topic, staged_at,
+-- Overdue: due for a minute, and never tried.
+SELECT own.topic, own.route, own.state, count(*), (julianday('now') - julianday(min(own.staged_at))) * 86400.0,
+       sum(own.overdue)
+  FROM (SELECT topic, route, staged_at,
+               status = 'pending' AND token IS NULL AND attempts = 0
+               AND available_at < strftime('%Y-%m-%d %H:%M:%f', 'now', '-1 minute') AS overdue,
                CASE WHEN status <> 'pending' THEN status
                     WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
           FROM txbox_outbox) AS own
- GROUP BY own.topic, own.state ORDER BY own.topic, own.state
+ GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- name: outbox_list
 -- Keyset pages by number, newest first; each row with the one of its key that must leave before it, if any.
 SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts, own.staged_at, own.available_at,
        own.sent_at, own.cause_consumer, own.cause_id, own.error_type, own.error, own.key_id,
+       own.route,
        CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN
            (SELECT head.id FROM txbox_outbox AS head
-             WHERE head.status = 'pending' AND head.topic = own.topic AND head.key = own.key
+             WHERE head.status = 'pending' AND head.route IN (own.route, '')
+               AND head.topic = own.topic AND head.key = own.key
                AND head.number < own.number
                AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
                     OR head.available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now'))
              ORDER BY head.number LIMIT 1) END
   FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
-               cause_id, error_type, error, key_id,
+               cause_id, error_type, error, key_id, route,
                CASE WHEN status <> 'pending' THEN status
                     WHEN available_at <= strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
@@ -765,6 +978,7 @@ SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts
                         WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
                    = :state)
            AND (:topic IS NULL OR topic = :topic)
+           AND (:route IS NULL OR route = :route)
            AND (:type IS NULL OR type = :type)
            AND (:key IS NULL OR key = :key)
            AND (:error_type IS NULL OR error_type = :error_type)
@@ -788,6 +1002,7 @@ SELECT id, number FROM txbox_outbox
             WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
        IN ({:rows.state})
    AND (:topic IS NULL OR topic = :topic)
+   AND (:route IS NULL OR route = :route)
    AND (:type IS NULL OR type = :type)
    AND (:key IS NULL OR key = :key)
    AND (:error_type IS NULL OR error_type = :error_type)
@@ -805,4 +1020,10 @@ UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, availabl
 -- name: outbox_discard
 -- Of a row that is no longer pending, available_at says when it was given up.
 UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = strftime('%Y-%m-%d %H:%M:%f', 'now')
+ WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')
+
+-- name: outbox_reroute
+-- A new budget, as the attempts were those of the old route; what was tried is due at once.
+UPDATE txbox_outbox SET status = 'pending', route = :to, attempts = 0, token = NULL,
+       available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END
  WHERE id IN ({:rows.id}) AND status IN ('pending', 'dead')

@@ -1,7 +1,7 @@
 """For tests of handlers: deliver, race, drain, crash at named points; outermost or inside a transaction of the test."""
 
+from txbox.steps import Crashed
 from txbox.testing.crash import (
-    Crashed,
     crash_at,
     install_from_environment,
     kill_at,

@@ -15,15 +15,12 @@ from typing import NoReturn
 
 from txbox import steps
 from txbox.errors import ConfigurationError
+from txbox.steps import Crashed
 
 #: The point at which `install_from_environment` kills its process.
 POINT_VARIABLE = "TXBOX_CRASH_AT"
 #: Which pass of that point is meant, 1 for the first.
 NTH_VARIABLE = "TXBOX_CRASH_NTH"
-
-
-class Crashed(BaseException):
-    """Raised by `crash_at`; a BaseException, so that only the test catches it."""
 
 
 class _Nth:

@@ -4,4 +4,3 @@ from __future__ import annotations
 
 from txbox.worker.supervisor import supervise as supervise
 from txbox.worker.worker import Worker as Worker
-from txbox.worker.worker import run as run

@@ -15,7 +15,7 @@ from txbox.maintenance import JOBS, Task
 from txbox.patience import CURABLE
 from txbox.steps import Steps
 from txbox.worker.driving import Driver, thread
-from txbox.worker.supervisor import PARENT_FD
+from txbox.worker.supervisor import PARENT_FD, tell_parent
 from txbox.worker.table import Table
 
 _log = logging.getLogger("txbox")
@@ -57,6 +57,7 @@ class Background:
         self._threads.append(thread("txbox-heartbeat", self._beat, self._ended))
         if maintenance:
             self._threads.append(thread("txbox-maintenance", self._maintain, self._ended))
+        tell_parent()
         # taken out: the descriptor is not for processes that a handler starts
         if parent := os.environ.pop(PARENT_FD, None):
             thread("txbox-parent", lambda: self._watch(int(parent)), self._ended)
@@ -65,10 +66,12 @@ class Background:
         """Have them end: nothing that is leased is at work any more."""
         self._over.set()
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for the threads that use the database, for each at most this long."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads that use the database, at most this long; returns whether they have ended."""
+        until = time.monotonic() + timeout_s
         for own in self._threads:
-            own.join(timeout_s)
+            own.join(max(0.0, until - time.monotonic()))
+        return not any(own.is_alive() for own in self._threads)
 
     def _beat(self) -> None:
         while not self._over.wait(self._app.lease.heartbeat_s):
@@ -90,7 +93,7 @@ class Background:
         except StoreError as error:
             if error.fault not in CURABLE:
                 raise
-            _log.info("Put off while the database is busy or away: %s", error)
+            _log.debug("Put off while the database is busy or away: %s", error)
 
     def _watch(self, fd: int) -> None:
         while not self._over.is_set():

@@ -27,8 +27,8 @@ class Dispatch:
         self._turn = 0
 
     def has_idle_lane(self) -> bool:
-        """Say whether some lane waits for work."""
-        return any(lane.idle for lanes in self._lanes.values() for lane in lanes)
+        """Say whether some lane has nothing to do."""
+        return any(not lane.busy for lanes in self._lanes.values() for lane in lanes)
 
     def hand_out(self, owner: Settling, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Hand a list out, to each lane at once and in its order; returns what no handler consumes."""

@@ -39,14 +39,6 @@ class Driver:
         """Run a coroutine on the loop."""
         return asyncio.run_coroutine_threadsafe(work, self._running())
 
-    def start_thread(
-        self, name: str, steps: Steps[None], ended: Callable[[BaseException | None], None]
-    ) -> threading.Thread:
-        """Carry out steps in a thread of their own."""
-        connections = self._app.database.sync
-        assert connections is not None, "checked at start"
-        return thread(name, lambda: drive(connections, steps), ended)
-
     def ping(self, answered: Callable[[], None]) -> bool:
         """Have the loop call back; False where there is no loop."""
         loop = self._loop
@@ -59,29 +51,47 @@ class Driver:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
-                target=self._loop.run_forever, name="txbox-loop", daemon=True
+                target=_run_forever, args=(self._loop,), name="txbox-loop", daemon=True
             )
             self._thread.start()
         return self._loop
 
-    def close(self, timeout_s: float) -> None:
-        """Close the app's connections and end the loop."""
+    def close(self, timeout_s: float, *, clean: bool = True) -> None:
+        """Close the app's connections and end the loop.
+
+        Args:
+            clean: no steps are at work; what user code has left running on the loop is then cancelled.
+        """
         loop, own = self._loop, self._thread
         if loop is None or own is None:
             self._app.close()
             return
-        asyncio.run_coroutine_threadsafe(self._closed(), loop).result(timeout_s)
+        asyncio.run_coroutine_threadsafe(self._closed(clean), loop).result(timeout_s)
         loop.call_soon_threadsafe(loop.stop)
         own.join(timeout_s)
         if not own.is_alive():
             loop.close()
         self._loop = self._thread = None
 
-    async def _closed(self) -> None:
+    async def _closed(self, clean: bool) -> None:
         await self._app.close_async()
+        current = asyncio.current_task()
+        left = [task for task in asyncio.all_tasks() if clean and task is not current]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         loop = asyncio.get_running_loop()
         await loop.shutdown_asyncgens()
         await loop.shutdown_default_executor()
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            # of a task that a handler has started, which the handler meets where it waits for it
+            continue
 
 
 def thread(

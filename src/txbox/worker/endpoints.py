@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import socket
 from collections.abc import Collection, Sequence
@@ -13,8 +14,10 @@ from txbox.errors import ConfigurationError
 if TYPE_CHECKING:
     import uvicorn
 
-_CONNECTIONS = 512
-_KEEP_ALIVE_S = 5
+# connections that have not sent the head of a request
+_WAITING_MAX = 256
+_HEAD_S = 5.0
+_HEAD_BYTES = 64 * 1024
 
 
 class Endpoints:
@@ -64,6 +67,8 @@ class Endpoints:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._route,
+                http=_protocol(),
+                h11_max_incomplete_event_size=_HEAD_BYTES,
                 interface="asgi3",
                 lifespan="off",
                 ws="none",
@@ -71,8 +76,7 @@ class Endpoints:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=_CONNECTIONS,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=int(_HEAD_S),
             )
         )
         # stopped while this one began
@@ -93,3 +97,47 @@ class Endpoints:
             await answer(send, 404, "no webhook is here")
             return
         await own(scope, receive, send)
+
+
+def _protocol() -> type[asyncio.Protocol]:
+    """uvicorn's protocol, where strangers that send no request neither stay nor keep others out.
+
+    It is h11's whatever else is installed: httptools bounds no head. Each head has 5 s, also the next
+    one of a connection that is kept alive. One connection too many closes the oldest that waits; those
+    whose requests are at work are bounded by their Webhook.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    waiting: dict[Protocol, asyncio.TimerHandle] = {}
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(waiting) >= _WAITING_MAX:
+                next(iter(waiting)).transport.abort()
+            self._wait_for_head()
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            # None before the first request
+            if not getattr(self.cycle, "response_complete", True):
+                self._stop_waiting()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._wait_for_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def _wait_for_head(self) -> None:
+            self._stop_waiting()
+            if not self.transport.is_closing():
+                waiting[self] = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+        def _stop_waiting(self) -> None:
+            if (timer := waiting.pop(self, None)) is not None:
+                timer.cancel()
+
+    return Protocol

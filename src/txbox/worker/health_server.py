@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from txbox.observers.counters import render
 from txbox.worker.health import Health
 
+_HEAD_S = 1.0
 _REQUEST_S = 5.0
 _REQUEST_BYTES = 8192
 _CONNECTIONS = 32
@@ -36,14 +37,17 @@ class HealthServer:
     Args:
         listener: bound and listening; closed with the server.
 
-    Guarantee: a connection lives for 5 s at most, and 32 of them at once; more are closed unanswered.
+    Guarantee: a request has 1 s to arrive and 5 s to be answered, and 32 connections are open at once.
+    One more closes the oldest of those that have not sent their request, so that idle ones never
+    starve a probe; when all 32 are being answered, it is closed itself.
     """
 
     def __init__(self, listener: socket.socket, routes: Routes) -> None:
         self._listener = listener
         self._routes = routes
         self._loop = asyncio.new_event_loop()
-        self._connections = 0
+        #: The open connections, oldest first; False until the request's head has come.
+        self._connections: dict[asyncio.StreamWriter, bool] = {}
         self._thread = threading.Thread(target=self._run, name="txbox-health", daemon=True)
 
     def start(self) -> None:
@@ -71,13 +75,17 @@ class HealthServer:
             loop.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        if not self._makes_room():
+            writer.close()
+            return
+        self._connections[writer] = False
         try:
-            if self._connections <= _CONNECTIONS:
-                async with asyncio.timeout(_REQUEST_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_response(head, await self._answer(head)))
-                    await writer.drain()
+            async with asyncio.timeout(_HEAD_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+            self._connections[writer] = True
+            async with asyncio.timeout(_REQUEST_S):
+                writer.write(_response(head, await self._answer(head)))
+                await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             # whoever it was gave up, or sends no request
             pass
@@ -85,8 +93,19 @@ class HealthServer:
             # the server ends, and this task with it: asyncio would log a cancelled one as a failure
             pass
         finally:
-            self._connections -= 1
+            self._connections.pop(writer, None)
             writer.close()
+
+    def _makes_room(self) -> bool:
+        """Close the oldest connection without a request when no more may be open; False if there is none."""
+        if len(self._connections) < _CONNECTIONS:
+            return True
+        idle = next((writer for writer, asked in self._connections.items() if not asked), None)
+        if idle is None:
+            return False
+        del self._connections[idle]
+        idle.transport.abort()
+        return True
 
     async def _answer(self, head: bytes) -> Answer:
         method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")

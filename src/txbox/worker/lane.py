@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 
 from txbox.app import App
 from txbox.errors import Fault, StoreError
@@ -19,12 +18,11 @@ from txbox.intake import Leasing
 from txbox.outcome import Outcome
 from txbox.patience import CURABLE
 from txbox.settled import Settled
-from txbox.steps import Begin, Rollback, Steps, Wait
+from txbox.steps import Begin, Rollback, Steps
 from txbox.worker.ahead import Following, Prepared, carried_on
 from txbox.worker.table import Row, Table, take_together
 from txbox.worker.work import Way, Work, settle
 
-_IDLE_S = 1.0
 _AGAIN_S = (0.1, 5.0)
 # then the connection is given back once: others may wait for it, in a pool or in a pooler of the server's
 _ROW_MAX = 16
@@ -33,11 +31,26 @@ _ROW_MAX = 16
 class Lane:
     """Runs deliveries in their order and rows from the table in turns, one batch at a time.
 
+    Args:
+        ready: called when there is something to do: from then on `turn` is carried out, once, and as often
+            as it wants another.
+        crowded: True when other lanes wait for the thread that this one has.
+        wake_at: calls `wake` at a time of the monotonic clock.
+
     Guarantee: what it has not brought to a settling outcome stays unacknowledged.
     """
 
     def __init__(
-        self, app: App, table: Table, *, index: int, is_async: bool, stop: Callable[[], bool]
+        self,
+        app: App,
+        table: Table,
+        *,
+        index: int,
+        is_async: bool,
+        stop: Callable[[], bool],
+        ready: Callable[[Lane], None],
+        crowded: Callable[[], bool],
+        wake_at: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self._app = app
         self._table = table
@@ -53,7 +66,13 @@ class Lane:
         self._behind: dict[str, deque[Work]] = {}
         # rows that this lane has stored and leased itself, to be run here
         self._rows: deque[Row] = deque()
-        self._waiter: Future[None] | None = None
+        self._ready = ready
+        self._crowded = crowded
+        self._wake_at = wake_at
+        #: True from `ready` to the end of its last turn.
+        self.busy = False
+        self._woken = False
+        self._timed_at: float | None = None
         self._ahead: Prepared | None = None
         self._in_a_row = 0
         self._holder = Holder()
@@ -62,27 +81,30 @@ class Lane:
     def name(self) -> str:
         return f"txbox-{self._table.consumer}-{self._index}"
 
-    @property
-    def idle(self) -> bool:
-        """True while it waits for something to do."""
-        return self._waiter is not None
-
     def put(self, works: Iterable[Work] = ()) -> None:
         """Add deliveries, in their order, and wake the lane."""
         with self._lock:
             self._queue.extend(works)
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.set_result(None)
+            # told while it works: it looks once more before it rests
+            self._woken = self.busy
+            if self.busy or self._stop():
+                return
+            self.busy = True
+        self._ready(self)
 
     def wake(self) -> None:
         """Have the lane look at what there is to do."""
         self.put()
 
-    def steps(self) -> Steps[None]:
-        """Work until stopped; what is running then is brought to its end."""
+    def turn(self) -> Steps[bool]:
+        """Work until there is nothing to do, or it is stopped, or others wait: then it wants another turn.
+
+        What is running when it is stopped is brought to its end.
+        """
+        ended = True
         try:
             while not self._stop():
+                self._woken = False
                 took = yield from self._take_next()
                 # in turns, so that neither the source nor the table starves
                 worked = yield from self._run_own()
@@ -93,8 +115,13 @@ class Lane:
                 rows = yield from self._table.next(self._is_async, self._index)
                 if rows:
                     yield from self._run(rows)
-                elif not took and not worked:
-                    yield from self._idle()
+                if not rows and not took and not worked:
+                    if self._rests():
+                        ended = False
+                        return False
+                elif self._crowded():
+                    ended = False
+                    return True
             if self._is_ahead():
                 # begun, and never run
                 yield Rollback()
@@ -103,10 +130,16 @@ class Lane:
                 yield from self._app.check_schema()  # raises with the command to run, if that is it
             if not (self._stop() and error.fault in CURABLE):
                 raise
+            return False
+        else:
+            return False
         finally:
-            if self._ahead is not None:
-                self._ahead.steps.close()
-            self._table.put_back(self._rows)
+            if ended:
+                if self._ahead is not None:
+                    self._ahead.steps.close()
+                self._table.put_back(self._rows)
+                self._rows = deque()
+                self.busy = False
 
     # -- deliveries ---------------------------------------------------------------------------
 
@@ -250,7 +283,7 @@ class Lane:
     def _settled(self, batch: list[Work], answers: list[Settled]) -> int:
         """Settle what may be, hold the rest; returns how many the table has."""
         done: list[Work] = []
-        deferred = 0
+        deferred, failed = 0, False
         for work, settled in zip(batch, answers, strict=True):
             if not settled.outcome.settles:
                 self._hold(work)
@@ -260,6 +293,11 @@ class Lane:
                 self._let_go(work)
             if settled.outcome is Outcome.DEFERRED:
                 deferred += 1
+            elif settled.outcome is Outcome.FAILED:
+                failed = True
+        if failed:
+            # its next run may be due before the next poll
+            self._table.soon()
         settle(done)
         return deferred
 
@@ -353,31 +391,30 @@ class Lane:
                 lambda: protocol.run_leased_many(
                     handler, [row.leased for row in rows], first.token
                 ),
+                consumer=handler.consumer,
                 stop=self._stop,
             )
             answers: list[Settled] = yield from carried_on(steps, next(steps), following)
+        failed = any(answer.outcome is Outcome.FAILED for answer in answers)
         # a finished row makes room for the next, or for those behind it, and a retry may be due at once
-        due = options.retry.base.total_seconds() == 0 and any(
-            own.outcome is Outcome.FAILED for own in answers
-        )
-        if first.suspect or options.in_order or due:
+        at_once = failed and options.retry.base.total_seconds() == 0
+        if first.suspect or options.in_order or at_once:
             self._table.look_now()
+        elif failed:
+            self._table.soon()
 
-    # -- waiting ------------------------------------------------------------------------------
-
-    def _idle(self) -> Steps[None]:
-        wait_s = min(_IDLE_S, self._table.poll_in_s() or _IDLE_S)
-        if self._again:
-            wait_s = min(wait_s, max(0.0, self._again[0][0] - time.monotonic()))
-        waiter: Future[None] = Future()
+    def _rests(self) -> bool:
+        """Say whether there is nothing to do until somebody wakes it; then its turn is over."""
         with self._lock:
-            if self._queue or self._stop():
-                return
-            self._waiter = waiter
-        yield Wait(max(wait_s, 0.001), waiter)
-        with self._lock:
-            if self._waiter is waiter:
-                self._waiter = None
+            if self._queue or self._woken or self._stop():
+                return False
+            self.busy = False
+            # read before another turn may change it
+            again_at = self._again[0][0] if self._again else None
+            timed, self._timed_at = again_at == self._timed_at, again_at
+        if again_at is not None and not timed:
+            self._wake_at(again_at, self.wake)
+        return True
 
 
 def _lock_key(work: Work) -> str:

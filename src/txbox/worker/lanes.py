@@ -2,19 +2,183 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from txbox.app import App
+from txbox.drive import drive, drive_async
+from txbox.outcome import Outcome
+from txbox.steps import AsyncConnection, AsyncConnections, Connection, Connections
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
-from txbox.worker.table import Table
+from txbox.worker.table import Poll, Table
+
+# the least that any worker has; a handler with more lanes has as many
+_CONNECTIONS = 16
+# for lanes whose handlers work outside of a transaction
+_THREADS_BESIDE = 200
+# a thread without work ends after this long
+_SPARE_S = 10.0
+
+
+class Seats:
+    """How many of a worker's lanes have a connection at a time; the others wait, in their order."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._lock = threading.Lock()
+        self._waiting: deque[Future[None]] = deque()
+
+    def take(self) -> Future[None] | None:
+        """Take a seat; where none is free, returns what is done when this caller has got one."""
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return None
+            waiting: Future[None] = Future()
+            self._waiting.append(waiting)
+            return waiting
+
+    def give(self) -> None:
+        """Give a seat back, to who has waited longest."""
+        with self._lock:
+            while self._waiting:
+                waiting = self._waiting.popleft()
+                if waiting.set_running_or_notify_cancel():
+                    waiting.set_result(None)
+                    return
+            self._free += 1
+
+
+class Seat:
+    """The connections of a turn, which has one at a time and waits for a seat while it has none.
+
+    Whoever waits here holds no connection, and what else a worker does (heartbeats, polls, relays) needs no
+    seat: nobody waits for a connection who holds one. After a connection was dropped the seat is kept to the
+    next one, or to `leave`.
+    """
+
+    def __init__(self, connections: Connections, seats: Seats) -> None:
+        self._connections = connections
+        self._seats = seats
+        self._seated = False
+
+    def acquire(self) -> Connection:
+        if not self._seated:
+            if (waiting := self._seats.take()) is not None:
+                waiting.result()
+            self._seated = True
+        try:
+            return self._connections.acquire()
+        except BaseException:
+            # the pause before the next try is no time to keep it
+            self.leave()
+            raise
+
+    def release(self, connection: Any) -> None:
+        self._connections.release(connection)
+        self.leave()
+
+    def leave(self) -> None:
+        """Give the seat back, if there is one."""
+        if self._seated:
+            self._seated = False
+            self._seats.give()
+
+
+class AsyncSeat:
+    """The awaitable twin of `Seat`."""
+
+    def __init__(self, connections: AsyncConnections, seats: Seats) -> None:
+        self._connections = connections
+        self._seats = seats
+        self._seated = False
+
+    async def acquire(self) -> AsyncConnection:
+        if not self._seated:
+            if (waiting := self._seats.take()) is not None:
+                try:
+                    await asyncio.wrap_future(waiting)
+                except asyncio.CancelledError:
+                    if not waiting.cancelled():
+                        self._seats.give()
+                    raise
+            self._seated = True
+        try:
+            return await self._connections.acquire()
+        except BaseException:
+            self.leave()
+            raise
+
+    async def release(self, connection: Any) -> None:
+        await self._connections.release(connection)
+        self.leave()
+
+    def leave(self) -> None:
+        """Give the seat back, if there is one."""
+        if self._seated:
+            self._seated = False
+            self._seats.give()
+
+
+class Threads:
+    """Threads for lanes that have something to do: made when they are needed, gone when they are not.
+
+    Args:
+        most: as many at a time.
+        turn: carries out one turn of a lane; returns whether it wants another.
+    """
+
+    def __init__(self, most: int, turn: Callable[[Lane], bool]) -> None:
+        self._most = most
+        self._turn = turn
+        self._changed = threading.Condition()
+        self._ready: deque[Lane] = deque()
+        self._count = self._spare = 0
+
+    def put(self, lane: Lane) -> None:
+        """Have a turn of a lane carried out, after those that were put before."""
+        with self._changed:
+            self._ready.append(lane)
+            if self._spare >= len(self._ready) or self._count >= self._most:
+                self._changed.notify()
+                return
+            self._count += 1
+        threading.Thread(target=self._run, name="txbox-lane", daemon=True).start()
+
+    def crowded(self) -> bool:
+        """Say whether lanes wait for a thread."""
+        return bool(self._ready)
+
+    def _run(self) -> None:
+        while (lane := self._next()) is not None:
+            threading.current_thread().name = lane.name
+            if self._turn(lane):
+                self.put(lane)
+
+    def _next(self) -> Lane | None:
+        with self._changed:
+            ends_at = time.monotonic() + _SPARE_S
+            while not self._ready:
+                self._spare += 1
+                self._changed.wait(ends_at - time.monotonic())
+                self._spare -= 1
+                if not self._ready and time.monotonic() >= ends_at:
+                    self._count -= 1
+                    return None
+            return self._ready.popleft()
 
 
 class Lanes:
     """One table a consumer; over it lanes for its sync handlers and lanes for its async ones.
+
+    Lanes without work have no thread and ask for nothing; those with work share threads and connections.
 
     Args:
         stop: True when nothing more is to be started.
@@ -23,6 +187,10 @@ class Lanes:
     def __init__(self, app: App, *, stop: Callable[[], bool]) -> None:
         self._app = app
         self._stop = stop
+        self._outbox: Callable[[], None] | None = None
+        self._poll: Poll | None = None
+        self._lock = threading.Lock()
+        self._busy = 0
         #: By consumer.
         self.tables: dict[str, Table] = {}
         #: By consumer, and whether they run its async handlers.
@@ -31,9 +199,25 @@ class Lanes:
     def __len__(self) -> int:
         return sum(len(lanes) for lanes in self.by_colour.values())
 
-    def make(self) -> None:
-        """Make them for the handlers that are registered by now."""
+    def make(self, outbox: Callable[[], None] | None = None) -> None:
+        """Make them for the handlers that are registered by now.
+
+        Args:
+            outbox: called when a row of the outbox is due; None asks nobody.
+        """
         suspects = threading.Lock()
+        consumers = list(self._app.handlers.consumers())
+        self._outbox = outbox
+        self._poll = poll = Poll(
+            self._app, consumers, due=self._due, outbox=outbox is not None, stop=self._stop
+        )
+        wanted = [
+            each.options.concurrency for each in self._app.handlers if each.options.transactional
+        ]
+        count = self._app.limits.connections or max([_CONNECTIONS, *wanted])
+        self._seats = Seats(count)
+        # for transactions, of which no more could run; and for what runs outside of one
+        self._threads = (Threads(count, self._turn), Threads(_THREADS_BESIDE, self._turn))
         for consumer, handlers in self._app.handlers.consumers().items():
             self.tables[consumer] = table = Table(
                 self._app,
@@ -41,42 +225,122 @@ class Lanes:
                 suspects=suspects,
                 stop=self._stop,
                 wake=partial(self._wake, consumer),
+                soon=poll.soon,
             )
             for is_async in sorted({handler.is_async for handler in handlers}):
-                count = max(own.options.concurrency for own in handlers if own.is_async == is_async)
+                alike = [handler for handler in handlers if handler.is_async == is_async]
+                beside = not all(handler.options.transactional for handler in alike)
+                threads = self._threads[beside]
                 self.by_colour[consumer, is_async] = [
-                    Lane(self._app, table, index=index, is_async=is_async, stop=self._stop)
-                    for index in range(count)
+                    Lane(
+                        self._app,
+                        table,
+                        index=index,
+                        is_async=is_async,
+                        stop=self._stop,
+                        ready=partial(self._turns, None if is_async else threads),
+                        crowded=_never if is_async else threads.crowded,
+                        wake_at=poll.call_at,
+                    )
+                    for index in range(max(handler.options.concurrency for handler in alike))
                 ]
 
-    def start(
-        self,
-        driver: Driver,
-        *,
-        thread_ended: Callable[[BaseException | None], None],
-        task_ended: Callable[[Future[None]], None],
-    ) -> None:
-        """Start a thread for each sync lane and a task for each async one; each reports its end."""
-        for (_, is_async), lanes in self.by_colour.items():
-            for lane in lanes:
-                if is_async:
-                    driver.start(lane.steps()).add_done_callback(task_ended)
-                else:
-                    driver.start_thread(lane.name, lane.steps(), thread_ended)
+    def start(self, driver: Driver, ended: Callable[[BaseException | None], None]) -> None:
+        """From here on lanes have turns.
+
+        Args:
+            ended: called with the error that a turn has ended with; when stopped, after each turn.
+        """
+        self._driver = driver
+        self._ended = ended
+
+    @property
+    def busy(self) -> int:
+        """How many lanes have something to do; what they have ended with has been told."""
+        return self._busy
+
+    def _turns(self, threads: Threads | None, lane: Lane) -> None:
+        with self._lock:
+            self._busy += 1
+        if threads is None:
+            self._driver.task(self._turn_async(lane)).add_done_callback(self._task_ended)
+        else:
+            threads.put(lane)
+
+    def _turn(self, lane: Lane) -> bool:
+        connections = self._app.database.sync
+        assert connections is not None, "checked at start"
+        seat = Seat(connections, self._seats)
+        error: BaseException | None = None
+        again = False
+        try:
+            again = drive(seat, lane.turn())
+        except BaseException as raised:  # noqa: BLE001  # the worker decides: no lane dies in silence
+            error = raised
+        finally:
+            seat.leave()
+        if not again:
+            self._report(error)
+        return again
+
+    async def _turn_async(self, lane: Lane) -> None:
+        connections = self._app.database.asynchronous
+        assert connections is not None, "checked at start"
+        seat = AsyncSeat(connections, self._seats)
+        try:
+            await drive_async(seat, lane.turn())
+        finally:
+            seat.leave()
+
+    def _task_ended(self, task: Future[None]) -> None:
+        self._report(task.exception() if not task.cancelled() else RuntimeError("cancelled"))
+
+    def _report(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._ended(error)
+        with self._lock:
+            self._busy -= 1
+        if self._stop():
+            # the main thread waits for the last
+            self._ended(None)
+
+    def poll(self, driver: Driver) -> None:
+        """Ask what is due, for all of them, until stopped."""
+        assert self._poll is not None, "made before it is polled for"
+        self._poll.run(driver.perform)
 
     def wake(self) -> None:
-        """Have every lane look at what there is to do."""
-        for lanes in self.by_colour.values():
-            for lane in lanes:
-                lane.wake()
+        """Have the poll look whether it is stopped; lanes do so by themselves."""
+        if self._poll is not None:
+            self._poll.wake()
 
-    def look_now(self) -> None:
-        """Have every consumer look for due rows at once: some have come from elsewhere than a source."""
-        for consumer, table in self.tables.items():
-            table.look_now()
-            self._wake(consumer)
+    def look_now(self, consumers: Iterable[str]) -> None:
+        """Have consumers look for due rows at once: some have come from elsewhere than a source."""
+        for consumer in consumers:
+            # another's, where a consumer has been registered since
+            if consumer in self.tables:
+                self.tables[consumer].look_now()
+                self._wake(consumer)
+
+    def left(self, consumer: str, outcome: Outcome) -> None:
+        """See `App.left`."""
+        if outcome is Outcome.DEFERRED:
+            self.look_now([consumer])
+        elif self._poll is not None:
+            self._poll.soon()
+
+    def _due(self, name: str) -> None:
+        if name in self.tables:
+            if self.tables[name].told():
+                self._wake(name)
+        elif self._outbox is not None:
+            self._outbox()
 
     def _wake(self, consumer: str) -> None:
         for is_async in (False, True):
             for lane in self.by_colour.get((consumer, is_async), ()):
                 lane.wake()
+
+
+def _never() -> bool:
+    return False

@@ -351,7 +351,7 @@ class Pump:
             if isinstance(error, StoreError) and error.fault not in CURABLE:
                 raise
             # what could not be kept comes again, and is found to be a duplicate
-            _log.info("%s could not be tended: %s", self.source.name, error)
+            _log.debug("%s could not be tended: %s", self.source.name, error)
 
     def _pause(self, error: BrokerUnavailable | StoreError) -> None:
         if isinstance(error, StoreError) and error.fault not in CURABLE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import signal
@@ -11,11 +12,14 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 
 from txbox.worker.health_server import Child as ChildHealth
 from txbox.worker.health_server import Children, HealthServer
+from txbox.worker.signals import GRACE
 
 _log = logging.getLogger("txbox")
 
@@ -27,6 +31,8 @@ PARENT_FD = "TXBOX_PARENT_FD"
 #: The sockets that a child serves on: its parent has bound them, so that no request is lost with a child.
 HEALTH_FD = "TXBOX_HEALTH_FD"
 HTTP_FD = "TXBOX_HTTP_FD"
+#: A child that consumes says so here: from then on the service is set up rightly.
+_CONSUMES_FD = "TXBOX_CONSUMES_FD"
 
 
 @dataclass(slots=True, eq=False)
@@ -47,18 +53,28 @@ def supervise(
     *,
     http: socket.socket | None = None,
     health: socket.socket | None = None,
+    grace: timedelta = GRACE,
 ) -> int:
     """Run a command several times at once; returns the worst exit status.
 
     Args:
         http: listening; every child accepts from it.
         health: listening; the parent answers there for all its children.
+        grace: from the first signal to the end; a child that outlives it is killed, with status 1.
 
-    SIGTERM and SIGINT go to every child: the first drains, the second ends at once. A child that
-    exits with 2 (configuration) stops all; one that dies is started again, later each time. A child
-    that exits with 0 has finished and stays so. Must be called from the main thread.
+    SIGTERM and SIGINT go to every child: the first drains, the second ends at once. Until one child
+    consumes, one that exits with 2 (configuration) stops all. After that whatever ends a child, it is
+    started again, later each time; only one that exits with 0 has finished and stays so. Must be
+    called from the main thread.
     """
-    return _Supervisor(argv, processes, http, health).run()
+    return _Supervisor(argv, processes, http, health, grace).run()
+
+
+def tell_parent() -> None:
+    """Say, in a child, that it consumes; nothing in any other process."""
+    if told := os.environ.pop(_CONSUMES_FD, None):
+        os.write(int(told), b"1")
+        os.close(int(told))
 
 
 class _Supervisor:
@@ -68,8 +84,12 @@ class _Supervisor:
         processes: int,
         http: socket.socket | None,
         health: socket.socket | None,
+        grace: timedelta,
     ) -> None:
         self._argv = list(argv)
+        self._grace_s = grace.total_seconds()
+        self._ends_at = math.inf
+        self._has_consumed = False
         self._http = http
         self._children = [_Child(number) for number in range(1, processes + 1)]
         self._stopping = False
@@ -85,6 +105,8 @@ class _Supervisor:
     def run(self) -> int:
         # nothing is ever written: children see the end of this pipe when the parent dies
         self._read_fd, write_fd = os.pipe()
+        self._told_fd, self._tell_fd = os.pipe()
+        os.set_blocking(self._told_fd, False)
         before = {
             own: signal.signal(own, self._on_signal) for own in (signal.SIGTERM, signal.SIGINT)
         }
@@ -97,12 +119,14 @@ class _Supervisor:
                 for child in self._children:
                     if child.code is None:
                         self._look_after(child)
+                if time.monotonic() >= self._ends_at:
+                    self._cut_off()
                 time.sleep(_POLL_S)
         finally:
             for own, handler in before.items():
                 signal.signal(own, handler)
-            os.close(self._read_fd)
-            os.close(write_fd)
+            for fd in (self._read_fd, write_fd, self._told_fd, self._tell_fd):
+                os.close(fd)
             if self._server is not None:
                 self._server.close()
         codes = [child.code or 0 for child in self._children]
@@ -111,7 +135,8 @@ class _Supervisor:
     def _look_after(self, child: _Child) -> None:
         if child.process is None:
             if self._stopping:
-                child.code = 0 if child.deaths == 0 else 1
+                # it had nothing to drain
+                child.code = 0
             elif time.monotonic() >= child.start_at:
                 self._start(child)
             return
@@ -121,9 +146,13 @@ class _Supervisor:
         child.process = None
         if child.told is not None:
             child.told.running = child.told.answered = False
-        if code in (0, 2) or self._stopping:
-            child.code = code if code >= 0 else 1
-            if code == 2 and not self._stopping:
+        if self._stopping:
+            # the default of a process that has not come to its own handlers: nothing was running
+            child.code = 0 if code in (0, -signal.SIGTERM) else 1
+            return
+        if code == 0 or (code == 2 and not self._consumes()):
+            child.code = code
+            if code == 2:
                 self._stop(signal.SIGTERM)
             return
         now = time.monotonic()
@@ -132,16 +161,23 @@ class _Supervisor:
         pause_s = min(first_s * 2 ** min(child.deaths - 1, 10), longest_s)
         child.start_at = now + pause_s * random.uniform(0.75, 1.25)
         _log.error(
-            "Worker process %d died with status %d; it is started again in %.1f s.",
+            "Worker process %d ended with status %d; it is started again in %.1f s.",
             child.number,
             code,
             child.start_at - now,
         )
 
+    def _consumes(self) -> bool:
+        """Say whether any child has ever consumed."""
+        if not self._has_consumed:
+            with suppress(BlockingIOError):
+                self._has_consumed = bool(os.read(self._told_fd, 1))
+        return self._has_consumed
+
     def _start(self, child: _Child) -> None:
         child.started_at = time.monotonic()
         # a session of its own: Ctrl-C reaches the parent, which forwards it once, not twice
-        passed = {PARENT_FD: self._read_fd}
+        passed = {PARENT_FD: self._read_fd, _CONSUMES_FD: self._tell_fd}
         if self._http is not None:
             passed[HTTP_FD] = self._http.fileno()
         if child.health is not None:
@@ -160,6 +196,8 @@ class _Supervisor:
         self._pending.append(signal.Signals(number))
 
     def _stop(self, number: signal.Signals) -> None:
+        if not self._stopping:
+            self._ends_at = time.monotonic() + self._grace_s
         self._stopping = True
         if self._http is not None:
             # children close theirs: without this one, connections would wait for nobody
@@ -168,3 +206,11 @@ class _Supervisor:
         for child in self._children:
             if child.process is not None and child.process.poll() is None:
                 child.process.send_signal(number)
+
+    def _cut_off(self) -> None:
+        """Kill what has not ended by itself, though its own grace is a little shorter."""
+        self._ends_at = math.inf
+        for child in self._children:
+            if child.process is not None and child.process.poll() is None:
+                _log.error("Worker process %d did not end within the grace: killed.", child.number)
+                child.process.kill()

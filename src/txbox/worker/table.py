@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 import secrets
 import threading
@@ -10,17 +12,26 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from txbox.app import App
+from txbox.errors import Fault, StoreError
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
+from txbox.patience import CURABLE
 from txbox.steps import Steps
-from txbox.store import leases
+from txbox.store import jobs, leases
 from txbox.store.codec import Leased
 
 _BUSY_S = 0.05
 _IDLE_S = 1.0
+# a row that is due by the database's clock must be so when it is asked for
+_MARGIN_S = 0.005
 _UNMATCHED_S = 60.0
+
+
+_Due = list[tuple[str, float]]
+_Perform = Callable[[Steps[_Due]], _Due]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +82,133 @@ def _size_bytes(row: Row) -> int:
     return len(row.leased.arrival.message.payload or b"")
 
 
+class Poll:
+    """Asks the database for every consumer of a worker at once what is due, and when the next row is.
+
+    Args:
+        consumers: of the worker.
+        due: called with a consumer's name when a row of its is due, with "" for the outbox.
+        outbox: ask for the outbox, too.
+        stop: True when nothing more is to be started.
+
+    It asks once a second, or as often as `RelayPolicy.poll` wants it, and more often for a while after `soon`.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        consumers: Sequence[str],
+        *,
+        due: Callable[[str], None],
+        outbox: bool,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._app = app
+        self._consumers = consumers
+        self._due = due
+        routes = app.routes.all() if outbox else []
+        names = [route.name for route in routes]
+        self._local = next((own.name for own in routes if own.destination is None), None)
+        # and what was staged without one
+        self._routes = [*names, ""] if names else []
+        self._stop = stop
+        self._idle_s = min(_IDLE_S, app.relaying.poll.total_seconds()) if outbox else _IDLE_S
+        self._changed = threading.Condition()
+        self._pause_s = min(_BUSY_S, self._idle_s)
+        self._asked_at = self._ask_at = 0.0
+        # what the last answers said of the time until the next ones
+        self._due_at: dict[str, float] = {}
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def run(self, perform: _Perform) -> None:
+        """Poll until stopped."""
+        while not self._stop():
+            for call in self._next():
+                call()
+            if time.monotonic() >= self._ask_at and not self._stop():
+                self._ask(perform)
+
+    def soon(self) -> None:
+        """Rows may become due before the next look: look at once, and often for a while. From any thread."""
+        with self._changed:
+            self._pause_s = min(_BUSY_S, self._idle_s)
+            # not more often than that, however much there is to tell
+            ask_at = max(time.monotonic(), self._asked_at + _BUSY_S)
+            if ask_at < self._ask_at:
+                self._ask_at = ask_at
+                self._changed.notify()
+
+    def call_at(self, at: float, call: Callable[[], None]) -> None:
+        """Call something at a time of the monotonic clock, from the thread of the poll."""
+        with self._changed:
+            heapq.heappush(self._calls, (at, next(self._order), call))
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Look whether to stop."""
+        with self._changed:
+            self._changed.notify()
+
+    def _next(self) -> list[Callable[[], None]]:
+        """Wait until it is time to ask, or to call; returns whom."""
+        with self._changed:
+            now = time.monotonic()
+            first = self._calls[0][0] if self._calls else self._ask_at
+            until = min([self._ask_at, first, *self._due_at.values()])
+            if until > now and not self._stop():
+                self._changed.wait(until - now)
+                now = time.monotonic()
+            calls: list[Callable[[], None]] = []
+            for name in [name for name, at in self._due_at.items() if at <= now]:
+                del self._due_at[name]
+                calls.append(partial(self._due, name))
+            while self._calls and self._calls[0][0] <= now:
+                calls.append(heapq.heappop(self._calls)[2])
+            return calls
+
+    def _ask(self, perform: _Perform) -> None:
+        with self._changed:
+            pause_s = self._pause_s * random.uniform(0.75, 1.25)
+            self._pause_s = min(self._pause_s * 2, self._idle_s)
+            # before the answer comes: `soon` may be called meanwhile
+            self._asked_at = time.monotonic()
+            self._ask_at = self._asked_at + pause_s
+        app = self._app
+        try:
+            answer = perform(
+                app.protocol.persistently(
+                    lambda: jobs.due(
+                        app.store.dialect,
+                        self._consumers,
+                        ahead_s=pause_s + _BUSY_S,
+                        routes=self._routes,
+                        local=self._local,
+                    ),
+                    stop=self._stop,
+                )
+            )
+        except StoreError as error:
+            if self._stop() and error.fault in CURABLE:
+                return
+            if error.fault is Fault.SCHEMA:
+                perform(self._checked())  # raises with the command to run, if that is it
+            raise
+        self._tell(answer)
+
+    def _checked(self) -> Steps[_Due]:
+        yield from self._app.check_schema()
+        return []
+
+    def _tell(self, answer: _Due) -> None:
+        now = time.monotonic()
+        for name, in_s in answer:
+            if in_s <= 0:
+                self._due(name)
+            else:
+                self._due_at[name] = now + in_s + _MARGIN_S
+
+
 class Table:
     """The due rows of one consumer, leased in batches and handed to its lanes.
 
@@ -78,6 +216,7 @@ class Table:
         suspects: one for the whole process: of the rows that may kill it, it runs one at a time.
         stop: True when nothing more is to be started.
         wake: called when rows have come.
+        soon: called when rows may become due before the next poll; see `Poll.soon`.
     """
 
     def __init__(
@@ -88,8 +227,10 @@ class Table:
         suspects: threading.Lock,
         stop: Callable[[], bool],
         wake: Callable[[], None],
+        soon: Callable[[], None],
     ) -> None:
         self.consumer = consumer
+        self.soon = soon
         self._app = app
         self._suspects = suspects
         self._stop = stop
@@ -98,8 +239,10 @@ class Table:
         self._rows: deque[Row] = deque()
         self._held: dict[str, set[str]] = {}
         self._leasing = False
+        self._look = False
+        # what the poll says to be due may be another's, or wait for its turn
         self._pause_s = _BUSY_S
-        self._poll_at = 0.0
+        self._due_from = 0.0
         self._suspects_at = 0.0
         self._heads_only, self._dead_blocks = app.handlers.order_of(consumer)
         self._handlers = app.handlers.consumers().get(consumer, [])
@@ -130,6 +273,7 @@ class Table:
                 lease=app.lease,
                 dead_blocks=self._dead_blocks,
             ),
+            consumer=self.consumer,
             stop=self._stop,
         )
         if found is None:
@@ -152,15 +296,18 @@ class Table:
     @property
     def due(self) -> bool:
         """True when there are rows here, or it is time to look for some."""
-        return bool(self._rows) or self.poll_in_s() == 0
-
-    def poll_in_s(self) -> float:
-        """Seconds until it is time to look again."""
-        return max(0.0, self._poll_at - time.monotonic())
+        return bool(self._rows) or self._look
 
     def look_now(self) -> None:
         """Something was put into the table: do not wait for the next poll."""
-        self._poll_at = 0.0
+        self._look = True
+
+    def told(self) -> bool:
+        """The poll says that rows are due; returns whether to look for them now."""
+        if time.monotonic() < self._due_from:
+            return False
+        self._look = True
+        return True
 
     @contextmanager
     def running(self, rows: Sequence[Row]) -> Generator[None]:
@@ -216,9 +363,11 @@ class Table:
 
     def _may_lease(self) -> bool:
         with self._lock:
-            if self._leasing or self._rows or self._stop() or self.poll_in_s() > 0:
+            if self._leasing or self._rows or self._stop() or not self._look:
                 return False
             self._leasing = True
+            # at once: whoever has something to tell meanwhile is heard
+            self._look = False
             return True
 
     def _lease(self) -> Steps[None]:
@@ -236,15 +385,16 @@ class Table:
                 if not taken:
                     self._suspects.release()
             found += taken
-        if found:
-            self._pause_s = _BUSY_S
-            pause_s = 0.0 if found >= limit else _BUSY_S
-        else:
-            pause_s = self._pause_s
+        if not found:
+            self._due_from = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 2, _IDLE_S)
-        self._poll_at = time.monotonic() + pause_s * random.uniform(0.75, 1.25)
-        if found:
-            self._wake()
+            return
+        self._pause_s, self._due_from = _BUSY_S, 0.0
+        if found >= limit:
+            self._look = True
+        else:
+            self.soon()
+        self._wake()
 
     def _limit(self) -> int:
         """Rows to lease: `Lease.batch`, or as many as the next transaction takes."""
@@ -270,6 +420,7 @@ class Table:
                 heads_only=self._heads_only,
                 dead_blocks=self._dead_blocks,
             ),
+            consumer=self.consumer,
             stop=self._stop,
         )
         rows: list[Row] = []
@@ -296,6 +447,7 @@ class Table:
             lambda: leases.release(
                 self._app.store, self.consumer, ids, token=token, delay_s=_UNMATCHED_S
             ),
+            consumer=self.consumer,
             stop=self._stop,
         )
         for leased in unmatched:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from txbox.app import App, Consumption
@@ -26,16 +27,14 @@ from txbox.worker.health import Health
 from txbox.worker.lanes import Lanes
 from txbox.worker.progress import StoredProgress
 from txbox.worker.pump import Pump
-from txbox.worker.signals import draining_on_signals
+from txbox.worker.signals import GRACE, draining_on_signals, last_s
 
 _log = logging.getLogger("txbox")
 
 # the main thread comes round this often
 _TICK_S = 0.1
-# for the acknowledgements of what is settled, for the threads beside the lanes, for the connections
-_CLOSE_S = 5.0
-# a relay waits for the confirmations of what it has sent
-_RELAY_S = 15.0
+# the end of a grace that handlers do not have: sources, relays and the database are left in it, 2 s or a fifth
+_CLOSE_S = 2.0
 # something is broken: what still runs may end, but nobody waits for it as long as in a drain
 _AFTER_CRASH_S = 10.0
 # deliveries of one source: more would only be memory, and withheld from other workers
@@ -50,7 +49,8 @@ class Worker:
         install_signals: SIGTERM and SIGINT drain; a second one ends the process at once.
         maintenance: run rescue, prune and the other jobs in the background.
         relay: send what is staged in the outbox.
-        grace: a drain that takes longer ends with status 1; None waits as long as a handler runs.
+        grace: from the first signal, or `stop`, to the end. What has not drained by then is cut off, with
+            status 1.
         consumptions: instead of those of the app.
         health: what is told how the worker is; the caller serves it.
         endpoints: the webhooks to serve, from the start of consumption to the drain.
@@ -67,7 +67,7 @@ class Worker:
         install_signals: bool = True,
         maintenance: bool = True,
         relay: bool = True,
-        grace: timedelta | None = None,
+        grace: timedelta = GRACE,
         consumptions: Sequence[Consumption] | None = None,
         health: Health | None = None,
         endpoints: Endpoints | None = None,
@@ -76,7 +76,7 @@ class Worker:
         self._once = once
         self._install_signals = install_signals
         self._maintenance = maintenance
-        self._grace_s = None if grace is None else grace.total_seconds()
+        self._grace_s = grace.total_seconds()
         self._consumptions = app.consumptions if consumptions is None else consumptions
         self._driver = Driver(app)
         self._health = health or Health()
@@ -87,8 +87,7 @@ class Worker:
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lanes = Lanes(app, stop=self._stopping.is_set)
-        # those of lanes and endpoints that have not reported their end
-        self._lanes_alive = 0
+        self._serving = False
         # each is True until it has reported its end
         self._pumps: dict[Pump, bool] = {}
         self._background = Background(
@@ -99,10 +98,15 @@ class Worker:
             ended=self._thread_ended,
             orphaned=self.stop,
         )
+        self._poll: threading.Thread | None = None
         self._consuming = False
         self._crash: BaseException | None = None
         #: What made `run` return 1 or 2.
         self.failure: BaseException | None = None
+        #: Something had not ended within the grace: threads of it may be left.
+        self.cut_off = False
+        #: When the grace is over, of the monotonic clock; None while nothing has asked for the end.
+        self.ends_at: float | None = None
 
     # -- from outside -------------------------------------------------------------------------
 
@@ -112,18 +116,23 @@ class Worker:
         Returns: 0 drained or finished, 2 wrong configuration, schema or an unreachable database at
         the start, 1 anything that should not have happened.
         """
-        with draining_on_signals(self._signalled) if self._install_signals else nullcontext():
+        with (
+            draining_on_signals(self._signalled, self._grace_s)
+            if self._install_signals
+            else nullcontext()
+        ):
             try:
                 self._start()
                 self._supervise()
             except (ConfigurationError, SchemaError, StoreError) as error:
                 self._crash = self._crash or error
             finally:
-                clean = self._shut_down()
+                left = self._shut_down()
         if self._consuming:
-            self._app.events.emit(WorkerStopped(clean=clean and self._crash is None))
+            self._app.events.emit(WorkerStopped(clean=not left and self._crash is None))
         self.failure = self._crash
-        return self._status(clean)
+        self.cut_off = bool(left)
+        return self._status(left)
 
     def stop(self) -> None:
         """Drain: receive nothing more, finish what runs, give the rest back. From any thread."""
@@ -141,8 +150,9 @@ class Worker:
                 stop=self._stopping.is_set,
                 ended=self._thread_ended,
                 delivered=self._lanes.look_now,
+                polled=True,
             )
-        self._lanes.make()
+        self._lanes.make(self._relays.look if self._relays is not None else None)
         self._open_sources(topics)
         if self._crash is None:
             self._consume()
@@ -197,13 +207,16 @@ class Worker:
         )
         self._consuming = True
         self._health.consuming(tables.values(), self._driver)
-        self._lanes_alive = len(self._lanes)
-        self._lanes.start(self._driver, thread_ended=self._lane_ended, task_ended=self._task_ended)
+        self._lanes.start(self._driver, self._thread_ended)
         if self._endpoints is not None:
             # requests are drained as lanes are
-            self._lanes_alive += 1
-            self._driver.task(self._endpoints.serve()).add_done_callback(self._task_ended)
+            self._serving = True
+            self._driver.task(self._endpoints.serve()).add_done_callback(self._served)
         self._background.start(maintenance=self._maintenance)
+        self._app.left = self._lanes.left
+        self._poll = thread(
+            "txbox-poll", partial(self._lanes.poll, self._driver), self._thread_ended
+        )
         if self._relays is not None:
             self._relays.start()
         for pump in self._pumps:
@@ -256,43 +269,74 @@ class Worker:
             return True
 
     def _drain(self) -> None:
+        crashed = self._crash is not None
+        self._asked_to_end(min(_AFTER_CRASH_S, self._grace_s) if crashed else self._grace_s)
         self._stopping.set()
         self._health.draining()
         if self._endpoints is not None:
             self._endpoints.stop()
         self._lanes.wake()
 
-    def _shut_down(self) -> bool:
-        """Let lanes finish, settle, give rows back, close; returns whether all of it ended in time."""
+    def _asked_to_end(self, within_s: float) -> None:
+        if self.ends_at is None:
+            self.ends_at = time.monotonic() + within_s
+
+    def _left_s(self, before_end_s: float) -> float:
+        """Seconds until so long before the end of the grace."""
+        assert self.ends_at is not None
+        return max(0.0, self.ends_at - before_end_s - time.monotonic())
+
+    def _shut_down(self) -> list[str]:
+        """Let lanes finish, settle, give rows back, close; returns what had not ended in time."""
         self._drain()
-        grace_s = self._grace_s
-        if self._crash is not None:
-            grace_s = min(_AFTER_CRASH_S, _AFTER_CRASH_S if grace_s is None else grace_s)
-        clean = self._wait_until(lambda: self._lanes_alive == 0, grace_s)
+        left: list[str] = []
+        close_s, last = min(_CLOSE_S, self._grace_s / 5), last_s(self._grace_s)
+        if not self._wait_until(lambda: not (self._lanes.busy or self._serving), close_s):
+            left += [f"{self._lanes.busy} lanes were still at work"] if self._lanes.busy else []
+            left += ["the webhooks were still answering"] if self._serving else []
         for pump in self._pumps:
             pump.finish()
-        clean = self._wait_until(lambda: not any(self._pumps.values()), _CLOSE_S) and clean
+        self._wait_until(lambda: not any(self._pumps.values()), last)
+        left += [
+            f"the source {pump.source.name} did not close"
+            for pump, runs in self._pumps.items()
+            if runs
+        ]
         self._background.end()
         self._health.closing()
         if self._relays is not None:
-            # a drain that has used up its grace does not wait once more
-            clean = self._relays.join(_RELAY_S if clean else _TICK_S) and clean
-        self._background.join(_CLOSE_S)
-        self._close()
-        return clean
+            left += [
+                f"the relay to {name} did not end" for name in self._relays.join(self._left_s(last))
+            ]
+        answered = self._background.join(self._left_s(last))
+        if self._poll is not None:
+            self._app.left = None
+            self._poll.join(self._left_s(last))
+            answered = answered and not self._poll.is_alive()
+        if not (self._close(last, clean=not left) and answered):
+            left.append(f"the database {self._app.database.name} did not answer")
+        return left
 
-    def _wait_until(self, done: Callable[[], bool], for_s: float | None) -> bool:
-        """Handle reports until it is done; returns False when that has taken longer than `for_s`."""
-        deadline = None if for_s is None else time.monotonic() + for_s
+    def _wait_until(self, done: Callable[[], bool], before_end_s: float) -> bool:
+        """Handle reports until it is done; returns False when that takes until so long before the end."""
         self._handle_reports(0.0)
         while not done():
-            if deadline is not None and time.monotonic() >= deadline:
+            left_s = self._left_s(before_end_s)
+            if not left_s:
                 return False
-            self._handle_reports(_TICK_S)
+            self._handle_reports(min(_TICK_S, left_s))
         return True
 
-    def _close(self) -> None:
-        """Give leased rows back and close; a database that is away must not keep the worker alive."""
+    def _close(self, before_end_s: float, *, clean: bool) -> bool:
+        """Give leased rows back and close; returns whether the database let it. Never waits for one that hangs."""
+        ended: list[BaseException | None] = []
+        closing = thread("txbox-close", lambda: self._give_back(clean), ended.append)
+        closing.join(max(self._left_s(before_end_s), self._left_s(0.0) / 2))
+        if ended and ended[0] is not None:
+            raise ended[0]
+        return bool(ended)
+
+    def _give_back(self, clean: bool) -> None:
         try:
             for table in self._lanes.tables.values():
                 self._driver.perform(table.give_back())
@@ -302,18 +346,20 @@ class Worker:
                 error,
             )
         try:
-            self._driver.close(_CLOSE_S)
+            self._driver.close(self._left_s(0.0), clean=clean)
         except (StoreError, TimeoutError) as error:
             _log.warning("Connections did not close cleanly: %s", error)
 
-    def _status(self, clean: bool) -> int:
+    def _status(self, left: Sequence[str]) -> int:
         """Say how it ended: in the log, and as the exit status."""
         if self._crash is None:
-            if not clean:
+            if left:
                 _log.error(
-                    "The drain did not end within its grace; what was running is redelivered."
+                    "The drain was cut off after its grace of %g s: %s. What was not settled is delivered again.",
+                    self._grace_s,
+                    ", ".join(left),
                 )
-            return 0 if clean else 1
+            return 1 if left else 0
         if isinstance(self._crash, (ConfigurationError, SchemaError)) or (
             isinstance(self._crash, StoreError) and not self._consuming
         ):
@@ -330,6 +376,7 @@ class Worker:
 
     def _signalled(self) -> None:
         # here and not in the report: the main thread may be waiting for the database
+        self._asked_to_end(self._grace_s)
         self._health.draining()
         self._reports.put(self._drain)
 
@@ -340,15 +387,14 @@ class Worker:
             self._health.failed(error)
             self._drain()
 
-    def _lane_ended(self, error: BaseException | None) -> None:
+    def _served(self, task: Future[None]) -> None:
+        error = task.exception() if not task.cancelled() else RuntimeError("cancelled")
+
         def report() -> None:
-            self._lanes_alive -= 1
+            self._serving = False
             self._failed(error)
 
         self._reports.put(report)
-
-    def _task_ended(self, task: Future[None]) -> None:
-        self._lane_ended(task.exception() if not task.cancelled() else RuntimeError("cancelled"))
 
     def _pump_ended(self, pump: Pump) -> Callable[[BaseException | None], None]:
         def report(error: BaseException | None) -> None:
@@ -367,30 +413,3 @@ class Worker:
 def _in_flight_max(batch: int, lanes: int) -> int:
     """Three batches for each lane: one commits, one is claimed behind it, one waits; hardly more than a thousand."""
     return max(3 * batch, 3 * lanes, min(3 * batch * lanes, _IN_FLIGHT))
-
-
-def run(
-    app: App,
-    *,
-    once: bool = False,
-    maintenance: bool = True,
-    relay: bool = True,
-    grace: timedelta | None = None,
-    consumptions: Sequence[Consumption] | None = None,
-    health: Health | None = None,
-    endpoints: Endpoints | None = None,
-) -> int:
-    """Run a worker in this process, with its signal handlers; returns the exit status of `Worker.run`.
-
-    Several processes: `supervise`.
-    """
-    return Worker(
-        app,
-        once=once,
-        maintenance=maintenance,
-        relay=relay,
-        grace=grace,
-        consumptions=consumptions,
-        health=health,
-        endpoints=endpoints,
-    ).run()

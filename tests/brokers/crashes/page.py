@@ -136,7 +136,8 @@ def _points(swept: Sequence[Result]) -> Iterator[str]:
 
 
 _WAY = (
-    "received", "store", "lease_stored", "lease", "begin", "claim", "claim_leased", "arm", "classify",
+    "received", "store", "lease_stored", "lease", "begin", "claim", "claim_leased", "arm",
+    "savepoint_claim", "classify",
     "handler", "between:writes", "close", "commit", "record", "rescue", "heartbeat", "ack",
 )  # fmt: skip
 

@@ -95,7 +95,8 @@ def _listen(_event: Event) -> None:
 
 def _by_txbox(on: Setting, name: str, stack: ExitStack, options: dict[str, Any]) -> Turns:
     app = stack.enter_context(App(on.own.url, observers=[_listen]))
-    app.handler(TOPIC, consumer=CONSUMER, **options)(writes)
+    register: Callable[[Any], Any] = app.handler(TOPIC, consumer=CONSUMER, **options)
+    register(writes)
     app.init()
     on.own.prepare()
     return Turns(

@@ -8,7 +8,7 @@
 -- writes `status`, which is indexed, so that free space in the page would make no update cheaper.
 DO $storage$
 BEGIN
-    IF (SELECT relkind FROM pg_catalog.pg_class WHERE oid = 'txbox_inbox'::regclass) = 'r' THEN
+    IF (SELECT relkind FROM pg_catalog.pg_class WHERE oid = 'txbox_inbox'::regclass::oid) = 'r' THEN
         ALTER TABLE txbox_inbox SET (autovacuum_vacuum_scale_factor = 0.02,
                                      autovacuum_vacuum_insert_scale_factor = 0.05,
                                      autovacuum_analyze_scale_factor = 0.02);

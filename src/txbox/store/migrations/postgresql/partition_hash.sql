@@ -8,7 +8,7 @@ BEGIN
                        ' WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05,'
                        ' autovacuum_analyze_scale_factor = 0.02)',
                        (SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-                         WHERE c.oid = 'txbox_inbox'::regclass),
+                         WHERE c.oid = 'txbox_inbox'::regclass::oid),
                        'txbox_inbox_hash_' || lpad(number::text, 2, '0'), number);
     END LOOP;
 END

@@ -1,0 +1,22 @@
+-- txbox schema version 6: a lease costs the same whatever waits behind it, and so does a batch of a bulk change.
+-- One ALTER, which InnoDB does as a whole or not at all, in place and beside writers; prepared, since neither
+-- product can say ALTER TABLE … IF EXISTS to the other, so that it can be run again.
+-- txbox_inbox_due: in the order in which rows are leased. `starts` > 0 are rows whose last run never ended, which
+-- are looked for alone.
+-- txbox_inbox_open: by status, for bulk changes and for leases to be rescued; txbox_inbox_lease, which every lease and
+-- heartbeat changed, goes.
+
+SET @txbox_alter = IF(
+    (SELECT COUNT(*) FROM information_schema.statistics
+      WHERE table_schema = DATABASE() AND table_name = 'txbox_inbox' AND index_name = 'txbox_inbox_lease') > 0,
+    'ALTER TABLE txbox_inbox
+        DROP KEY txbox_inbox_due, DROP KEY txbox_inbox_lease,
+        ADD KEY txbox_inbox_due (consumer, has_payload, starts, next_attempt_at, arrival),
+        ADD KEY txbox_inbox_open (status, consumer, arrival)',
+    'DO 0');
+PREPARE txbox_alter FROM @txbox_alter;
+EXECUTE txbox_alter;
+DEALLOCATE PREPARE txbox_alter;
+
+INSERT INTO txbox_schema (version, compatible_from) VALUES (6, 1)
+    ON DUPLICATE KEY UPDATE compatible_from = 1;

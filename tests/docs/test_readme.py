@@ -1,0 +1,44 @@
+"""The README's shop and its third door, pasted by a reader: one file, the commands, their output."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.pages import page
+
+_DOOR = "**Your whole service**"
+_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
+
+
+def test_the_whole_service_prints_what_the_readme_says(tmp_path: Path) -> None:
+    readme = page("README.md")
+    line = readme.text.count("\n", 0, readme.text.index(_DOOR))
+    blocks = list(readme.blocks())
+    shop = next(block.text for block in blocks if block.language == "python")
+    service, commands, output = [block for block in blocks if block.line > line][:3]
+    assert [service.language, commands.language, output.language] == ["python", "sh", "text"]
+    subprocess.run([sys.executable, "-c", shop], cwd=tmp_path, check=True, timeout=60)
+    (tmp_path / "shop.py").write_text(service.text)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["sh", "-e", "-c", commands.text],
+        cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert _TIME.sub("TIME", ended.stdout) == _TIME.sub("TIME", output.text)
+
+
+def test_importing_the_service_does_nothing(tmp_path: Path) -> None:
+    readme = page("README.md")
+    line = readme.text.count("\n", 0, readme.text.index(_DOOR))
+    service = next(
+        block.text for block in readme.blocks() if block.line > line and block.language == "python"
+    )
+    (tmp_path / "shop.py").write_text(service)
+    subprocess.run([sys.executable, "-c", "import shop"], cwd=tmp_path, check=True, timeout=60)
+    assert {found.name for found in tmp_path.iterdir()} <= {"shop.py", "__pycache__"}
