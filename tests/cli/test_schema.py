@@ -169,7 +169,7 @@ def test_a_consumer_role_processes_parks_stores_and_quarantines(
     command("send", "orders", "--id", "1", "--data", "{}", env=env)
     command("send", "orders", "--id", "2", "--data", '{"bad": 1}', env=env)
     command("send", "orders", "--id", "1", "--data", "[]", env=env, code=1)
-    ran = command("run", "--once", "--no-maintenance", "--json", env=env).json
+    ran = command("run", "--once", "--no-maintenance", "--json", env=env, code=1).json
     assert (ran["events"]["processed"], ran["events"]["dead"]) == (3, 1)
     with Raw(roles.urls["consumer"]) as own, pytest.raises(psycopg.errors.InsufficientPrivilege):
         own.execute("DELETE FROM txbox_inbox")
@@ -180,7 +180,7 @@ def test_an_operator_role_retries_and_discards(command: Command, roles: Roles) -
     env = {"SHOP_URL": roles.urls["consumer"], "TXBOX_APP": "shop:app"}
     for own in ("1", "2"):
         command("send", "orders", "--id", own, "--data", '{"bad": 1}', env=env)
-    command("run", "--once", "--no-maintenance", env=env)
+    command("run", "--once", "--no-maintenance", env=env, code=1)
     url = roles.urls["operator"]
     command("status", "--database", url)
     command("show", "billing", "1", "--database", url)

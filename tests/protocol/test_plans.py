@@ -19,7 +19,6 @@ from txbox.store import leases
 from txbox.store import schema as tables
 from txbox.store.dialect import dialect, native
 
-_MANY = 20_000
 _PARAMS: dict[str, Any] = {
     "consumer": CONSUMER,
     "token": "t",
@@ -142,6 +141,12 @@ def _never(raw: Raw) -> None:
     del raw
 
 
+@pytest.fixture
+def many(database: Any) -> int:
+    """Rows: far more than any statement may touch; MySQL stores them ten times as slowly as the others."""
+    return 6_000 if database.name == "mysql" else 20_000
+
+
 @pytest.fixture(params=["never", "of an empty table", "of one row", "of finished rows", "fresh"])
 def filled(
     request: pytest.FixtureRequest, database_url: str, raw: Callable[[str], Raw]
@@ -176,20 +181,22 @@ def _every_mode(raw: Raw) -> tuple[str, ...]:
     return ("custom", "generic") if raw.product == "postgresql" else ("custom",)
 
 
-def test_a_lease_costs_the_same_whatever_waits_behind_it(filled: Callable[..., Raw]) -> None:
+def test_a_lease_costs_the_same_whatever_waits_behind_it(
+    filled: Callable[..., Raw], many: int
+) -> None:
     raw = filled(
-        {"rows": _MANY},
+        {"rows": many},
         # parked, and not due for an hour
-        {"rows": _MANY, "first": _MANY, "status": "failed", "due_in_s": 3600},
-        {"rows": _MANY, "first": 2 * _MANY, "status": "dead"},
+        {"rows": many, "first": many, "status": "failed", "due_in_s": 3600},
+        {"rows": many, "first": 2 * many, "status": "dead"},
     )
     for name in ("lease", "lease_suspect", "work_left", "due"):
         for mode in _every_mode(raw):
             assert cost(raw, name, mode=mode) < _FLAT[raw.product], (name, mode)
 
 
-def test_a_rescue_looks_at_leased_rows_only(filled: Callable[..., Raw]) -> None:
-    raw = filled({"rows": _MANY}, {"rows": _MANY, "first": _MANY, "status": "dead"})
+def test_a_rescue_looks_at_leased_rows_only(filled: Callable[..., Raw], many: int) -> None:
+    raw = filled({"rows": many}, {"rows": many, "first": many, "status": "dead"})
     for consumer in (CONSUMER, None):
         for mode in _every_mode(raw):
             assert cost(raw, "rescue", mode=mode, consumer=consumer) < _FLAT[raw.product], mode
@@ -200,42 +207,41 @@ def _key(count: int, raw_product: str) -> str:
 
 
 def test_the_heads_of_many_keys_cost_the_same_whatever_waits_behind_them(
-    filled: Callable[..., Raw], database: Any
+    filled: Callable[..., Raw], database: Any, many: int
 ) -> None:
     key = _key(2_000, "mysql" if database.name.startswith("m") else "")
-    raw = filled({"rows": 2 * _MANY, "key": key})
-    # MySQL sorts what MariaDB reads in the order of the index: three index entries for each due row
-    heads = 4 * 2 * _MANY if database.name == "mysql" else 2 * _FLAT[raw.product]
-    for name, most in (("lease_ordered", heads), ("lease_suspect", 2 * _FLAT[raw.product])):
+    raw = filled({"rows": 2 * many, "key": key})
+    for name in ("lease_ordered", "lease_suspect"):
         for mode in _every_mode(raw):
-            assert cost(raw, name, mode=mode) < most, (name, mode)
+            assert cost(raw, name, mode=mode) < 2 * _FLAT[raw.product], (name, mode)
     for mode in _every_mode(raw):
         assert cost(raw, "lease_next", mode=mode, key="k7") < _FLAT[raw.product], mode
 
 
 def test_a_key_that_is_blocked_costs_nothing_for_the_rows_behind_its_head(
-    filled: Callable[..., Raw],
+    filled: Callable[..., Raw], many: int
 ) -> None:
     raw = filled(
         {"rows": 1, "key": "'dead'", "status": "dead"},
-        {"rows": _MANY, "key": "'dead'", "first": 1},
-        {"rows": 5, "key": "'runs'", "first": _MANY + 1, "due_in_s": -1800},
+        {"rows": many, "key": "'dead'", "first": 1},
+        {"rows": 5, "key": "'runs'", "first": many + 1, "due_in_s": -1800},
     )
     # MySQL cannot step from key to key, and looks at each row: five index entries
-    most = 6 * _MANY if raw.product == "mysql" else 2 * _FLAT[raw.product]
+    most = 6 * many if raw.product == "mysql" else 2 * _FLAT[raw.product]
     for mode in _every_mode(raw):
         assert cost(raw, "lease_ordered", mode=mode) < most, mode
+        assert cost(raw, "lease_next", mode=mode, key="dead") < _FLAT[raw.product], mode
 
 
 def test_a_batch_of_a_bulk_change_costs_the_same_wherever_it_begins(
-    filled: Callable[..., Raw],
+    filled: Callable[..., Raw], many: int
 ) -> None:
     raw = filled(
-        {"rows": _MANY, "status": "dead"},
-        {"rows": _MANY, "first": _MANY, "status": "dead", "consumer": "another"},
-        {"rows": _MANY, "first": 2 * _MANY},
+        {"rows": many, "status": "dead"},
+        {"rows": many, "first": many, "status": "dead", "consumer": "another"},
+        {"rows": many, "first": 2 * many},
     )
-    middle = raw.value("SELECT min(arrival) FROM txbox_inbox WHERE status = 'dead'") + _MANY // 2
+    middle = raw.value("SELECT min(arrival) FROM txbox_inbox WHERE status = 'dead'") + many // 2
     for after in (-1, middle):
         for mode in _every_mode(raw):
             page = {"after": after, "limit": 100}
@@ -244,12 +250,16 @@ def test_a_batch_of_a_bulk_change_costs_the_same_wherever_it_begins(
 
 
 def test_tables_of_an_earlier_version_get_the_indexes(
-    empty_database_url: str, new_database: Any, database_kind: Any, raw: Callable[[str], Raw]
+    empty_database_url: str,
+    new_database: Any,
+    database_kind: Any,
+    raw: Callable[[str], Raw],
+    many: int,
 ) -> None:
     view = raw(empty_database_url)
     for statement in tables.split(tables.migration_text(dialect(view.product), None, upto=2)):
         view.execute(statement)
-    fill(view, _MANY)
+    fill(view, many)
     with App(empty_database_url) as app:
         assert app.init() == (2, tables.VERSION)
     assert _indexes(view) == _indexes(raw(new_database(database_kind.name)))

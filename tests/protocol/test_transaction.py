@@ -130,7 +130,7 @@ def test_lock_timeout_is_restored_after_accept(
     new_database: NewDatabase, product: str, rival: bool
 ) -> None:
     """And where the time-out passes, the caller's transaction is still usable."""
-    show, change, changed = WAITS[product]
+    show, change, changed = WAITS[BY_NAME[product].dialect]
     with opened(new_database(product)) as shop:
         inbox = Inbox(CONSUMER)
         tx = shop.app._any_sync().acquire()

@@ -226,23 +226,24 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
    AND (NOT :heads_only OR own.`key` IS NULL OR own.arrival <= LEAST(
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'pending' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1), own.arrival),
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'failed' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1), own.arrival),
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'processing' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1), own.arrival),
           COALESCE(CASE WHEN :dead_blocks THEN
                    (SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'dead' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1) END, own.arrival)))
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1) END, own.arrival)))
  ORDER BY starts, next_attempt_at, arrival
  LIMIT 1
    FOR UPDATE SKIP LOCKED
 
 -- name: lease_ordered
--- As lease, of each key only the first row that is unfinished: one probe of an index a status.
+-- As lease, of each key only the first row that is unfinished: one probe of an index a status. A head is
+-- asked for in the order of every column of the index: by the last alone, MySQL reads the whole key and sorts it.
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
        content_type, headers, origin, payload, has_payload, key_id, arrival
@@ -252,47 +253,44 @@ SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(
    AND (own.`key` IS NULL OR own.arrival <= LEAST(
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'pending' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1), own.arrival),
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'failed' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1), own.arrival),
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'processing' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1), own.arrival),
           COALESCE(CASE WHEN :dead_blocks THEN
                    (SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
                      WHERE head.status = 'dead' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1) END, own.arrival)))
+                     ORDER BY head.status, head.consumer, head.`key`, head.arrival LIMIT 1) END, own.arrival)))
  ORDER BY next_attempt_at, arrival
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
 -- name: lease_next
 -- As lease_ordered, the row of one key whose turn it is: whoever has run its predecessor asks for it, and
--- pays for no look at other keys.
+-- pays for no look at other keys, nor at what waits behind it.
 SELECT CONVERT(message_id USING utf8mb4), CONVERT(topic USING utf8mb4), CONVERT(type USING utf8mb4),
        CONVERT(`key` USING utf8mb4), sequence, received_at, payload_hash, attempts, starts + 1,
        content_type, headers, origin, payload, has_payload, key_id, arrival
-  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_status)
- WHERE consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
-   AND next_attempt_at <= UTC_TIMESTAMP(6) AND starts = 0
-   AND own.`key` = :key
-   AND (own.`key` IS NULL OR own.arrival <= LEAST(
+  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_arrival)
+ WHERE own.arrival = LEAST(
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
-                     WHERE head.status = 'pending' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     WHERE head.status = 'pending' AND head.consumer = :consumer AND head.`key` = :key
+                     ORDER BY head.arrival LIMIT 1), 9223372036854775807),
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
-                     WHERE head.status = 'failed' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     WHERE head.status = 'failed' AND head.consumer = :consumer AND head.`key` = :key
+                     ORDER BY head.arrival LIMIT 1), 9223372036854775807),
           COALESCE((SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
-                     WHERE head.status = 'processing' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1), own.arrival),
+                     WHERE head.status = 'processing' AND head.consumer = :consumer AND head.`key` = :key
+                     ORDER BY head.arrival LIMIT 1), 9223372036854775807),
           COALESCE(CASE WHEN :dead_blocks THEN
                    (SELECT head.arrival FROM txbox_inbox AS head FORCE INDEX (txbox_inbox_status)
-                     WHERE head.status = 'dead' AND head.consumer = own.consumer AND head.`key` = own.`key`
-                     ORDER BY head.arrival LIMIT 1) END, own.arrival)))
- ORDER BY own.arrival
- LIMIT 1
+                     WHERE head.status = 'dead' AND head.consumer = :consumer AND head.`key` = :key
+                     ORDER BY head.arrival LIMIT 1) END, 9223372036854775807))
+   AND consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
+   AND next_attempt_at <= UTC_TIMESTAMP(6) AND starts = 0
    FOR UPDATE SKIP LOCKED
 
 -- name: lease_stored

@@ -18,6 +18,9 @@ from txbox.store.dialect import Dialect
 
 _DRIVERS = frozenset({"psycopg", "asyncpg", "sqlite3", "aiosqlite", "pymysql", "asyncmy"})
 
+# what is sent behind a handler that raised, to a savepoint that the session's own is in; MySQL's close goes to one
+_BEHIND_A_FAILURE = frozenset({"close", "rollback_to_claim"})
+
 _numbers = itertools.count(1)
 
 
@@ -127,8 +130,8 @@ class _Savepoint(_Named):
         self._lent = lent
 
     def execute(self, statement: Statement) -> Result:
-        if self._inner is not None and statement.name == "close":
-            # the handler raised; MySQL's close would take this savepoint from under the session
+        if self._inner is not None and statement.name in _BEHIND_A_FAILURE:
+            # it would take this savepoint from under the session
             inner, self._inner = self._inner, None
             inner.rollback()
         return self._lent.execute(statement)
@@ -198,8 +201,8 @@ class _AsyncSavepoint(_Named):
         self.discarded = False
 
     async def execute(self, statement: Statement) -> Result:
-        if self._inner is not None and statement.name == "close":
-            # the handler raised; MySQL's close would take this savepoint from under the session
+        if self._inner is not None and statement.name in _BEHIND_A_FAILURE:
+            # it would take this savepoint from under the session
             inner, self._inner = self._inner, None
             await inner.rollback()
         return await self._lent.execute(statement)
