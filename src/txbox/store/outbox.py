@@ -103,8 +103,8 @@ class OutboxStore:
     wait behind the head of their key, however many, cannot hide those of other keys behind them.
     """
 
-    def __init__(self, own: Dialect, columns: Columns) -> None:
-        self.dialect = own
+    def __init__(self, dialect: Dialect, columns: Columns) -> None:
+        self.dialect = dialect
         self.columns = columns
         self._after: tuple[Any, int] = _START
         self._back_at = 0.0
@@ -171,11 +171,11 @@ class OutboxStore:
 
     def _eligible(self, page: Sequence[_Candidate], taken: Taken) -> Steps[list[_Candidate]]:
         """Those that nothing of their key stands before, this page's own rows excepted."""
-        page = sorted(page, key=lambda own: own.number)
+        page = sorted(page, key=lambda row: row.number)
         keys: dict[tuple[str, str], list[int]] = {}
-        for own in page:
-            if own.key is not None:
-                keys.setdefault((own.topic, own.key), []).append(own.number)
+        for row in page:
+            if row.key is not None:
+                keys.setdefault((row.topic, row.key), []).append(row.number)
         if not keys:
             return list(page)
         asked = [(route, topic, key) for topic, key in keys for route in taken.routes(topic)]
@@ -192,11 +192,11 @@ class OutboxStore:
                 first[topic, key] = min(head, first.get((topic, key), head))
                 counts[topic, key] += count
         return [
-            own
-            for own in page
-            if own.key is None
-            or counts[own.topic, own.key] == len(keys[own.topic, own.key])
-            or first.get((own.topic, own.key)) == own.number
+            row
+            for row in page
+            if row.key is None
+            or counts[row.topic, row.key] == len(keys[row.topic, row.key])
+            or first.get((row.topic, row.key)) == row.number
         ]
 
     def _take(
@@ -204,12 +204,14 @@ class OutboxStore:
     ) -> Steps[list[Staged]]:
         if not wanted:
             return []
-        own = self.dialect
+        dialect = self.dialect
         params = {"token": token, "lease_s": lease_s}
         ids = {"id": [row.id for row in wanted]}
-        locked = yield own.statement("relay_lease", {} if own.has("relay_take") else params, ids)
-        if own.has("relay_take") and locked.rows:
-            yield own.statement("relay_take", params, {"id": [row[0] for row in locked.rows]})
+        locked = yield dialect.statement(
+            "relay_lease", {} if dialect.has("relay_take") else params, ids
+        )
+        if dialect.has("relay_take") and locked.rows:
+            yield dialect.statement("relay_take", params, {"id": [row[0] for row in locked.rows]})
         rows = sorted((self._staged(row) for row in locked.rows), key=lambda row: row.number)
         taken = {row.id for row in rows}
         # another relay was quicker with an earlier row of the key: its later rows stay behind it
@@ -299,9 +301,9 @@ def _within(wanted: Iterable[_Candidate], payload_bytes: int) -> list[_Candidate
     """The first ones that fit, one at least; a key keeps no gap, since nothing after the last is taken."""
     taken: list[_Candidate] = []
     size_bytes = 0
-    for own in wanted:
-        size_bytes += own.size_bytes
+    for row in wanted:
+        size_bytes += row.size_bytes
         if taken and size_bytes > payload_bytes:
             break
-        taken.append(own)
+        taken.append(row)
     return taken

@@ -127,10 +127,10 @@ class OutboxRows:
                 ages[where] = max(ages.get(where, 0.0), float(age_s))
         return [
             TopicStatus(
-                topic=where[0], route=where[1], counts=own, overdue=overdue[where],
+                topic=where[0], route=where[1], counts=by_status, overdue=overdue[where],
                 oldest_waiting_s=ages.get(where),
             )
-            for where, own in sorted(counts.items())
+            for where, by_status in sorted(counts.items())
         ]  # fmt: skip
 
     def page(
@@ -160,11 +160,11 @@ class OutboxRows:
         if not found:
             yield Rollback()
             return None
-        (own,) = found
+        (message,) = found
         content = yield self._store.dialect.statement("outbox_content", {"id": message_id})
         ahead: list[ListedOutgoing] = []
-        if own.waits_for is not None:
-            ahead = yield from self._listed(OutgoingFilter(message_id=own.waits_for), 1, None)
+        if message.waits_for is not None:
+            ahead = yield from self._listed(OutgoingFilter(message_id=message.waits_for), 1, None)
         yield Commit()
         if not content.rows:
             return None
@@ -172,7 +172,7 @@ class OutboxRows:
         if reveal or key_id is None:
             payload = self._store.columns.payload_back(payload, key_id)
         return ShownOutgoing(
-            message=own,
+            message=message,
             waits_for=ahead[0] if ahead else None,
             content_type=content_type,
             headers=shown.headers(self._store.columns, headers, key_id, reveal=reveal),
@@ -199,26 +199,28 @@ class OutboxRows:
         return [self._row(row) for row in result.rows]
 
     def _row(self, row: Sequence[Any]) -> ListedOutgoing:
-        own = shown.named(_LIST, row)
-        status, at = own["state"], as_time(own["available_at"])
+        values = shown.named(_LIST, row)
+        status, at = values["state"], as_time(values["available_at"])
         return ListedOutgoing(
-            message_id=own["id"],
-            number=own["number"],
+            message_id=values["id"],
+            number=values["number"],
             status=status,
-            topic=own["topic"],
-            route=own["route"],
-            type=own["type"],
-            key=own["key"],
-            attempts=own["attempts"],
-            staged_at=shown.known_time(own["staged_at"]),
+            topic=values["topic"],
+            route=values["route"],
+            type=values["type"],
+            key=values["key"],
+            attempts=values["attempts"],
+            staged_at=shown.known_time(values["staged_at"]),
             next_attempt_at=at if status in ("delayed", "failed") else None,
             lease_until=at if status == "leased" else None,
-            sent_at=as_time(own["sent_at"]),
-            cause_consumer=own["cause_consumer"],
-            cause_id=own["cause_id"],
-            error_type=own["error_type"],
-            error=shown.error(self._store.columns, own["error"], own["key_id"], "outbox show"),
-            waits_for=own["waits_for"],
+            sent_at=as_time(values["sent_at"]),
+            cause_consumer=values["cause_consumer"],
+            cause_id=values["cause_id"],
+            error_type=values["error_type"],
+            error=shown.error(
+                self._store.columns, values["error"], values["key_id"], "outbox show"
+            ),
+            waits_for=values["waits_for"],
         )
 
     def change(
@@ -243,9 +245,9 @@ class OutboxRows:
         Guarantee: rows that a relay has leased or is marking are left to it, without waiting; the
             change and its audit row are one commit.
         """
-        own = self._store.dialect
+        dialect = self._store.dialect
         yield Begin()
-        found = yield own.statement(
+        found = yield dialect.statement(
             "outbox_select",
             {**_filter(where), "id": where.message_id, "after": after, "limit": limit},
             {"state": list(statuses)},
@@ -257,8 +259,8 @@ class OutboxRows:
         if audit is None or not batch.ids:
             yield Rollback()
             return batch
-        yield own.statement(f"outbox_{action}", {"to": to}, rows={"id": list(batch.ids)})
-        yield audit.statement(own, f"{action} outgoing", where, affected=len(batch.ids))
+        yield dialect.statement(f"outbox_{action}", {"to": to}, rows={"id": list(batch.ids)})
+        yield audit.statement(dialect, f"{action} outgoing", where, affected=len(batch.ids))
         yield Commit()
         return batch
 

@@ -181,18 +181,20 @@ def message(
     Raises:
         ConfigurationError: revealed, and written through a codec that this app does not have.
     """
-    own = named(_SHOW, row)
-    key_id, result = own["key_id"], own["result"]
-    payload = own["payload"]
+    values = named(_SHOW, row)
+    key_id, result = values["key_id"], values["result"]
+    payload = values["payload"]
     if reveal or key_id is None:
         payload = columns.payload_back(payload, key_id)
     return ShownMessage(
-        message=_listed(columns, own, key_id),
-        sequence=own["sequence"],
-        content_type=own["content_type"],
-        headers=headers(columns, own["headers"], key_id, reveal=reveal),
-        origin=json.loads(own["origin"]) if own["origin"] else {},
-        payload_hash=None if own["payload_hash"] is None else bytes(own["payload_hash"]).hex(),
+        message=_listed(columns, values, key_id),
+        sequence=values["sequence"],
+        content_type=values["content_type"],
+        headers=headers(columns, values["headers"], key_id, reveal=reveal),
+        origin=json.loads(values["origin"]) if values["origin"] else {},
+        payload_hash=None
+        if values["payload_hash"] is None
+        else bytes(values["payload_hash"]).hex(),
         payload_bytes=None if payload is None else len(payload),
         payload=bytes(payload) if reveal and payload is not None else None,
         result_bytes=None if result is None else len(result),
@@ -214,20 +216,20 @@ def quarantined_message(
     Raises:
         ConfigurationError: written through a codec that this app does not have.
     """
-    own = named(_SHOW_QUARANTINE, row)
-    origin, time = decode_origin(own["origin"])
+    values = named(_SHOW_QUARANTINE, row)
+    origin, time = decode_origin(values["origin"])
     message: Message[Any] = Message(
-        topic=own["topic"] or "",
-        type=own["type"],
-        key=own["key"],
-        payload=columns.payload_back(own["payload"], own["key_id"]),
-        headers=columns.headers_back(own["headers"], own["key_id"]),
-        content_type=own["content_type"],
+        topic=values["topic"] or "",
+        type=values["type"],
+        key=values["key"],
+        payload=columns.payload_back(values["payload"], values["key_id"]),
+        headers=columns.headers_back(values["headers"], values["key_id"]),
+        content_type=values["content_type"],
         time=time,
         origin=origin,
-        consumer=own["consumer"],
+        consumer=values["consumer"],
     )
-    return _quarantined(own), message
+    return _quarantined(values), message
 
 
 def quarantined_whole(columns: Columns, row: Sequence[Any], *, reveal: bool) -> QuarantinedMessage:
@@ -236,62 +238,64 @@ def quarantined_whole(columns: Columns, row: Sequence[Any], *, reveal: bool) -> 
     Raises:
         ConfigurationError: revealed, and written through a codec that this app does not have.
     """
-    own = named(_SHOW_QUARANTINE, row)
-    payload = columns.payload_back(own["payload"], own["key_id"]) if reveal else own["payload"]
-    return _quarantined(own, payload, reveal=reveal)
+    values = named(_SHOW_QUARANTINE, row)
+    payload = (
+        columns.payload_back(values["payload"], values["key_id"]) if reveal else values["payload"]
+    )
+    return _quarantined(values, payload, reveal=reveal)
 
 
-def _listed(columns: Columns, own: Mapping[str, Any], key_id: str | None) -> ListedMessage:
+def _listed(columns: Columns, values: Mapping[str, Any], key_id: str | None) -> ListedMessage:
     return ListedMessage(
-        consumer=own["consumer"],
-        message_id=own["message_id"],
-        status=own["status"],
-        topic=own["topic"],
-        type=own["type"],
-        key=own["key"],
-        attempts=own["attempts"],
-        starts=own["starts"],
-        received_at=known_time(own["received_at"]),
-        updated_at=known_time(own["updated_at"]),
-        processed_at=as_time(own["processed_at"]),
-        next_attempt_at=as_time(own["next_attempt_at"]),
-        lease_until=as_time(own["lease_until"]),
-        error_type=own["error_type"],
-        error=error(columns, own["error"], key_id, "show"),
-        fingerprint=own["fingerprint"],
-        has_payload=bool(own["has_payload"]),
-        arrival=own["arrival"],
+        consumer=values["consumer"],
+        message_id=values["message_id"],
+        status=values["status"],
+        topic=values["topic"],
+        type=values["type"],
+        key=values["key"],
+        attempts=values["attempts"],
+        starts=values["starts"],
+        received_at=known_time(values["received_at"]),
+        updated_at=known_time(values["updated_at"]),
+        processed_at=as_time(values["processed_at"]),
+        next_attempt_at=as_time(values["next_attempt_at"]),
+        lease_until=as_time(values["lease_until"]),
+        error_type=values["error_type"],
+        error=error(columns, values["error"], key_id, "show"),
+        fingerprint=values["fingerprint"],
+        has_payload=bool(values["has_payload"]),
+        arrival=values["arrival"],
     )
 
 
 def _attempt(columns: Columns, row: Sequence[Any], key_id: str | None) -> RecordedAttempt:
-    own = named(_SHOW_ATTEMPTS, row)
+    values = named(_SHOW_ATTEMPTS, row)
     return RecordedAttempt(
-        attempt=own["attempt"],
-        status=own["status"],
-        error_type=own["error_type"],
-        error=error(columns, own["error"], key_id, "show"),
-        fingerprint=own["fingerprint"],
-        recorded_at=known_time(own["recorded_at"]),
+        attempt=values["attempt"],
+        status=values["status"],
+        error_type=values["error_type"],
+        error=error(columns, values["error"], key_id, "show"),
+        fingerprint=values["fingerprint"],
+        recorded_at=known_time(values["recorded_at"]),
     )
 
 
 def _quarantined(
-    own: Mapping[str, Any], payload: Any = None, *, reveal: bool = False
+    values: Mapping[str, Any], payload: Any = None, *, reveal: bool = False
 ) -> QuarantinedMessage:
     return QuarantinedMessage(
-        consumer=own["consumer"],
-        message_id=own["message_id"],
-        hash=bytes(own["hash"]).hex(),
-        reason=own["reason"],
-        topic=own["topic"],
-        type=own["type"],
-        key=own["key"],
-        seen=own["seen"],
-        received_at=known_time(own["received_at"]),
-        updated_at=known_time(own["updated_at"]),
-        status=own["status"],
-        kept_bytes=int(own["kept_bytes"]),
+        consumer=values["consumer"],
+        message_id=values["message_id"],
+        hash=bytes(values["hash"]).hex(),
+        reason=values["reason"],
+        topic=values["topic"],
+        type=values["type"],
+        key=values["key"],
+        seen=values["seen"],
+        received_at=known_time(values["received_at"]),
+        updated_at=known_time(values["updated_at"]),
+        status=values["status"],
+        kept_bytes=int(values["kept_bytes"]),
         payload_bytes=None if payload is None else len(payload),
         payload=bytes(payload) if reveal and payload is not None else None,
     )
