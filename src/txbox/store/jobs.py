@@ -72,7 +72,7 @@ class JobLease:
 
 
 def anchors(
-    own: Dialect,
+    dialect: Dialect,
     names: Sequence[str],
     moves: Callable[[str, Mapping[str, int]], Mapping[str, int]] | None = None,
 ) -> Steps[tuple[str, Mapping[str, int]]]:
@@ -87,9 +87,9 @@ def anchors(
         The history, and the positions stored when the transaction began.
     """
     yield Begin()
-    told = yield own.statement("anchor_history")
+    told = yield dialect.statement("anchor_history")
     history = str(told.rows[0][0])
-    stored = yield own.statement("anchor_read", {}, {"name": list(names)})
+    stored = yield dialect.statement("anchor_read", {}, {"name": list(names)})
     positions = {
         name.decode() if isinstance(name, bytes) else str(name): int(position)
         for name, position in stored.rows
@@ -99,7 +99,7 @@ def anchors(
             "name": [name for name, _ in moved],
             "position": [to for _, to in moved],
         }
-        yield own.statement("anchor_advance", {}, rows)
+        yield dialect.statement("anchor_advance", {}, rows)
     yield Commit()
     return history, positions
 
@@ -112,7 +112,9 @@ class Batch:
     more: bool
 
 
-def prune(own: Dialect, *, consumer: str | None, older_than_s: float, limit: int) -> Steps[Batch]:
+def prune(
+    dialect: Dialect, *, consumer: str | None, older_than_s: float, limit: int
+) -> Steps[Batch]:
     """Delete one batch of finished rows and their attempts in one transaction.
 
     Args:
@@ -121,20 +123,20 @@ def prune(own: Dialect, *, consumer: str | None, older_than_s: float, limit: int
         limit: rows, 1 or more.
     """
     rows = yield from _pruned(
-        own,
-        own.statement(
+        dialect,
+        dialect.statement(
             "prune", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
         ),
     )
     return Batch(rows, rows == limit)
 
 
-def _begun(own: Dialect) -> Begin:
-    return Begin((own.statement("prune_begin"),) if own.has("prune_begin") else ())
+def _begun(dialect: Dialect) -> Begin:
+    return Begin((dialect.statement("prune_begin"),) if dialect.has("prune_begin") else ())
 
 
-def _pruned(own: Dialect, prune: Statement) -> Steps[int]:
-    yield _begun(own)
+def _pruned(dialect: Dialect, prune: Statement) -> Steps[int]:
+    yield _begun(dialect)
     gone = yield prune
     if not gone.rows:
         # no ROLLBACK: psycopg would forget what it has prepared, and planning is most of an empty batch
@@ -144,9 +146,9 @@ def _pruned(own: Dialect, prune: Statement) -> Steps[int]:
         "consumer": [row[0] for row in gone.rows],
         "message_id": [row[1] for row in gone.rows],
     }
-    if own.has("prune_take"):
-        yield own.statement("prune_take", {}, keys)
-    yield own.statement("prune_attempts", {}, keys)
+    if dialect.has("prune_take"):
+        yield dialect.statement("prune_take", {}, keys)
+    yield dialect.statement("prune_attempts", {}, keys)
     yield Commit()
     return len(gone.rows)
 
@@ -162,9 +164,9 @@ class Walk:
     """
 
     def __init__(
-        self, own: Dialect, parts: Sequence[Part], *, consumer: str | None, older_than_s: float
+        self, dialect: Dialect, parts: Sequence[Part], *, consumer: str | None, older_than_s: float
     ) -> None:
-        self._own = own
+        self._own = dialect
         self._relations = [part.relation for part in parts]
         self._ends = max((part.blocks for part in parts), default=0)
         self._params = {"consumer": consumer, "older_than_s": older_than_s}
@@ -194,76 +196,84 @@ class Walk:
         return Batch(rows, self._block < self._ends)
 
 
-def prunable(own: Dialect, *, consumer: str | None, older_than_s: float) -> Steps[int]:
+def prunable(dialect: Dialect, *, consumer: str | None, older_than_s: float) -> Steps[int]:
     """Count the rows that `prune` would delete now."""
     yield Begin()
-    found = yield own.statement("prunable", {"consumer": consumer, "older_than_s": older_than_s})
+    found = yield dialect.statement(
+        "prunable", {"consumer": consumer, "older_than_s": older_than_s}
+    )
     yield Commit()
     return int(found.rows[0][0])
 
 
-def prune_orphans(own: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
+def prune_orphans(dialect: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
     """Delete one batch of the attempts of messages that went with their partition."""
-    yield _begun(own)
-    gone = yield own.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
+    yield _begun(dialect)
+    gone = yield dialect.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
     yield Commit()
     return Batch(int(gone.count), gone.count == limit)
 
 
-def prune_outbox(own: Dialect, *, sent_s: float, discarded_s: float, limit: int) -> Steps[Batch]:
+def prune_outbox(
+    dialect: Dialect, *, sent_s: float, discarded_s: float, limit: int
+) -> Steps[Batch]:
     """Delete one batch of outgoing rows that have ended.
 
     Args:
         sent_s, discarded_s: seconds that sent and discarded ones are kept.
     """
-    yield _begun(own)
-    gone = yield own.statement(
+    yield _begun(dialect)
+    gone = yield dialect.statement(
         "prune_outbox", {"sent_s": sent_s, "discarded_s": discarded_s, "limit": limit}
     )
     yield Commit()
     return Batch(int(gone.count), gone.count == limit)
 
 
-def prunable_outbox(own: Dialect, *, sent_s: float, discarded_s: float) -> Steps[int]:
+def prunable_outbox(dialect: Dialect, *, sent_s: float, discarded_s: float) -> Steps[int]:
     """Count the rows that `prune_outbox` would delete now."""
     yield Begin()
-    found = yield own.statement("prunable_outbox", {"sent_s": sent_s, "discarded_s": discarded_s})
+    found = yield dialect.statement(
+        "prunable_outbox", {"sent_s": sent_s, "discarded_s": discarded_s}
+    )
     yield Commit()
     return int(found.rows[0][0])
 
 
-def prune_quarantine(own: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
+def prune_quarantine(dialect: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
     """Delete one batch of quarantine rows that were accepted or discarded `older_than_s` ago or earlier."""
-    yield _begun(own)
-    gone = yield own.statement("prune_quarantine", {"older_than_s": older_than_s, "limit": limit})
+    yield _begun(dialect)
+    gone = yield dialect.statement(
+        "prune_quarantine", {"older_than_s": older_than_s, "limit": limit}
+    )
     yield Commit()
     return Batch(int(gone.count), gone.count == limit)
 
 
-def prunable_quarantine(own: Dialect, *, older_than_s: float) -> Steps[int]:
+def prunable_quarantine(dialect: Dialect, *, older_than_s: float) -> Steps[int]:
     """Count the rows that `prune_quarantine` would delete now."""
     yield Begin()
-    found = yield own.statement("prunable_quarantine", {"older_than_s": older_than_s})
+    found = yield dialect.statement("prunable_quarantine", {"older_than_s": older_than_s})
     yield Commit()
     return int(found.rows[0][0])
 
 
-def quarantine_bytes(own: Dialect) -> Steps[int]:
+def quarantine_bytes(dialect: Dialect) -> Steps[int]:
     """How many bytes of payloads the quarantine holds."""
     yield Begin()
-    found = yield own.statement("quarantine_bytes")
+    found = yield dialect.statement("quarantine_bytes")
     yield Commit()
     return int(found.rows[0][0])
 
 
-def drop_quarantined(own: Dialect, *, excess: int, limit: int) -> Steps[tuple[int, int]]:
+def drop_quarantined(dialect: Dialect, *, excess: int, limit: int) -> Steps[tuple[int, int]]:
     """Drop the oldest payloads of the quarantine until `excess` bytes are gone, one batch of them.
 
     Returns:
         How many were dropped, and their bytes.
     """
-    yield _begun(own)
-    found = yield own.statement("quarantine_oldest", {"limit": limit})
+    yield _begun(dialect)
+    found = yield dialect.statement("quarantine_oldest", {"limit": limit})
     chosen: list[Sequence[Any]] = []
     dropped = 0
     for row in found.rows:
@@ -277,25 +287,27 @@ def drop_quarantined(own: Dialect, *, excess: int, limit: int) -> Steps[tuple[in
             "message_id": [row[1] for row in chosen],
             "hash": [bytes(row[2]) for row in chosen],
         }
-        yield own.statement("drop_quarantined", {}, keys)
+        yield dialect.statement("drop_quarantined", {}, keys)
     yield Commit()
     return len(chosen), dropped
 
 
-def drop_payloads(own: Dialect, *, consumer: str, older_than_s: float, limit: int) -> Steps[Batch]:
+def drop_payloads(
+    dialect: Dialect, *, consumer: str, older_than_s: float, limit: int
+) -> Steps[Batch]:
     """Drop payload and headers of one batch of rows that were processed `older_than_s` ago or earlier."""
-    yield _begun(own)
-    dropped = yield own.statement(
+    yield _begun(dialect)
+    dropped = yield dialect.statement(
         "drop_payloads", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
     )
     yield Commit()
     return Batch(int(dropped.count), dropped.count == limit)
 
 
-def second_of_day(own: Dialect) -> Steps[float]:
+def second_of_day(dialect: Dialect) -> Steps[float]:
     """The second of the UTC day by the clock of the database."""
     yield Begin()
-    found = yield own.statement("second_of_day")
+    found = yield dialect.statement("second_of_day")
     yield Commit()
     return float(found.rows[0][0])
 
@@ -327,7 +339,7 @@ def due(
 
 
 def work_left(
-    own: Dialect, *, consumer: str, order: tuple[bool, bool] = (False, False)
+    dialect: Dialect, *, consumer: str, order: tuple[bool, bool] = (False, False)
 ) -> Steps[bool]:
     """Say whether a consumer has rows that are due now or leased by anybody.
 
@@ -337,10 +349,10 @@ def work_left(
     heads_only, dead_blocks = order
     yield Begin()
     if heads_only:
-        found = yield own.statement(
+        found = yield dialect.statement(
             "work_left_ordered", {"consumer": consumer, "dead_blocks": dead_blocks}
         )
     else:
-        found = yield own.statement("work_left", {"consumer": consumer})
+        found = yield dialect.statement("work_left", {"consumer": consumer})
     yield Commit()
     return bool(found.rows[0][0])

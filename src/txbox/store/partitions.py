@@ -97,33 +97,35 @@ def id_time_s(kind: Kind, text: str) -> float:
     return value / 1000
 
 
-def read(own: Dialect) -> Steps[Layout]:
+def read(dialect: Dialect) -> Steps[Layout]:
     """Read the tables that hold the rows, in a transaction that is open."""
-    if not own.has("partitions"):
+    if not dialect.has("partitions"):
         return Layout((), 0.0)
-    found = yield own.statement("partitions")
+    found = yield dialect.statement("partitions")
     parts = tuple(_part(*row[:5]) for row in found.rows)
     return Layout(parts, float(found.rows[0][5]) if found.rows else 0.0)
 
 
 def _part(relation: int, name: str, begins: str | None, ends: str | None, blocks: int) -> Part:
     named = _NAME.fullmatch(name)
-    kind: Kind | None = next((own for own in KINDS if named and named[1] == own), None)
+    kind: Kind | None = next(
+        (candidate for candidate in KINDS if named and named[1] == candidate), None
+    )
     ends_s = None
     if kind is not None and named is not None and ends is not None and named[2][0].isdigit():
         ends_s = id_time_s(kind, ends)
     return Part(relation, name, kind, begins, ends, ends_s, blocks)
 
 
-def layout(own: Dialect) -> Steps[Layout]:
+def layout(dialect: Dialect) -> Steps[Layout]:
     """As `read`, in a transaction of its own."""
     yield Begin()
-    found = yield from read(own)
+    found = yield from read(dialect)
     yield Commit()
     return found
 
 
-def make(own: Dialect, first_s: float, last_s: float) -> Steps[str]:
+def make(dialect: Dialect, first_s: float, last_s: float) -> Steps[str]:
     """Make the partition of a time, as far as it is missing.
 
     Args:
@@ -136,30 +138,32 @@ def make(own: Dialect, first_s: float, last_s: float) -> Steps[str]:
     Raises:
         StoreError: LOCK_TIMEOUT while transactions are open that have used the inbox.
     """
-    yield Begin((own.statement("bound_lock_timeout", {"lock_timeout_ms": _LOCK_MS}),))
-    done = yield own.statement(
+    yield Begin((dialect.statement("bound_lock_timeout", {"lock_timeout_ms": _LOCK_MS}),))
+    done = yield dialect.statement(
         "partition_make", {"first_s": first_s, "last_s": last_s, "most": _STRAYS}
     )
     yield Commit()
     return str(done.rows[0][0])
 
 
-def rows(own: Dialect, part: Part) -> Steps[int]:
+def rows(dialect: Dialect, part: Part) -> Steps[int]:
     """Count the rows of a partition of a time."""
     yield Begin()
-    found = yield own.statement("partition_rows", {"first": part.begins, "last": part.ends})
+    found = yield dialect.statement("partition_rows", {"first": part.begins, "last": part.ends})
     yield Commit()
     return int(found.rows[0][0])
 
 
-def drop(own: Dialect, part: Part, *, older_than_s: float) -> Steps[bool]:
+def drop(dialect: Dialect, part: Part, *, older_than_s: float) -> Steps[bool]:
     """Drop a partition, unless a row in it may not be pruned; says whether it did.
 
     Raises:
         StoreError: LOCK_TIMEOUT while transactions are open that have used the inbox.
     """
-    yield Begin((own.statement("bound_lock_timeout", {"lock_timeout_ms": _LOCK_MS}),))
-    done = yield own.statement("partition_drop", {"name": part.name, "older_than_s": older_than_s})
+    yield Begin((dialect.statement("bound_lock_timeout", {"lock_timeout_ms": _LOCK_MS}),))
+    done = yield dialect.statement(
+        "partition_drop", {"name": part.name, "older_than_s": older_than_s}
+    )
     yield Commit()
     return bool(done.rows[0][0])
 
@@ -174,7 +178,9 @@ def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, f
         return []
     length_s = length.total_seconds()
     slot = found.clock_s // length_s
-    wanted = (((slot + own) * length_s, (slot + own + 1) * length_s) for own in range(ahead + 1))
+    wanted = (
+        ((slot + offset) * length_s, (slot + offset + 1) * length_s) for offset in range(ahead + 1)
+    )
     return [(first, last) for first, last in wanted if last > ready.timestamp()]
 
 

@@ -9,7 +9,8 @@ from importlib.resources import files
 from txbox.errors import ConfigurationError, Fault, SchemaError, StoreError
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store import partitions
-from txbox.store.dialect import Dialect, dialect, qualified
+from txbox.store.dialect import Dialect, qualified
+from txbox.store.dialect import dialect as load_dialect
 from txbox.store.partitions import Partitioning
 
 #: The schema version that this release writes, and the oldest one it still works with.
@@ -39,7 +40,7 @@ class SchemaState:
 
 
 def migration_text(
-    own: Dialect,
+    dialect: Dialect,
     schema: str | None,
     after: int = 0,
     upto: int = VERSION,
@@ -51,14 +52,14 @@ def migration_text(
     Raises:
         ConfigurationError: partitions of a table that is there, or on a database without them.
     """
-    folder = files("txbox.store").joinpath("migrations").joinpath(own.name)
+    folder = files("txbox.store").joinpath("migrations").joinpath(dialect.name)
     texts: list[str] = []
     for entry in sorted(folder.iterdir(), key=lambda found: found.name):
         named = _FILE.fullmatch(entry.name)
         if named and after < int(named[1]) <= upto:
             texts.append(entry.read_text())
     if partitioning is not None:
-        _check_partitions(own)
+        _check_partitions(dialect)
         if after or upto < VERSION:
             raise ConfigurationError(
                 "Partitions are chosen when the tables are made, at this release's version: leave the option out "
@@ -74,8 +75,8 @@ def migration_text(
     return f'CREATE SCHEMA IF NOT EXISTS "{schema}";\n\n{qualified(text, schema)}'
 
 
-def _check_partitions(own: Dialect) -> None:
-    if not own.has("partitions"):
+def _check_partitions(dialect: Dialect) -> None:
+    if not dialect.has("partitions"):
         raise ConfigurationError(
             "The inbox can be partitioned on PostgreSQL only: leave the option out."
         )
@@ -105,17 +106,17 @@ def split(text: str) -> list[str]:
     return [statement for statement in bare if statement]
 
 
-def read_state(own: Dialect) -> Steps[SchemaState]:
+def read_state(dialect: Dialect) -> Steps[SchemaState]:
     """Read which version is applied; for a transaction that is already open."""
-    exists = yield own.statement("schema_exists")
+    exists = yield dialect.statement("schema_exists")
     if not exists.rows[0][0]:
         return SchemaState(None, None, None)
-    found = yield own.statement("schema_version")
+    found = yield dialect.statement("schema_version")
     version, compatible_from = found.rows[0] if found.rows else (None, None)
     return SchemaState(version, compatible_from, exists.rows[0][1])
 
 
-def check(own: Dialect) -> Steps[SchemaState]:
+def check(dialect: Dialect) -> Steps[SchemaState]:
     """Check that this release can work with the tables, in a transaction of its own.
 
     Raises:
@@ -123,7 +124,7 @@ def check(own: Dialect) -> Steps[SchemaState]:
     """
     yield Begin()
     try:
-        state = yield from read_state(own)
+        state = yield from read_state(dialect)
     except StoreError as error:
         if error.fault is not Fault.SCHEMA:
             raise
@@ -146,8 +147,10 @@ def check(own: Dialect) -> Steps[SchemaState]:
             f"The txbox tables are at version {state.version}, which this release (version {VERSION}) cannot use: "
             "upgrade txbox with `pip install -U txbox`."
         )
-    if own.has("guard_check"):
-        guarded = dialect(own.name, state.schema) if own.name == "postgresql" else own
+    if dialect.has("guard_check"):
+        guarded = (
+            load_dialect(dialect.name, state.schema) if dialect.name == "postgresql" else dialect
+        )
         try:
             triggers, role = (yield guarded.statement("guard_check")).rows[0]
         except StoreError as error:
@@ -175,7 +178,7 @@ def incomplete(error: StoreError) -> SchemaError:
 
 
 def apply(
-    own: Dialect, schema: str | None, partitioning: Partitioning | None = None
+    dialect: Dialect, schema: str | None, partitioning: Partitioning | None = None
 ) -> Steps[tuple[int, int]]:
     """Bring the tables to this release's version; returns the versions before and after.
 
@@ -186,14 +189,14 @@ def apply(
     old version, elsewhere running it again completes it.
     """
     if partitioning is not None:
-        _check_partitions(own)
+        _check_partitions(dialect)
     yield Begin()
-    if own.has("schema_lock"):
-        yield own.statement("schema_lock")
-    state = yield from read_state(own)
+    if dialect.has("schema_lock"):
+        yield dialect.statement("schema_lock")
+    state = yield from read_state(dialect)
     before = state.version or 0
     if before and partitioning is not None:
-        found = yield from partitions.read(own)
+        found = yield from partitions.read(dialect)
         if found.kind != partitioning.kind:
             yield Rollback()
             raise ConfigurationError(
@@ -201,12 +204,12 @@ def apply(
                 "made. See docs/howto/retention.md for a table with rows."
             )
         partitioning = None
-    text = migration_text(own, schema, after=before, partitioning=partitioning)
+    text = migration_text(dialect, schema, after=before, partitioning=partitioning)
     for number, sql in enumerate(split(text), 1):
         # migrations contain no parameters; the name is the crash point
         yield Statement(f"migration_{number}", sql, {})
-    if own.has("schema_unlock"):
-        yield own.statement("schema_unlock")
+    if dialect.has("schema_unlock"):
+        yield dialect.statement("schema_unlock")
     yield Commit()
     return before, max(before, VERSION)
 
@@ -215,28 +218,28 @@ def _as_found(kind: partitions.Kind | None) -> str:
     return "not partitioned" if kind is None else f"partitioned for {kind}"
 
 
-def creators(own: Dialect) -> Steps[list[str]]:
+def creators(dialect: Dialect) -> Steps[list[str]]:
     """Name the roles that may create in the schema of the tables, beside their owners and superusers.
 
     Each can have an operator or a function of its own called by whoever uses the tables.
     """
-    if not own.has("schema_creators"):
+    if not dialect.has("schema_creators"):
         return []
     yield Begin()
-    found = yield own.statement("schema_creators")
+    found = yield dialect.statement("schema_creators")
     yield Commit()
     return [str(row[0]) for row in found.rows]
 
 
-def grants(own: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
+def grants(dialect: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
     """Return the rights that each role needs, as SQL with `<role>` to fill in; none where there are no roles.
 
     Args:
         kind: how the inbox is partitioned.
     """
-    if own.name == "sqlite":
+    if dialect.name == "sqlite":
         return {}
-    rights = _rights(mysql=own.name == "mysql", timed=kind in ("uuid7", "ulid"))
+    rights = _rights(mysql=dialect.name == "mysql", timed=kind in ("uuid7", "ulid"))
     return {
         role: "\n".join(f"GRANT {right} ON {table} TO <{role}>;" for right, table in pairs)
         for role, pairs in rights.items()
