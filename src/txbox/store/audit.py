@@ -23,14 +23,14 @@ class Audit:
 
     def statement(
         self,
-        own: Dialect,
+        dialect: Dialect,
         action: str,
         where: RowFilter | OutgoingFilter | QuarantineFilter,
         *,
         affected: int,
     ) -> Statement:
         """The statement that records a change of so many rows."""
-        return own.statement(
+        return dialect.statement(
             "audit",
             {
                 "actor": self.actor,

@@ -110,18 +110,18 @@ def _bounded(
     lock_timeout: timedelta,
     wait: timedelta | None = None,
 ) -> tuple[Statement, ...]:
-    own = store.dialect
+    dialect = store.dialect
     statements = [claim]
-    if not own.claim_bounds_wait:
+    if not dialect.claim_bounds_wait:
         statements.insert(0, store.bound_lock_timeout(lock_timeout))
-    if wait is not None and own.has("bound_batch"):
-        statements.append(own.statement("bound_batch", {"longest_s": wait.total_seconds()}))
-    elif own.has("restore_lock_timeout"):
-        statements.append(own.statement("restore_lock_timeout"))
-    if own.has("arm"):
-        statements.append(own.statement("arm", {"token": token}, canary=token))
-    if own.has("savepoint_claim"):
-        statements.append(own.statement("savepoint_claim"))
+    if wait is not None and dialect.has("bound_batch"):
+        statements.append(dialect.statement("bound_batch", {"longest_s": wait.total_seconds()}))
+    elif dialect.has("restore_lock_timeout"):
+        statements.append(dialect.statement("restore_lock_timeout"))
+    if dialect.has("arm"):
+        statements.append(dialect.statement("arm", {"token": token}, canary=token))
+    if dialect.has("savepoint_claim"):
+        statements.append(dialect.statement("savepoint_claim"))
     return tuple(statements)
 
 
@@ -146,7 +146,7 @@ def _won(store: InboxStore, claim: Statement, result: Any) -> Won:
         # a claim of new ones names what it has not won
         lost = dict(result.rows)
         won = set(asked).difference(lost) if lost else set(asked)
-        return Won(won, [own for own, finished in lost.items() if finished])
+        return Won(won, [message_id for message_id, finished in lost.items() if finished])
     if result.count == len(asked):
         # all of them, as is the rule: their ids need not be read
         return Won(set(asked))
@@ -161,8 +161,8 @@ def finds_duplicates(store: InboxStore, arrivals: Sequence[Arrival]) -> bool:
 def duplicates(store: InboxStore, consumer: str, arrivals: Sequence[Arrival]) -> Statement:
     """The statement that reads which of these ids are finished, under the same payload."""
     columns: dict[str, list[Any]] = {
-        "message_id": [own.message_id for own in arrivals],
-        "payload_hash": [own.hash for own in arrivals],
+        "message_id": [arrival.message_id for arrival in arrivals],
+        "payload_hash": [arrival.hash for arrival in arrivals],
     }
     return store.dialect.statement("duplicates", {"consumer": consumer}, columns)
 

@@ -182,7 +182,7 @@ def dialect(name: str, schema: str | None = None) -> Dialect:
             raise ConfigurationError(
                 f"The schema {schema!r} is no plain lower-case identifier: use letters, digits and underscores."
             )
-        queries = {own: qualified(sql, schema) for own, sql in queries.items()}
+        queries = {query: qualified(sql, schema) for query, sql in queries.items()}
     return Dialect(name=name, queries=queries, faults=_FAULTS[name], **_CAPABILITIES[name])
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 class _Filter:
     def criteria(self) -> dict[str, str]:
         """What is asked for, for people and for `txbox_audit`."""
-        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: str(value) for name, value in values.items() if value is not None}
 
 

@@ -60,8 +60,8 @@ class InboxStore:
     them into one round trip with BEGIN or COMMIT.
     """
 
-    def __init__(self, own: Dialect, columns: Columns) -> None:
-        self.dialect = own
+    def __init__(self, dialect: Dialect, columns: Columns) -> None:
+        self.dialect = dialect
         self.columns = columns
         #: Of ordered consumers: how often due rows were looked for, and the key at which the last look ended.
         self.looks_in_order: dict[str, tuple[int, str]] = {}
@@ -103,7 +103,7 @@ class InboxStore:
         if self.dialect.returning:
             return {row[0] for row in result.rows}
         found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
-        return {own for own, row in found.items() if row.token == token}
+        return {message_id for message_id, row in found.items() if row.token == token}
 
     def store(
         self, consumer: str, arrivals: Sequence[Arrival], *, token: str, delay_s: float = 0.0
@@ -142,7 +142,7 @@ class InboxStore:
         if self.dialect.returning:
             return {row[0] for row in result.rows}
         found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
-        return {own for own, row in found.items() if row.token == token}
+        return {message_id for message_id, row in found.items() if row.token == token}
 
     def return_payload(self, consumer: str, arrival: Arrival) -> Statement:
         """The statement that gives an unfinished row without payload the payload of its redelivery."""
@@ -275,8 +275,10 @@ class InboxStore:
 
     def commit_bounded(self) -> Commit:
         """The COMMIT of such a transaction; where the bound is the session's, it ends as well."""
-        own = self.dialect
-        return Commit(() if own.claim_bounds_wait else (own.statement("restore_lock_timeout"),))
+        dialect = self.dialect
+        return Commit(
+            () if dialect.claim_bounds_wait else (dialect.statement("restore_lock_timeout"),)
+        )
 
     def lock_timed_out(self) -> Steps[None]:
         """Roll a transaction back that waited too long; where the bound is the session's, end that."""

@@ -94,7 +94,7 @@ def lease(
 def _look_on(store: InboxStore, consumer: str, leased: Sequence[Leased], limit: int) -> None:
     """Have the next look at the keys begin where this one ended, so that none of them is always last."""
     looks, _ = store.looks_in_order.get(consumer, (0, ""))
-    keys = [own.arrival.message.key for own in leased] if len(leased) == limit else []
+    keys = [row.arrival.message.key for row in leased] if len(leased) == limit else []
     after = max((key for key in keys if key is not None), default="")
     store.looks_in_order[consumer] = looks + 1, after
 
@@ -195,7 +195,7 @@ def _taken(
             {"message_id": [row[0] for row in rows]},
         )
     return sorted(
-        (store.columns.arrival(consumer, row) for row in rows), key=lambda own: own.number
+        (store.columns.arrival(consumer, row) for row in rows), key=lambda leased: leased.number
     )
 
 
@@ -254,12 +254,12 @@ def rescue(
     Guarantee: a batch is one commit with its history; rows that a handler's transaction holds are
     left alone, without waiting.
     """
-    own = store.dialect
+    dialect = store.dialect
     yield Begin()
     params = {"consumer": consumer, "max_starts": max_starts, "limit": limit}
-    rows = list((yield own.statement("rescue", params)).rows)
-    if rows and own.has("rescue_take"):
-        yield own.statement(
+    rows = list((yield dialect.statement("rescue", params)).rows)
+    if rows and dialect.has("rescue_take"):
+        yield dialect.statement(
             "rescue_take",
             {"max_starts": max_starts},
             {"consumer": [row[0] for row in rows], "message_id": [row[1] for row in rows]},
@@ -279,7 +279,7 @@ def rescue(
         )
         if dying is not None and row.dead:
             yield from dying(row)
-    if own.has("rescue_broken"):
-        yield own.statement("rescue_broken", {"consumer": consumer, "limit": limit})
+    if dialect.has("rescue_broken"):
+        yield dialect.statement("rescue_broken", {"consumer": consumer, "limit": limit})
     yield Commit()
     return rescued

@@ -13,7 +13,7 @@ from txbox.store.dialect import Dialect
 
 
 def waiting(
-    own: Dialect, consumer: str, arrivals: Iterable[Arrival], *, dead_blocks: bool, token: str
+    dialect: Dialect, consumer: str, arrivals: Iterable[Arrival], *, dead_blocks: bool, token: str
 ) -> Statement | None:
     """The statement that names the keys with unfinished messages; None when no message has a key.
 
@@ -24,16 +24,16 @@ def waiting(
     keys = sorted({key for arrival in arrivals if (key := arrival.message.key) is not None})
     if not keys:
         return None
-    return own.statement(
+    return dialect.statement(
         "order_waiting",
         {"consumer": consumer, "dead_blocks": dead_blocks, "token": token},
         {"key": keys},
     )
 
 
-def sequence_state(own: Dialect, consumer: str, arrival: Arrival, gaps: GapPolicy) -> Statement:
+def sequence_state(dialect: Dialect, consumer: str, arrival: Arrival, gaps: GapPolicy) -> Statement:
     """The statement that tells where a key's versions stand; `Versions.read` reads its answer."""
-    return own.statement(
+    return dialect.statement(
         "sequence_state",
         {
             "consumer": consumer,
@@ -45,14 +45,14 @@ def sequence_state(own: Dialect, consumer: str, arrival: Arrival, gaps: GapPolic
     )
 
 
-def sequence_done(own: Dialect, consumer: str, arrival: Arrival) -> tuple[Statement, ...]:
+def sequence_done(dialect: Dialect, consumer: str, arrival: Arrival) -> tuple[Statement, ...]:
     """The statements that write a version down as processed, and wake the one behind it."""
     params = {
         "consumer": consumer,
         "key": arrival.message.key,
         "sequence": arrival.message.sequence,
     }
-    return own.statement("sequence_done", params), own.statement("sequence_next", params)
+    return dialect.statement("sequence_done", params), dialect.statement("sequence_next", params)
 
 
 @dataclass(frozen=True, slots=True)

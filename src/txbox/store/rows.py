@@ -220,7 +220,7 @@ class InboxRows:
             return batch
         yield self._dialect.statement(
             action,
-            rows={"consumer": [own[0] for own in chosen], "message_id": [own[1] for own in chosen]},
+            rows={"consumer": [row[0] for row in chosen], "message_id": [row[1] for row in chosen]},
         )
         yield audit.statement(self._dialect, action, where, affected=len(chosen))
         yield Commit()
@@ -325,9 +325,9 @@ class InboxRows:
             "end_quarantined",
             {"status": status},
             {
-                "consumer": [own[0] for own in keys],
-                "message_id": [own[1] for own in keys],
-                "hash": [own[2] for own in keys],
+                "consumer": [key[0] for key in keys],
+                "message_id": [key[1] for key in keys],
+                "hash": [key[2] for key in keys],
             },
         )
 

@@ -26,7 +26,7 @@ class Waits:
 
 
 def by_arrival(
-    own: Dialect, consumer: str, ids: Sequence[str], *, dead_blocks: bool
+    dialect: Dialect, consumer: str, ids: Sequence[str], *, dead_blocks: bool
 ) -> Steps[dict[str, Waits]]:
     """Read what messages of a consumer with `ordered=True` wait for; those that wait for nothing are left out.
 
@@ -34,7 +34,7 @@ def by_arrival(
         dead_blocks: a dead message is waited for as well.
     """
     yield Begin()
-    found = yield own.statement(
+    found = yield dialect.statement(
         "waits_order",
         {"consumer": consumer, "dead_blocks": dead_blocks},
         {"message_id": list(ids)},
@@ -47,7 +47,7 @@ def by_arrival(
 
 
 def by_version(
-    own: Dialect, consumer: str, ids: Sequence[str], *, first: int | None
+    dialect: Dialect, consumer: str, ids: Sequence[str], *, first: int | None
 ) -> Steps[dict[str, Waits]]:
     """Read what messages of a consumer with `sequence=` wait for; those that wait for nothing are left out.
 
@@ -55,7 +55,9 @@ def by_version(
         first: the version that a key begins with; None for any.
     """
     yield Begin()
-    found = yield own.statement("waits_version", {"consumer": consumer}, {"message_id": list(ids)})
+    found = yield dialect.statement(
+        "waits_version", {"consumer": consumer}, {"message_id": list(ids)}
+    )
     yield Commit()
     waiting: dict[str, Waits] = {}
     for message_id, sequence, last, head, status, at, head_sequence in found.rows:
