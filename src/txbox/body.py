@@ -127,7 +127,7 @@ def _fitted(hint: Any, value: object) -> Any:
         return _dataclass(hint, value)
     if origin is list and isinstance(value, list):
         (item,) = typing.get_args(hint) or (Any,)
-        return [_fitted(item, own) for own in cast("Iterable[object]", value)]
+        return [_fitted(item, entry) for entry in cast("Iterable[object]", value)]
     if isinstance(hint, type) and hint in _FROM_TEXT and isinstance(value, str):
         return _FROM_TEXT[hint](value)
     if isinstance(hint, type) and issubclass(hint, Enum):

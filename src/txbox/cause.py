@@ -54,10 +54,10 @@ class Run:
 
     def next_id(self, cause: Message[Any]) -> str:
         """The id of the next thing that this message causes: a run that is repeated gives the same ones."""
-        own = str(cause.id)
-        ordinal = self._caused.get(own, self._first)
-        self._caused[own] = ordinal + 1
-        return derived_id(self.consumer, own, ordinal)
+        cause_id = str(cause.id)
+        ordinal = self._caused.get(cause_id, self._first)
+        self._caused[cause_id] = ordinal + 1
+        return derived_id(self.consumer, cause_id, ordinal)
 
 
 _nothing = nullcontext()
@@ -74,8 +74,8 @@ def cause_of(explicit: Message[Any] | None) -> tuple[Run | None, Message[Any] | 
     if run is None:
         return None, explicit
     if explicit is not None:
-        own = any(explicit.id == message.id for message in run.messages)
-        return (run if own else None), explicit
+        handled = any(explicit.id == message.id for message in run.messages)
+        return (run if handled else None), explicit
     if len(run.messages) != 1:
         raise ConfigurationError(
             "A batch handler handles several messages: say which one causes what is staged, with cause=message."
@@ -124,7 +124,7 @@ def _time_of(message_id: str) -> bytes | None:
     if len(message_id) != 36:
         return None
     try:
-        own = uuid.UUID(message_id)
+        parsed = uuid.UUID(message_id)
     except ValueError:
         return None
-    return own.bytes[_UUID_V7_TIME] if own.version == 7 else None
+    return parsed.bytes[_UUID_V7_TIME] if parsed.version == 7 else None

@@ -101,14 +101,14 @@ def _harmless(error: BaseException) -> str:
 
 
 def _one_line(text: str) -> str:
-    return "".join(own if own.isprintable() else ascii(own)[1:-1] for own in text)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def fingerprint(error: BaseException) -> str:
     """Group failures that are alike: exception type and the first frame of the application."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _foreign(frame.filename)] or frames
-    place = f"{Path(own[-1].filename).name}:{own[-1].name}" if own else "?"
+    app_frames = [frame for frame in frames if not _foreign(frame.filename)] or frames
+    place = f"{Path(app_frames[-1].filename).name}:{app_frames[-1].name}" if app_frames else "?"
     return printable(f"{type(error).__name__} at {place}", 255)
 
 

@@ -18,14 +18,14 @@ class Inherited(Protocol):
 _inherited: WeakSet[Inherited] = WeakSet()
 
 
-def forgets_parent(own: Inherited) -> None:
+def forgets_parent(inherited: Inherited) -> None:
     """Have an object begin anew in each process that is forked while it lives."""
-    _inherited.add(own)
+    _inherited.add(inherited)
 
 
 def _forked() -> None:
-    for own in list(_inherited):
-        own.forget_parent()
+    for inherited in list(_inherited):
+        inherited.forget_parent()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -272,8 +272,8 @@ class Handlers:
 
     def order_of(self, consumer: str) -> tuple[bool, bool]:
         """Say whether a consumer's rows are taken by the heads of their keys, and whether dead ones stay heads."""
-        own = [handler.options for handler in self._handlers if handler.consumer == consumer]
-        return any(one.ordered for one in own), any(one.dead_blocks for one in own)
+        options = [handler.options for handler in self._handlers if handler.consumer == consumer]
+        return any(one.ordered for one in options), any(one.dead_blocks for one in options)
 
     def matching(self, topic: str, kind: str | None, consumer: str | None = None) -> list[Handler]:
         """Return the handlers for a topic and type, at most one a consumer; of one consumer or of all."""
@@ -373,8 +373,8 @@ def _check_alike(handler: Handler, other: Handler) -> None:
     if handler.consumer != other.consumer or not (handler.options.ordered or other.options.ordered):
         return
     ours, theirs = (
-        (own.options.ordered, own.options.dead_blocks, own.options.concurrency, own.is_async)
-        for own in (handler, other)
+        (peer.options.ordered, peer.options.dead_blocks, peer.options.concurrency, peer.is_async)
+        for peer in (handler, other)
     )
     if ours != theirs:
         raise ConfigurationError(

@@ -162,9 +162,9 @@ def _extracted(message: Message[Any], extract: Callable[[Message[Any]], object])
 
 
 def _id_in_headers(headers: Headers) -> object:
-    own = headers.get("message-id")
-    if own is not None:
-        return own
+    value = headers.get("message-id")
+    if value is not None:
+        return value
     texts = iter(headers.texts(*_CLOUDEVENTS))
     for identity, source in zip(texts, texts, strict=True):
         if identity and source:

@@ -35,15 +35,15 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
     def get(self, name: str, default: HeaderValue = None) -> HeaderValue:
         """Return the first value under `name`, or `default`."""
         wanted = name.lower()
-        for own, value in self:
-            if own.lower() == wanted:
+        for header, value in self:
+            if header.lower() == wanted:
                 return value
         return default
 
     def get_all(self, name: str) -> list[HeaderValue]:
         """Return every value under `name`, in order."""
         wanted = name.lower()
-        return [value for own, value in self if own.lower() == wanted]
+        return [value for header, value in self if header.lower() == wanted]
 
     def text(self, name: str) -> str | None:
         """Return the first value under `name` as text, or None when absent or not UTF-8."""
@@ -52,8 +52,8 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
     def texts(self, *names: str) -> list[str | None]:
         """As `text` for several names, which must be lower case, in one pass."""
         found: dict[str, HeaderValue] = {}
-        for own, value in self:
-            lower = own.lower()
+        for header, value in self:
+            lower = header.lower()
             if lower in names:
                 found.setdefault(lower, value)
         return [_text(found.get(name)) for name in names]
@@ -199,27 +199,29 @@ class Message(Generic[Body]):
         received_at: datetime | None = None,
         body: Body = _NOT_DECODED,
     ) -> None:
-        own: Any = self if self.__class__ is Message else cast("Any", _new(Message))
-        _assign(own, "__class__", _Unfrozen)
-        own.topic = topic
-        own.payload = payload if payload.__class__ is bytes or payload is None else _bytes(payload)
-        own.id = id
-        own.type = type
-        own.key = key
-        own.headers = headers if headers.__class__ is Headers else Headers(headers)
-        own.content_type = content_type
-        own.time = time
-        own.sequence = sequence
-        own.origin = {} if origin is None else origin
-        own.consumer = consumer
-        own.attempt = attempt
-        own.received_at = received_at
-        own.body = body
-        own.__class__ = Message
-        if own is not self:
+        message: Any = self if self.__class__ is Message else cast("Any", _new(Message))
+        _assign(message, "__class__", _Unfrozen)
+        message.topic = topic
+        message.payload = (
+            payload if payload.__class__ is bytes or payload is None else _bytes(payload)
+        )
+        message.id = id
+        message.type = type
+        message.key = key
+        message.headers = headers if headers.__class__ is Headers else Headers(headers)
+        message.content_type = content_type
+        message.time = time
+        message.sequence = sequence
+        message.origin = {} if origin is None else origin
+        message.consumer = consumer
+        message.attempt = attempt
+        message.received_at = received_at
+        message.body = body
+        message.__class__ = Message
+        if message is not self:
             # a subclass of the user's, whose layout may differ
             for name in Message.__slots__:
-                _assign(self, name, getattr(own, name))
+                _assign(self, name, getattr(message, name))
 
     def __repr__(self) -> str:
         # the payload may be long, and is nobody's business in a log
@@ -258,23 +260,23 @@ class _Unfrozen(Message[Any]):
 
 def handed_over(message: Message[Any], own_id: str, consumer: str, body: Body) -> Message[Body]:
     """Return the message as a handler of `consumer` sees it; the one given stays as it is."""
-    own: Any = _new(_Unfrozen)
-    own.topic = message.topic
-    own.payload = message.payload
-    own.id = own_id
-    own.type = message.type
-    own.key = message.key
-    own.headers = message.headers
-    own.content_type = message.content_type
-    own.time = message.time
-    own.sequence = message.sequence
-    own.origin = message.origin
-    own.consumer = consumer
-    own.attempt = message.attempt
-    own.received_at = message.received_at
-    own.body = body
-    own.__class__ = Message
-    handed: Message[Body] = own
+    unfrozen: Any = _new(_Unfrozen)
+    unfrozen.topic = message.topic
+    unfrozen.payload = message.payload
+    unfrozen.id = own_id
+    unfrozen.type = message.type
+    unfrozen.key = message.key
+    unfrozen.headers = message.headers
+    unfrozen.content_type = message.content_type
+    unfrozen.time = message.time
+    unfrozen.sequence = message.sequence
+    unfrozen.origin = message.origin
+    unfrozen.consumer = consumer
+    unfrozen.attempt = message.attempt
+    unfrozen.received_at = message.received_at
+    unfrozen.body = body
+    unfrozen.__class__ = Message
+    handed: Message[Body] = unfrozen
     return handed
 
 

@@ -44,8 +44,8 @@ def _are_utc_times(window: object) -> bool:
             return False
 
 
-def _second_of_day(own: time) -> float:
-    return own.hour * 3600 + own.minute * 60 + own.second + own.microsecond / 1e6
+def _second_of_day(moment: time) -> float:
+    return moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Retention:
         """Say whether pruning may run at this second of the database's UTC day."""
         if self.window is None:
             return True
-        begins, ends = (_second_of_day(own) for own in self.window)
+        begins, ends = (_second_of_day(moment) for moment in self.window)
         if begins < ends:
             return begins <= second < ends
         return second >= begins or second < ends

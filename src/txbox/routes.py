@@ -128,9 +128,16 @@ class Routes:
     def all(self) -> list[Route]:
         """Return the routes that a relay of this app serves."""
         routes = [
-            Route(own.destination, own.topics, False, own.cloudevents, own.source, self._name(own))
-            for own in self._named
-            if not isinstance(own.destination, Local)
+            Route(
+                published.destination,
+                published.topics,
+                False,
+                published.cloudevents,
+                published.source,
+                self._name(published),
+            )
+            for published in self._named
+            if not isinstance(published.destination, Local)
         ]
         others = self._others
         if others is not None and not isinstance(others.destination, Local):
@@ -149,7 +156,9 @@ class Routes:
         """The route of what goes to this app's own consumers: named by them, which no other App has."""
         count, name = self._local
         if count != len(self._handlers):
-            name = _within(",".join(sorted(_short(own) for own in self._handlers.consumers())))
+            name = _within(
+                ",".join(sorted(_short(consumer) for consumer in self._handlers.consumers()))
+            )
             self._local = (len(self._handlers), name)
         return name
 
@@ -168,16 +177,16 @@ class Routes:
         if not route:
             return cause_consumer in consumers and self.of(topic, kind) == self.local
         named = route.removesuffix(_UNHANDLED).removeprefix(f"{LOCAL}:").split(",")
-        return not {_short(own) for own in consumers}.isdisjoint(named)
+        return not {_short(consumer) for consumer in consumers}.isdisjoint(named)
 
     def _published(self, topic: str) -> _Published | None:
-        for own in self._named:
-            if topic in own.topics:
-                return own
+        for published in self._named:
+            if topic in published.topics:
+                return published
         return self._others
 
     def _named_topics(self) -> tuple[str, ...]:
-        return tuple(topic for own in self._named for topic in own.topics)
+        return tuple(topic for published in self._named for topic in published.topics)
 
     def _consumed(self) -> list[str]:
         """The topics that handlers name, and those that only this app's routes name."""
@@ -185,8 +194,8 @@ class Routes:
         return list(dict.fromkeys((*self._handlers.topics(), *named)))
 
     def _is_local(self, topic: str) -> bool:
-        own = self._published(topic)
-        return own is None or isinstance(own.destination, Local)
+        published = self._published(topic)
+        return published is None or isinstance(published.destination, Local)
 
     def _takes_unrouted(self, topic: str) -> bool:
         """Nobody said where these rows go: what also comes from a broker may have been meant for that."""
@@ -197,23 +206,23 @@ class Routes:
     def _local_route(self) -> Route:
         topics = self._consumed()
         if _ALL in topics and self._takes_unrouted(_ALL):
-            left = (own for own in topics if own != _ALL and not self._takes_unrouted(own))
+            left = (topic for topic in topics if topic != _ALL and not self._takes_unrouted(topic))
             return Route(None, tuple(left), others=True, name=self.local)
-        taken = (own for own in topics if own != _ALL and self._takes_unrouted(own))
+        taken = (topic for topic in topics if topic != _ALL and self._takes_unrouted(topic))
         return Route(None, tuple(taken), name=self.local)
 
-    def _name(self, own: _Published) -> str:
-        if own.name is not None:
-            return own.name
-        found = self._names.get(own)
+    def _name(self, published: _Published) -> str:
+        if published.name is not None:
+            return published.name
+        found = self._names.get(published)
         if found is None:
-            assert not isinstance(own.destination, Local)
-            kind, colon, where = own.destination.publisher().name.partition(":")
+            assert not isinstance(published.destination, Local)
+            kind, colon, where = published.destination.publisher().name.partition(":")
             # the hosts of a cluster in any order
             found = kind + colon + ",".join(sorted(where.split(",")))
-            if own.cloudevents is not None:
-                found = f"{found} {own.cloudevents} {own.source}"
-            self._names[own] = found = _bounded(found)
+            if published.cloudevents is not None:
+                found = f"{found} {published.cloudevents} {published.source}"
+            self._names[published] = found = _bounded(found)
         return found
 
 
