@@ -76,8 +76,8 @@ def _bound(
 ) -> tuple[Run, Any]:
     if isinstance(work, list):
         if called is not None:
-            called += [own.message_id for own in work]
-        messages = [handler.bound(own) for own in work]
+            called += [arrival.message_id for arrival in work]
+        messages = [handler.bound(arrival) for arrival in work]
         return Run(handler.consumer, messages), messages
     if called is not None:
         called.append(work.message_id)

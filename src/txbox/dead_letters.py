@@ -30,7 +30,7 @@ class DeadLetters:
 
     def staged(
         self,
-        own: Dialect,
+        dialect: Dialect,
         consumer: str,
         message: Message[Any],
         *,
@@ -55,7 +55,7 @@ class DeadLetters:
             headers=_headers(message, consumer, attempts, error_type),
         )
         with Run(consumer, (message,), first=_DEATH - attempts):
-            yield from self._outbox.staging(own, [letter], otherwise=LOCAL)
+            yield from self._outbox.staging(dialect, [letter], otherwise=LOCAL)
 
 
 def _headers(

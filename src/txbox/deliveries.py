@@ -82,7 +82,9 @@ class Deliveries:
             if mine:
                 settled.update((yield from self._claim_and_run(handler, mine)))
         finally:
-            self._in_flight.leave(consumer, *[own.message_id for own in mine], holder=holder)
+            self._in_flight.leave(
+                consumer, *[arrival.message_id for arrival in mine], holder=holder
+            )
         held: set[str] = set()
         for arrival in busy:
             key, own_id = (
@@ -153,7 +155,7 @@ class Deliveries:
         group, doubted = self._paces.group(handler, pace, len(waiting)), False
         if looked := pace.looks_first and self.transaction.looks_up(handler, waiting):
             settled = yield from self._finished_before(handler, waiting)
-            waiting = [own for own in waiting if own.message_id not in settled]
+            waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
         while len(waiting) > 1:
             ran = yield from self.transaction.fresh(handler, waiting, group)
             if ran.end is End.BROKEN:
@@ -163,7 +165,7 @@ class Deliveries:
                     pace.met(len(waiting), len(waiting) - len(ran.fresh))
                 settled.update((yield from self._committed(handler, waiting, ran)))
             elif ran.end is End.WAITS:
-                behind = [own for own in waiting if own.message_id in ran.waiting]
+                behind = [arrival for arrival in waiting if arrival.message_id in ran.waiting]
                 settled.update((yield from self._stored_behind(handler, behind)))
             elif (
                 ran.end in (End.AMBIGUOUS, End.LOST)
@@ -180,7 +182,7 @@ class Deliveries:
                 settled.update(left)
             else:
                 settled.update((yield from self._apart(handler, waiting, ran.end)))
-            waiting = [own for own in waiting if own.message_id not in settled]
+            waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
         for arrival in waiting:
             settled.update((yield from self._run_alone(handler, arrival)))
         return settled
@@ -236,9 +238,10 @@ class Deliveries:
                 continue
             settled.update((yield from self._claim_and_run(handler, part)))
             keys.update(
-                own.message.key
-                for own in part
-                if not settled[own.message_id].outcome.settles and own.message.key is not None
+                arrival.message.key
+                for arrival in part
+                if not settled[arrival.message_id].outcome.settles
+                and arrival.message.key is not None
             )
         return settled
 

@@ -100,7 +100,7 @@ class Effects:
 
     def _staged(
         self,
-        own: Dialect,
+        dialect: Dialect,
         name: str,
         body: Body,
         *,
@@ -131,7 +131,7 @@ class Effects:
             ),
         )
         arrival: Arrival = handler.arrival(message, self._limits)
-        yield from InboxStore(own, self._columns).store(
+        yield from InboxStore(dialect, self._columns).store(
             handler.consumer,
             [arrival],
             token=secrets.token_hex(16),

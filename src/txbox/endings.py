@@ -42,7 +42,7 @@ class Letters(Protocol):
 
     def staged(
         self,
-        own: Dialect,
+        dialect: Dialect,
         consumer: str,
         message: Message[Any],
         *,

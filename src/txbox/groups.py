@@ -74,7 +74,7 @@ class Groups:
             )
             if progress.culprit is None or (failed_before and len(group) > 1):
                 # it could be any of them: each has a turn of its own
-                waiting.extendleft([own] for own in reversed(group))
+                waiting.extendleft([arrival] for arrival in reversed(group))
                 alone += len(group)
                 continue
             culprit = group.pop(progress.culprit)

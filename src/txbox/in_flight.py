@@ -64,7 +64,9 @@ class InFlight:
                 holder.twice -= kept
                 holder.ids.difference_update(set(message_ids) - kept if kept else message_ids)
             # a thread that forks inside of its handler has left nothing to its child
-            waited = [held.pop(own, None) for own in message_ids if own not in kept]
+            waited = [
+                held.pop(message_id, None) for message_id in message_ids if message_id not in kept
+            ]
         for freed in waited:
             if freed is not None:
                 freed.set_result(None)
@@ -80,7 +82,7 @@ def _taken(
         if holder is None or not shared <= holder.ids - holder.twice:
             return False
         holder.twice |= shared
-        held.update((own, None) for own in message_ids if own not in shared)
+        held.update((message_id, None) for message_id in message_ids if message_id not in shared)
     if holder is not None:
         holder.ids.update(message_ids)
     return True

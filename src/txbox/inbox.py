@@ -205,32 +205,32 @@ class Inbox:
         return Arrival(given, message_id(given, scope=self._id_scope), hashed)
 
     def _accept(
-        self, own: Dialect, arrivals: Sequence[Arrival], timeout: timedelta | None
+        self, dialect: Dialect, arrivals: Sequence[Arrival], timeout: timedelta | None
     ) -> Steps[list[Acceptance]]:
-        store = InboxStore(own, self._columns)
+        store = InboxStore(dialect, self._columns)
         if timeout is None:
             return (yield from self._accepted(store, arrivals))
-        yield from _if_needed(own, "savepoint")
+        yield from _if_needed(dialect, "savepoint")
         try:
-            if own.has("bound_lock_timeout"):
+            if dialect.has("bound_lock_timeout"):
                 yield store.bound_lock_timeout(timeout)
             answer = yield from self._accepted(store, arrivals)
-            yield from _if_needed(own, "restore_lock_timeout")
+            yield from _if_needed(dialect, "restore_lock_timeout")
         except StoreError as error:
             # SQLite has one lock for all rows; elsewhere a conflict has ended the caller's transaction
             busy = (error.code or "").startswith("SQLITE_BUSY")
             if error.fault is not Fault.LOCK_TIMEOUT and not busy:
                 raise
-            yield from _if_needed(own, "rollback_to_savepoint")
-            yield from _if_needed(own, "release_savepoint")
-            if not own.claim_bounds_wait:
+            yield from _if_needed(dialect, "rollback_to_savepoint")
+            yield from _if_needed(dialect, "release_savepoint")
+            if not dialect.claim_bounds_wait:
                 # where the setting is no part of the transaction, the savepoint has not brought it back
-                yield from _if_needed(own, "restore_lock_timeout")
+                yield from _if_needed(dialect, "restore_lock_timeout")
             raise MessageInProgress(
                 f"Another transaction holds this message of consumer {self.consumer!r}: do not acknowledge it, "
                 "try again later."
             ) from error
-        yield from _if_needed(own, "release_savepoint")
+        yield from _if_needed(dialect, "release_savepoint")
         return answer
 
     def _accepted(self, store: InboxStore, arrivals: Sequence[Arrival]) -> Steps[list[Acceptance]]:
@@ -254,7 +254,7 @@ class Inbox:
             fresh |= won
             left = [arrival for arrival in waiting if arrival.message_id not in won]
             rows.update(
-                (yield from store.classify(self.consumer, [own.message_id for own in left]))
+                (yield from store.classify(self.consumer, [arrival.message_id for arrival in left]))
             )
             # an id without a row was pruned between the two statements: accept again
             waiting = [arrival for arrival in left if arrival.message_id not in rows]
@@ -293,7 +293,7 @@ class Inbox:
 
     def _set_aside(
         self,
-        own: Dialect,
+        dialect: Dialect,
         message: Message[Any] | str | int,
         payload: Payload,
         topic: str | None,
@@ -301,7 +301,7 @@ class Inbox:
     ) -> Steps[None]:
         arrival = self._arrival(message, payload, topic, None, None)
         hashed = arrival.hash or hashlib.sha256(arrival.message.payload or b"").digest()
-        yield InboxStore(own, self._columns).quarantine(
+        yield InboxStore(dialect, self._columns).quarantine(
             self.consumer,
             presentable(arrival.message),
             message_id=arrival.message_id,
@@ -311,10 +311,10 @@ class Inbox:
         )
 
 
-def _if_needed(own: Dialect, name: str) -> Steps[None]:
+def _if_needed(dialect: Dialect, name: str) -> Steps[None]:
     """Run a statement where this database has anything to do."""
-    if own.has(name):
-        yield own.statement(name)
+    if dialect.has(name):
+        yield dialect.statement(name)
 
 
 def _bytes(payload: Payload) -> bytes | None:

@@ -150,7 +150,7 @@ class Intake:
                 yield from protocol.store.lock_timed_out()
                 settled.update((yield from self._stored_apart(handler, ordered, leasing)))
                 return settled
-            rows_of.update((own.arrival.message_id, own) for own in found)
+            rows_of.update((leased.arrival.message_id, leased) for leased in found)
             if leasing is not None:
                 yield from self._give_back(consumer, rows, leasing)
             gone: list[Arrival] = []
@@ -168,8 +168,8 @@ class Intake:
             # pruned between the two statements: store again
             ordered = gone
         if leasing is not None:
-            order = [own.message_id for own in arrivals if own.message_id in rows_of]
-            leasing.rows += [rows_of[own] for own in order]
+            order = [arrival.message_id for arrival in arrivals if arrival.message_id in rows_of]
+            leasing.rows += [rows_of[message_id] for message_id in order]
         return settled
 
     def _insert(
@@ -190,16 +190,17 @@ class Intake:
             found = yield from leases.stored(
                 store, consumer, arrivals, results[-1], token=token, lease=lease
             )
-            fresh = {own.arrival.message_id for own in found}
+            fresh = {leased.arrival.message_id for leased in found}
         rows = yield from store.classify(
-            consumer, [own.message_id for own in arrivals if own.message_id not in fresh]
+            consumer,
+            [arrival.message_id for arrival in arrivals if arrival.message_id not in fresh],
         )
         yield store.commit_bounded()
         return fresh, found, rows
 
     def _give_back(self, consumer: str, rows: dict[str, Existing], leasing: Leasing) -> Steps[None]:
         """Release what was stored by a COMMIT whose answer was lost: nobody runs it here, so nobody may lease it."""
-        ours = [own for own, row in rows.items() if row.token == leasing.token]
+        ours = [message_id for message_id, row in rows.items() if row.token == leasing.token]
         if ours:
             leasing.given_back = True
             yield from leases.release(

@@ -57,7 +57,7 @@ class _Course:
         culprit: int | None
         if failed is not None:
             raised = failed.raised
-            began = [own for own in self._begun if own[0] <= failed.position]
+            began = [start for start in self._begun if start[0] <= failed.position]
             group, culprit = began[-1][1:] if began else (0, 0)
         elif raised is not None:
             group, culprit = self.group, self.call
@@ -66,32 +66,32 @@ class _Course:
                 culprit = 0 if culprit == 1 else None
         else:
             return Progress(answers, len(self._groups))
-        del answers[sum(len(own) for own in self._groups[:group]) :]
+        del answers[sum(len(calls) for calls in self._groups[:group]) :]
         return Progress(answers, group, raised, culprit)
 
 
-def can_nest(own: object) -> Nesting | None:
-    return cast("Nesting", own) if hasattr(own, "savepoint") else None
+def can_nest(connection: object) -> Nesting | None:
+    return cast("Nesting", connection) if hasattr(connection, "savepoint") else None
 
 
-def can_nest_async(own: object) -> AsyncNesting | None:
-    return cast("AsyncNesting", own) if hasattr(own, "savepoint") else None
+def can_nest_async(connection: object) -> AsyncNesting | None:
+    return cast("AsyncNesting", connection) if hasattr(connection, "savepoint") else None
 
 
-def can_pipe(own: object) -> Piping | None:
-    return cast("Piping", own) if hasattr(own, "pipe") else None
+def can_pipe(connection: object) -> Piping | None:
+    return cast("Piping", connection) if hasattr(connection, "pipe") else None
 
 
-def can_pipe_async(own: object) -> AsyncPiping | None:
-    return cast("AsyncPiping", own) if hasattr(own, "pipe") else None
+def can_pipe_async(connection: object) -> AsyncPiping | None:
+    return cast("AsyncPiping", connection) if hasattr(connection, "pipe") else None
 
 
-def can_chain(own: object) -> Chaining | None:
-    return cast("Chaining", own) if hasattr(own, "commit_then") else None
+def can_chain(connection: object) -> Chaining | None:
+    return cast("Chaining", connection) if hasattr(connection, "commit_then") else None
 
 
-def can_chain_async(own: object) -> AsyncChaining | None:
-    return cast("AsyncChaining", own) if hasattr(own, "commit_then") else None
+def can_chain_async(connection: object) -> AsyncChaining | None:
+    return cast("AsyncChaining", connection) if hasattr(connection, "commit_then") else None
 
 
 def can_read(connection: object) -> Reading | None:
@@ -102,8 +102,8 @@ def can_read_async(connection: object) -> AsyncReading | None:
     return cast("AsyncReading", connection) if hasattr(connection, "read") else None
 
 
-def can_watch(own: object) -> Watching | None:
-    return cast("Watching", own) if hasattr(own, "left") else None
+def can_watch(connection: object) -> Watching | None:
+    return cast("Watching", connection) if hasattr(connection, "left") else None
 
 
 def _call(connection: Connection | None, call: Call, timeout_s: float | None) -> Any:

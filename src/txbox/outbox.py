@@ -146,7 +146,7 @@ class Outbox:
         return await run_async(executor, self.staging(executor.dialect, messages))
 
     def staging(
-        self, own: Dialect, messages: Sequence[Outgoing], *, otherwise: str | None = None
+        self, dialect: Dialect, messages: Sequence[Outgoing], *, otherwise: str | None = None
     ) -> Steps[list[str]]:
         """The steps of `stage_many`, for a transaction that is open.
 
@@ -160,11 +160,11 @@ class Outbox:
         bodies = [encoded(message) for message in messages]
         causes = [cause_of(message.cause) for message in messages]
         locks = sorted({_lock(message) for message in messages if message.ordered})
-        if locks and own.has("stage_lock"):
-            yield own.statement("stage_lock", {}, {"lock": locks})
+        if locks and dialect.has("stage_lock"):
+            yield dialect.statement("stage_lock", {}, {"lock": locks})
         ids = [_own_id(*cause) for cause in causes]
-        yield own.statement(
-            "stage_notify" if self._notify and own.has("stage_notify") else "stage",
+        yield dialect.statement(
+            "stage_notify" if self._notify and dialect.has("stage_notify") else "stage",
             {"key_id": self._columns.key_id},
             {
                 "id": ids,
@@ -223,10 +223,13 @@ def _own_id(own_run: Run | None, cause: Message[Any] | None) -> str:
 
 
 def _headers(message: Outgoing, cause: Message[Any] | None) -> Headers:
-    own = Headers(message.headers)
-    given = {name.lower() for name in own.names()}
+    headers = Headers(message.headers)
+    given = {name.lower() for name in headers.names()}
     return Headers(
-        (*own, *((name, value) for name, value in passed_on(cause).items() if name not in given))
+        (
+            *headers,
+            *((name, value) for name, value in passed_on(cause).items() if name not in given),
+        )
     )
 
 

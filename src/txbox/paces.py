@@ -20,15 +20,15 @@ class Paces:
 
     def of(self, handler: Handler) -> Pace:
         """The pace of one handler."""
-        own = (handler.consumer, id(handler.function))
-        pace = self._paces.get(own)
+        key = (handler.consumer, id(handler.function))
+        pace = self._paces.get(key)
         if pace is None:
             batching = self._batching
             if not self._store.dialect.refuses_commit and not handler.options.batch:
                 # nothing stops a handler's COMMIT there: it would commit its neighbours' claims too
                 batching = replace(batching, messages=1)
             # two threads that come first together make two: the one kept is the one both find next
-            pace = self._paces.setdefault(own, Pace(batching))
+            pace = self._paces.setdefault(key, Pace(batching))
         return pace
 
     def group(self, handler: Handler, pace: Pace, messages: int) -> int:

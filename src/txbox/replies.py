@@ -48,8 +48,8 @@ def replying(function: F, options: HandlerOptions, outbox: Outbox) -> F:
         return answer
 
     wrapped: Any = functools.wraps(function)(call_async if is_async_function(function) else call)
-    own: F = wrapped
-    return own
+    handler: F = wrapped
+    return handler
 
 
 def _caused_by(message: Message[Any], reply: Outgoing) -> Run:

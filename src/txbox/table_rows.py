@@ -64,15 +64,15 @@ class TableRows:
         """
         settled: dict[str, Settled] = {}
         free = [
-            own.arrival
-            for own in rows
-            if self._in_flight.enter(handler.consumer, own.arrival.message_id) is None
+            leased.arrival
+            for leased in rows
+            if self._in_flight.enter(handler.consumer, leased.arrival.message_id) is None
         ]
         try:
             if len(free) > 1 and divides(handler, batch=True) and not handler.options.in_order:
                 settled = yield from self._run_rows(handler, free, lease_token)
         finally:
-            self._in_flight.leave(handler.consumer, *[own.message_id for own in free])
+            self._in_flight.leave(handler.consumer, *[arrival.message_id for arrival in free])
         answers: list[Settled] = []
         for leased in rows:
             done = settled.get(leased.arrival.message_id)
@@ -91,17 +91,17 @@ class TableRows:
             if ran.end is End.COMMITTED:
                 pace.committed(len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed))
                 return {
-                    own.message_id: self._endings.ran(handler, own, ran)
-                    if own.message_id in ran.fresh
+                    arrival.message_id: self._endings.ran(handler, arrival, ran)
+                    if arrival.message_id in ran.fresh
                     # the lease ran out and the row is another's
                     else Settled(Outcome.IN_PROGRESS)
-                    for own in arrivals
+                    for arrival in arrivals
                 }
             if ran.end is End.AMBIGUOUS:
                 settled: dict[str, Settled] = {}
-                for own in arrivals:
-                    settled[own.message_id] = yield from self._decided(
-                        handler, own, lease_token, started
+                for arrival in arrivals:
+                    settled[arrival.message_id] = yield from self._decided(
+                        handler, arrival, lease_token, started
                     )
                 return settled
             if ran.end in (End.CONFLICT, End.LOCKED):

@@ -172,7 +172,7 @@ class HandlerTransaction:
         except StoreError as error:
             return (yield from self._not_claimed(error))
         if checks:
-            self._look_at_order(handler, arrivals, ran, [own.rows for own in found])
+            self._look_at_order(handler, arrivals, ran, [result.rows for result in found])
             if ran.waiting:
                 ran.end = End.WAITS
                 yield Rollback()
@@ -198,7 +198,7 @@ class HandlerTransaction:
             return ran
         if handler.options.keep_result:
             ran.results = {
-                own.message_id: result for own, result in zip(mine, returned, strict=True)
+                arrival.message_id: result for arrival, result in zip(mine, returned, strict=True)
             }
         yield from self._close(ran, handler, mine, token, keep)
         return ran
@@ -217,13 +217,15 @@ class HandlerTransaction:
             if not handler.options.keep_result:
                 ran.existing = dict.fromkeys(won.finished, FINISHED)
         others = [
-            own.message_id
-            for own in arrivals
-            if own.message_id not in ran.fresh and own.message_id not in ran.existing
+            arrival.message_id
+            for arrival in arrivals
+            if arrival.message_id not in ran.fresh and arrival.message_id not in ran.existing
         ]
         ran.existing.update((yield from self.store.classify(handler.consumer, others)))
         if won is None:
-            ran.fresh = {own for own, row in ran.existing.items() if row.token == token}
+            ran.fresh = {
+                message_id for message_id, row in ran.existing.items() if row.token == token
+            }
 
     def _lost_savepoint(self, ran: Ran, error: StoreError, token: str) -> Steps[None]:
         """A savepoint of txbox's is gone, or its record was refused: the handler left it, or the connection broke."""
@@ -238,16 +240,16 @@ class HandlerTransaction:
     def _order_checks(
         self, handler: Handler, arrivals: Sequence[Arrival], token: str
     ) -> list[Statement]:
-        options, own = handler.options, self.store.dialect
+        options, dialect = handler.options, self.store.dialect
         if options.sequence is not None:
             return [
-                order.sequence_state(own, handler.consumer, arrival, options.gaps)
+                order.sequence_state(dialect, handler.consumer, arrival, options.gaps)
                 for arrival in arrivals
             ]
         if not options.ordered:
             return []
         asked = order.waiting(
-            own, handler.consumer, arrivals, dead_blocks=options.dead_blocks, token=token
+            dialect, handler.consumer, arrivals, dead_blocks=options.dead_blocks, token=token
         )
         return [] if asked is None else [asked]
 
@@ -262,17 +264,17 @@ class HandlerTransaction:
         if handler.options.sequence is None:
             blocked = {row[0] for row in found[0]}
             ran.waiting = {
-                own.message_id
-                for own in arrivals
-                if own.message_id in ran.fresh and own.message.key in blocked
+                arrival.message_id
+                for arrival in arrivals
+                if arrival.message_id in ran.fresh and arrival.message.key in blocked
             }
             return
-        for own, rows in zip(arrivals, found, strict=True):
-            sequence, versions = own.message.sequence, order.Versions.read(rows)
-            if own.message_id not in ran.fresh or sequence is None:
+        for arrival, rows in zip(arrivals, found, strict=True):
+            sequence, versions = arrival.message.sequence, order.Versions.read(rows)
+            if arrival.message_id not in ran.fresh or sequence is None:
                 continue
             if versions.waits(sequence, gaps):
-                ran.waiting.add(own.message_id)
+                ran.waiting.add(arrival.message_id)
             elif versions.gap(sequence, gaps):
                 ran.gap = versions.expected(gaps)
 
@@ -288,7 +290,7 @@ class HandlerTransaction:
                 # first the proof that this is still the claiming transaction: on a connection that a
                 # handler left in autocommit, `complete` would commit by itself. In one step, since a
                 # session writes what it put off, and releases its savepoint, before all of it
-                ids = [own.message_id for own in mine]
+                ids = [arrival.message_id for arrival in mine]
                 if ids:
                     last.insert(0, claims.complete(store, consumer, ids, token=token, keep=keep))
                 results = yield Commit((claims.close(store, token), *last))
@@ -312,10 +314,13 @@ class HandlerTransaction:
     def _last(self, ran: Ran, handler: Handler, mine: Sequence[Arrival]) -> list[Statement]:
         """What is written behind close: only the transaction that claimed comes this far."""
         store, consumer = self.store, handler.consumer
-        last = [store.keep_result(consumer, own, result) for own, result in ran.results.items()]
+        last = [
+            store.keep_result(consumer, message_id, result)
+            for message_id, result in ran.results.items()
+        ]
         if handler.options.sequence is not None:
-            for own in mine:
-                last += order.sequence_done(store.dialect, consumer, own)
+            for arrival in mine:
+                last += order.sequence_done(store.dialect, consumer, arrival)
         return last
 
     def _raised(self, ran: Ran, raised: Raised, token: str) -> Steps[None]:
