@@ -192,28 +192,33 @@ class Admin:
     def _with_waits(self, page: Sequence[ListedMessage]) -> Sequence[ListedMessage]:
         waiting: dict[tuple[str, str], Waits] = {}
         for consumer, handlers in self._app.handlers.consumers().items():
-            options = next((own.options for own in handlers if own.options.in_order), None)
+            options = next(
+                (handler.options for handler in handlers if handler.options.in_order), None
+            )
             if options is None:
                 continue
             ids = [
-                own.message_id
-                for own in page
-                if own.consumer == consumer
-                and own.status in (Status.PENDING, Status.FAILED)
-                and own.key is not None
+                message.message_id
+                for message in page
+                if message.consumer == consumer
+                and message.status in (Status.PENDING, Status.FAILED)
+                and message.key is not None
             ]
             if ids:
                 found = self._drive(self._waits(consumer, options, ids))
-                waiting |= {(consumer, own): what for own, what in found.items()}
-        return [replace(own, waits_for=waiting.get((own.consumer, own.message_id))) for own in page]
+                waiting |= {(consumer, message_id): what for message_id, what in found.items()}
+        return [
+            replace(message, waits_for=waiting.get((message.consumer, message.message_id)))
+            for message in page
+        ]
 
     def _waits(
         self, consumer: str, options: HandlerOptions, ids: Sequence[str]
     ) -> Steps[dict[str, Waits]]:
-        own = self._app.store.dialect
+        current = self._app.store.dialect
         if options.ordered:
-            return waits.by_arrival(own, consumer, ids, dead_blocks=options.dead_blocks)
-        return waits.by_version(own, consumer, ids, first=options.gaps.first)
+            return waits.by_arrival(current, consumer, ids, dead_blocks=options.dead_blocks)
+        return waits.by_version(current, consumer, ids, first=options.gaps.first)
 
     # -- changing -----------------------------------------------------------------------------
 

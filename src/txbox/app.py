@@ -134,7 +134,7 @@ class App:
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
         self.outbox = Outbox(schema=schema, codec=codec, route=self.routes.of, notify=notify)
         self.notify = notify
-        has_log = any(isinstance(own, LoggingObserver) for own in observers)
+        has_log = any(isinstance(observer, LoggingObserver) for observer in observers)
         self.events = Events(observers, None if has_log else LoggingObserver())
         self.lease = lease or Lease()
         self.limits = limits or Limits.within(self.lease)
@@ -385,17 +385,17 @@ class App:
 
     def _arrives(self, topic: str) -> bool:
         """Say whether a topic comes from a source."""
-        for own in self.consumptions:
-            asked = own.source.topics if own.topics is None else own.topics
-            if not isinstance(own.source, Local) and not {topic, "*"}.isdisjoint(
+        for consumption in self.consumptions:
+            asked = consumption.source.topics if consumption.topics is None else consumption.topics
+            if not isinstance(consumption.source, Local) and not {topic, "*"}.isdisjoint(
                 self.handlers.topics() if asked is None else asked
             ):
                 return True
         return False
 
     def _check_colour(self, handler: Handler) -> None:
-        own = self.database.asynchronous if handler.is_async else self.database.sync
-        if handler.options.transactional and own is None:
+        connections = self.database.asynchronous if handler.is_async else self.database.sync
+        if handler.options.transactional and connections is None:
             colour, other = ("async", "def") if handler.is_async else ("sync", "async def")
             raise ConfigurationError(
                 f"{handler.name} is {colour}, but {self.database.name} has no {colour} connections: "
@@ -468,7 +468,8 @@ class App:
         if not found:
             return {"": await self.answer_async(message)}
         return {
-            own.consumer: await self.answer_async(message, consumer=own.consumer) for own in found
+            handler.consumer: await self.answer_async(message, consumer=handler.consumer)
+            for handler in found
         }
 
     # -- sending to the own consumers ---------------------------------------------------------
@@ -584,8 +585,8 @@ class App:
             settled = yield from self.intake.take(
                 handler.stored, [messages[index] for index in indexes]
             )
-            for index, own in zip(indexes, settled, strict=True):
-                answers[index][handler.consumer] = own.outcome
+            for index, answer in zip(indexes, settled, strict=True):
+                answers[index][handler.consumer] = answer.outcome
             self._leave(handler, settled)
         return answers
 
@@ -595,11 +596,11 @@ class App:
         Raises:
             SchemaError: the message contains the command to run.
         """
-        own = self.store.dialect
-        state = yield from tables.check(own)
+        current = self.store.dialect
+        state = yield from tables.check(current)
         if state.schema is not None:
             # named in full from here on, so that a handler's own search_path cannot hide them
-            self.store.dialect = dialect(own.name, state.schema)
+            self.store.dialect = dialect(current.name, state.schema)
         self._checked = True
 
     # -- life ---------------------------------------------------------------------------------

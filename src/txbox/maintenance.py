@@ -53,9 +53,9 @@ def run_once(app: App, name: str, task: Task | None = None) -> Report:
         ConfigurationError: there is no such job.
         StoreError, SchemaError: the database refused.
     """
-    job = next((own for own in JOBS if own.name == name), None)
+    job = next((candidate for candidate in JOBS if candidate.name == name), None)
     if job is None:
-        known = ", ".join(own.name for own in JOBS)
+        known = ", ".join(candidate.name for candidate in JOBS)
         raise ConfigurationError(f"There is no maintenance job {name!r}: use one of {known}.")
     steps = job.run(app, task or Task())
     if app.database.sync is not None:

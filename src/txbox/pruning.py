@@ -94,31 +94,33 @@ def prune(app: App, task: Task) -> Steps[Report]:
     Guarantee: never deletes what is unfinished, dead or quarantined; a crash in between loses
     nothing, the next run goes on.
     """
-    own = app.store.dialect
+    dialect = app.store.dialect
     older_than_s = (task.older_than or app.retention.processed).total_seconds()
     if task.dry_run:
-        rows = yield from jobs.prunable(own, consumer=task.consumer, older_than_s=older_than_s)
+        rows = yield from jobs.prunable(dialect, consumer=task.consumer, older_than_s=older_than_s)
         return Report("prune", rows)
     run = _Run(app, task, "prune")
-    if not own.has("prune_blocks"):
+    if not dialect.has("prune_blocks"):
 
         def batch(limit: int) -> Steps[Batch]:
-            return jobs.prune(own, consumer=task.consumer, older_than_s=older_than_s, limit=limit)
+            return jobs.prune(
+                dialect, consumer=task.consumer, older_than_s=older_than_s, limit=limit
+            )
 
         return (yield from run.batches([batch]))
     if not (yield from run.begin()):
         return run.report()
-    found = yield from tables.layout(own)
+    found = yield from tables.layout(dialect)
     if task.consumer is None and found.of_time:
         if (yield from _drop(run, found, older_than_s)):
             yield from run.repeat(
-                lambda limit: jobs.prune_orphans(own, older_than_s=older_than_s, limit=limit),
+                lambda limit: jobs.prune_orphans(dialect, older_than_s=older_than_s, limit=limit),
                 counted=False,
             )
-        found = yield from tables.layout(own)
+        found = yield from tables.layout(dialect)
     whole = task.consumer is not None or task.older_than is not None
     parts = found.parts if whole else _by_batch(app, found, older_than_s)
-    walk = Walk(own, parts, consumer=task.consumer, older_than_s=older_than_s)
+    walk = Walk(dialect, parts, consumer=task.consumer, older_than_s=older_than_s)
     yield from run.repeat(walk.batch)
     return (yield from run.end())
 
@@ -141,7 +143,7 @@ def _drop(run: _Run, found: Layout, older_than_s: float) -> Steps[bool]:
     def drop(part: Part) -> Steps[bool]:
         nonlocal took_s
         started = time.monotonic()
-        done = yield from tables.drop(run.own, part, older_than_s=older_than_s)
+        done = yield from tables.drop(run.dialect, part, older_than_s=older_than_s)
         took_s = time.monotonic() - started
         return done
 
@@ -152,7 +154,7 @@ def _drop(run: _Run, found: Layout, older_than_s: float) -> Steps[bool]:
             yield from run.rest(min(took_s / _DROP_SHARE, DROP_PAUSE_MAX_S))
         if not (yield from run.may_go_on()):
             break
-        rows = yield from tables.rows(run.own, part)
+        rows = yield from tables.rows(run.dialect, part)
         done = yield from _patiently(run, partial(drop, part))
         if done is None:
             # what is in this one's way is in the way of the others
@@ -171,10 +173,10 @@ def partitions(app: App, task: Task) -> Steps[Report]:
     """
     if task.dry_run:
         raise ConfigurationError("partitions has no dry run: leave --dry-run out.")
-    own = app.store.dialect
-    if not own.has("partitions"):
+    dialect = app.store.dialect
+    if not dialect.has("partitions"):
         return Report("partitions")
-    found = yield from tables.layout(own)
+    found = yield from tables.layout(dialect)
     missing = tables.missing(found, app.retention.partition, app.retention.ahead)
     if not missing:
         return Report("partitions")
@@ -184,7 +186,7 @@ def partitions(app: App, task: Task) -> Steps[Report]:
     for first_s, last_s in missing:
         if not (yield from run.may_go_on()):
             break
-        done = yield from _patiently(run, partial(tables.make, own, first_s, last_s))
+        done = yield from _patiently(run, partial(tables.make, dialect, first_s, last_s))
         if done is None:
             break
         run.did(int(done == "made"))
@@ -230,13 +232,13 @@ def prune_outbox(app: App, task: Task) -> Steps[Report]:
     """
     kept = task.older_than or app.retention.processed
     sent_s = (task.older_than or app.relaying.keep_sent or kept).total_seconds()
-    own, discarded_s = app.store.dialect, kept.total_seconds()
+    dialect, discarded_s = app.store.dialect, kept.total_seconds()
     if task.dry_run:
-        rows = yield from jobs.prunable_outbox(own, sent_s=sent_s, discarded_s=discarded_s)
+        rows = yield from jobs.prunable_outbox(dialect, sent_s=sent_s, discarded_s=discarded_s)
         return Report("prune-outbox", rows)
 
     def batch(limit: int) -> Steps[Batch]:
-        return jobs.prune_outbox(own, sent_s=sent_s, discarded_s=discarded_s, limit=limit)
+        return jobs.prune_outbox(dialect, sent_s=sent_s, discarded_s=discarded_s, limit=limit)
 
     return (yield from _Run(app, task, "prune-outbox").batches([batch]))
 
@@ -248,22 +250,22 @@ def prune_quarantine(app: App, task: Task) -> Steps[Report]:
 
     Guarantee: no row that waits for a decision is deleted.
     """
-    own = app.store.dialect
+    dialect = app.store.dialect
     older_than_s = (task.older_than or app.retention.quarantine).total_seconds()
     if task.dry_run:
-        rows = yield from jobs.prunable_quarantine(own, older_than_s=older_than_s)
+        rows = yield from jobs.prunable_quarantine(dialect, older_than_s=older_than_s)
         return Report("prune-quarantine", rows)
     run = _Run(app, task, "prune-quarantine")
     if not (yield from run.begin(at_any_time=True)):
         return run.report()
     yield from run.repeat(
-        lambda limit: jobs.prune_quarantine(own, older_than_s=older_than_s, limit=limit)
+        lambda limit: jobs.prune_quarantine(dialect, older_than_s=older_than_s, limit=limit)
     )
-    excess = (yield from jobs.quarantine_bytes(own)) - app.retention.quarantine_bytes
+    excess = (yield from jobs.quarantine_bytes(dialect)) - app.retention.quarantine_bytes
     rows = payload_bytes = 0
     while payload_bytes < excess and (yield from run.may_go_on()):
         dropped, size = yield from jobs.drop_quarantined(
-            own, excess=excess - payload_bytes, limit=_FIRST_BATCH
+            dialect, excess=excess - payload_bytes, limit=_FIRST_BATCH
         )
         if not dropped:
             break
@@ -282,8 +284,8 @@ def drop_payloads(app: App, task: Task) -> Steps[Report]:
         raise ConfigurationError("drop-payloads has no dry run: leave --dry-run out.")
     batches: list[Batches] = []
     for consumer, handlers in app.handlers.consumers().items():
-        kept = [own.options.keep_payload for own in handlers]
-        times = [own for own in kept if isinstance(own, timedelta)]
+        kept = [handler.options.keep_payload for handler in handlers]
+        times = [keep for keep in kept if isinstance(keep, timedelta)]
         if times and "always" not in kept and task.consumer in (None, consumer):
             batches.append(_dropping(app, consumer, max(times).total_seconds()))
     if not batches:
@@ -301,11 +303,11 @@ class _Run:
     """One run of a job under its lease: its batches, what they did, and whether it may go on."""
 
     def __init__(self, app: App, task: Task, name: str) -> None:
-        self.own = app.store.dialect
+        self.dialect = app.store.dialect
         self._app = app
         self._task = task
         self._name = name
-        self._lease = JobLease(self.own, name, secrets.token_hex(16), _JOB_LEASE_S)
+        self._lease = JobLease(self.dialect, name, secrets.token_hex(16), _JOB_LEASE_S)
         self._started = self._look_at = time.monotonic()
         self._open = False
         self._any_time = task.at_any_time or app.retention.window is None
@@ -323,7 +325,7 @@ class _Run:
 
     def _is_time(self) -> Steps[bool]:
         if not self._any_time:
-            second = yield from jobs.second_of_day(self.own)
+            second = yield from jobs.second_of_day(self.dialect)
             self._closed = not self._app.retention.open_at(second)
         return not self._closed
 

@@ -114,11 +114,11 @@ class Replay:
         after = -1
         while True:
             found = self._drive(self._rows.kept(where, after=after, limit=_BATCH))
-            batch = [own for own in found if own.number <= upto]
+            batch = [leased for leased in found if leased.number <= upto]
             if not batch:
                 break
             after = batch[-1].number
-            arrivals = [own.arrival for own in batch]
+            arrivals = [leased.arrival for leased in batch]
             total = replace(total, count=total.count + len(arrivals))
             if audit is not None and as_consumer is not None:
                 total = self._copied(total, where, as_consumer, arrivals, audit)
@@ -194,7 +194,11 @@ class Replay:
         arrivals: Sequence[Arrival],
         audit: Audit,
     ) -> Replayed:
-        taken = [own for arrival in arrivals if (own := self._as(consumer, arrival)) is not None]
+        taken = [
+            converted
+            for arrival in arrivals
+            if (converted := self._as(consumer, arrival)) is not None
+        ]
         fresh: int = 0
         if taken:
             fresh = self._drive(
