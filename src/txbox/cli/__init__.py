@@ -135,5 +135,7 @@ class _Command(Parser):
     def __init__(self, *, prog: str, **options: object) -> None:
         examples = _EXAMPLES.get(prog.removeprefix("txbox "))
         if examples is not None:
-            options["epilog"] = "\n  ".join(("examples:", *(f"txbox {own}" for own in examples)))
+            options["epilog"] = "\n  ".join(
+                ("examples:", *(f"txbox {example}" for example in examples))
+            )
         super().__init__(prog=prog, formatter_class=HelpFormatter, **options)  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def _failed_import(name: str, error: Exception) -> str:
 
 
 def _missing(module: str, name: str, found: object) -> str:
-    apps = [own for own, value in vars(found).items() if isinstance(value, App)]
+    apps = [variable for variable, value in vars(found).items() if isinstance(value, App)]
     if apps:
         return f"{module} has no {name!r}, but it has {' and '.join(apps)}: give --app {module}:{apps[0]}."
     return (

@@ -93,7 +93,7 @@ def _targets(args: argparse.Namespace) -> list[RowFilter]:
             )
         if where.criteria() or args.all:
             raise ConfigurationError("Give message ids or a filter, not both.")
-        return [RowFilter(consumer=args.of, message_id=own) for own in args.ids]
+        return [RowFilter(consumer=args.of, message_id=message_id) for message_id in args.ids]
     if not where.criteria() and not args.all:
         raise ConfigurationError(
             f"What is to be {_DONE[args.command]}? Give CONSUMER and ids, a filter, or --all."
@@ -166,9 +166,9 @@ def _left_alone(
 
 
 def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> None:
-    count = sum(own.count for own in results)
-    spared = sum(own.spared for own in results)
-    sample = [pair for own in results for pair in own.sample][:10]
+    count = sum(result.count for result in results)
+    spared = sum(result.spared for result in results)
+    sample = [pair for result in results for pair in result.sample][:10]
     if args.json:
         print_json(
             {
@@ -176,7 +176,9 @@ def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> None
                 "dry_run": args.dry_run,
                 "count": count,
                 "spared": spared,
-                "sample": [{"consumer": own, "message_id": other} for own, other in sample],
+                "sample": [
+                    {"consumer": consumer, "message_id": other} for consumer, other in sample
+                ],
             }
         )
         return
@@ -221,7 +223,7 @@ def _replay(args: argparse.Namespace) -> int:
     _print_replayed(args, results)
     for sentence in missing:
         print_error(sentence)
-    return 1 if missing or any(own.failed or own.skipped for own in results) else 0
+    return 1 if missing or any(result.failed or result.skipped for result in results) else 0
 
 
 def _not_kept(admin: Admin, targets: Sequence[RowFilter], results: Sequence[Replayed]) -> list[str]:
@@ -250,8 +252,8 @@ def _not_kept(admin: Admin, targets: Sequence[RowFilter], results: Sequence[Repl
 
 def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> None:
     names = ("count", "processed", "failed", "stored", "duplicates", "skipped")
-    sums = {name: sum(getattr(own, name) for own in results) for name in names}
-    failures = [failure for own in results for failure in own.failures]
+    sums = {name: sum(getattr(result, name) for result in results) for name in names}
+    failures = [failure for result in results for failure in result.failures]
     if args.json:
         print_json(
             {
@@ -259,7 +261,7 @@ def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> No
                 "dry_run": args.dry_run,
                 "as": args.as_consumer,
                 **sums,
-                "failures": [dataclasses.asdict(own) for own in failures],
+                "failures": [dataclasses.asdict(failure) for failure in failures],
             }
         )
         return
@@ -275,7 +277,10 @@ def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> No
     if failures:
         print_table(
             ["id", "error"],
-            [[own.message_id, f"{own.error_type}: {own.error}"] for own in failures],
+            [
+                [failure.message_id, f"{failure.error_type}: {failure.error}"]
+                for failure in failures
+            ],
         )
         print_line("Their messages stay processed; `txbox show` has each attempt.")
     if sums["skipped"]:

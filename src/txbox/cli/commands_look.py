@@ -115,7 +115,7 @@ def _status(args: argparse.Namespace) -> int:
         names = ["pending", "processing", "failed", "dead", "processed", "discarded"]
         print_table(
             ["consumer", *names, "quarantined", "oldest unfinished"],
-            [_status_row(own, names) for own in consumers],
+            [_status_row(status, names) for status in consumers],
         )
     if topics:
         print_line("\nOutbox:")
@@ -129,7 +129,7 @@ def _status(args: argparse.Namespace) -> int:
 
 def _print_sizes(tables: Sequence[TableSize]) -> None:
     # what is a page or two says nothing
-    large = [own for own in tables if own.table_bytes + (own.index_bytes or 0) >= _WORTH_A_LINE]
+    large = [size for size in tables if size.table_bytes + (size.index_bytes or 0) >= _WORTH_A_LINE]
     if not large:
         return
     print_line("\nSize:")
@@ -137,12 +137,12 @@ def _print_sizes(tables: Sequence[TableSize]) -> None:
         ["table", "rows", "indexes", "partitions"],
         [
             [
-                own.table,
-                _megabytes(own.table_bytes),
-                _megabytes(own.index_bytes),
-                own.partitions if own.partitions > 1 else "-",
+                size.table,
+                _megabytes(size.table_bytes),
+                _megabytes(size.index_bytes),
+                size.partitions if size.partitions > 1 else "-",
             ]
-            for own in large
+            for size in large
         ],
     )
 
@@ -151,18 +151,20 @@ def _megabytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 1_000_000:,.1f} MB"
 
 
-def _print_partitions(own: PartitionStatus) -> None:
-    if own.ready_until is None:
-        print_line(f"\nThe inbox is in {own.count} partitions ({own.kind}).")
+def _print_partitions(partitions: PartitionStatus) -> None:
+    if partitions.ready_until is None:
+        print_line(f"\nThe inbox is in {partitions.count} partitions ({partitions.kind}).")
         return
-    until = shown(own.ready_until)
-    if own.missing:
+    until = shown(partitions.ready_until)
+    if partitions.missing:
         print_line(
-            f"\nThe partitions of the inbox ({own.kind}) end at {until}: newer messages go to the default partition "
-            "until `txbox run` or `txbox maintain` makes more."
+            f"\nThe partitions of the inbox ({partitions.kind}) end at {until}: newer messages go to the default "
+            "partition until `txbox run` or `txbox maintain` makes more."
         )
     else:
-        print_line(f"\nThe inbox is in {own.count} partitions ({own.kind}), made until {until}.")
+        print_line(
+            f"\nThe inbox is in {partitions.count} partitions ({partitions.kind}), made until {until}."
+        )
 
 
 def print_topics(topics: Sequence[TopicStatus]) -> None:
@@ -171,27 +173,27 @@ def print_topics(topics: Sequence[TopicStatus]) -> None:
         ["topic", "route", *STATUSES, "oldest waiting"],
         [
             [
-                own.topic,
-                own.route or "any",
-                *(own.counts.get(name, 0) for name in STATUSES),
-                age(own.oldest_waiting_s) or "-",
+                status.topic,
+                status.route or "any",
+                *(status.counts.get(name, 0) for name in STATUSES),
+                age(status.oldest_waiting_s) or "-",
             ]
-            for own in topics
+            for status in topics
         ],
     )
-    for own in topics:
-        if own.overdue:
+    for status in topics:
+        if status.overdue:
             print_line(
-                f"{counted(own.overdue, 'message')} of topic {shown(own.topic)} should have left more than a "
+                f"{counted(status.overdue, 'message')} of topic {shown(status.topic)} should have left more than a "
                 f"minute ago: see that a worker or `txbox relay` of an App with the route "
-                f"{shown(own.route or 'any')} runs and reaches its destination, or `txbox outbox reroute` them."
+                f"{shown(status.route or 'any')} runs and reaches its destination, or `txbox outbox reroute` them."
             )
 
 
-def _status_row(own: ConsumerStatus, names: list[str]) -> list[str | int | None]:
-    counts = [own.counts.get(Status(name), 0) for name in names]
+def _status_row(status: ConsumerStatus, names: list[str]) -> list[str | int | None]:
+    counts = [status.counts.get(Status(name), 0) for name in names]
     return [
-        own.consumer or UNMATCHED, *counts, own.quarantined, age(own.oldest_unfinished_s) or "-"
+        status.consumer or UNMATCHED, *counts, status.quarantined, age(status.oldest_unfinished_s) or "-"
     ]  # fmt: skip
 
 
@@ -203,7 +205,7 @@ def _list(args: argparse.Namespace) -> int:
         with admin_of(args) as admin:
             aside = admin.quarantined(where.consumer, limit=args.limit)
         if args.json:
-            print_json({"quarantined": [as_json(own) for own in aside]})
+            print_json({"quarantined": [as_json(message) for message in aside]})
         elif not aside:
             print_line("Nothing is quarantined.")
         else:
@@ -224,10 +226,10 @@ def _list(args: argparse.Namespace) -> int:
             ],
             [
                 [
-                    own.consumer, own.message_id, own.status, own.topic, own.type, own.key,
-                    own.attempts, own.received_at, _in_the_way(own), _error(own),
+                    message.consumer, message.message_id, message.status, message.topic, message.type, message.key,
+                    message.attempts, message.received_at, _in_the_way(message), _error(message),
                 ]
-                for own in messages
+                for message in messages
             ],
         )  # fmt: skip
         if more is not None:
@@ -235,17 +237,17 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _in_the_way(own: ListedMessage) -> str | None:
+def _in_the_way(message: ListedMessage) -> str | None:
     """The id of the message that this one waits for, or the version."""
-    if own.waits_for is None:
+    if message.waits_for is None:
         return None
-    if own.waits_for.message_id is None:
-        return f"version {own.waits_for.version}"
-    return own.waits_for.message_id
+    if message.waits_for.message_id is None:
+        return f"version {message.waits_for.version}"
+    return message.waits_for.message_id
 
 
-def _waits_for(own: ListedMessage) -> str | None:
-    waits = own.waits_for
+def _waits_for(message: ListedMessage) -> str | None:
+    waits = message.waits_for
     if waits is None:
         return None
     if waits.message_id is None:
@@ -258,11 +260,11 @@ def _waits_for(own: ListedMessage) -> str | None:
     return f"{waits.message_id} ({waits.status}{at})"
 
 
-def _error(own: ListedMessage) -> str | None:
-    if own.error_type is None:
+def _error(message: ListedMessage) -> str | None:
+    if message.error_type is None:
         return None
-    first = (own.error or "").partition("\n")[0]
-    return f"{own.error_type}: {first}"[:120]
+    first = (message.error or "").partition("\n")[0]
+    return f"{message.error_type}: {first}"[:120]
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -284,7 +286,7 @@ def _show(args: argparse.Namespace) -> int:
             {
                 "message": None if found is None else _as_json(found),
                 "attempts": [] if found is None else found.history,
-                "quarantined": [as_json(own, whole=True) for own in aside],
+                "quarantined": [as_json(message, whole=True) for message in aside],
             }
         )
         return 0
@@ -293,41 +295,44 @@ def _show(args: argparse.Namespace) -> int:
     if aside:
         print_line("\nQuarantined under this id:")
         print_rows(aside)
-        for own in aside:
-            if own.payload is not None:
-                print_line(f"\nPayload {own.hash[:12]}:\n{readable(own.payload)}")
+        for message in aside:
+            if message.payload is not None:
+                print_line(f"\nPayload {message.hash[:12]}:\n{readable(message.payload)}")
     return 0
 
 
 def _ids_like(admin: Admin, consumer: str, ending: str) -> list[str]:
     """Up to three ids that end with this, of the latest messages: no index knows how ids end."""
     latest = admin.list(RowFilter(consumer=consumer), limit=_LATEST)
-    ids = [own.message_id for own in latest if own.message_id.endswith(ending)]
-    return [repr(shown(own)) for own in ids[:3]]
+    ids = [message.message_id for message in latest if message.message_id.endswith(ending)]
+    return [repr(shown(message_id)) for message_id in ids[:3]]
 
 
 def _print_message(found: ShownMessage) -> None:
-    own = found.message
+    message = found.message
     headers = ", ".join(
         name if value is None else f"{name}={value}" for name, value in found.headers
     )
     print_record(
         [
-            ("consumer", own.consumer),
-            ("id", own.message_id),
-            ("status", own.status),
-            ("topic", own.topic),
-            ("type", own.type),
-            ("key", own.key),
+            ("consumer", message.consumer),
+            ("id", message.message_id),
+            ("status", message.status),
+            ("topic", message.topic),
+            ("type", message.type),
+            ("key", message.key),
             ("sequence", found.sequence),
-            ("received", own.received_at),
-            ("updated", own.updated_at),
-            ("processed", own.processed_at),
-            ("next attempt", own.next_attempt_at if own.status in ("failed", "pending") else None),
-            ("waits for", _waits_for(own)),
-            ("leased until", own.lease_until),
-            ("attempts", own.attempts),
-            ("unfinished starts", own.starts or None),
+            ("received", message.received_at),
+            ("updated", message.updated_at),
+            ("processed", message.processed_at),
+            (
+                "next attempt",
+                message.next_attempt_at if message.status in ("failed", "pending") else None,
+            ),
+            ("waits for", _waits_for(message)),
+            ("leased until", message.lease_until),
+            ("attempts", message.attempts),
+            ("unfinished starts", message.starts or None),
             ("content type", found.content_type),
             ("headers", headers),
             ("origin", ", ".join(f"{name}={value}" for name, value in found.origin.items())),
@@ -339,12 +344,12 @@ def _print_message(found: ShownMessage) -> None:
                 if found.result_bytes is None
                 else described(found.result_bytes, revealed=found.result is not None),
             ),
-            ("error type", own.error_type),
-            ("fingerprint", own.fingerprint),
+            ("error type", message.error_type),
+            ("fingerprint", message.fingerprint),
         ]
     )
-    if own.error:
-        print_line(f"\n{printable_lines(own.error)}")
+    if message.error:
+        print_line(f"\n{printable_lines(message.error)}")
     if found.history:
         print_line("\nAttempts:")
         print_table(
@@ -370,9 +375,9 @@ def _described(found: ShownMessage) -> str:
 
 
 def _as_json(found: ShownMessage) -> dict[str, Any]:
-    own = found.message
+    message = found.message
     return {
-        **{name: getattr(own, name) for name in ListedMessage.__dataclass_fields__},
+        **{name: getattr(message, name) for name in ListedMessage.__dataclass_fields__},
         "sequence": found.sequence,
         "content_type": found.content_type,
         "headers": found.headers,

@@ -151,10 +151,11 @@ def _list(args: argparse.Namespace) -> int:
             ],
             [
                 [
-                    own.message_id, own.status, own.topic, own.route or "any", own.type, own.key,
-                    own.attempts, own.staged_at, own.next_attempt_at, own.waits_for, _error(own),
+                    message.message_id, message.status, message.topic, message.route or "any", message.type,
+                    message.key, message.attempts, message.staged_at, message.next_attempt_at,
+                    message.waits_for, _error(message),
                 ]
-                for own in messages
+                for message in messages
             ],
         )  # fmt: skip
         if more is not None:
@@ -162,11 +163,11 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _error(own: ListedOutgoing) -> str | None:
-    if own.error_type is None:
+def _error(message: ListedOutgoing) -> str | None:
+    if message.error_type is None:
         return None
-    first = (own.error or "").partition("\n")[0]
-    return f"{own.error_type}: {first}"[:120]
+    first = (message.error or "").partition("\n")[0]
+    return f"{message.error_type}: {first}"[:120]
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -204,27 +205,27 @@ def _unknown(message_id: str) -> str:
 
 
 def _print_message(found: ShownOutgoing) -> None:
-    own, ahead = found.message, found.waits_for
+    message, ahead = found.message, found.waits_for
     waits = None
     if ahead is not None:
         at = ahead.next_attempt_at
         waits = f"{ahead.message_id} ({ahead.status}{f', next attempt {shown(at)}' if at else ''})"
     print_record(
         [
-            ("id", own.message_id),
-            ("status", own.status),
-            ("topic", own.topic),
-            ("route", own.route or "any"),
-            ("type", own.type),
-            ("key", own.key),
-            ("number", own.number),
-            ("staged", own.staged_at),
-            ("caused by", _cause(own)),
-            ("sent", own.sent_at),
-            ("next attempt", own.next_attempt_at),
-            ("leased until", own.lease_until),
+            ("id", message.message_id),
+            ("status", message.status),
+            ("topic", message.topic),
+            ("route", message.route or "any"),
+            ("type", message.type),
+            ("key", message.key),
+            ("number", message.number),
+            ("staged", message.staged_at),
+            ("caused by", _cause(message)),
+            ("sent", message.sent_at),
+            ("next attempt", message.next_attempt_at),
+            ("leased until", message.lease_until),
             ("waits for", waits),
-            ("attempts", own.attempts),
+            ("attempts", message.attempts),
             ("content type", found.content_type),
             (
                 "headers",
@@ -233,17 +234,21 @@ def _print_message(found: ShownOutgoing) -> None:
                 ),
             ),
             ("payload", described(found.payload_bytes, revealed=found.payload is not None)),
-            ("error type", own.error_type),
+            ("error type", message.error_type),
         ]
     )
-    if own.error:
-        print_line(f"\n{printable_lines(own.error)}")
+    if message.error:
+        print_line(f"\n{printable_lines(message.error)}")
     if found.payload is not None:
         print_line(f"\nPayload:\n{readable(found.payload)}")
 
 
-def _cause(own: ListedOutgoing) -> str | None:
-    return None if own.cause_id is None else f"{own.cause_consumer or ''} {own.cause_id}".strip()
+def _cause(message: ListedOutgoing) -> str | None:
+    return (
+        None
+        if message.cause_id is None
+        else f"{message.cause_consumer or ''} {message.cause_id}".strip()
+    )
 
 
 def _retry(args: argparse.Namespace) -> int:
@@ -263,7 +268,7 @@ def _targets(args: argparse.Namespace) -> list[OutgoingFilter]:
     if args.ids:
         if where.criteria() or args.all:
             raise ConfigurationError("Give message ids or a filter, not both.")
-        return [OutgoingFilter(message_id=own) for own in args.ids]
+        return [OutgoingFilter(message_id=message_id) for message_id in args.ids]
     if not where.criteria() and not args.all:
         raise ConfigurationError(
             f"What is to be {_DONE[args.verb]}? Give message ids, a filter, or --all."
@@ -327,15 +332,15 @@ def _left_alone(
 
 
 def _print_changed(args: argparse.Namespace, results: Sequence[ChangedOutgoing]) -> None:
-    number = sum(own.count for own in results)
-    sample = [one for own in results for one in own.sample][:10]
+    number = sum(result.count for result in results)
+    sample = [one for result in results for one in result.sample][:10]
     if args.json:
         print_json(
             {"action": args.verb, "dry_run": args.dry_run, "count": number, "sample": sample}
         )
         return
     if args.dry_run and sample:
-        print_table(["id"], [[own] for own in sample])
+        print_table(["id"], [[message_id] for message_id in sample])
         if number > len(sample):
             print_line(f"… and {number - len(sample)} more")
     would = "would be " if args.dry_run else ""

@@ -117,7 +117,7 @@ def _list(args: argparse.Namespace) -> int:
     with admin_of(args) as admin:
         rows = admin.quarantined(where=_where(args), limit=args.limit)
     if args.json:
-        print_json({"quarantined": [as_json(own) for own in rows]})
+        print_json({"quarantined": [as_json(row) for row in rows]})
     elif rows:
         print_rows(rows)
     else:
@@ -135,17 +135,17 @@ def _show(args: argparse.Namespace) -> int:
         print_error("Nothing like that is quarantined: `txbox quarantine list` shows what is.")
         return 1
     if args.json:
-        print_json({"quarantined": [as_json(own, whole=True) for own in rows]})
+        print_json({"quarantined": [as_json(row, whole=True) for row in rows]})
         return 0
     print_rows(rows)
-    for own in rows:
-        print_line(f"\n{own.hash}\n{shown(own.reason)}")
-        if own.payload is not None:
-            print_line(readable(own.payload))
-        elif own.payload_bytes is None:
+    for row in rows:
+        print_line(f"\n{row.hash}\n{shown(row.reason)}")
+        if row.payload is not None:
+            print_line(readable(row.payload))
+        elif row.payload_bytes is None:
             print_line("There is no payload: it had none, or it was dropped.")
         else:
-            print_line(f"{own.payload_bytes} bytes; --reveal prints them.")
+            print_line(f"{row.payload_bytes} bytes; --reveal prints them.")
     return 0
 
 
@@ -201,7 +201,8 @@ def _ended(args: argparse.Namespace, done: ChangedQuarantine) -> int:
     ]
     if args.json:
         sample = [
-            dict(zip(("consumer", "message_id", "hash"), own, strict=True)) for own in done.sample
+            dict(zip(("consumer", "message_id", "hash"), identity, strict=True))
+            for identity in done.sample
         ]
         print_json(
             {
@@ -216,13 +217,16 @@ def _ended(args: argparse.Namespace, done: ChangedQuarantine) -> int:
         if done.dry_run and done.sample:
             print_table(
                 ["consumer", "id", "hash"],
-                [[own[0] or UNMATCHED, own[1] or "(none)", own[2][:12]] for own in done.sample],
+                [
+                    [identity[0] or UNMATCHED, identity[1] or "(none)", identity[2][:12]]
+                    for identity in done.sample
+                ],
             )
         would = "would be " if done.dry_run else ""
         print_line(f"{counted(done.count)} {would}{_DONE[args.action]}.")
-    for own in refused[:10]:
-        name = f"{own['consumer'] or UNMATCHED} {shown(own['message_id']) or '(no id)'}"
-        print_error(f"{name} {own['hash'][:12]}: {own['reason']}.")
+    for refusal in refused[:10]:
+        name = f"{refusal['consumer'] or UNMATCHED} {shown(refusal['message_id']) or '(no id)'}"
+        print_error(f"{name} {refusal['hash'][:12]}: {refusal['reason']}.")
     if len(refused) > 10:
         print_error(f"and {len(refused) - 10} more that cannot be accepted.")
     if not done.count and not refused:
@@ -238,21 +242,21 @@ def print_rows(rows: Any) -> None:
         ["consumer", "id", "hash", "status", "topic", "type", "seen", "received", "reason"],
         [
             [
-                own.consumer or UNMATCHED, own.message_id or "(none)", own.hash[:12], own.status, own.topic,
-                own.type, own.seen, own.received_at, own.reason,
+                row.consumer or UNMATCHED, row.message_id or "(none)", row.hash[:12], row.status, row.topic,
+                row.type, row.seen, row.received_at, row.reason,
             ]
-            for own in rows
+            for row in rows
         ],
     )  # fmt: skip
 
 
-def as_json(own: QuarantinedMessage, *, whole: bool = False) -> dict[str, Any]:
+def as_json(message: QuarantinedMessage, *, whole: bool = False) -> dict[str, Any]:
     """A quarantined message as JSON, and the payload where it was revealed."""
     names = (
         "consumer", "message_id", "hash", "status", "reason", "topic", "type", "key", "seen", "kept_bytes",
         "received_at", "updated_at",
     )  # fmt: skip
-    found = {name: getattr(own, name) for name in names}
+    found = {name: getattr(message, name) for name in names}
     if whole:
-        found |= {"payload_bytes": own.payload_bytes, **payload_as_json(own.payload)}
+        found |= {"payload_bytes": message.payload_bytes, **payload_as_json(message.payload)}
     return found

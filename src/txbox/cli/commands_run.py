@@ -190,7 +190,7 @@ def _http_socket(args: argparse.Namespace, app: App) -> socket.socket | None:
                 else "--http-port serves webhooks, but the App has none: app.consume(Webhook(…))."
             )
         return None
-    paths = ", ".join(own.path for own in app.webhooks)
+    paths = ", ".join(webhook.path for webhook in app.webhooks)
     chosen = 8000 if args.http_port is None else args.http_port
     return listening(args.http_host, chosen, "--http-port", paths)
 
@@ -253,14 +253,14 @@ def _print_reports(args: argparse.Namespace, reports: list[Report]) -> None:
         return
     print_table(
         ["job", "rows", "dead", "note"],
-        [[own.job, own.rows, own.dead, _note(own)] for own in reports],
+        [[report.job, report.rows, report.dead, _note(report)] for report in reports],
     )
 
 
-def _note(own: Report) -> str:
-    if own.skipped:
+def _note(report: Report) -> str:
+    if report.skipped:
         return "another process is at it"
-    return "outside of its window" if own.closed else ""
+    return "outside of its window" if report.closed else ""
 
 
 def _maintain_on(app: App) -> int:
@@ -273,7 +273,7 @@ def _maintain_on(app: App) -> int:
             run_once(app, job.name, Task(stop=stopped.is_set))
             due[job.name] = time.monotonic() + job.every(app).total_seconds()
         while not stopped.is_set():
-            job = min(JOBS, key=lambda own: due[own.name])
+            job = min(JOBS, key=lambda candidate: due[candidate.name])
             if stopped.wait(max(0.0, due[job.name] - time.monotonic())):
                 break
             wait_s = job.every(app).total_seconds()

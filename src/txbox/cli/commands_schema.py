@@ -148,9 +148,9 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace) -> int:
-    own, schema, kept = _dialect(args)
+    sql_dialect, schema, kept = _dialect(args)
     if args.grants is not None:
-        sql = _grants(own, schema, args.grants, args.partition)
+        sql = _grants(sql_dialect, schema, args.grants, args.partition)
     elif args.upto > tables.VERSION:
         raise ConfigurationError(
             f"This release knows the tables up to version {tables.VERSION}, not {args.upto}: upgrade txbox."
@@ -158,12 +158,12 @@ def _print(args: argparse.Namespace) -> int:
     else:
         wanted = args.partition and Partitioning(args.partition, kept.partition, kept.ahead)
         sql = tables.migration_text(
-            own, schema, after=args.after, upto=args.upto, partitioning=wanted
+            sql_dialect, schema, after=args.after, upto=args.upto, partitioning=wanted
         )
         if args.after >= args.upto:
             sql = f"-- Nothing leads from version {args.after} to version {args.upto}."
     if args.json:
-        print_json({"dialect": own.name, "schema": schema, "sql": sql})
+        print_json({"dialect": sql_dialect.name, "schema": schema, "sql": sql})
     else:
         print_line(sql.rstrip())
     return 0
@@ -183,19 +183,21 @@ def _dialect(args: argparse.Namespace) -> tuple[Dialect, str | None, Retention]:
     return app.database.dialect, app.database.schema, app.retention
 
 
-def _role(own: Dialect, name: str) -> str:
+def _role(sql_dialect: Dialect, name: str) -> str:
     """The name of a role as SQL, as it stands: quoted unless it is plain, or quoted by whoever gave it."""
     if _PLAIN_ROLE.fullmatch(name):
         return name
-    mark = "`" if own.name == "mysql" else '"'
-    if own.name == "mysql" and (account := _ACCOUNT.fullmatch(name)):
+    mark = "`" if sql_dialect.name == "mysql" else '"'
+    if sql_dialect.name == "mysql" and (account := _ACCOUNT.fullmatch(name)):
         user, host = (part.replace("`", "``") for part in account.groups())
         return f"`{user}`@`{host}`"
     return f"{mark}{name.replace(mark, mark * 2)}{mark}"
 
 
-def _grants(own: Dialect, schema: str | None, wanted: list[str], partition: Kind | None) -> str:
-    kinds = tables.grants(own, partition)
+def _grants(
+    sql_dialect: Dialect, schema: str | None, wanted: list[str], partition: Kind | None
+) -> str:
+    kinds = tables.grants(sql_dialect, partition)
     if not kinds:
         return "-- SQLite has no roles: the rights are those of the file."
     names: dict[str, str] = {}
@@ -213,5 +215,5 @@ def _grants(own: Dialect, schema: str | None, wanted: list[str], partition: Kind
         lines = kinds[kind]
         if schema is not None:
             lines = f'GRANT USAGE ON SCHEMA "{schema}" TO <{kind}>;\n{qualified(lines, schema)}'
-        parts.append(f"-- {kind}\n{lines.replace(f'<{kind}>', _role(own, role))}")
+        parts.append(f"-- {kind}\n{lines.replace(f'<{kind}>', _role(sql_dialect, role))}")
     return "\n\n".join(parts)

@@ -169,7 +169,10 @@ def _send(args: argparse.Namespace) -> int:
         names = {Outcome.DEFERRED: "stored"}
         print_table(
             ["consumer", "id", "outcome"],
-            [[own, str(message.id), names.get(done, str(done))] for own, done in outcomes.items()],
+            [
+                [consumer, str(message.id), names.get(done, str(done))]
+                for consumer, done in outcomes.items()
+            ],
         )
     return 1 if Outcome.QUARANTINED in outcomes.values() else 0
 

@@ -21,7 +21,7 @@ def listening(host: str, port: int, option: str, what: str) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        own = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         # a name that does not resolve has a number of its own kind
         number = error.errno or 0
@@ -31,8 +31,8 @@ def listening(host: str, port: int, option: str, what: str) -> socket.socket:
             f"free it, or give another {option}."
         ) from error
     shown = f"[{host}]" if ":" in host else host
-    _log.info("Listening on http://%s:%d for %s", shown, own.getsockname()[1], what)
-    return own
+    _log.info("Listening on http://%s:%d for %s", shown, listener.getsockname()[1], what)
+    return listener
 
 
 def inherited(name: str) -> socket.socket | None:

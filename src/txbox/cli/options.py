@@ -121,7 +121,7 @@ def add_filter(
         option = f"--{name.replace('_', '-')}"
         if name == "status":
             group.add_argument(
-                option, choices=[str(own) for own in statuses], help="messages in this status"
+                option, choices=[str(status) for status in statuses], help="messages in this status"
             )
         elif name == "older_than":
             group.add_argument(

@@ -66,7 +66,7 @@ def print_json(value: Any) -> None:
 
 def _json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {own.name: getattr(value, own.name) for own in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, timedelta):
