@@ -69,9 +69,9 @@ class Background:
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads that use the database, at most this long; returns whether they have ended."""
         until = time.monotonic() + timeout_s
-        for own in self._threads:
-            own.join(max(0.0, until - time.monotonic()))
-        return not any(own.is_alive() for own in self._threads)
+        for daemon in self._threads:
+            daemon.join(max(0.0, until - time.monotonic()))
+        return not any(daemon.is_alive() for daemon in self._threads)
 
     def _beat(self) -> None:
         while not self._over.wait(self._app.lease.heartbeat_s):

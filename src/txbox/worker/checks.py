@@ -39,21 +39,21 @@ def topics_of(app: App, consumption: Consumption) -> Sequence[str]:
         ConfigurationError: one has no handler, or the source cannot deliver it.
     """
     source = consumption.source
-    known, own = app.handlers.topics(), source.topics
+    known, deliverable = app.handlers.topics(), source.topics
     wanted = consumption.topics
     if wanted is None:
         # no broker has the effects: their rows are staged in the table
         of_sources = tuple(topic for topic in known if not topic.startswith(PREFIX))
-        wanted = of_sources if own is None else tuple(own)
+        wanted = of_sources if deliverable is None else tuple(deliverable)
     for topic in wanted:
         if topic != "*" and "*" not in known and topic not in known:
             raise ConfigurationError(
                 f"{source.name} delivers topic {topic!r}, which no handler consumes: "
                 f"register a handler for it, or name another topic ({_listed(known)})."
             )
-        if own is not None and topic != "*" and topic not in own:
+        if deliverable is not None and topic != "*" and topic not in deliverable:
             raise ConfigurationError(
-                f"{source.name} cannot deliver topic {topic!r}, only {_listed(own)}: "
+                f"{source.name} cannot deliver topic {topic!r}, only {_listed(deliverable)}: "
                 "set topic= on the source."
             )
     return wanted

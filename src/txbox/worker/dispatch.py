@@ -54,11 +54,11 @@ class Dispatch:
                 elif course.lock_key:
                     work.lock_key = course.handler.lock_key(message)
                 lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
-                own = handed.get(lane)
-                if own is None:
+                group = handed.get(lane)
+                if group is None:
                     handed[lane] = [work]
                 else:
-                    own.append(work)
+                    group.append(work)
         for lane, works in handed.items():
             lane.put(works)
         return left
@@ -76,10 +76,12 @@ class Dispatch:
             self._courses.clear()
         found = [
             (
-                Course(own),
-                tuple(self._lanes[own.consumer, own.is_async][: own.options.concurrency]),
+                Course(handler),
+                tuple(
+                    self._lanes[handler.consumer, handler.is_async][: handler.options.concurrency]
+                ),
             )
-            for own in handlers
+            for handler in handlers
         ]
         self._courses[message.topic, message.type] = found
         return found

@@ -62,14 +62,14 @@ class Driver:
         Args:
             clean: no steps are at work; what user code has left running on the loop is then cancelled.
         """
-        loop, own = self._loop, self._thread
-        if loop is None or own is None:
+        loop, loop_thread = self._loop, self._thread
+        if loop is None or loop_thread is None:
             self._app.close()
             return
         asyncio.run_coroutine_threadsafe(self._closed(clean), loop).result(timeout_s)
         loop.call_soon_threadsafe(loop.stop)
-        own.join(timeout_s)
-        if not own.is_alive():
+        loop_thread.join(timeout_s)
+        if not loop_thread.is_alive():
             loop.close()
         self._loop = self._thread = None
 
@@ -107,6 +107,6 @@ def thread(
         else:
             ended(None)
 
-    own = threading.Thread(target=report, name=name, daemon=True)
-    own.start()
-    return own
+    daemon = threading.Thread(target=report, name=name, daemon=True)
+    daemon.start()
+    return daemon

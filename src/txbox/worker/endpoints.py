@@ -38,12 +38,12 @@ class Endpoints:
             )
         self._listener = listener
         self._by_path: dict[str, Webhook] = {}
-        for own in webhooks:
-            if own.path in self._by_path:
+        for webhook in webhooks:
+            if webhook.path in self._by_path:
                 raise ConfigurationError(
-                    f"Two webhooks have the path {own.path}: give one of them another path=."
+                    f"Two webhooks have the path {webhook.path}: give one of them another path=."
                 )
-            self._by_path[own.path] = own
+            self._by_path[webhook.path] = webhook
         self._server: uvicorn.Server | None = None
         self._stopped = False
 
@@ -53,10 +53,10 @@ class Endpoints:
         Raises:
             ConfigurationError: one has none.
         """
-        for own in self._by_path.values():
-            if "*" not in topics and own.topic not in topics:
+        for webhook in self._by_path.values():
+            if "*" not in topics and webhook.topic not in topics:
                 raise ConfigurationError(
-                    f"The webhook {own.path} brings topic {own.topic!r}, which no handler consumes: "
+                    f"The webhook {webhook.path} brings topic {webhook.topic!r}, which no handler consumes: "
                     "register a handler for it, or name another topic=."
                 )
 
@@ -82,8 +82,8 @@ class Endpoints:
         # stopped while this one began
         self._server.should_exit = self._stopped
         await self._server.serve([self._listener])
-        for own in self._by_path.values():
-            await own.ended()
+        for webhook in self._by_path.values():
+            await webhook.ended()
 
     def stop(self) -> None:
         """From any thread; noticed within a tenth of a second."""
@@ -92,11 +92,11 @@ class Endpoints:
             self._server.should_exit = True
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = self._by_path.get(scope["path"])
-        if own is None:
+        webhook = self._by_path.get(scope["path"])
+        if webhook is None:
             await answer(send, 404, "no webhook is here")
             return
-        await own(scope, receive, send)
+        await webhook(scope, receive, send)
 
 
 def _protocol() -> type[asyncio.Protocol]:

@@ -113,7 +113,7 @@ class Health:
         if self._draining:
             return [*why, "draining"]
         if not self._judged:
-            waiting = [own.source.name for own in self.pumps if not own.opened(0)]
+            waiting = [pump.source.name for pump in self.pumps if not pump.opened(0)]
             return [*why, *(f"{name} is not open yet" for name in waiting)] or ["starting"]
         if time.monotonic() < self._away_until:
             why.append("the database does not answer")
@@ -134,31 +134,31 @@ class Health:
             _gauge(
                 "in_flight",
                 "Deliveries that were received and are not settled.",
-                [({"source": own.source.name}, own.in_flight) for own in self.pumps],
+                [({"source": pump.source.name}, pump.in_flight) for pump in self.pumps],
             ),
             _gauge(
                 "source_silent_seconds",
                 "Seconds since the source's loop came round last.",
-                [({"source": own.source.name}, own.silent_s) for own in self.pumps],
+                [({"source": pump.source.name}, pump.silent_s) for pump in self.pumps],
             ),
             _gauge(
                 "rows_leased",
                 "Rows of the table that this process holds a lease of.",
-                [({"consumer": own.consumer}, own.leased) for own in self._tables],
+                [({"consumer": table.consumer}, table.leased) for table in self._tables],
             ),
             _gauge(
                 "webhook_in_flight",
                 "Requests at work.",
-                [({"path": own.path}, own.in_flight) for own in self._webhooks],
+                [({"path": webhook.path}, webhook.in_flight) for webhook in self._webhooks],
             ),
             Metric(
                 "txbox_webhook_answers_total",
                 "counter",
                 "Requests answered, by path and status.",
                 [
-                    ({"path": own.path, "status": str(status)}, count)
-                    for own in self._webhooks
-                    for status, count in own.answers.copy().items()
+                    ({"path": webhook.path, "status": str(status)}, count)
+                    for webhook in self._webhooks
+                    for status, count in webhook.answers.copy().items()
                 ],
             ),
         ]

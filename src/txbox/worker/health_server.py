@@ -208,8 +208,8 @@ class Children:
                     family.append(_labelled(line, child.number))
         lines = [line for kind, samples in families.items() for line in (kind, *samples)]
         up = [
-            f'txbox_process_up{{process="{own.number}"}} {int(own.running)}'
-            for own in self._children
+            f'txbox_process_up{{process="{child.number}"}} {int(child.running)}'
+            for child in self._children
         ]
         lines += ["# TYPE txbox_process_up gauge", *up]
         return Answer(200, "\n".join(lines) + "\n", _PROMETHEUS)
@@ -247,7 +247,7 @@ def _because(child: Child, answer: str) -> list[str]:
 def _labelled(sample: str, number: int) -> str:
     # the value is the last word; a label may hold blanks and braces
     series, _, value = sample.rpartition(" ")
-    own = f'process="{number}"'
+    label = f'process="{number}"'
     if series.endswith("}"):
-        return f"{series[:-1]},{own}}} {value}"
-    return f"{series}{{{own}}} {value}"
+        return f"{series[:-1]},{label}}} {value}"
+    return f"{series}{{{label}}} {value}"

@@ -266,17 +266,17 @@ class Lane:
     def _is_ahead(self) -> bool:
         return self._ahead is not None
 
-    def _deliver(self, own: Prepared) -> Steps[None]:
-        answers: list[Settled] = yield from carried_on(own.steps, own.first, self)
-        if self._settled(own.batch, answers):
+    def _deliver(self, prepared: Prepared) -> Steps[None]:
+        answers: list[Settled] = yield from carried_on(prepared.steps, prepared.first, self)
+        if self._settled(prepared.batch, answers):
             self._table.look_now()
 
-    def _store(self, own: Prepared, leasing: Leasing) -> Steps[None]:
+    def _store(self, prepared: Prepared, leasing: Leasing) -> Steps[None]:
         """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""
-        handler = own.batch[0].course.handler
-        answers: list[Settled] = yield from carried_on(own.steps, own.first)
+        handler = prepared.batch[0].course.handler
+        answers: list[Settled] = yield from carried_on(prepared.steps, prepared.first)
         self._hold_rows(leasing, handler)
-        self._settled(own.batch, answers)
+        self._settled(prepared.batch, answers)
         if leasing.given_back:
             self._table.look_now()
 
@@ -310,7 +310,7 @@ class Lane:
         answers: list[Settled] = yield from self._app.taken(
             handler, [work.message for work in batch], leasing=leasing, stop=self._stop
         )
-        rows = deque(Row(handler, own, leasing.token, False) for own in leasing.rows)
+        rows = deque(Row(handler, leased, leasing.token, False) for leased in leasing.rows)
         self._table.hold(rows)
         done: list[Work] = []
         waiting: list[Work] = []
@@ -358,7 +358,7 @@ class Lane:
     # -- rows ---------------------------------------------------------------------------------
 
     def _hold_rows(self, leasing: Leasing, handler: Handler) -> None:
-        rows = [Row(handler, own, leasing.token, False) for own in leasing.rows]
+        rows = [Row(handler, leased, leasing.token, False) for leased in leasing.rows]
         self._table.hold(rows)
         self._rows.extend(rows)
 
@@ -374,12 +374,12 @@ class Lane:
         if len(rows) > 1:
             yield from self._run_together(rows, following)
             return
-        own: Row | None = rows[0]
+        row: Row | None = rows[0]
         left = self._app.lease.batch
-        while own is not None:
-            yield from self._run_together([own], following)
+        while row is not None:
+            yield from self._run_together([row], following)
             left -= 1
-            own = (yield from self._table.behind(own)) if left else None
+            row = (yield from self._table.behind(row)) if left else None
 
     def _run_together(self, rows: list[Row], following: Following | None) -> Steps[None]:
         first, protocol = rows[0], self._app.protocol

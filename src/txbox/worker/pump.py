@@ -255,7 +255,9 @@ class Pump:
         )
         reason = delivery.problem or "The source could not read this as a message."
         consumers = dict.fromkeys(
-            own.consumer for own in self._app.handlers if own.topic in (delivery.topic, "*")
+            handler.consumer
+            for handler in self._app.handlers
+            if handler.topic in (delivery.topic, "*")
         )
         hashed = hashlib.sha256(delivery.raw).digest()
         protocol = self._app.protocol
@@ -324,13 +326,13 @@ class Pump:
             with self._changed:
                 taken: list[Delivery] = []
                 others: list[Delivery] = []
-                for own in self._settled:
-                    (taken if among(own) else others).append(own)
+                for delivery in self._settled:
+                    (taken if among(delivery) else others).append(delivery)
                 self._settled = others
                 self._done(taken)
                 done += taken
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or not any(among(own) for own in self._in_flight):
+                if left_s <= 0 or not any(among(delivery) for delivery in self._in_flight):
                     return done
                 self._changed.wait(min(left_s, _WAIT_S))
 

@@ -108,7 +108,8 @@ class _Supervisor:
         self._told_fd, self._tell_fd = os.pipe()
         os.set_blocking(self._told_fd, False)
         before = {
-            own: signal.signal(own, self._on_signal) for own in (signal.SIGTERM, signal.SIGINT)
+            signum: signal.signal(signum, self._on_signal)
+            for signum in (signal.SIGTERM, signal.SIGINT)
         }
         if self._server is not None:
             self._server.start()
@@ -123,8 +124,8 @@ class _Supervisor:
                     self._cut_off()
                 time.sleep(_POLL_S)
         finally:
-            for own, handler in before.items():
-                signal.signal(own, handler)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
             for fd in (self._read_fd, write_fd, self._told_fd, self._tell_fd):
                 os.close(fd)
             if self._server is not None:

@@ -108,7 +108,7 @@ class Poll:
         self._due = due
         routes = app.routes.all() if outbox else []
         names = [route.name for route in routes]
-        self._local = next((own.name for own in routes if own.destination is None), None)
+        self._local = next((route.name for route in routes if route.destination is None), None)
         # and what was staged without one
         self._routes = [*names, ""] if names else []
         self._stop = stop
@@ -283,9 +283,9 @@ class Table:
         if not handlers:
             yield from self._refuse([found], token)
             return None
-        own = Row(handlers[0], found, token, False)
-        self.hold([own])
-        return own
+        next_row = Row(handlers[0], found, token, False)
+        self.hold([next_row])
+        return next_row
 
     @property
     def leased(self) -> int:
@@ -400,9 +400,9 @@ class Table:
         """Rows to lease: `Lease.batch`, or as many as the next transaction takes."""
         app = self._app
         paces = (
-            app.protocol.paces.of(own).messages
-            for own in self._handlers
-            if not own.options.in_order
+            app.protocol.paces.of(handler).messages
+            for handler in self._handlers
+            if not handler.options.in_order
         )
         return max(app.lease.batch, min(max(paces, default=1), app.batching.messages))
 

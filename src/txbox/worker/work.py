@@ -102,10 +102,10 @@ def settle(works: Iterable[Work]) -> None:
     settled: dict[Settling, list[Delivery]] = {}
     for work in works:
         if work.parts is None or work.parts.settled():
-            own = settled.get(work.owner)
-            if own is None:
+            group = settled.get(work.owner)
+            if group is None:
                 settled[work.owner] = [work.delivery]
             else:
-                own.append(work.delivery)
+                group.append(work.delivery)
     for owner, deliveries in settled.items():
         owner.deliveries_settled(deliveries)

@@ -202,7 +202,7 @@ class Worker:
         self._app.events.emit(
             WorkerStarted(
                 consumers=tuple(tables),
-                sources=tuple(own.source.name for own in self._consumptions),
+                sources=tuple(consumption.source.name for consumption in self._consumptions),
             )
         )
         self._consuming = True
@@ -230,7 +230,7 @@ class Worker:
             self._handle_reports(_TICK_S)
             if self._crash is not None:
                 return
-            refusals = [own.refusal for own in self._pumps if own.refusal is not None]
+            refusals = [pump.refusal for pump in self._pumps if pump.refusal is not None]
             if self._once and refusals:
                 raise ConfigurationError(refusals[0])
             if self._once and not any(self._pumps.values()) and not self._work_left():
