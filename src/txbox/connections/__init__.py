@@ -137,7 +137,7 @@ def _load(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("txbox"):
             raise
-        extra = next(extra for own, extra in _ADAPTERS.values() if own == module)
+        extra = next(extra for adapter, extra in _ADAPTERS.values() if adapter == module)
         raise ConfigurationError(
             f"The driver {error.name} is not installed: run pip install 'txbox[{extra}]'."
         ) from error

@@ -108,7 +108,7 @@ class _AsyncConnections:
     async def acquire(self) -> AsyncpgConnection:
         if self._pool is None:
             loop = asyncio.get_running_loop()
-            waiting = self.idle.take(lambda own: own.loop is loop)
+            waiting = self.idle.take(lambda connection: connection.loop is loop)
             if waiting is not None:
                 return waiting
         try:
@@ -136,11 +136,11 @@ class _AsyncConnections:
 class AsyncpgConnection:
     """A connection whose transactions txbox begins and ends, bound to the event loop that opened it."""
 
-    def __init__(self, raw: Any, own: Dialect, closing: set[asyncio.Task[None]]) -> None:
+    def __init__(self, raw: Any, sql_dialect: Dialect, closing: set[asyncio.Task[None]]) -> None:
         self.native = raw
         self._closing = closing
         self.loop = asyncio.get_running_loop()
-        self._dialect = own
+        self._dialect = sql_dialect
         self._transaction: Any = None
         self._fatal = False
         self._watched = False
@@ -259,9 +259,9 @@ class AsyncpgConnection:
 class AsyncBorrowed:
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = sql_dialect
 
     async def execute(self, statement: Statement) -> Result:
         try:
@@ -287,12 +287,12 @@ def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
     return AsyncBorrowed(tx, dialect("postgresql", schema))
 
 
-def translated(error: BaseException, own: Dialect) -> StoreError | None:
+def translated(error: BaseException, sql_dialect: Dialect) -> StoreError | None:
     """Put an asyncpg error into txbox's words; None when it is none, or says that asyncpg was misused."""
     if not isinstance(error, asyncpg.PostgresError):
         return None
     constraint = getattr(error, "constraint_name", None)
-    found = store_error(error, own, code=error.sqlstate, constraint=constraint)
+    found = store_error(error, sql_dialect, code=error.sqlstate, constraint=constraint)
     if isinstance(error, (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)):
         # the tables changed under a cached statement; asyncpg has emptied its cache
         found.fault = Fault.PREPARED

@@ -167,7 +167,7 @@ _QUOTED_VALUE = re.compile(
 
 def store_error(
     error: BaseException,
-    own: Dialect,
+    dialect: Dialect,
     *,
     code: str | None,
     constraint: str | None = None,
@@ -177,13 +177,13 @@ def store_error(
 
     Of the server's words only the primary message, without the values that it quotes: never its detail.
     """
-    fault = Fault.UNAVAILABLE if lost else own.fault(code)
+    fault = Fault.UNAVAILABLE if lost else dialect.fault(code)
     if fault is Fault.OTHER and code is not None and code.startswith("SQLITE_"):
         # an extended code means at least what its primary code means
-        fault = own.fault("_".join(code.split("_")[:2]))
+        fault = dialect.fault("_".join(code.split("_")[:2]))
     kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
     said = server_message(error)
-    text = f"{_PRODUCTS[own.name]}: {type(error).__name__}" + (f" ({code})" if code else "")
+    text = f"{_PRODUCTS[dialect.name]}: {type(error).__name__}" + (f" ({code})" if code else "")
     return kind(
         text + (f" on {constraint}" if constraint else "") + (f": {said}" if said else ""),
         fault=fault,
@@ -244,7 +244,7 @@ def _is_unknown(host: str | None) -> bool:
     return False
 
 
-def dbapi_error(error: BaseException, own: Dialect) -> StoreError:
+def dbapi_error(error: BaseException, dialect: Dialect) -> StoreError:
     """`store_error` for any DB-API driver, for the adapters that stand on drivers of the user's choice."""
     if error.args and isinstance(error.args[0], int):
         # MySQL's number says more than its SQLSTATE; 0 is the driver's, for a connection it lost
@@ -254,11 +254,11 @@ def dbapi_error(error: BaseException, own: Dialect) -> StoreError:
         code = code or getattr(error, "sqlite_errorname", None)
     reports = (getattr(error, "diag", None), error, error.__cause__)
     constraint = next(
-        (found for own in reports if (found := getattr(own, "constraint_name", None))), None
+        (found for report in reports if (found := getattr(report, "constraint_name", None))), None
     )
     # without any code the driver never got an answer from the server
     lost = code is None and type(error).__name__ in ("OperationalError", "InterfaceError")
-    return store_error(error, own, code=code, constraint=constraint, lost=lost)
+    return store_error(error, dialect, code=code, constraint=constraint, lost=lost)
 
 
 def of_own(error: StoreError) -> StoreError:
@@ -371,6 +371,6 @@ def handler_left(how: str) -> StoreError:
 async def finished(closing: set[asyncio.Task[None]]) -> None:
     """Wait for connections that are being closed on this event loop."""
     loop = asyncio.get_running_loop()
-    own = [task for task in closing if task.get_loop() is loop]
-    if own:
-        await asyncio.wait(own)
+    tasks = [task for task in closing if task.get_loop() is loop]
+    if tasks:
+        await asyncio.wait(tasks)

@@ -105,9 +105,9 @@ class _Connections:
 class DjangoConnection:
     """This thread's connection, in transactions that txbox begins and ends."""
 
-    def __init__(self, wrapper: Any, own: Dialect) -> None:
+    def __init__(self, wrapper: Any, sql_dialect: Dialect) -> None:
         self.native = wrapper
-        self._dialect = own
+        self._dialect = sql_dialect
         self._atomic: Any = None
         #: Around the handlers whose failures are to stay apart.
         self._within: Any = None
@@ -292,9 +292,9 @@ def _marked() -> StoreError:
 class Borrowed:
     """The caller's connection, in the caller's `atomic()`."""
 
-    def __init__(self, wrapper: Any, own: Dialect) -> None:
+    def __init__(self, wrapper: Any, sql_dialect: Dialect) -> None:
         self._wrapper = wrapper
-        self.dialect = own
+        self.dialect = sql_dialect
 
     def execute(self, statement: Statement) -> Result:
         try:
@@ -368,18 +368,18 @@ def _committed(wrapper: Any) -> None:
         cursor.close()
 
 
-def _translated(error: BaseException, own: Dialect, wrapper: Any) -> StoreError | None:
+def _translated(error: BaseException, sql_dialect: Dialect, wrapper: Any) -> StoreError | None:
     """Put an error of Django's or its driver's into txbox's words; None when it is none."""
     if isinstance(error, TransactionManagementError):
         return None
     if isinstance(error, wrapper.Database.Error):
-        return dbapi_error(error, own)
+        return dbapi_error(error, sql_dialect)
     if not isinstance(error, Error):
         return None
     cause = error.__cause__
     if cause is not None and isinstance(cause, wrapper.Database.Error):
-        return dbapi_error(cause, own)
+        return dbapi_error(cause, sql_dialect)
     # Django's own: it found the connection closed
     return store_error(
-        error, own, code=None, lost=isinstance(error, (InterfaceError, OperationalError))
+        error, sql_dialect, code=None, lost=isinstance(error, (InterfaceError, OperationalError))
     )

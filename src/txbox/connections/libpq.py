@@ -215,11 +215,11 @@ class Pipeline:
             psycopg.Error: of what was sent before; none of the statements was executed.
         """
         pgconn = self._connection.pgconn
-        own = _Sent(statements, before, after, [])
+        sent = _Sent(statements, before, after, [])
         try:
             if not queued:
                 pgconn.enter_pipeline_mode()
-            self._put(pgconn, own)
+            self._put(pgconn, sent)
             yield from _flushed(pgconn)
             if then is not None:
                 at("during:commit")
@@ -235,7 +235,7 @@ class Pipeline:
         if queued:
             _check_queued(answers[:queued])
             answers = answers[queued:]
-        return self._read(own, answers)
+        return self._read(sent, answers)
 
     def begun(self) -> Generator[Wait, Ready, list[Result]]:
         """Wait for the statements that were begun behind a COMMIT; returns, and raises, as `send` does."""
@@ -248,26 +248,26 @@ class Pipeline:
             raise _cut(None, error.sqlstate) from error
         return self._read(self._ahead, answers)
 
-    def _put(self, pgconn: Any, own: _Sent) -> None:
-        if own.before is not None:
-            pgconn.send_query_params(own.before, None)
-        for statement in own.statements:
+    def _put(self, pgconn: Any, sent: _Sent) -> None:
+        if sent.before is not None:
+            pgconn.send_query_params(sent.before, None)
+        for statement in sent.statements:
             plan = self._plans.get(statement.sql)
             if plan is None:
-                plan = self._parse(pgconn, statement, own.parsed)
+                plan = self._parse(pgconn, statement, sent.parsed)
             self._execute(pgconn, plan, statement)
-        if own.after is not None:
-            pgconn.send_query_params(own.after, None)
+        if sent.after is not None:
+            pgconn.send_query_params(sent.after, None)
         pgconn.pipeline_sync()
 
-    def _read(self, own: _Sent, answers: Sequence[Any]) -> list[Result]:
-        connection, statements, parsed = self._connection, own.statements, own.parsed
+    def _read(self, sent: _Sent, answers: Sequence[Any]) -> list[Result]:
+        connection, statements, parsed = self._connection, sent.statements, sent.parsed
         commands = (
-            len(statements) + len(parsed) + (own.before is not None) + (own.after is not None)
+            len(statements) + len(parsed) + (sent.before is not None) + (sent.after is not None)
         )
         if len(answers) < commands or not _FINE.issuperset([one.status for one in answers]):
-            raise self._failure(own, answers)
-        if own.after is COMMIT and answers[-1].command_status != b"COMMIT":
+            raise self._failure(sent, answers)
+        if sent.after is COMMIT and answers[-1].command_status != b"COMMIT":
             # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
             raise StoreError(
                 "The transaction had failed before its COMMIT; nothing was persisted.",
@@ -277,11 +277,11 @@ class Pipeline:
         if parsed:
             answers = [
                 one
-                for one, is_parse in self._aligned(statements, parsed, answers, own.before)
+                for one, is_parse in self._aligned(statements, parsed, answers, sent.before)
                 if not is_parse
             ]
             return [Answer(connection, answer) for answer in answers[: len(statements)]]
-        first = 0 if own.before is None else 1
+        first = 0 if sent.before is None else 1
         return [Answer(connection, answer) for answer in answers[first : first + len(statements)]]
 
     def _parse(
@@ -306,18 +306,18 @@ class Pipeline:
         if "payload" in params or "rows.payload" in params:
             # in hexadecimal a payload would double
             formats = [
-                pq.Format.BINARY if params[own].__class__ is bytes else pq.Format.TEXT
-                for own in names
+                pq.Format.BINARY if params[parameter].__class__ is bytes else pq.Format.TEXT
+                for parameter in names
             ]
         values = [
-            own
-            if own is None
-            else own.encode()
-            if own.__class__ is str
-            else own
-            if formats is not None and own.__class__ is bytes
-            else _dump(own)
-            for own in map(params.__getitem__, names)
+            value
+            if value is None
+            else value.encode()
+            if value.__class__ is str
+            else value
+            if formats is not None and value.__class__ is bytes
+            else _dump(value)
+            for value in map(params.__getitem__, names)
         ]
         if name is not None:
             pgconn.send_query_prepared(name, values, formats)
@@ -340,12 +340,12 @@ class Pipeline:
                 waiting.pop(0)
                 kinds.append(True)
             kinds.append(False)
-        own = answers[0 if before is None else 1 :]
-        return list(zip(own, kinds, strict=False))
+        rest = answers[0 if before is None else 1 :]
+        return list(zip(rest, kinds, strict=False))
 
-    def _failure(self, own: _Sent, answers: Sequence[Any]) -> StoreError:
+    def _failure(self, sent: _Sent, answers: Sequence[Any]) -> StoreError:
         """The error of the first command that failed; forgets what was not prepared because of it."""
-        for statement in own.parsed:
+        for statement in sent.parsed:
             # a Parse behind a failure never ran; one before it is only prepared once more
             self._plans.pop(statement.sql, None)
         refused = next(
@@ -353,14 +353,14 @@ class Pipeline:
         )
         if refused is None:
             # the server went away in the middle of its answers
-            return _cut(own.after, None)
+            return _cut(sent.after, None)
         error = psycopg.errors.error_from_result(refused)
         found = self._translate(error) or StoreError(type(error).__name__)
         if found.fault is Fault.PREPARED:
             # a pooler, or a DEALLOCATE ALL in the handler, took them: prepare anew
             self._plans.clear()
-        commands = len(own.statements) + len(own.parsed) + (own.before is not None)
-        if own.after is COMMIT and len(answers) > commands and refused is answers[commands]:
+        commands = len(sent.statements) + len(sent.parsed) + (sent.before is not None)
+        if sent.after is COMMIT and len(answers) > commands and refused is answers[commands]:
             found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
         found.__cause__ = error
         return found

@@ -69,7 +69,7 @@ class Plans:
         sql = _PLACEHOLDER.sub(
             lambda match: f"${next(numbers)}" if match[1] == "s" else match[1], query
         )
-        strange = any(own not in ("s", "%") for own in found)
+        strange = any(placeholder not in ("s", "%") for placeholder in found)
         plan = self._known[query] = None if strange else Plan(sql.encode(), found.count("s"))
         return plan
 
@@ -93,9 +93,9 @@ class Queue:
         self._pgconn = connection.pgconn
         self._plans = plans
         self._transformer = Transformer(connection)
-        own, default = connection.adapters, psycopg.adapters
+        adapters, default = connection.adapters, psycopg.adapters
         self._plain_lists = all(
-            own.get_dumper(kind, PyFormat.AUTO) is default.get_dumper(kind, PyFormat.AUTO)
+            adapters.get_dumper(kind, PyFormat.AUTO) is default.get_dumper(kind, PyFormat.AUTO)
             for kind in (int, list)
         )
         self.entered = self.over = False
@@ -192,16 +192,16 @@ def _int_arrays(params: Any) -> tuple[list[bytes], tuple[int, ...]] | None:
     """Write lists of integers as psycopg does, in a fifth of its time; None unless all parameters are such."""
     values: list[bytes] = []
     types: list[int] = []
-    for own in params:
-        if own.__class__ is not list or set(map(type, own)) != _INTS:
+    for param in params:
+        if param.__class__ is not list or set(map(type, param)) != _INTS:
             return None
         # the smallest type that holds the largest number
-        largest = max(*own, -min(own) - 1)
+        largest = max(*param, -min(param) - 1)
         kind = next((oid for bound, oid in _INT_ARRAYS if largest < bound), None)
         if kind is None:
             return None
         types.append(kind)
-        values.append(b"{%s}" % ",".join(map(str, own)).encode())
+        values.append(b"{%s}" % ",".join(map(str, param)).encode())
     return (values, tuple(types)) if values else None
 
 
@@ -265,11 +265,11 @@ def put_off(connection: Any, queue: Queue) -> bool:
     On the object and not by a class of txbox's: any pool's connection will do, and one that puts nothing off
     pays nothing. False leaves a connection as it is that has such methods of its own, to trace them perhaps.
     """
-    own: Any = connection.__class__
+    kind: Any = connection.__class__
     mine: dict[str, Any] = connection.__dict__
-    is_async = issubclass(own, psycopg.AsyncConnection)
+    is_async = issubclass(kind, psycopg.AsyncConnection)
     base: Any = psycopg.AsyncConnection if is_async else psycopg.Connection
-    if own.execute is not base.execute or own.wait is not base.wait:
+    if kind.execute is not base.execute or kind.wait is not base.wait:
         return False
     if "execute" in mine or "wait" in mine:
         return False

@@ -116,7 +116,7 @@ class _Connections:
 
     def acquire(self) -> PsycopgConnection:
         if self._pool is None:
-            waiting = self.idle.take(lambda own: not own.taken)
+            waiting = self.idle.take(lambda connection: not connection.taken)
             if waiting is not None:
                 return waiting
         database = self._database
@@ -161,7 +161,9 @@ class _AsyncConnections:
     async def acquire(self) -> AsyncPsycopgConnection:
         loop = asyncio.get_running_loop()
         if self._pool is None:
-            waiting = self.idle.take(lambda own: own.loop is loop and not own.taken)
+            waiting = self.idle.take(
+                lambda connection: connection.loop is loop and not connection.taken
+            )
             if waiting is not None:
                 return waiting
         database = self._database
@@ -199,9 +201,9 @@ class _AsyncConnections:
 class Borrowed:
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = sql_dialect
 
     def execute(self, statement: Statement) -> Result:
         sql, names = native(statement.sql, "format")
@@ -216,9 +218,9 @@ class Borrowed:
 class AsyncBorrowed:
     """The async twin of `Borrowed`."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = sql_dialect
 
     async def execute(self, statement: Statement) -> Result:
         sql, names = native(statement.sql, "format")

@@ -33,11 +33,11 @@ _FOLLOWED = "the next transaction could begin behind it"
 class _Owned:
     """What the sync and the async connection share."""
 
-    def __init__(self, raw: Any, own: Dialect, prepare: bool, pool: Any) -> None:
+    def __init__(self, raw: Any, dialect: Dialect, prepare: bool, pool: Any) -> None:
         self.native = raw
         # psycopg's own word for a pooler that cannot keep prepared statements
         prepare = prepare and raw.prepare_threshold is not None
-        self._dialect = own
+        self._dialect = dialect
         self._pool = pool
         self._autocommit = raw.autocommit
         self._pipeline = Pipeline(raw, prepare=prepare, translate=self.translate)
@@ -238,8 +238,8 @@ class PsycopgConnection(_Owned):
 class AsyncPsycopgConnection(_Owned):
     """The async twin of `PsycopgConnection`, bound to the event loop that opened it."""
 
-    def __init__(self, raw: Any, own: Dialect, prepare: bool, pool: Any) -> None:
-        super().__init__(raw, own, prepare, pool)
+    def __init__(self, raw: Any, dialect: Dialect, prepare: bool, pool: Any) -> None:
+        super().__init__(raw, dialect, prepare, pool)
         self.loop = asyncio.get_running_loop()
 
     async def prepare_for_use(self) -> None:
@@ -360,22 +360,22 @@ class AsyncPsycopgConnection(_Owned):
                 await self._pool.putconn(self.native)
 
 
-def translated(error: BaseException, own: Dialect) -> StoreError | None:
+def translated(error: BaseException, dialect: Dialect) -> StoreError | None:
     """Put a psycopg error into txbox's words; None when it is none."""
     if not isinstance(error, psycopg.Error):
         return None
     code = error.sqlstate
     return store_error(
         error,
-        own,
+        dialect,
         code=code,
         constraint=error.diag.constraint_name,
         lost=code is None and isinstance(error, psycopg.OperationalError),
     )
 
 
-def translated_or_lost(error: psycopg.Error, own: Dialect) -> StoreError:
-    return translated(error, own) or _lost(error)
+def translated_or_lost(error: psycopg.Error, dialect: Dialect) -> StoreError:
+    return translated(error, dialect) or _lost(error)
 
 
 def _lost(error: psycopg.Error) -> StoreUnavailable:

@@ -69,7 +69,7 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
     if "unix_socket" in options:
         settings["unix_socket"] = options.pop("unix_socket")
     if options:
-        settings["ssl"] = {own.removeprefix("ssl_"): path for own, path in options.items()}
+        settings["ssl"] = {option.removeprefix("ssl_"): path for option, path in options.items()}
     return MysqlDatabase(name, settings, dialect("mysql", schema))
 
 
@@ -84,11 +84,11 @@ def open_object(target: Any, *, schema: str | None = None) -> MysqlDatabase:  # 
 class MysqlDatabase:
     """Where connections to one MySQL or MariaDB database come from."""
 
-    def __init__(self, name: str, settings: dict[str, Any], own: Dialect) -> None:
+    def __init__(self, name: str, settings: dict[str, Any], sql_dialect: Dialect) -> None:
         self.name = name
         self.schema = None
         self.settings = settings
-        self.dialect = own
+        self.dialect = sql_dialect
         self._sync = _Connections(self)
         self._async = _AsyncConnections(self)
 
@@ -136,7 +136,7 @@ class _AsyncConnections:
 
     async def acquire(self) -> AsyncmyConnection:
         loop = asyncio.get_running_loop()
-        waiting = self.idle.take(lambda own: own.loop is loop)
+        waiting = self.idle.take(lambda connection: connection.loop is loop)
         if waiting is not None:
             return waiting
         asyncmy = async_driver()
@@ -155,9 +155,9 @@ class _AsyncConnections:
 class Borrowed:
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = sql_dialect
 
     def execute(self, statement: Statement) -> Result:
         try:
@@ -170,9 +170,9 @@ class Borrowed:
 class AsyncBorrowed:
     """The async twin of `Borrowed`."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = sql_dialect
         self._errors: type[Exception] = async_driver().errors.MySQLError
 
     async def execute(self, statement: Statement) -> Result:

@@ -38,9 +38,9 @@ _GONE = frozenset(
 class _Mysql:
     """What the sync and the async connection share."""
 
-    def __init__(self, raw: Any, own: Dialect) -> None:
+    def __init__(self, raw: Any, dialect: Dialect) -> None:
         self.native = raw
-        self._dialect = own
+        self._dialect = dialect
         self._broken = False
 
     @property
@@ -148,8 +148,8 @@ class PymysqlConnection(_Mysql):
 class AsyncmyConnection(_Mysql):
     """The async twin of `PymysqlConnection`, bound to the event loop that opened it."""
 
-    def __init__(self, raw: Any, own: Dialect) -> None:
-        super().__init__(raw, own)
+    def __init__(self, raw: Any, dialect: Dialect) -> None:
+        super().__init__(raw, dialect)
         self.loop = asyncio.get_running_loop()
         self._errors: type[Exception] = async_driver().errors.MySQLError
 

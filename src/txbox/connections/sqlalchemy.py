@@ -146,12 +146,12 @@ class _AsyncConnections:
 class Borrowed:
     """The caller's connection or session, in the caller's transaction."""
 
-    def __init__(self, tx: sa.Connection, own: Dialect) -> None:
+    def __init__(self, tx: sa.Connection, dialect: Dialect) -> None:
         if autocommits(tx):
             raise not_in_transaction(tx)
         self._tx = tx
         self._wire = Watched(tx, style_of(tx.dialect))
-        self.dialect = own
+        self.dialect = dialect
 
     def execute(self, statement: Statement) -> Result:
         try:
@@ -164,9 +164,9 @@ class Borrowed:
 class AsyncBorrowed:
     """The async twin of `Borrowed`; a session's connection is asked for at the first statement."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = dialect
         self._borrowed: Borrowed | None = None
         self._connection: Any = None
 
@@ -201,12 +201,12 @@ def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
         return Borrowed(tx, dialect_of(tx, schema))
     if not isinstance(tx, (orm.Session, orm.scoped_session)):
         raise _no_transaction_object(tx)
-    own = dialect_of(_bind_of(tx), schema)
+    dialect = dialect_of(_bind_of(tx), schema)
     try:
         connection = tx.connection()
     except exc.SQLAlchemyError as error:
-        raise translated(error, own, _bind_of(tx).dialect) or unusable(error) from error
-    return Borrowed(connection, own)
+        raise translated(error, dialect, _bind_of(tx).dialect) or unusable(error) from error
+    return Borrowed(connection, dialect)
 
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:

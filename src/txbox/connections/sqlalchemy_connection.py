@@ -46,9 +46,9 @@ _READ_COMMITTED = Statement("isolation", "SET TRANSACTION ISOLATION LEVEL READ C
 class SQLAlchemyConnection:
     """A connection of the engine's pool whose transactions txbox begins and ends."""
 
-    def __init__(self, raw: sa.Connection, own: Dialect, maker: Any, bind: Any = None) -> None:
+    def __init__(self, raw: sa.Connection, dialect: Dialect, maker: Any, bind: Any = None) -> None:
         self.raw = raw
-        self._dialect = own
+        self._dialect = dialect
         self._maker = maker
         self._bind = bind or raw
         self._session: Any = None
@@ -257,14 +257,14 @@ class AsyncSQLAlchemyConnection:
     def __init__(
         self,
         raw: sa_async.AsyncConnection,
-        own: Dialect,
+        dialect: Dialect,
         maker: Any,
         closing: set[asyncio.Task[None]],
     ) -> None:
         inner = raw.sync_connection
         assert inner is not None
         self._raw = raw
-        self._inner = SQLAlchemyConnection(inner, own, maker, raw)
+        self._inner = SQLAlchemyConnection(inner, dialect, maker, raw)
         self._closing = closing
 
     @property

@@ -29,8 +29,8 @@ def dialect_of(bind: sa.Engine | sa.Connection, schema: str | None) -> Dialect:
     return dialect(_DIALECTS[name], schema)
 
 
-def style_of(own: sa.Dialect) -> Style:
-    return _STYLES[own.paramstyle]
+def style_of(driver: sa.Dialect) -> Style:
+    return _STYLES[driver.paramstyle]
 
 
 def autocommits(raw: sa.Connection) -> bool:
@@ -46,23 +46,23 @@ def autocommits(raw: sa.Connection) -> bool:
     return bool(raw.dialect.detect_autocommit_setting(connection))
 
 
-def driver_error(own: sa.Dialect) -> type[Exception]:
-    assert own.dbapi is not None
-    kind: type[Exception] = own.dbapi.Error
+def driver_error(driver: sa.Dialect) -> type[Exception]:
+    assert driver.dbapi is not None
+    kind: type[Exception] = driver.dbapi.Error
     return kind
 
 
-def translated(error: BaseException, own: Dialect, driver: sa.Dialect) -> StoreError | None:
+def translated(error: BaseException, sql_dialect: Dialect, driver: sa.Dialect) -> StoreError | None:
     """Put an error of SQLAlchemy's driver into txbox's words; None when it is none."""
     if isinstance(error, exc.DBAPIError):
         cause = error.orig
         if cause is None:
             return None
-        found = dbapi_error(cause, own)
+        found = dbapi_error(cause, sql_dialect)
         if error.connection_invalidated and found.fault is not Fault.UNAVAILABLE:
             return StoreUnavailable(str(found), fault=Fault.UNAVAILABLE, code=found.code)
         return found
-    return dbapi_error(error, own) if isinstance(error, driver_error(driver)) else None
+    return dbapi_error(error, sql_dialect) if isinstance(error, driver_error(driver)) else None
 
 
 def unusable(error: BaseException) -> StoreError:

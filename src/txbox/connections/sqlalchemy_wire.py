@@ -44,7 +44,7 @@ class Wire(Protocol):
 
     def give_up(self) -> None: ...
 
-    def end(self, own: Dialect) -> None:
+    def end(self, dialect: Dialect) -> None:
         """Send COMMIT where SQLAlchemy's own would not tell what was answered."""
         ...
 
@@ -83,9 +83,9 @@ class Watched:
 
     def give_up(self) -> None: ...
 
-    def end(self, own: Dialect) -> None:
+    def end(self, dialect: Dialect) -> None:
         raw = self._raw
-        if own.name == "mysql":
+        if dialect.name == "mysql":
             return  # which has nothing to tell
         if raw.dialect.driver == "asyncpg":
             from asyncpg import InterfaceError, InternalClientError, PostgresError
@@ -94,7 +94,7 @@ class Watched:
             try:
                 check_committed(adapted.run_async(_commit))
             except (PostgresError, InterfaceError, InternalClientError) as error:
-                raise dbapi_error(error, own) from error
+                raise dbapi_error(error, dialect) from error
             return
         cursor: Any = raw.connection.cursor()
         try:
@@ -127,7 +127,7 @@ class Cursors(Watched):
 class Libpq:
     """Through libpq's pipeline, on the connection that psycopg made."""
 
-    def __init__(self, raw: sa.Connection, own: Dialect) -> None:
+    def __init__(self, raw: sa.Connection, dialect: Dialect) -> None:
         from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline, Turns
 
         self._begin, self._commit, self._deallocate = BEGIN, COMMIT, DEALLOCATE
@@ -139,7 +139,7 @@ class Libpq:
                 driver,
                 # engines behind a pooler switch psycopg's prepared statements off
                 prepare=driver.prepare_threshold is not None,
-                translate=lambda error: dbapi_error(error, own),
+                translate=lambda error: dbapi_error(error, dialect),
             )
         self._pipeline = pipeline
         self._turns = Turns(raw.connection.driver_connection)
@@ -178,7 +178,7 @@ class Libpq:
         else:
             self._turns.end_other()
 
-    def end(self, own: Dialect) -> None: ...
+    def end(self, dialect: Dialect) -> None: ...
 
     def is_over(self) -> bool:
         driver: Any = self._raw.connection.driver_connection
@@ -191,7 +191,7 @@ class Libpq:
         self._wait(self._pipeline.send((), after=self._deallocate))
 
 
-def wire(raw: sa.Connection, own: Dialect, style: Style) -> Wire:
+def wire(raw: sa.Connection, dialect: Dialect, style: Style) -> Wire:
     """The shortest way that nobody watches."""
     engine: Any = raw.engine
     # not public, so that a release without it has every statement watched
@@ -202,5 +202,5 @@ def wire(raw: sa.Connection, own: Dialect, style: Style) -> Wire:
     ):
         return Watched(raw, style)
     if raw.dialect.driver in ("psycopg", "psycopg_async"):
-        return Libpq(raw, own)
+        return Libpq(raw, dialect)
     return Cursors(raw, style)

@@ -52,11 +52,11 @@ def open_object(target: Any, *, schema: str | None = None) -> SqliteDatabase:  #
 class SqliteDatabase:
     """Where connections to one SQLite file come from."""
 
-    def __init__(self, name: str, path: str, own: Dialect) -> None:
+    def __init__(self, name: str, path: str, sql_dialect: Dialect) -> None:
         self.name = name
         self.schema = None
         self.path = path
-        self.dialect = own
+        self.dialect = sql_dialect
         self._sync = _Connections(self)
         self._async = _AsyncConnections(self)
 
@@ -122,9 +122,9 @@ class _AsyncConnections:
 class Borrowed:
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: sqlite3.Connection, own: Dialect) -> None:
+    def __init__(self, tx: sqlite3.Connection, sql_dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = sql_dialect
 
     def execute(self, statement: Statement) -> Result:
         try:
@@ -136,9 +136,9 @@ class Borrowed:
 class AsyncBorrowed:
     """The async twin of `Borrowed`."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
         self._tx = tx
-        self.dialect = own
+        self.dialect = sql_dialect
 
     async def execute(self, statement: Statement) -> Result:
         try:

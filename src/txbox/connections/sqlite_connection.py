@@ -33,9 +33,9 @@ from txbox.store.dialect import Dialect, native
 class _Sqlite:
     """What the sync and the async connection share."""
 
-    def __init__(self, raw: sqlite3.Connection, own: Dialect) -> None:
+    def __init__(self, raw: sqlite3.Connection, dialect: Dialect) -> None:
         self._raw = raw
-        self._dialect = own
+        self._dialect = dialect
         self._watched = False
 
     def left(self) -> bool:
@@ -44,7 +44,7 @@ class _Sqlite:
 
     def _watch(self, statements: Sequence[Statement]) -> None:
         # a transaction that claims nothing has no guard to look for
-        self._watched = any(own.name == "arm" for own in statements)
+        self._watched = any(statement.name == "arm" for statement in statements)
 
     @property
     def lost(self) -> bool:
@@ -90,8 +90,8 @@ class _Sqlite:
 class SqliteConnection(_Sqlite):
     """A sync connection whose transactions txbox begins and ends."""
 
-    def __init__(self, raw: sqlite3.Connection, own: Dialect) -> None:
-        super().__init__(raw, own)
+    def __init__(self, raw: sqlite3.Connection, dialect: Dialect) -> None:
+        super().__init__(raw, dialect)
         self.native = raw
 
     def execute(self, statement: Statement) -> Result:
@@ -156,8 +156,8 @@ class SqliteConnection(_Sqlite):
 class AsyncSqliteConnection(_Sqlite):
     """The async twin of `SqliteConnection`; its statements run in aiosqlite's thread."""
 
-    def __init__(self, driver: Any, raw: sqlite3.Connection, own: Dialect) -> None:
-        super().__init__(raw, own)
+    def __init__(self, driver: Any, raw: sqlite3.Connection, dialect: Dialect) -> None:
+        super().__init__(raw, dialect)
         self.native = driver
         self._discarded = False
 
@@ -277,6 +277,6 @@ def _closed(raw: sqlite3.Connection) -> bool:
     return False
 
 
-def own_failure(error: sqlite3.Error, own: Dialect) -> StoreError:
+def own_failure(error: sqlite3.Error, dialect: Dialect) -> StoreError:
     """Put an error of one of txbox's statements into txbox's words."""
-    return of_own(store_error(error, own, code=getattr(error, "sqlite_errorname", None)))
+    return of_own(store_error(error, dialect, code=getattr(error, "sqlite_errorname", None)))
