@@ -347,9 +347,11 @@ class Kafka:
     ) -> None:
         """Commit the fronts that are behind; raises as `Commits.ask`."""
         behind = [
-            own for own in among
-            if own.front is not None and own.front is not (own.committed if wait else own.asked)
-        ]  # fmt: skip
+            partition
+            for partition in among
+            if partition.front is not None
+            and partition.front is not (partition.committed if wait else partition.asked)
+        ]
         if behind:
             self._commit_at = time.monotonic() + _COMMIT_S
             self._commits.ask(consumer, behind, wait=wait)
@@ -359,16 +361,16 @@ class Kafka:
     def _assigned(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
         # one that was paused when it was lost comes back paused: the next receive resumes all there are
         self._paused = True
-        for own in partitions:
-            if old := self._partitions.get((own.topic, own.partition)):
+        for topic_partition in partitions:
+            if old := self._partitions.get((topic_partition.topic, topic_partition.partition)):
                 # lost without a word: reading starts again at what was committed
                 self._partitions.forget([old])
-            self._partitions.add(own.topic, own.partition)
-            self._topic_ids.forget(own.topic)
+            self._partitions.add(topic_partition.topic, topic_partition.partition)
+            self._topic_ids.forget(topic_partition.topic)
 
     def _revoked(self, consumer: client.Consumer, partitions: list[TopicPartition]) -> None:
         leaving = self._partitions.known(partitions)
-        gone = {id(own) for own in leaving}
+        gone = {id(partition) for partition in leaving}
         if self._in_flight is not None and not self._closing:
             done = self._in_flight.settled(
                 lambda delivery: id(delivery.tag[0]) in gone, self._revoke_wait_s

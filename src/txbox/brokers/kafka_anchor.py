@@ -40,9 +40,9 @@ class Anchoring:
     def advance(self, partitions: Sequence[Partition]) -> list[Partition]:
         """Store the fronts; returns the partitions of which the database has lost something."""
         moves = {
-            self._name(own): (own.front.offset + 1, own.anchor)
-            for own in partitions
-            if own.front is not None and own.anchor is not None
+            self._name(partition): (partition.front.offset + 1, partition.anchor)
+            for partition in partitions
+            if partition.front is not None and partition.anchor is not None
         }
         return self._compared(partitions, moves)
 
@@ -57,15 +57,15 @@ class Anchoring:
     def _compared(
         self, partitions: Sequence[Partition], moves: dict[str, tuple[int, Anchor]] | None
     ) -> list[Partition]:
-        names = [self._name(own) for own in partitions]
+        names = [self._name(partition) for partition in partitions]
         found = self._anchors.read(names) if moves is None else self._anchors.advance(moves)
         lost: list[Partition] = []
-        for own, name in zip(partitions, names, strict=True):
-            assert own.anchor is not None, "only placed partitions are compared"
-            if own.anchor.is_missing_in(found[name]):
-                lost.append(own)
+        for partition, name in zip(partitions, names, strict=True):
+            assert partition.anchor is not None, "only placed partitions are compared"
+            if partition.anchor.is_missing_in(found[name]):
+                lost.append(partition)
             else:
-                own.anchor = found[name]
+                partition.anchor = found[name]
         return lost
 
     def mark(self, partition: Partition) -> str:
@@ -81,49 +81,52 @@ class Anchoring:
         Raises:
             BrokerUnavailable, StoreError: nobody answers; nothing may be handed out meanwhile.
         """
-        names = [self._name(own) for own in partitions]
+        names = [self._name(partition) for partition in partitions]
         committed = _committed(consumer, partitions)
         found = self._anchors.read(names)
         sought: list[Partition] = []
-        for own, name, group in zip(partitions, names, committed, strict=True):
+        for partition, name, group in zip(partitions, names, committed, strict=True):
             anchor = found[name]
             offset = group.offset if group.offset >= 0 else None
-            floor = self._floor(own, group.metadata)
+            floor = self._floor(partition, group.metadata)
             start = offset
             if offset is None:
-                start = own.floor if anchor.position is None else anchor.position
+                start = partition.floor if anchor.position is None else anchor.position
             elif floor is not None:
                 # a commit without the mark is no promise of the database's: an operator's, say
                 start = min(offset, floor if anchor.position is None else anchor.position)
-            if start is not None and (own.moved or (offset is not None and start < offset)):
-                if not self._sought(consumer, own, start, offset):
+            if start is not None and (partition.moved or (offset is not None and start < offset)):
+                if not self._sought(consumer, partition, start, offset):
                     continue
-                sought.append(own)
+                sought.append(partition)
             if floor is None:
-                floor = own.floor if offset is None else offset
-            own.floor, own.anchor, own.placed, own.moved = floor, anchor, True, False
+                floor = partition.floor if offset is None else offset
+            partition.floor, partition.anchor = floor, anchor
+            partition.placed, partition.moved = True, False
         return sought
 
     def _sought(
-        self, consumer: client.Consumer, own: Partition, start: int, committed: int | None
+        self, consumer: client.Consumer, partition: Partition, start: int, committed: int | None
     ) -> bool:
         try:
-            consumer.seek(TopicPartition(own.topic, own.number, start))
+            consumer.seek(TopicPartition(partition.topic, partition.number, start))
         except KafkaException as error:
             # it is not read yet, or no longer ours
-            _log.info("%s[%d] is not sought yet: %s", own.topic, own.number, text_of(error))
+            _log.info(
+                "%s[%d] is not sought yet: %s", partition.topic, partition.number, text_of(error)
+            )
             return False
         _log.error(
             "The database has been restored, failed over or started again: group %s reads %s[%d] again "
             "from offset %d (committed: %s). What the database still has is found to be a duplicate.",
-            self._group, own.topic, own.number, start, committed,
+            self._group, partition.topic, partition.number, start, committed,
         )  # fmt: skip
         return True
 
-    def _floor(self, own: Partition, metadata: str | None) -> int | None:
+    def _floor(self, partition: Partition, metadata: str | None) -> int | None:
         """Since which offset all is anchored; None when the commit is not an anchored one."""
         mark, _, floor = (metadata or "").rpartition(" ")
-        if mark != f"{_MARK} {self._topics.uuid(own.topic)}" or not floor.isdecimal():
+        if mark != f"{_MARK} {self._topics.uuid(partition.topic)}" or not floor.isdecimal():
             return None
         return int(floor)
 
@@ -140,18 +143,20 @@ class Anchoring:
 def _committed(
     consumer: client.Consumer, partitions: Iterable[Partition]
 ) -> Sequence[TopicPartition]:
-    asked = [TopicPartition(own.topic, own.number) for own in partitions]
+    asked = [TopicPartition(partition.topic, partition.number) for partition in partitions]
     try:
         told = consumer.committed(asked, timeout=_ASK_S)
     except KafkaException as error:
         raise BrokerUnavailable(
             f"Kafka does not tell the committed offsets ({text_of(error)})."
         ) from error
-    by_key = {(own.topic, own.partition): own for own in told}
-    answers = [by_key[own.topic, own.partition] for own in asked]
-    for own in answers:
-        if own.error is not None:
+    by_key = {(answer.topic, answer.partition): answer for answer in told}
+    answers = [
+        by_key[topic_partition.topic, topic_partition.partition] for topic_partition in asked
+    ]
+    for answer in answers:
+        if answer.error is not None:
             raise BrokerUnavailable(
-                f"Kafka does not tell the committed offsets ({own.error.str()})."
+                f"Kafka does not tell the committed offsets ({answer.error.str()})."
             )
     return answers

@@ -17,11 +17,13 @@ class Assignment(dict[tuple[str, int], Partition]):
     anchoring: Anchoring | None = None
 
     def add(self, topic: str, number: int) -> Partition:
-        own = self[topic, number] = Partition(topic, number, placed=self.anchoring is None)
-        return own
+        partition = self[topic, number] = Partition(topic, number, placed=self.anchoring is None)
+        return partition
 
     def known(self, partitions: Iterable[TopicPartition]) -> list[Partition]:
-        keys = [(own.topic, own.partition) for own in partitions]
+        keys = [
+            (topic_partition.topic, topic_partition.partition) for topic_partition in partitions
+        ]
         return [self[key] for key in keys if key in self]
 
     def replace(self, partition: Partition) -> Partition:
@@ -31,26 +33,28 @@ class Assignment(dict[tuple[str, int], Partition]):
         return new
 
     def forget(self, partitions: Iterable[Partition]) -> None:
-        for own in list(partitions):
-            own.ours = False
-            self.pop((own.topic, own.number), None)
+        for partition in list(partitions):
+            partition.ours = False
+            self.pop((partition.topic, partition.number), None)
 
     def read_again(self, lost: Iterable[Partition]) -> None:
         """Forget what was delivered of partitions that the database has lost something of."""
-        for own in lost:
-            new = self.replace(own)
+        for partition in lost:
+            new = self.replace(partition)
             new.placed, new.moved, new.anchor = False, True, None
 
     def check(self) -> None:
         """Read again what the database has lost, by `Anchoring.check`; raises StoreError."""
         if self.anchoring is not None:
-            self.read_again(self.anchoring.check([own for own in self.values() if own.placed]))
+            self.read_again(
+                self.anchoring.check([partition for partition in self.values() if partition.placed])
+            )
 
     def place(self, consumer: client.Consumer) -> None:
         """Find out where the reading of new ones starts; raises as `Anchoring.place`."""
         if self.anchoring is None:
             return
-        unplaced = [own for own in self.values() if not own.placed]
+        unplaced = [partition for partition in self.values() if not partition.placed]
         if unplaced:
-            for own in self.anchoring.place(consumer, unplaced):
-                self.replace(own)
+            for partition in self.anchoring.place(consumer, unplaced):
+                self.replace(partition)

@@ -50,13 +50,13 @@ class Commits:
         if anchoring is not None:
             lost = anchoring.advance(behind)
             self._partitions.read_again(lost)
-            behind = [own for own in behind if own not in lost]
+            behind = [partition for partition in behind if partition not in lost]
         offsets: list[TopicPartition] = []
-        for own in behind:
-            if own.front is not None:
-                own.asked = own.front
-                mark = "" if anchoring is None else anchoring.mark(own)
-                offsets.append(own.offset_of(own.front, mark))
+        for partition in behind:
+            if partition.front is not None:
+                partition.asked = partition.front
+                mark = "" if anchoring is None else anchoring.mark(partition)
+                offsets.append(partition.offset_of(partition.front, mark))
         if not offsets:
             return
         try:
@@ -71,10 +71,10 @@ class Commits:
 
     def answered(self, error: KafkaError | None, offsets: Iterable[TopicPartition]) -> None:
         """Called by the client inside poll, and when it was waited for."""
-        for own in offsets:
-            refusal = own.error or error
-            if partition := self._partitions.get((own.topic, own.partition)):
-                partition.answer(own.offset, refused=refusal is not None)
+        for answer in offsets:
+            refusal = answer.error or error
+            if partition := self._partitions.get((answer.topic, answer.partition)):
+                partition.answer(answer.offset, refused=refusal is not None)
             if refusal is not None:
                 self._refused(refusal)
 

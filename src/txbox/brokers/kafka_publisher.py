@@ -92,12 +92,12 @@ class KafkaPublisher:
             self._send_alone(producer, messages, answers, until)
         if len(producer) or self._ended:
             self._end(producer)
-            if not any(_answered(own, pending) for own in answers):
+            if not any(_answered(answer, pending) for answer in answers):
                 self._check_there()
         self._proven = self._proven or None in answers
         return [
-            _unconfirmed(message) if own is pending else _sentence(own, message)
-            for own, message in zip(answers, messages, strict=True)
+            _unconfirmed(message) if answer is pending else _sentence(answer, message)
+            for answer, message in zip(answers, messages, strict=True)
         ]
 
     def close(self) -> None:

@@ -28,7 +28,9 @@ class TopicIds:
     """Asks for each topic once."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = {own: value for own, value in config.items() if own.startswith(_SHARED)}
+        self._config = {
+            option: value for option, value in config.items() if option.startswith(_SHARED)
+        }
         self._known: dict[str, str | None] = {}
 
     def forget(self, topic: str) -> None:
