@@ -223,9 +223,9 @@ class File:
             elif cursor.fd < 0:
                 self._reopen(path, cursor)
         return [
-            own
+            stream
             for path in paths
-            if (own := self._cursors.get(path.name)) is not None and own.fd >= 0
+            if (stream := self._cursors.get(path.name)) is not None and stream.fd >= 0
         ]
 
     def _opened(self, path: Path) -> Cursor | None:

@@ -130,8 +130,8 @@ class Nats:
     @property
     def name(self) -> str:
         durable = self._durable
-        own = durable if isinstance(durable, str) else "+".join(sorted(set(durable.values())))
-        return f"nats:{own}" if own else self.publisher().name
+        consumers = durable if isinstance(durable, str) else "+".join(sorted(set(durable.values())))
+        return f"nats:{consumers}" if consumers else self.publisher().name
 
     def publisher(self) -> NatsPublisher:
         return NatsPublisher(self._servers, self._options)
@@ -197,23 +197,23 @@ class Nats:
                 pull.gone = False
         self._call(link.receive(messages_max, wait_s), wait_s)
         found = [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
-        self._unsettled.update(dict.fromkeys(own.tag for own in found))
+        self._unsettled.update(dict.fromkeys(delivery.tag for delivery in found))
         return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Tell the server that what is in flight is in progress; it then waits `ack_wait` anew."""
-        replies = [own.tag for own in (*deliveries, *self._buffer)]
+        replies = [delivery.tag for delivery in (*deliveries, *self._buffer)]
         if replies:
             self._call(self._connected().in_progress(replies))
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         # whatever becomes of this, it is not given back: if it fails they come again by themselves
-        for own in deliveries:
-            self._unsettled.pop(own.tag, None)
+        for delivery in deliveries:
+            self._unsettled.pop(delivery.tag, None)
         # the subjects that acknowledge outlive the connection they came by
         link = self._connected()
         missing = self._call(
-            link.acknowledge([own.tag for own in deliveries], self._confirm_s), _CONFIRM_S
+            link.acknowledge([delivery.tag for delivery in deliveries], self._confirm_s), _CONFIRM_S
         )
         if missing:
             raise BrokerError(
@@ -242,7 +242,7 @@ class Nats:
 
     async def _close(self, link: Link) -> None:
         await link.unsubscribe()
-        await link.give_back([*self._unsettled, *(own.tag for own in self._buffer)])
+        await link.give_back([*self._unsettled, *(delivery.tag for delivery in self._buffer)])
         await link.close()
 
     # -- the connection and the consumers -----------------------------------------------------

@@ -52,7 +52,7 @@ class NatsPublisher:
 
     def __init__(self, servers: Sequence[str], options: Mapping[str, Any]) -> None:
         self._servers, self._options = list(servers), options
-        self.name = "nats:" + ",".join(_shown(own) for own in self._servers)
+        self.name = "nats:" + ",".join(_shown(server) for server in self._servers)
         self._loop: Loop | None = None
         self._client: _Publishing | None = None
 
@@ -120,8 +120,8 @@ class _Batch:
     def __init__(self, messages: Sequence[Message[Any]], within_s: float) -> None:
         self.messages = messages
         self.answers: list[BrokerError | None] = [
-            BrokerError(f"The stream has not confirmed the message for {own.topic!r} within {within_s:g} s.")
-            for own in messages
+            BrokerError(f"The stream has not confirmed the message for {message.topic!r} within {within_s:g} s.")
+            for message in messages
         ]  # fmt: skip
         self.waiting: set[int] = set()
         self.heard = False
@@ -137,8 +137,8 @@ class _Publishing(Client):
 
     async def listen(self) -> None:
         self._inbox = self.new_inbox()
-        own: Any = self  # partly typed there
-        await own.subscribe(
+        client: Any = self  # partly typed there
+        await client.subscribe(
             f"{self._inbox}.*", cb=self._acknowledged, pending_msgs_limit=-1, pending_bytes_limit=-1
         )
 

@@ -202,7 +202,7 @@ class RabbitMQ:
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         link = self._link
-        tags = [own.tag[1] for own in deliveries if own.tag[0] is link]
+        tags = [delivery.tag[1] for delivery in deliveries if delivery.tag[0] is link]
         if link is None or link.lost is not None or not tags:
             # tags of a channel that is gone: the queue has these messages again
             return

@@ -37,8 +37,8 @@ class Batch:
     def __init__(self, messages: Sequence[Message[Any]], within_s: float, exchange: str) -> None:
         self._messages, self._exchange = messages, exchange
         self.answers: list[BrokerError | None] = [
-            BrokerError(f"RabbitMQ has not confirmed the message for {own.topic!r} within {within_s:g} s.")
-            for own in messages
+            BrokerError(f"RabbitMQ has not confirmed the message for {message.topic!r} within {within_s:g} s.")
+            for message in messages
         ]  # fmt: skip
         self.heard = False
 

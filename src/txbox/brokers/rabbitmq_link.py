@@ -107,7 +107,10 @@ class Link:
         if taken:
             self._heard_at = time.monotonic()
         mark = self._connection.frames.mark
-        return [delivery_of(queue, own, mark, (self, own.delivery_tag)) for queue, own in taken]
+        return [
+            delivery_of(queue, delivered, mark, (self, delivered.delivery_tag))
+            for queue, delivered in taken
+        ]
 
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
@@ -192,7 +195,7 @@ def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: o
     for name in _SHOWN_PROPERTIES:
         if value := getattr(properties, name):
             origin[name] = value
-    own: Message[Any] = Message(
+    message: Message[Any] = Message(
         topic=queue,
         payload=delivered.body,
         # clients that always send the property leave it empty: then the headers decide
@@ -205,7 +208,7 @@ def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: o
         key=_first_text(headers, ["key"])
         or _first_text(headers, [prefix + name for name in _KEYS for prefix in _CE_PREFIXES]),
     )
-    return Delivery(own, queue, tag, redelivered=redelivered)
+    return Delivery(message, queue, tag, redelivered=redelivered)
 
 
 def _first_text(headers: list[tuple[str, HeaderValue]], names: Sequence[str]) -> str | None:
@@ -323,7 +326,7 @@ def _readable(frame: bytes) -> bool:
 def _with_readable_names(frame: bytes, channel: int) -> bytes:
     """Write a Basic.Deliver again whose exchange or routing key is not UTF-8."""
     parts = _delivered_parts(frame[_FRAME_HEADER_BYTES + 4 : -1])
-    tag, exchange, routing_key = (_text(own) for own in parts["names"])
+    tag, exchange, routing_key = (_text(name) for name in parts["names"])
     return pamqp.frame.marshal(
         commands.Basic.Deliver(
             tag, parts["delivery_tag"], parts["redelivered"], exchange, routing_key

@@ -151,14 +151,14 @@ class RabbitMQPublisher:
 
     def _reason(self, outcomes: Sequence[object]) -> BaseException:
         """Return why the server closed the channel; raises what is no answer to a message."""
-        errors = [own for own in (self._gone, *outcomes) if isinstance(own, BaseException)]
-        for own in errors:
-            if isinstance(own, (ChannelClosed, *_OF_A_MESSAGE)):
-                return own
-        for own in errors:
-            if isinstance(own, (AMQPConnectionError, OSError)):
-                raise own
-        raise next(own for own in errors if not isinstance(own, DeliveryError))
+        errors = [error for error in (self._gone, *outcomes) if isinstance(error, BaseException)]
+        for error in errors:
+            if isinstance(error, (ChannelClosed, *_OF_A_MESSAGE)):
+                return error
+        for error in errors:
+            if isinstance(error, (AMQPConnectionError, OSError)):
+                raise error
+        raise next(error for error in errors if not isinstance(error, DeliveryError))
 
     async def _send_one(self, channel: Any, entry: Entry) -> object:
         answer: object = await channel.basic_publish(

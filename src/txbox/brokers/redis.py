@@ -202,15 +202,17 @@ class RedisStreams:
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Reset the idle time of what is in flight; neither delivered nor counted by that."""
         try:
-            self._group.touch([own.tag for own in (*deliveries, *self._buffer)], idle_ms=0)
+            self._group.touch(
+                [delivery.tag for delivery in (*deliveries, *self._buffer)], idle_ms=0
+            )
         except exceptions.RedisError as error:
             self._raise(error)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         # if it fails they come again by a claim, as duplicates
-        self._held.difference_update(own.tag for own in deliveries)
+        self._held.difference_update(delivery.tag for delivery in deliveries)
         try:
-            self._group.acknowledge([own.tag for own in deliveries])
+            self._group.acknowledge([delivery.tag for delivery in deliveries])
         except exceptions.RedisError as error:
             self._raise(error)
 
@@ -310,7 +312,7 @@ class RedisStreams:
             )
         if gone:
             self._lost(stream, gone)
-            self._group.acknowledge([(stream, own) for own in gone])
+            self._group.acknowledge([(stream, gone_id) for gone_id in gone])
 
     def _lost(self, stream: str, entry_ids: Sequence[bytes]) -> None:
         self.lost_upstream += len(entry_ids)

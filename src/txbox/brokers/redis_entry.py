@@ -21,7 +21,7 @@ _CLOCK_MS_MIN = 10**12
 def entries_of(reply: Any) -> Iterator[tuple[str, list[Entry]]]:
     """Read the answer to XREADGROUP: each stream with its entries."""
     for stream, entries in reply or ():
-        yield stream.decode(), [entry_of(own) for own in entries]
+        yield stream.decode(), [entry_of(entry) for entry in entries]
 
 
 def entry_of(reply: Any) -> Entry:
@@ -81,10 +81,10 @@ def delivery_of(
 
 
 def _origin(stream: str, entry_id: bytes, weak_scope: str) -> dict[str, Any]:
-    own = entry_id.decode()
-    origin: dict[str, Any] = {"stream": stream, "entry_id": own}
+    id_text = entry_id.decode()
+    origin: dict[str, Any] = {"stream": stream, "entry_id": id_text}
     if _clock_ms(entry_id) >= _CLOCK_MS_MIN:
-        origin["weak_id"] = f"{weak_scope}:{stream}:{own}"
+        origin["weak_id"] = f"{weak_scope}:{stream}:{id_text}"
     return origin
 
 

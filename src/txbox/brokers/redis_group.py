@@ -70,7 +70,11 @@ class Group:
         following, found, *deleted = self._client.execute_command(
             "XAUTOCLAIM", stream, self.name, self._consumer, idle_ms, cursor, "COUNT", count
         )
-        return following, (entry_of(own) for own in found if own), deleted[0] if deleted else ()
+        return (
+            following,
+            (entry_of(entry) for entry in found if entry),
+            deleted[0] if deleted else (),
+        )
 
     def acknowledge(self, tags: Sequence[tuple[str, bytes]]) -> None:
         with self._client.pipeline(transaction=False) as pipeline:

@@ -107,7 +107,7 @@ class RedisPublisher:
                 if not heard:
                     raise away from error
                 break
-            if all(isinstance(own, _PASSING) for own in replies) and not heard:
+            if all(isinstance(reply, _PASSING) for reply in replies) and not heard:
                 raise self._away(replies[0]) from replies[0]
             heard = True
             for (at, _), reply in zip(part, replies, strict=True):
@@ -148,7 +148,7 @@ class RedisPublisher:
             missing = BrokerError(
                 f"{copies} of {self._replicas} replicas of Redis have confirmed the entry in time."
             )
-            return [own if isinstance(own, Exception) else missing for own in replies]
+            return [reply if isinstance(reply, Exception) else missing for reply in replies]
         return replies
 
     # -- the connection -----------------------------------------------------------------------
@@ -182,12 +182,12 @@ class RedisPublisher:
 def _parts(commands: Sequence[_Command]) -> Iterator[Sequence[_Command]]:
     part: list[_Command] = []
     size = 0
-    for own in commands:
-        own_size = sum(map(len, own[1]))
+    for command in commands:
+        own_size = sum(map(len, command[1]))
         if part and (len(part) == _PART_COMMANDS or size + own_size > _PART_BYTES):
             yield part
             part, size = [], 0
-        part.append(own)
+        part.append(command)
         size += own_size
     if part:
         yield part

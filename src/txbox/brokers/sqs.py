@@ -152,11 +152,11 @@ class SQS:
         return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
-        receipts = [own.tag for own in deliveries if isinstance(own.tag, Receipt)]
-        in_batches([own for own in receipts if not own.gone], Queue.extend)
+        receipts = [delivery.tag for delivery in deliveries if isinstance(delivery.tag, Receipt)]
+        in_batches([receipt for receipt in receipts if not receipt.gone], Queue.extend)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        receipts = [own.tag for own in deliveries if isinstance(own.tag, Receipt)]
+        receipts = [delivery.tag for delivery in deliveries if isinstance(delivery.tag, Receipt)]
         for receipt in receipts:
             self._receipts.pop((receipt.queue.url, receipt.message_id), None)
         deleted = 0
@@ -182,7 +182,7 @@ class SQS:
 
     def close(self) -> None:
         """Make what was not settled visible again, for whoever receives next."""
-        receipts = [own for own in self._receipts.values() if not own.gone]
+        receipts = [receipt for receipt in self._receipts.values() if not receipt.gone]
         self._receipts = {}
         client, self._client = self._client, None
         if client is None:
@@ -208,34 +208,36 @@ class SQS:
 
     def _receive_from(self, queue: Queue, messages_max: int, wait_s: int) -> list[Delivery]:
         received = queue.receive(messages_max, wait_s)
-        deliveries = (self._delivery(queue, own) for own in received)
-        return [own for own in deliveries if own is not None]
+        deliveries = (self._delivery(queue, record) for record in received)
+        return [delivery for delivery in deliveries if delivery is not None]
 
-    def _delivery(self, queue: Queue, own: dict[str, Any]) -> Delivery | None:
-        receipt = Receipt(queue, own["MessageId"], own["ReceiptHandle"])
+    def _delivery(self, queue: Queue, record: dict[str, Any]) -> Delivery | None:
+        receipt = Receipt(queue, record["MessageId"], record["ReceiptHandle"])
         known = self._receipts.setdefault((queue.url, receipt.message_id), receipt)
         if known is not receipt:
             # it became visible while we still work on it: the newest handle is the one that deletes
             known.handle, known.received_at, known.gone = receipt.handle, receipt.received_at, False
             return None
-        counted = own.get("Attributes", {})
+        counted = record.get("Attributes", {})
         redelivered = int(counted.get("ApproximateReceiveCount", "1")) > 1
         try:
-            message = self._message(queue, own, counted)
+            message = self._message(queue, record, counted)
         except UnicodeEncodeError:
-            raw = str(own["Body"]).encode("utf-8", "surrogatepass")
+            raw = str(record["Body"]).encode("utf-8", "surrogatepass")
             problem = "The body contains lone surrogates: it is not text."
             return Delivery(None, queue.topic, receipt, problem, raw, redelivered)
         return Delivery(message, queue.topic, receipt, redelivered=redelivered)
 
-    def _message(self, queue: Queue, own: dict[str, Any], counted: dict[str, str]) -> Message[Any]:
-        payload, headers = read(str(own["Body"]), own.get("MessageAttributes", {}))
+    def _message(
+        self, queue: Queue, record: dict[str, Any], counted: dict[str, str]
+    ) -> Message[Any]:
+        payload, headers = read(str(record["Body"]), record.get("MessageAttributes", {}))
         group = counted.get("MessageGroupId")
         origin: dict[str, Any] = {
             "source": "sqs",
             "queue": queue.arn,
-            "sqs_message_id": own["MessageId"],
-            "weak_id": f"{queue.arn}/{own['MessageId']}",
+            "sqs_message_id": record["MessageId"],
+            "weak_id": f"{queue.arn}/{record['MessageId']}",
         }
         for name, kept in (
             ("SequenceNumber", "sequence_number"), ("ApproximateReceiveCount", "receive_count"),
@@ -260,12 +262,16 @@ class SQS:
     def _deduplication_id(
         self, queue: Queue, headers: Headers, counted: dict[str, str]
     ) -> str | None:
-        own = counted.get("MessageDeduplicationId")
-        if not self._deduplication_ids or own is None:
+        deduplication_id = counted.get("MessageDeduplicationId")
+        if not self._deduplication_ids or deduplication_id is None:
             return None
         if any(headers.get(name) is not None for name in ("message-id", "ce_id", "ce-id")):
             return None
-        return scoped_id(counted.get("MessageGroupId", ""), own) if queue.per_group else own
+        return (
+            scoped_id(counted.get("MessageGroupId", ""), deduplication_id)
+            if queue.per_group
+            else deduplication_id
+        )
 
 
 def _topic(queue: str) -> str:

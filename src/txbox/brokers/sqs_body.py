@@ -42,13 +42,15 @@ def entry_of(message: Message[Any], *, fifo: bool) -> dict[str, Any]:
         MessageRefused: SQS has no way to carry it.
     """
     body, encoding = _body(payload_of(message, "SQS"))
-    own = {} if encoding is None else {_BODY: _attribute(encoding)}
+    markers = {} if encoding is None else {_BODY: _attribute(encoding)}
     grouped = fifo and message.key is not None and _TOKEN.fullmatch(message.key) is not None
     names = (MESSAGE_ID, TYPE, CONTENT_TYPE, *(() if grouped else (KEY,)), TIME)
-    attributes, rest = _divided(list(described(message, *names)), _ATTRIBUTES_MAX - len(own) - 1)
+    attributes, rest = _divided(
+        list(described(message, *names)), _ATTRIBUTES_MAX - len(markers) - 1
+    )
     if rest:
-        own[_HEADERS] = _attribute(json.dumps([_packed(pair) for pair in rest]))
-    entry: dict[str, Any] = {"MessageBody": body, "MessageAttributes": attributes | own}
+        markers[_HEADERS] = _attribute(json.dumps([_packed(pair) for pair in rest]))
+    entry: dict[str, Any] = {"MessageBody": body, "MessageAttributes": attributes | markers}
     if fifo:
         unique = _token(str(message.id))
         entry["MessageDeduplicationId"] = unique
@@ -59,16 +61,20 @@ def entry_of(message: Message[Any], *, fifo: bool) -> dict[str, Any]:
 def size_of(entry: Mapping[str, Any]) -> int:
     """What SQS counts: the body, and of each attribute its name, type and value."""
     size = len(entry["MessageBody"].encode())
-    for name, own in entry["MessageAttributes"].items():
-        value: str | bytes = own["BinaryValue"] if "BinaryValue" in own else own["StringValue"]
-        size += len(name) + len(own["DataType"])
+    for name, attribute in entry["MessageAttributes"].items():
+        value: str | bytes = (
+            attribute["BinaryValue"] if "BinaryValue" in attribute else attribute["StringValue"]
+        )
+        size += len(name) + len(attribute["DataType"])
         size += len(value if isinstance(value, bytes) else value.encode())
     return size
 
 
 def read(body: str, attributes: Mapping[str, Any]) -> tuple[bytes, Headers]:
     """Return payload and headers of a received message; a stranger's are taken as they are."""
-    pairs = [(name, _value(own)) for name, own in attributes.items() if name != _HEADERS]
+    pairs = [
+        (name, _value(attribute)) for name, attribute in attributes.items() if name != _HEADERS
+    ]
     if _HEADERS in attributes:
         try:
             more = json.loads(attributes[_HEADERS]["StringValue"])

@@ -28,8 +28,11 @@ class CallError(Exception):
         self.code = code
         self.away = away
         self.of_the_messages = (
-            sender and not away and code not in GONE | DENIED and not any(own in code for own in _LATER)
-        )  # fmt: skip
+            sender
+            and not away
+            and code not in GONE | DENIED
+            and not any(fragment in code for fragment in _LATER)
+        )
 
 
 def new_client(given: Mapping[str, Any], within_s: float) -> Any:
@@ -76,7 +79,7 @@ def called(call: Callable[[], Any]) -> Any:
     except boto.ClientError as error:
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400))
-        away = status >= 500 or any(own in code for own in _LATER)
+        away = status >= 500 or any(fragment in code for fragment in _LATER)
         raise CallError(code, away=away) from error
     except (boto.BotoCoreError, ResponseParserError) as error:
         # connections, time-outs, credentials that cannot be had now

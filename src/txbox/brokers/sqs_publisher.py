@@ -56,7 +56,7 @@ class SQSPublisher:
     ) -> Sequence[BrokerError | None]:
         batch = _Batch(messages, time.monotonic() + within_s)
         self._connect(within_s)
-        topics = list(dict.fromkeys(own.topic for own in messages))
+        topics = list(dict.fromkeys(message.topic for message in messages))
         in_time = _side_by_side([partial(self._find, batch, topic) for topic in topics], batch)
         queues = [self._queues[topic] for topic in topics if topic in self._queues]
         jobs: list[Callable[[], None]] = []
@@ -88,7 +88,7 @@ class SQSPublisher:
     def _find(self, batch: _Batch, topic: str) -> None:
         if topic in self._queues:
             return
-        at = [index for index, own in enumerate(batch.messages) if own.topic == topic]
+        at = [index for index, message in enumerate(batch.messages) if message.topic == topic]
         url = self._urls.get(topic, topic)
         try:
             if "/" not in url:
@@ -123,7 +123,7 @@ class SQSPublisher:
     ) -> None:
         behind: set[str] = set()
         for part in parts:
-            free = [own for own in part if own[1]["MessageGroupId"] not in behind]
+            free = [entry for entry in part if entry[1]["MessageGroupId"] not in behind]
             if free:
                 self._send(batch, queue, free)
             # what follows a message that may still be taken waits for it
@@ -168,8 +168,8 @@ class _Batch:
     def __init__(self, messages: Sequence[Message[Any]], until: float) -> None:
         self.messages, self._until = messages, until
         self.answers: list[BrokerError | None] = [
-            BrokerError(f"SQS has not confirmed the message for queue {own.topic!r} in time.")
-            for own in messages
+            BrokerError(f"SQS has not confirmed the message for queue {message.topic!r} in time.")
+            for message in messages
         ]
         self.heard = False
         self.away: BrokerUnavailable | None = None
@@ -248,25 +248,25 @@ def _side_by_side(jobs: Sequence[Callable[[], None]], batch: _Batch) -> bool:
         threading.Thread(target=work, name="txbox-sqs", daemon=True)
         for _ in range(min(WORKERS, len(jobs)))
     ]
-    for own in threads:
-        own.start()
-    for own in threads:
-        own.join(batch.left_s())
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(batch.left_s())
     waiting.clear()
     if failures:
         raise failures[0]
-    return not any(own.is_alive() for own in threads)
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _parts(entries: Iterator[_Entry], bytes_max: int) -> Iterator[list[_Entry]]:
     part: list[_Entry] = []
     size = 0
-    for own in entries:
-        own_size = size_of(own[1])
+    for entry in entries:
+        own_size = size_of(entry[1])
         if part and (len(part) == _BATCH_MAX or size + own_size > bytes_max):
             yield part
             part, size = [], 0
-        part.append(own)
+        part.append(entry)
         size += own_size
     if part:
         yield part

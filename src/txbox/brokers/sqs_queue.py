@@ -86,7 +86,9 @@ class Queue:
         return [receipts[int(failed["Id"])] for failed in answer.get("Failed", [])]
 
     def release(self, receipts: Sequence[Receipt]) -> list[Receipt]:
-        self._change_visibility([_entry(index, own, 0) for index, own in enumerate(receipts)])
+        self._change_visibility(
+            [_entry(index, receipt, 0) for index, receipt in enumerate(receipts)]
+        )
         return []
 
     def _change_visibility(self, entries: list[dict[str, Any]]) -> list[Any]:
@@ -163,9 +165,9 @@ def in_batches(
     for receipt in receipts:
         of_queue.setdefault(receipt.queue.url, []).append(receipt)
     left: list[Receipt] = []
-    for own in of_queue.values():
-        for start in range(0, len(own), _BATCH_MAX):
-            left += call(own[0].queue, own[start : start + _BATCH_MAX])
+    for queue_receipts in of_queue.values():
+        for start in range(0, len(queue_receipts), _BATCH_MAX):
+            left += call(queue_receipts[0].queue, queue_receipts[start : start + _BATCH_MAX])
     return left
 
 

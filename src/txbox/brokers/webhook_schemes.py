@@ -137,10 +137,10 @@ class StandardWebhooks:
 def _genuine(keys: Sequence[bytes], content: bytes, given: Sequence[bytes | None]) -> bool:
     genuine = False
     for key in keys:
-        own = hmac.new(key, content, hashlib.sha256).digest()
+        digest = hmac.new(key, content, hashlib.sha256).digest()
         for signature in given:
             # no early end: the time must not tell which one came close
-            genuine |= hmac.compare_digest(own, signature or b"")
+            genuine |= hmac.compare_digest(digest, signature or b"")
     return genuine
 
 
