@@ -36,9 +36,11 @@ def message_of(record: dict[str, Any]) -> Message[Any]:
     headers = Headers(
         (
             name,
-            base64.b64decode(own["binaryValue"]) if "binaryValue" in own else own["stringValue"],
+            base64.b64decode(attribute["binaryValue"])
+            if "binaryValue" in attribute
+            else attribute["stringValue"],
         )
-        for name, own in attributes.items()
+        for name, attribute in attributes.items()
     )
     return Message(
         topic=record["eventSourceARN"].rpartition(":")[2],  # the queue's name
@@ -70,7 +72,7 @@ def lambda_handler(event: dict[str, Any], _context: object) -> dict[str, Any]:
             again.append(record["messageId"])
             if group is not None:
                 blocked.add(group)
-    return {"batchItemFailures": [{"itemIdentifier": own} for own in again]}
+    return {"batchItemFailures": [{"itemIdentifier": message_id} for message_id in again]}
 
 
 def main() -> None:
@@ -79,14 +81,14 @@ def main() -> None:
     database.execute("CREATE TABLE IF NOT EXISTS booking (order_id INTEGER, amount INTEGER)")
 
     def record(number: int, own_id: str | None, body: str) -> dict[str, Any]:
-        own = (
+        attributes = (
             {} if own_id is None else {"message-id": {"stringValue": own_id, "dataType": "String"}}
         )
         return {
             "messageId": f"sqs-{number}",
             "body": body,
             "attributes": {"ApproximateReceiveCount": "1"},
-            "messageAttributes": own,
+            "messageAttributes": attributes,
             "eventSourceARN": "arn:aws:sqs:eu-west-1:123456789012:orders",
         }
 

@@ -35,7 +35,7 @@ def _topics(bootstrap: str) -> None:
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import NewTopic
 
-    wanted = [NewTopic(own, num_partitions=3, replication_factor=1) for own in (SCANS, STATUS)]
+    wanted = [NewTopic(topic, num_partitions=3, replication_factor=1) for topic in (SCANS, STATUS)]
     admin = AdminClient({"bootstrap.servers": bootstrap})
     for created in admin.create_topics(wanted).values():
         created.result(30)
@@ -46,5 +46,5 @@ async def _queues() -> None:
 
     async with await aio_pika.connect(BROKER) as connection:
         channel = await connection.channel()
-        for own in (SCANS, STATUS):
-            await channel.declare_queue(own, durable=True)
+        for queue in (SCANS, STATUS):
+            await channel.declare_queue(queue, durable=True)

@@ -38,12 +38,12 @@ def service(name: str) -> App:
     if not BROKER:
         return _shared()
     app = _app(SCANS_DATABASE if name == "scans" else NOTIFICATIONS_DATABASE)
-    own = broker(name)
+    transport = broker(name)
     if name == "scans":
-        app.consume(own, topics=[SCANS])
-        app.publish(own, topics=[STATUS])
+        app.consume(transport, topics=[SCANS])
+        app.publish(transport, topics=[STATUS])
     else:
-        app.consume(own, topics=[STATUS])
+        app.consume(transport, topics=[STATUS])
     return app
 
 

@@ -108,7 +108,7 @@ class Counters:
                 name,
                 "counter",
                 text,
-                [(dict(labels), own) for (of, labels), own in counts.items() if of == name],
+                [(dict(labels), total) for (of, labels), total in counts.items() if of == name],
             )
             for name, text in _HELP.items()
         ]
@@ -120,7 +120,9 @@ def render(metrics: Iterable[Metric]) -> str:
     for metric in metrics:
         lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
         for labels, value in metric.values:
-            inside = ",".join(f'{name}="{_escaped(own)}"' for name, own in labels.items())
+            inside = ",".join(
+                f'{name}="{_escaped(label_value)}"' for name, label_value in labels.items()
+            )
             lines.append(
                 f"{metric.name}{{{inside}}} {value:.17g}"
                 if inside

@@ -112,9 +112,9 @@ class LoggingObserver:
             return
         name = type(event).__name__
         values = {
-            own.name: value
-            for own in fields(event)
-            if own.repr and (value := getattr(event, own.name)) is not None
+            field.name: value
+            for field in fields(event)
+            if field.repr and (value := getattr(event, field.name)) is not None
         }
         if isinstance(event, (events.ConsumptionPaused, events.ConsumptionResumed)):
             # None says these in code; a reader of lines needs a name
@@ -124,7 +124,7 @@ class LoggingObserver:
         if self._json:
             line = json.dumps({"event": name, **values}, default=str)
         else:
-            line = " ".join([name, *(f"{own}={_shown(value)}" for own, value in values.items())])
+            line = " ".join([name, *(f"{key}={_shown(value)}" for key, value in values.items())])
         raised: BaseException | None = getattr(event, "exception", None)
         self._log.log(
             level, "%s", line, exc_info=raised, extra={"txbox": {"event": name, **values}}

@@ -80,11 +80,17 @@ class LocalDelivery:
     def _store(self, handler: Handler, arrivals: dict[str, Arrival]) -> Steps[None]:
         inbox, consumer = self._app.store, handler.consumer
         fresh = yield from inbox.store(consumer, list(arrivals.values()), token=self._token)
-        self._stored += [(consumer, arrivals[own]) for own in arrivals if own in fresh]
-        known = yield from inbox.classify(consumer, [own for own in arrivals if own not in fresh])
-        for own, row in known.items():
-            if row.differs(arrivals[own].hash):
-                self._set_aside.append((consumer, arrivals[own].message, own, _OTHER_PAYLOAD))
+        self._stored += [
+            (consumer, arrivals[message_id]) for message_id in arrivals if message_id in fresh
+        ]
+        known = yield from inbox.classify(
+            consumer, [message_id for message_id in arrivals if message_id not in fresh]
+        )
+        for message_id, row in known.items():
+            if row.differs(arrivals[message_id].hash):
+                self._set_aside.append(
+                    (consumer, arrivals[message_id].message, message_id, _OTHER_PAYLOAD)
+                )
 
     def _quarantine(
         self, consumer: str, message: Message[Any], own_id: str, reason: str

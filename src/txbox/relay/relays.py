@@ -50,11 +50,11 @@ class Relays:
             if self._listener is not None:
                 self._listener.start()
         for relay in self._relays:
-            own = threading.Thread(
+            thread = threading.Thread(
                 target=self._run, args=(relay,), name=f"txbox-relay-{relay.name}", daemon=True
             )
-            self._threads.append(own)
-            own.start()
+            self._threads.append(thread)
+            thread.start()
 
     def _run(self, relay: Relay) -> None:
         try:
@@ -88,10 +88,10 @@ class Relays:
             self._listener.stop()
         self.wake()
         until = time.monotonic() + timeout_s
-        for own in self._threads:
-            own.join(max(0.0, until - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
         return [
             relay.name
-            for relay, own in zip(self._relays, self._threads, strict=False)
-            if own.is_alive()
+            for relay, thread in zip(self._relays, self._threads, strict=False)
+            if thread.is_alive()
         ]

@@ -108,9 +108,9 @@ def race(
     """
     start = threading.Barrier(workers)
 
-    def work(own: App) -> Outcome:
+    def work(app_copy: App) -> Outcome:
         start.wait()
-        return own.process(message, consumer=consumer)
+        return app_copy.process(message, consumer=consumer)
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, [another_process(app) for _ in range(workers)]))
@@ -122,9 +122,9 @@ async def race_async(
     """The twin of `race`, in tasks."""
     start = asyncio.Barrier(workers)
 
-    async def work(own: App) -> Outcome:
+    async def work(app_copy: App) -> Outcome:
         await start.wait()
-        return await own.process_async(message, consumer=consumer)
+        return await app_copy.process_async(message, consumer=consumer)
 
     return list(await asyncio.gather(*(work(another_process(app)) for _ in range(workers))))
 

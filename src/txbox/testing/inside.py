@@ -50,17 +50,17 @@ def another_process(app: App) -> App:
 
 
 def _with(app: App, database: Database) -> App:
-    own = app.store.dialect
-    if own.name != database.dialect.name:
+    dialect = app.store.dialect
+    if dialect.name != database.dialect.name:
         raise ConfigurationError(
-            f"The app is on {own.name} and the test's transaction on {database.dialect.name}: use one database."
+            f"The app is on {dialect.name} and the test's transaction on {database.dialect.name}: use one database."
         )
     if isinstance(database, _Inside):
         # the guard stands in a COMMIT that never comes: nothing to check
-        own = dataclasses.replace(own, queries={**own.queries, "guard_check": ""})
+        dialect = dataclasses.replace(dialect, queries={**dialect.queries, "guard_check": ""})
     copied = copy.copy(app)
     copied.database = database
-    copied.store = InboxStore(own, app.store.columns)
+    copied.store = InboxStore(dialect, app.store.columns)
     copied.protocol = InboxProtocol(copied.store, app.events, app.limits, app.lease)
     copied.intake = Intake(copied.protocol)
     return copied
@@ -82,8 +82,8 @@ class _Inside:
         self._async: AsyncConnections | None = None
         self._dialect: Dialect
         if _is_async(tx):
-            self._async = AsyncSavepoints(tx, own := borrow_async(tx, schema=schema))
-            self._dialect = own.dialect
+            self._async = AsyncSavepoints(tx, connection := borrow_async(tx, schema=schema))
+            self._dialect = connection.dialect
         else:
             self._sync = Savepoints(tx, lent := borrow(tx, schema=schema))
             self._dialect = lent.dialect

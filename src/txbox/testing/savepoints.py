@@ -64,10 +64,10 @@ class AsyncSavepoints:
 class _Named:
     """The savepoint's name, and what errors mean."""
 
-    def __init__(self, tx: Any, own: Dialect) -> None:
+    def __init__(self, tx: Any, dialect: Dialect) -> None:
         self.native = tx
         self.lost = False
-        self._dialect = own
+        self._dialect = dialect
         self._name: str | None = None
         # SQLAlchemy keeps its own account of savepoints: a session's objects expire with them
         self._nests = hasattr(tx, "begin_nested")
