@@ -98,9 +98,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     demo.set_defaults(run=None)
 
 
+_GIVEN_UP = "What is dead or quarantined waits for you: exit status 1."
+
+
 def _run(args: argparse.Namespace) -> int:
     from txbox.worker import supervise
     from txbox.worker.endpoints import Endpoints
+    from txbox.worker.supervisor import GAVE_UP
 
     take_path(args)
     start_logging(args)
@@ -110,23 +114,28 @@ def _run(args: argparse.Namespace) -> int:
     if args.processes > 1:
         # checked here once, so that a wrong path is one sentence and not one of each process
         code = supervise(_child(args), args.processes, http=http, health=health, grace=args.grace)
+        given_up = code == GAVE_UP
         if args.json:
-            print_json({"exit": code})
-        return code
+            print_json({"exit": 1 if given_up else code})
+        elif given_up:
+            print_line(_GIVEN_UP)
+        return 1 if given_up else code
     tally = _Tally()
     log_libraries()
     app.events.observers.append(tally)
     with app:
         code, cut_off = _work(app, args, health, endpoints)
-        # a child that ended with 1 would be started again
-        given_up = args.once and code == 0 and tally.given_up and not args.child
+        given_up = args.once and code == 0 and tally.given_up
         if args.json and not args.child:
             print_json({"exit": 1 if given_up else code, "events": tally.counts})
         elif args.once and code == 0 and not args.child:
             print_line(tally.sentence())
         if cut_off:
             leave(code)
-    return 1 if given_up else code
+    if not given_up:
+        return code
+    # its parent would start one again that ended with 1
+    return GAVE_UP if args.child else 1
 
 
 def _work(
@@ -230,9 +239,7 @@ class _Tally:
         if not self.counts:
             return "Nothing to do."
         told = ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common() if number)
-        return f"{told}." + (
-            " What is dead or quarantined waits for you: exit status 1." if self.given_up else ""
-        )
+        return f"{told}. {_GIVEN_UP}" if self.given_up else f"{told}."
 
 
 def _maintain(args: argparse.Namespace) -> int:

@@ -31,6 +31,8 @@ PARENT_FD = "TXBOX_PARENT_FD"
 #: The sockets that a child serves on: its parent has bound them, so that no request is lost with a child.
 HEALTH_FD = "TXBOX_HEALTH_FD"
 HTTP_FD = "TXBOX_HTTP_FD"
+#: How a child of `--once` ends that is done, and leaves a message to an operator.
+GAVE_UP = 3
 #: A child that consumes says so here: from then on the service is set up rightly.
 _CONSUMES_FD = "TXBOX_CONSUMES_FD"
 
@@ -55,7 +57,7 @@ def supervise(
     health: socket.socket | None = None,
     grace: timedelta = GRACE,
 ) -> int:
-    """Run a command several times at once; returns the worst exit status.
+    """Run a command several times at once; returns the worst exit status: 2, then 1, then GAVE_UP, then 0.
 
     Args:
         http: listening; every child accepts from it.
@@ -64,8 +66,8 @@ def supervise(
 
     SIGTERM and SIGINT go to every child: the first drains, the second ends at once. Until one child
     consumes, one that exits with 2 (configuration) stops all. After that whatever ends a child, it is
-    started again, later each time; only one that exits with 0 has finished and stays so. Must be
-    called from the main thread.
+    started again, later each time; only one that exits with 0 or GAVE_UP has finished and stays so.
+    Must be called from the main thread.
     """
     return _Supervisor(argv, processes, http, health, grace).run()
 
@@ -131,7 +133,10 @@ class _Supervisor:
             if self._server is not None:
                 self._server.close()
         codes = [child.code or 0 for child in self._children]
-        return 2 if 2 in codes else max(codes)
+        for worst in (2, 1, GAVE_UP):
+            if worst in codes:
+                return worst
+        return 0
 
     def _look_after(self, child: _Child) -> None:
         if child.process is None:
@@ -149,9 +154,9 @@ class _Supervisor:
             child.told.running = child.told.answered = False
         if self._stopping:
             # the default of a process that has not come to its own handlers: nothing was running
-            child.code = 0 if code in (0, -signal.SIGTERM) else 1
+            child.code = 0 if code in (0, GAVE_UP, -signal.SIGTERM) else 1
             return
-        if code == 0 or (code == 2 and not self._consumes()):
+        if code in (0, GAVE_UP) or (code == 2 and not self._consumes()):
             child.code = code
             if code == 2:
                 self._stop(signal.SIGTERM)
