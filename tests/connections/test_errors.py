@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.conftest import NewDatabase
+from tests.connections.django_project import configured
 from tests.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, shop
 from txbox import App, Limits, Message, Outcome, StoreUnavailable
 from txbox.connections.base import server_message
@@ -97,6 +99,9 @@ def test_mysql_names_things_and_quotes_no_values(number: int, text: str, expecte
         ("postgresql", "host", "nohost.invalid"),
         ("postgresql+psycopg", "password", 'password authentication failed for user "txbox"'),
         ("postgresql+psycopg", "host", "nohost.invalid"),
+        ("postgresql+django", "password", 'password authentication failed for user "txbox"'),
+        ("postgresql+django", "database", 'database "nowhere" does not exist'),
+        ("postgresql+django", "host", "nohost.invalid"),
         ("mysql", "password", "Access denied for user"),
         ("mysql", "database", "Unknown database 'nowhere'"),
         ("mysql", "host", "nohost.invalid"),
@@ -111,10 +116,15 @@ def test_wrong_configuration_is_reported_at_once(
         "database": {"database": "nowhere"}, "host": {"host": "nohost.invalid"},
     }[change]  # fmt: skip
     url = right.set(**wrong)
-    target: Any = url.render_as_string(hide_password=False)
-    if "+" in scheme:
-        target = sa.create_engine(url.set(drivername=scheme))
-    with App(target) as app:
+    text = url.render_as_string(hide_password=False)
+    with ExitStack() as stack:
+        if scheme.endswith("+django"):
+            app = App(django=stack.enter_context(configured(text)))
+        elif "+" in scheme:
+            app = App(sa.create_engine(url.set(drivername=scheme)))
+        else:
+            app = App(text)
+        stack.enter_context(app)
         app.handler(TOPIC, consumer=CONSUMER)(lambda message, tx: None)
         began = time.monotonic()
         with pytest.raises(StoreUnavailable) as refused:

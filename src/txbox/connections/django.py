@@ -28,9 +28,10 @@ from txbox.connections.base import (
     plain_rows,
     refused_commit,
     store_error,
+    unreachable,
     wrong_colour,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Raised, Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -95,6 +96,11 @@ class _Connections:
         if not wrapper.in_atomic_block:
             # as at the start of a request: an error or CONN_MAX_AGE may have ended this connection
             wrapper.close_if_unusable_or_obsolete()
+        try:
+            # here, so that what fails is known to be the connection
+            wrapper.ensure_connection()
+        except Error as error:
+            raise _unreachable(error, self._database, wrapper) from error
         return DjangoConnection(wrapper, self._database.dialect)
 
     def release(self, connection: DjangoConnection) -> None:
@@ -366,6 +372,17 @@ def _committed(wrapper: Any) -> None:
         check_committed(getattr(cursor, "statusmessage", None))
     finally:
         cursor.close()
+
+
+def _unreachable(error: Error, database: DjangoDatabase, wrapper: Any) -> StoreUnavailable:
+    cause = error.__cause__ or error
+    return unreachable(
+        database.name,
+        cause,
+        "settings.DATABASES, and that the server is running",
+        code=dbapi_error(cause, database.dialect).code,
+        host=wrapper.settings_dict["HOST"],
+    )
 
 
 def _translated(error: BaseException, sql_dialect: Dialect, wrapper: Any) -> StoreError | None:
