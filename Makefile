@@ -49,7 +49,7 @@ crash: dev ## Kill real processes at every point, and print what became of each;
 crash-brokers: dev ## The same with every broker: half an hour; writes docs/reliability/crashes.md
 	@$(PY) -m tests.servers run -- $(PY) -m tests.brokers.crashes $(ARGS)
 
-bench: dev ## Measure every bar beside a naive loop and the limit; writes results and docs/performance.md
+bench: dev ## Measure every bar beside a naive loop and the limit; writes docs/performance.md (ARGS=--help)
 	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks $(ARGS)
 
 bench-soak: dev ## Ten minutes of steady load: rate, latency and memory every 10 s

@@ -1,27 +1,40 @@
-"""`python -m benchmarks [all | postgresql | P1 …] [--rounds N] [--messages N] [--quick] [--dry]`.
+"""`python -m benchmarks [PHASE …]`: measure txbox, each phase beside what it is compared with.
 
-Without phases: all but the soak. Exit status 1 when a bar is missed, a round was wrong, or a phase could not run.
+In a database of the durable test server, which `make bench` starts; results go to benchmarks/results and
+docs/performance.md. With `--database URL` on a PostgreSQL server of yours: the phases that need nothing else, and
+nothing is stored. That creates the schemas txbox_bench and txbox_bench_beside there, drops them at the end, makes
+checkpoints where it may, and keeps the server busy for minutes: not for a production server.
+
+Exit status 1 when a bar is missed, a round was wrong, or a phase could not run; 2 when nothing was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
+from urllib.parse import urlsplit
 
-from benchmarks import measure, report
+import psycopg
+
+from benchmarks import report
+from benchmarks.phases import PHASES as CORE
+from benchmarks.place import SCHEMAS, refuse_foreign
+from benchmarks.result import passed
 from benchmarks.servers import fresh_database
+from benchmarks.setting import opened
 from tests.servers import ServerError
-from txbox.bench.phases import PHASES as CORE
-from txbox.bench.result import passed
-from txbox.bench.setting import opened
+from txbox.cli.output import confirmed, interactive
+from txbox.errors import ConfigurationError
 
 #: One line a phase, in the order of the page: its title while it has no result, and the module with `run`;
-#: None for those that txbox itself can run on any server.
+#: None for those of `benchmarks.phases`.
 PHASES: dict[str, tuple[str, str | None]] = {
     "P1": ("One message at a time", None),
     "P2": ("Backlog, an ordinary handler", None),
@@ -57,14 +70,16 @@ _GROUPS = {
 }
 
 
-def main() -> int:
-    arguments = _arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    options = _options(argv)
+    out = sys.stderr if options.json else sys.stdout
     failed = False
     done: list[dict[str, Any]] = []
-    for name in arguments.phases:
+    for name in options.phases:
         began = time.monotonic()
         try:
-            result = _run(name, arguments.rounds, arguments.messages)
+            result = _run(name, options)
         except (ServerError, ModuleNotFoundError) as error:
             print(f"{name} could not run: {error}", file=sys.stderr)
             failed = True
@@ -74,46 +89,96 @@ def main() -> int:
             failed = True
             continue
         done.append(result)
-        print(f"\n{name}: {result['title']} ({time.monotonic() - began:.0f} s)\n")
-        print("\n".join(report.lines(result)), flush=True)
+        print(f"\n{name}: {result['title']} ({time.monotonic() - began:.0f} s)\n", file=out)
+        print("\n".join(report.lines(result)), file=out, flush=True)
         failed = failed or not passed(result)
-        if not arguments.dry:
-            print(f"stored: {report.store(result)}")
-    if not arguments.dry:
-        print(f"rendered: {report.write_page({name: own[0] for name, own in PHASES.items()})}")
+        if options.store:
+            print(f"stored: {report.store(result)}", file=out)
+    if options.store:
+        titles = {name: title for name, (title, _) in PHASES.items()}
+        print(f"rendered: {report.write_page(titles)}", file=out)
+    if options.database and done:
+        settings = ", ".join(f"{name}={value}" for name, value in done[0]["server"].items())
+        print(f"\n{report.measured_on(done[0])} Server: {settings}.", file=out)
     for line in report.summary_of(done):
-        print(line)
+        print(line, file=out)
+    if options.json:
+        print(json.dumps(done, indent=1))
     return 1 if failed else 0
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "phases", nargs="*", metavar="PHASE", help=f"of {', '.join(_GROUPS)}, {', '.join(PHASES)}"
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of each contender (default 5)")
     parser.add_argument(
-        "--messages", type=int, default=4000, help="distinct, a round of naive (default 4000)"
+        "phases", nargs="*", metavar="PHASE",
+        help=f"{', '.join(PHASES)};\nor a group: {', '.join(_GROUPS)}; without, all but the soak",
+    )  # fmt: skip
+    parser.add_argument("--database", metavar="URL", help="measure a PostgreSQL server of yours")
+    parser.add_argument("--yes", action="store_true", help="with --database: do not ask")
+    parser.add_argument("--rounds", type=_count, default=5, help="of each contender (default 5)")
+    parser.add_argument(
+        "--messages", type=_count, default=4000, help="distinct, a round of naive (default 4000)"
     )
     parser.add_argument("--quick", action="store_true", help="one small round, stored nowhere")
     parser.add_argument("--dry", action="store_true", help="print only; store nothing")
-    parser.add_argument(
-        "--page", action="store_true", help="render the page again, measure nothing"
-    )
-    arguments = parser.parse_args()
-    named: Sequence[str] = arguments.phases or ([] if arguments.page else ["all"])
-    phases: list[str] = []
-    for name in named:
-        if name not in PHASES and name not in _GROUPS:
-            parser.error(f"no phase {name}; there are {', '.join((*_GROUPS, *PHASES))}")
-        phases += _GROUPS.get(name, [name])
-    arguments.phases = list(dict.fromkeys(phases))
-    if arguments.quick:
-        arguments.rounds, arguments.messages, arguments.dry = 1, 500, True
-    return arguments
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--page", action="store_true", help="write the page again, measure nothing")
+    options = parser.parse_args(argv)
+    known = {**{name: [name] for name in PHASES}, **_GROUPS}
+    if options.database:
+        known = {name: [name] for name in CORE} | {"all": [*CORE]}
+    named: Sequence[str] = options.phases or ([] if options.page else ["all"])
+    if unknown := [name for name in named if name not in known]:
+        where = " with --database" if options.database else ""
+        parser.error(f"there is no phase {unknown[0]}{where}: use {', '.join(known)}")
+    options.phases = list(dict.fromkeys(phase for name in named for phase in known[name]))
+    options.store = not (options.dry or options.quick or options.database)
+    if options.quick:
+        options.rounds, options.messages = 1, 500
+    if options.database and (problem := _refused(options.database, agreed=options.yes)):
+        parser.error(problem)
+    return options
 
 
-def _run(name: str, rounds: int, messages: int) -> dict[str, Any]:
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _refused(url: str, *, agreed: bool) -> str | None:
+    """Why nothing is measured in this database of somebody's, or None."""
+    scheme = urlsplit(url).scheme
+    if scheme not in ("postgresql", "postgres"):
+        return f"--database must be PostgreSQL, and this is {scheme or 'no URL'}: give postgresql://user@host/name"
+    what = f"create and drop the schemas {' and '.join(SCHEMAS)} in this database and keep its server busy for minutes"
+    if not agreed and not interactive():
+        return f"this would {what}: add --yes to do it without being asked"
+    if not agreed and not confirmed(f"{what.capitalize()}?"):
+        return "nothing was done"
+    try:
+        with psycopg.connect(url, autocommit=True) as admin:
+            for name in SCHEMAS:
+                refuse_foreign(admin, name)
+            may = admin.execute("SELECT has_database_privilege(current_database(), 'CREATE')")
+            if may.fetchone() != (True,):
+                return "this database role may not create schemas there: grant it CREATE on the database"
+    except ConfigurationError as error:
+        return str(error)
+    except psycopg.Error as error:
+        # its text may hold what the URL holds
+        name = type(error).__name__
+        return f"the database cannot be reached ({name}): check the URL, and that the server is running"
+    return None
+
+
+def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    rounds, messages, database = options.rounds, options.messages, options.database
     module = PHASES[name][1]
     if module is not None:
         run: Callable[..., dict[str, Any]] = import_module(module).run
@@ -124,12 +189,12 @@ def _run(name: str, rounds: int, messages: int) -> dict[str, Any]:
             print(f"\r\033[K{name}: {text}", end="", file=sys.stderr, flush=True)
 
     with (
-        fresh_database(name.lower()) as url,
+        nullcontext(database) if database else fresh_database(name.lower()) as url,
         opened(url, rounds=rounds, messages=messages, report=report_step) as setting,
     ):
         found = CORE[name](setting)
         report_step("done\n")
-        return {**found, **measure.circumstances(url), "date": found["date"]}
+        return found
 
 
 if __name__ == "__main__":

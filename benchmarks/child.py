@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lazy import lazy_work
+from benchmarks.workload import CONSUMER, TOPIC, Tx, pay
 from txbox import App, Batching, Message
 from txbox.app import Consumption
-from txbox.bench.workload import CONSUMER, TOPIC, Tx, pay
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.worker import Worker
 
@@ -86,7 +86,7 @@ class Feed:
             until = min(until, self._task.first + arrived)
         found: list[Delivery] = []
         for at in range(self._next, min(until, len(self._made))):
-            own = self._made[at]
+            delivery = self._made[at]
             since = (
                 now
                 if self._task.rate is None
@@ -94,7 +94,7 @@ class Feed:
             )
             found.append(
                 Delivery(
-                    Message(topic=TOPIC, id=own.id, payload=own.payload),
+                    Message(topic=TOPIC, id=delivery.id, payload=delivery.payload),
                     TOPIC,
                     tag=(at, since),
                     redelivered=at < self._task.first + self._task.redelivered,
@@ -110,8 +110,8 @@ class Feed:
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         now = time.perf_counter()
         with self._lock:
-            for own in deliveries:
-                at, since = own.tag
+            for delivery in deliveries:
+                at, since = delivery.tag
                 self._done.add(at)
                 self._took_s.append(now - since)
             self.settled += len(deliveries)

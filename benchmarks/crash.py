@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.lazy import lazy_work
+from benchmarks.place import Place
+from benchmarks.result import Round, result
 from benchmarks.servers import fresh_database
+from benchmarks.workload import verify
 from txbox import App
-from txbox.bench.place import Place
-from txbox.bench.result import Round, result
-from txbox.bench.workload import verify
 
 NUMBER = "CRASH"
 TITLE = "Killed in the middle of a backlog, and started again"

@@ -7,8 +7,8 @@ from typing import Literal
 
 import psycopg
 
+from benchmarks.workload import CONSUMER, TOPIC, Tx
 from txbox import App
-from txbox.bench.workload import CONSUMER, TOPIC, Tx
 from txbox.store import schema as tables
 from txbox.store.dialect import dialect
 from txbox.store.partitions import Partitioning
@@ -36,7 +36,7 @@ def fill(admin: Tx, ids: Ids, *, rows: int, span: tuple[datetime, datetime]) -> 
     """
     relation = "SELECT relkind = 'r' FROM pg_class WHERE oid = 'txbox_inbox'::regclass"
     plain = admin.execute(relation).fetchone() == (True,)
-    first, last = (own.timestamp() * 1000 for own in span)
+    first, last = (moment.timestamp() * 1000 for moment in span)
     statement = _ROWS.format(
         consumer=f"'{CONSUMER}'",
         topic=f"'{TOPIC}'",

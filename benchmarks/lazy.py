@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import overload
 
-from txbox.bench.workload import ACCOUNTS, Delivery, Work
+from benchmarks.workload import ACCOUNTS, Delivery, Work
 
 AMOUNT = 7
 _STARTED_MS = 1_750_000_000_000

@@ -23,10 +23,10 @@ from benchmarks.naive_variants import (
     Worked,
     interleaved,
 )
+from benchmarks.result import Plot, ratios, result, summary
+from benchmarks.workload import ACCOUNTS, CONSUMER, Delivery
 from tests.servers import VARIABLES, ServerError, server_urls
 from txbox import App, Batching, Message
-from txbox.bench.result import Plot, ratios, result, summary
-from txbox.bench.workload import ACCOUNTS, CONSUMER, Delivery
 
 NUMBER = "MARIADB"
 TITLE = "MariaDB, PyMySQL"
@@ -88,7 +88,7 @@ class Schema:
                 "PRIMARY KEY (consumer, message_id))"
             )
             cursor.executemany(
-                "INSERT INTO account (id) VALUES (%s)", [(own,) for own in range(ACCOUNTS)]
+                "INSERT INTO account (id) VALUES (%s)", [(account,) for account in range(ACCOUNTS)]
             )
             admin.commit()
             cursor.execute("SHOW TABLES LIKE 'txbox_inbox'")
@@ -176,7 +176,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             contender.close()
         ours.drop()
         theirs.drop()
-    lines = {name: [(0.0, own["rate"])] for name, own in summary(done).items()}
+    lines = {name: [(0.0, medians["rate"])] for name, medians in summary(done).items()}
     return result(
         phase=NUMBER,
         title=TITLE,

@@ -8,13 +8,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from benchmarks import setting
+from benchmarks.place import Place, Reading
+from benchmarks.result import Round, Verified
+from benchmarks.source import Memory, Readable, Stopwatch
+from benchmarks.workload import CONSUMER, TOPIC, Delivery, Work, create_inbox, order_paid
 from tests.servers import ServerError
 from txbox import App, Message
 from txbox.app import Consumption
-from txbox.bench.place import Place, Reading
-from txbox.bench.result import Round, Verified
-from txbox.bench.source import Memory, Stopwatch
-from txbox.bench.workload import CONSUMER, TOPIC, Delivery, Work, order_paid
 from txbox.worker import Worker
 
 # what a loop of its own keeps, and what txbox does
@@ -23,7 +24,6 @@ _TXBOX_INBOX = "SELECT count(*) FROM txbox_inbox WHERE status = 'processed'"
 
 _EFFECTS = "SELECT count(DISTINCT number), count(*), (SELECT sum(balance) FROM account) FROM orders"
 _WAIT_S = 120.0
-_WARM = 300
 
 Consume = Callable[[Delivery], object]
 
@@ -36,10 +36,6 @@ class Shop(Protocol):
         ...
 
     def row(self, sql: str) -> Sequence[Any]: ...
-
-
-class Gauge(Protocol):
-    def read(self) -> Reading: ...
 
 
 class ClientGauge:
@@ -57,24 +53,13 @@ class PostgresqlShop:
 
     def prepare(self) -> None:
         with self._place.connect() as admin:
-            admin.execute("DROP TABLE IF EXISTS inbox")
-            admin.execute(
-                "CREATE TABLE inbox (consumer text NOT NULL, message_id text NOT NULL, "
-                "received_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (consumer, message_id))"
-            )
+            create_inbox(admin)
         self._place.prepare()
 
     def row(self, sql: str) -> Sequence[Any]:
         with self._place.connect() as admin:
             (row,) = admin.execute(sql.encode()).fetchall()
         return tuple(row)
-
-
-class Contender(Protocol):
-    @property
-    def name(self) -> str: ...
-    def round(self, work: Work) -> Round: ...
-    def close(self) -> None: ...
 
 
 class Looped:
@@ -89,7 +74,7 @@ class Looped:
         self,
         name: str,
         shop: Shop,
-        gauge: Gauge,
+        gauge: Readable,
         opened: Callable[[], AbstractContextManager[Consume]],
         *,
         txbox: bool = False,
@@ -124,7 +109,7 @@ class Worked:
         self,
         name: str,
         shop: Shop,
-        gauge: Gauge,
+        gauge: Readable,
         app: App,
         handler: Callable[..., Any],
         **options: Any,
@@ -133,7 +118,8 @@ class Worked:
         self._shop = shop
         self._gauge = gauge
         self._app = app
-        app.handler(TOPIC, consumer=CONSUMER, **options)(handler)
+        register: Any = app.handler(TOPIC, consumer=CONSUMER, **options)
+        register(handler)
         app.init()
 
     def round(self, work: Work) -> Round:
@@ -162,13 +148,18 @@ class Worked:
         self._app.close()
 
 
+Contender = Looped | Worked
+
+
 @contextmanager
 def processed(app: App, handler: Callable[..., Any]) -> Generator[Consume]:
     """`app.process`: txbox without a worker, a message at a time."""
     app.handler(TOPIC, consumer=CONSUMER)(handler)
     app.init()
     try:
-        yield lambda own: app.process(Message(id=own.id, topic=TOPIC, payload=own.payload))
+        yield lambda delivery: app.process(
+            Message(id=delivery.id, topic=TOPIC, payload=delivery.payload)
+        )
     finally:
         app.close()
 
@@ -187,16 +178,16 @@ def verified(shop: Shop, work: Work, inbox: str) -> Verified:
 def interleaved(
     cells: Sequence[tuple[Contender, float]], *, rounds: int, messages: int
 ) -> list[Round]:
-    """A round of every contender after another, several times; who goes first alternates.
+    """As `setting.interleaved`.
 
     Args:
         cells: contenders, and how many times `messages` distinct ones each gets.
     """
-    for contender, _ in cells:
-        contender.round(order_paid(_WARM, seed=0))
-    done: list[Round] = []
-    for number in range(rounds):
-        for contender, times in cells[:: -1 if number % 2 else 1]:
-            done.append(contender.round(order_paid(round(messages * times), seed=number + 1)))
-    order = {contender.name: at for at, (contender, _) in enumerate(cells)}
-    return sorted(done, key=lambda own: order[own.contender])
+    return setting.interleaved(
+        [(contender, _workloads(round(messages * times))) for contender, times in cells],
+        rounds=rounds,
+    )
+
+
+def _workloads(messages: int) -> Callable[[int], Work]:
+    return lambda seed: order_paid(messages, seed=seed)

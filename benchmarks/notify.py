@@ -32,15 +32,15 @@ def rate(url: str, clients: int, seconds: float, *, notify: bool) -> float:
                 counts[number] += 1
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
-    for own in threads:
-        own.start()
+    for thread in threads:
+        thread.start()
     ready.wait()
     started = time.perf_counter()
     time.sleep(seconds)
     stopped.set()
     took_s = time.perf_counter() - started
-    for own in threads:
-        own.join()
+    for thread in threads:
+        thread.join()
     return sum(counts) / took_s
 
 
@@ -59,7 +59,7 @@ def main() -> None:
                 order = (False, True) if number % 2 == 0 else (True, False)
                 rates = {on: rate(url, clients, args.seconds, notify=on) for on in order}
                 pairs.append((rates[False], rates[True]))
-            without, with_it = (statistics.median(own[side] for own in pairs) for side in (0, 1))
+            without, with_it = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
             ratio = statistics.median(on / off for off, on in pairs)
             print(
                 f"{clients} clients: {without:.0f}/s without, {with_it:.0f}/s with, ratio {ratio:.2f}"

@@ -23,11 +23,11 @@ from typing import Any
 
 import psycopg
 
+from benchmarks import beside, workload
+from benchmarks.measure import circumstances
 from benchmarks.servers import fresh_database
+from benchmarks.workload import CONSUMER, TOPIC, Delivery, Work
 from txbox import App, Message
-from txbox.bench import beside, workload
-from txbox.bench.setting import circumstances
-from txbox.bench.workload import CONSUMER, TOPIC, Delivery, Work
 from txbox.drive import drive
 
 _SAMPLE_S = 0.001
@@ -46,7 +46,7 @@ _STAGES = {
     ),
     "statements": ("store/inbox", "store/claims", "store/failures", "store/codec", "store/dialect"),
     _BODIES: ("body",),
-    _HANDLER: ("bench/workload",),
+    _HANDLER: (),
     # Python looks at signals when it is back from the kernel: what sends and receives cannot be told
     # from what encodes
     _DRIVER: (
@@ -54,7 +54,7 @@ _STAGES = {
         "connections/base",
     ),
 }  # fmt: skip
-_STAGE_OF = {f"txbox/{own}.py": stage for stage, files in _STAGES.items() for own in files}
+_STAGE_OF = {f"txbox/{file}.py": stage for stage, files in _STAGES.items() for file in files}
 _ORDER = (*_STAGES, _HANDLERS_DRIVER, _LOOP)
 
 
@@ -130,9 +130,9 @@ def stage_of(frame: FrameType | None) -> str:
     found, driver = _LOOP, False
     while frame is not None:
         file = frame.f_code.co_filename
-        stage = _STAGE_OF.get("txbox/" + file.rpartition("/txbox/")[2])
-        if stage == _HANDLER:
+        if file == workload.__file__:
             return _HANDLERS_DRIVER if driver or found != _LOOP else _HANDLER
+        stage = _STAGE_OF.get("txbox/" + file.rpartition("/txbox/")[2])
         if found == _LOOP and stage is not None:
             found = _BODIES if frame.f_code.co_name in _DECODING else stage
         driver = driver or (found == _LOOP and "/psycopg" in file)
@@ -170,18 +170,18 @@ def profiled(route: Route, admin: workload.Tx, messages: int) -> dict[str, Any]:
     for _ in range(3):
         route.run(work, admin, samples)
     total = sum(samples.counts.values()) or 1
-    own_us = client_s / count * 1e6
+    client_us = client_s / count * 1e6
     return {
         "path": route.name,
         "deliveries": count,
         "wall_us": wall_s / count * 1e6,
-        "client_us": own_us,
+        "client_us": client_us,
         "server_us": None if server_s is None else server_s / count * 1e6,
         "waiting_us": None
         if server_s is None
         else max(0.0, wall_s - client_s - server_s) / count * 1e6,
         "waits": waits["all"] / len(warm.deliveries),
-        "stages": {stage: samples.counts[stage] / total * own_us for stage in _ORDER},
+        "stages": {stage: samples.counts[stage] / total * client_us for stage in _ORDER},
     }
 
 
@@ -197,14 +197,16 @@ def _naive(url: str) -> Generator[Route]:
 
 def _txbox(url: str, name: str, handler: Any, at_once: int, **options: Any) -> Generator[Route]:
     with App(url) as app:
-        app.handler(TOPIC, consumer=CONSUMER, **options)(handler)
+        register: Any = app.handler(TOPIC, consumer=CONSUMER, **options)
+        register(handler)
         (registered,) = app.handlers
         connections = app.database.sync
         assert connections is not None
 
         def consume(deliveries: Sequence[Delivery]) -> None:
             messages: list[Message[Any]] = [
-                Message(topic=TOPIC, id=own.id, payload=own.payload) for own in deliveries
+                Message(topic=TOPIC, id=delivery.id, payload=delivery.payload)
+                for delivery in deliveries
             ]
             if at_once == 1:
                 app.process(messages[0])
@@ -227,10 +229,10 @@ def lines(profiles: Sequence[dict[str, Any]]) -> list[str]:
     """The profiles as a table."""
 
     def row(name: str, values: Iterable[float | None]) -> str:
-        return f"| {name} | {' | '.join('' if own is None else f'{own:.1f}' for own in values)} |"
+        return f"| {name} | {' | '.join('' if value is None else f'{value:.1f}' for value in values)} |"
 
     table = [
-        f"| us a message | {' | '.join(own['path'] for own in profiles)} |",
+        f"| us a message | {' | '.join(profile['path'] for profile in profiles)} |",
         f"|---|{'---|' * len(profiles)}",
     ]
     for name, key in (
@@ -239,9 +241,11 @@ def lines(profiles: Sequence[dict[str, Any]]) -> list[str]:
         ("server CPU", "server_us"),
         ("client CPU", "client_us"),
     ):
-        table.append(row(f"**{name}**", (own[key] for own in profiles)))
-    table += [row(stage, (own["stages"][stage] or None for own in profiles)) for stage in _ORDER]
-    waits = " | ".join(format(own["waits"], ".2f") for own in profiles)
+        table.append(row(f"**{name}**", (profile[key] for profile in profiles)))
+    table += [
+        row(stage, (profile["stages"][stage] or None for profile in profiles)) for stage in _ORDER
+    ]
+    waits = " | ".join(format(profile["waits"], ".2f") for profile in profiles)
     return [*table, f"| waits for the server | {waits} |"]
 
 

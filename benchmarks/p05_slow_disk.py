@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure
+from benchmarks.result import Bar, ratios
+from benchmarks.setting import opened
+from benchmarks.workload import in_sets, writes
 from tests.servers import ServerError
 from tests.servers.leftovers import throwaway_name
 from tests.servers.postgresql import PostgreSQLServer
-from txbox.bench.result import Bar, ratios
-from txbox.bench.setting import opened
-from txbox.bench.workload import in_sets, writes
 
 NUMBER = "P5"
 TITLE = "Backlog on a slow disk: every flush takes a millisecond more"
@@ -77,7 +76,7 @@ def slow_disk() -> Generator[str]:
 def run(*, rounds: int, messages: int) -> dict[str, Any]:
     """Measure, in interleaved rounds; returns the result as it is stored."""
     with slow_disk() as url, opened(url, rounds=rounds, messages=messages) as on:
-        own = on.txbox("txbox, pipeline=True", writes, pipeline=True)
+        pipelined = on.txbox("txbox, pipeline=True", writes, pipeline=True)
         plain = on.txbox("txbox, ordinary handler", writes)
         sets = on.txbox("txbox, batch=True", in_sets, batch=True)
         found = on.interleaved(
@@ -85,17 +84,22 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
                 (on.naive(), on.work(0.25)),
                 (on.naive(name="naive, 4 connections", connections=4), on.work(0.5)),
                 (plain, on.work(2)),
-                (own, on.work(5)),
+                (pipelined, on.work(5)),
                 (sets, on.work(10)),
                 (on.limit(), on.work(10)),
             ]
         )
-        document = on.result(
+        return on.result(
             NUMBER,
             TITLE,
             "the whole workload waiting from the start, one worker with one lane; fdatasync and fsync of the server "
             "return a millisecond later than they would",
-            [Bar("pipeline=True: at least 25 times naive", 25.0, ratios(found, own.name, "naive"))],
+            [
+                Bar(
+                    "pipeline=True: at least 25 times naive",
+                    25.0,
+                    ratios(found, pipelined.name, "naive"),
+                )
+            ],
             found,
         )
-        return {**document, **measure.circumstances(url)}

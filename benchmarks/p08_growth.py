@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.growing import Ids, aged, fill, midnight, plain
+from benchmarks.place import Gauges, Place, checkpoint
+from benchmarks.result import Bar, Plot, Round, Verified, ratios, result, values
 from benchmarks.servers import fresh_database
+from benchmarks.workload import CONSUMER, TOPIC
 from txbox import App, Message
-from txbox.bench.place import Gauges, Place, checkpoint
-from txbox.bench.result import Bar, Plot, Round, Verified, ratios, result, values
-from txbox.bench.workload import CONSUMER, TOPIC
 from txbox.drive import drive
 from txbox.steps import Begin, Commit, Steps
 from txbox.store import claims
@@ -77,7 +77,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
                 for name in list(measured)[:: -1 if number % 2 else 1]
             ]
             circumstances = measure.circumstances(urls[0])
-        done += [own for name in measured for own in found if own.contender == name]
+        done += [outcome for name in measured for outcome in found if outcome.contender == name]
     most = sizes[-1]
     return result(
         phase=NUMBER,
@@ -233,7 +233,7 @@ def _batches(ids: Ids, markers: int) -> list[list[Arrival]]:
         str(uuid.uuid4()) if ids == "uuid4" else _uuid7(started + at // 20) for at in range(markers)
     ]
     return [
-        [_arrival(own) for own in sorted(fresh[at : at + _BATCH])]
+        [_arrival(message_id) for message_id in sorted(fresh[at : at + _BATCH])]
         for at in range(0, markers, _BATCH)
     ]
 
@@ -243,5 +243,5 @@ def _uuid7(ms: int) -> str:
     return str(uuid.UUID(int=high << 64 | 2 << 62 | secrets.randbits(62)))
 
 
-def _arrival(own: str) -> Arrival:
-    return Arrival(Message(id=own, topic=TOPIC, payload=b"{}"), own, _HASH)
+def _arrival(message_id: str) -> Arrival:
+    return Arrival(Message(id=message_id, topic=TOPIC, payload=b"{}"), message_id, _HASH)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure
+from benchmarks.result import Bar, Plot, Round, Verified, ratios, result, values
 from tests.backlog import fill
 from tests.databases import BY_NAME, Raw
 from tests.shop import CONSUMER
 from txbox import App
-from txbox.bench.result import Bar, Plot, Round, Verified, ratios, result, values
 from txbox.drive import drive
 from txbox.store import leases
 
@@ -49,7 +49,9 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
                 ]
                 # who goes first alternates: both sizes meet the same disturbances
                 for number in range(rounds):
-                    done += [own() for own in measured[:: -1 if number % 2 else 1]]
+                    done += [
+                        measure_round() for measure_round in measured[:: -1 if number % 2 else 1]
+                    ]
             few, many = f"{kind}, {_FEW:,} rows", f"{kind}, {most:,} rows"
             bars.append(
                 Bar(
@@ -70,7 +72,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
                 "backlog_lease", "A lease of 20 rows before a backlog", "bars", "", "ms",
                 {
                     name: [(0.0, statistics.median(values(done, name, "p50_ms")))]
-                    for name in dict.fromkeys(own.contender for own in done)
+                    for name in dict.fromkeys(outcome.contender for outcome in done)
                 },
             )
         ],
@@ -126,4 +128,4 @@ def _leased(app: App, ordered: bool, suspect: bool) -> Sequence[str]:
     look = leases.lease(
         app.store, CONSUMER, token=token, limit=20, lease=app.lease, suspect=suspect, heads_only=ordered
     )  # fmt: skip
-    return [own.arrival.message_id for own in drive(connections, look)]
+    return [row.arrival.message_id for row in drive(connections, look)]

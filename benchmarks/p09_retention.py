@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.growing import aged, fill, midnight, plain
+from benchmarks.place import Gauges, Place, checkpoint
+from benchmarks.result import Bar, Round, Verified, result, values
 from benchmarks.servers import fresh_database
+from benchmarks.workload import CONSUMER, TOPIC
 from txbox import App, Message, Retention
-from txbox.bench.place import Gauges, Place, checkpoint
-from txbox.bench.result import Bar, Round, Verified, result, values
-from txbox.bench.workload import CONSUMER, TOPIC
 from txbox.maintenance import run_once
 from txbox.steps import Steps
 from txbox.store import jobs, partitions
@@ -99,10 +99,10 @@ class _Live:
             while (now := time.perf_counter()) < due:
                 time.sleep(due - now)
             ms, low = time.time_ns() // 1_000_000, uuid.uuid4().int
-            own = str(uuid.UUID(int=ms << 80 | 7 << 76 | 2 << 62 | low % (1 << 62)))
-            self.app.process(Message(id=own, topic=TOPIC, payload=b"{}"))
+            message_id = str(uuid.UUID(int=ms << 80 | 7 << 76 | 2 << 62 | low % (1 << 62)))
+            self.app.process(Message(id=message_id, topic=TOPIC, payload=b"{}"))
             self.took.append(time.perf_counter() - due)
-            self.ids.append(own)
+            self.ids.append(message_id)
 
 
 def _pruned(url: str, name: str, rows: int) -> list[Round]:
@@ -182,7 +182,7 @@ def _prune(url: str, parent: Connection[Any, Any]) -> None:
             started = time.perf_counter()
             answer = yield from work(*args, **named)
             # the days beside the one that has rows are empty, and gone at once
-            if not any(isinstance(own, Part) and not own.blocks for own in args):
+            if not any(isinstance(arg, Part) and not arg.blocks for arg in args):
                 took.append(time.perf_counter() - started)
             return answer
 

@@ -21,9 +21,9 @@ from benchmarks.naive_variants import (
     interleaved,
     processed,
 )
+from benchmarks.result import Bar, Plot, ratios, result, summary
+from benchmarks.workload import ACCOUNTS, CONSUMER, Delivery
 from txbox import App, Batching, Message
-from txbox.bench.result import Bar, Plot, ratios, result, summary
-from txbox.bench.workload import ACCOUNTS, CONSUMER, Delivery
 
 NUMBER = "P11"
 TITLE = "SQLite: batches with a savepoint a message"
@@ -67,7 +67,7 @@ class File:
             )
             admin.execute("BEGIN")
             admin.executemany(
-                "INSERT INTO account (id) VALUES (?)", [(own,) for own in range(ACCOUNTS)]
+                "INSERT INTO account (id) VALUES (?)", [(account,) for account in range(ACCOUNTS)]
             )
             if admin.execute("SELECT 1 FROM sqlite_master WHERE name = 'txbox_inbox'").fetchone():
                 admin.execute("DELETE FROM txbox_inbox")
@@ -146,7 +146,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             for contender, _ in cells:
                 contender.close()
     batches = "txbox, batches, a savepoint a message"
-    lines = {name: [(0.0, own["rate"])] for name, own in summary(done).items()}
+    lines = {name: [(0.0, medians["rate"])] for name, medians in summary(done).items()}
     return result(
         phase=NUMBER,
         title=TITLE,

@@ -17,15 +17,15 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from benchmarks import measure
+from benchmarks.contender import inbox_off_by
+from benchmarks.place import Place
+from benchmarks.result import Bar, Round, Verified, ratios, result
 from benchmarks.servers import fresh_database
+from benchmarks.workload import CONSUMER, Work, in_sets, order_paid, verify, writes
 from tests.servers import ServerError, java, provision, server_urls
 from tests.servers.kafka import POM
 from txbox import App, Message
 from txbox.app import Consumption
-from txbox.bench.contender import inbox_off_by
-from txbox.bench.place import Place
-from txbox.bench.result import Bar, Round, Verified, ratios, result
-from txbox.bench.workload import CONSUMER, Work, in_sets, order_paid, verify, writes
 from txbox.brokers.base import Delivery, InFlight, Progress, Source
 from txbox.brokers.kafka import Kafka
 from txbox.worker import Worker
@@ -53,9 +53,11 @@ class Memory:
     def __init__(self, work: Work) -> None:
         self._waiting = [
             Message[Any](
-                topic="orders", payload=own.payload, headers=[("message-id", own.id.encode())]
+                topic="orders",
+                payload=delivery.payload,
+                headers=[("message-id", delivery.id.encode())],
             )
-            for own in reversed(work.deliveries)
+            for delivery in reversed(work.deliveries)
         ]
 
     def keeps_order(self, topic: str) -> bool:
@@ -129,7 +131,7 @@ class Timed:
         self._source.settle(deliveries)
         now = time.perf_counter()
         self._settled += len(deliveries)
-        took_s = [now - self._received.pop(own) for own in deliveries]
+        took_s = [now - self._received.pop(delivery) for delivery in deliveries]
         if self._began is None:
             if self._settled >= _WARM:
                 self._began = self._settled, now, time.process_time()
@@ -209,11 +211,11 @@ def _loaded(bootstrap: str, work: Work) -> Kafka:
     admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(_WAIT_S)
     failures: list[object] = []
     producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "linger.ms": 5})
-    for own in work.deliveries:
+    for delivery in work.deliveries:
         producer.produce(
             topic,
-            own.payload,
-            headers=[("message-id", own.id.encode())],
+            delivery.payload,
+            headers=[("message-id", delivery.id.encode())],
             on_delivery=lambda error, _: failures.append(error) if error else None,
         )
     if producer.flush(_WAIT_S) or failures:
@@ -250,17 +252,17 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         ]
         try:
             done: list[Round] = []
-            for own in contenders:
-                own.round(order_paid(2 * _WARM, seed=0))  # all warm
+            for contender in contenders:
+                contender.round(order_paid(2 * _WARM, seed=0))  # all warm
             for number in range(1, rounds + 1):
                 # who goes first alternates
-                for own in contenders[:: 1 if number % 2 else -1]:
-                    more = _MORE_IN_BATCHES if own.batch else _MORE
-                    done.append(own.round(order_paid(messages * more, seed=number)))
+                for contender in contenders[:: 1 if number % 2 else -1]:
+                    more = _MORE_IN_BATCHES if contender.batch else _MORE
+                    done.append(contender.round(order_paid(messages * more, seed=number)))
                 load.append(os.getloadavg()[0])
         finally:
-            for own in contenders:
-                own.close()
+            for contender in contenders:
+                contender.close()
         return result(
             phase=NUMBER,
             title=TITLE,

@@ -20,11 +20,11 @@ from benchmarks.naive_variants import (
     Worked,
     interleaved,
 )
+from benchmarks.place import Gauges, places
+from benchmarks.result import Bar, Plot, ratios, result, summary
 from benchmarks.servers import fresh_database
+from benchmarks.workload import CONSUMER, Delivery
 from txbox import App, Message
-from txbox.bench.place import Gauges, places
-from txbox.bench.result import Bar, Plot, ratios, result, summary
-from txbox.bench.workload import CONSUMER, Delivery
 
 NUMBER = "P15"
 TITLE = "SQLAlchemy: Core and ORM with a backlog"
@@ -111,7 +111,7 @@ def entities(body: Body, session: orm.Session) -> None:
 
 def entities_many(bodies: Sequence[Body], session: orm.Session) -> None:
     wanted = sorted({body["account"] for body in bodies})
-    accounts = {own.id: own for own in session.scalars(_ACCOUNTS_OF, {"ids": wanted})}
+    accounts = {account.id: account for account in session.scalars(_ACCOUNTS_OF, {"ids": wanted})}
     for body in bodies:
         accounts[body["account"]].balance += body["amount"]
     session.add_all(
@@ -172,10 +172,10 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         rounds: of each contender, 1 or more.
         messages: distinct ones in each round of the textbook loops.
     """
-    with fresh_database("sqlalchemy") as url, places(url) as (own, beside):
+    with fresh_database("sqlalchemy") as url, places(url) as (place, beside):
         gauge = Gauges(url)
-        engines = [_engine(own.url), _engine(beside.url)]
-        ours, theirs = PostgresqlShop(own), PostgresqlShop(beside)
+        engines = [_engine(place.url), _engine(beside.url)]
+        ours, theirs = PostgresqlShop(place), PostgresqlShop(beside)
         maker = orm.sessionmaker(engines[0], autoflush=False)
 
         def txbox(name: str, target: Any, handler: Any, **options: Any) -> Worked:
@@ -199,7 +199,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             gauge.close()
         core_pairs = ratios(done, "txbox, Core, batch=True", "naive Core")
         orm_pairs = ratios(done, "txbox, ORM, batch=True, one flush", "naive ORM")
-        lines = {name: [(0.0, own["rate"])] for name, own in summary(done).items()}
+        lines = {name: [(0.0, medians["rate"])] for name, medians in summary(done).items()}
         return result(
             phase=NUMBER,
             title=TITLE,

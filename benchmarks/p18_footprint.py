@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.lazy import lazy_work
+from benchmarks.place import Place
+from benchmarks.result import Bar, Round, Verified, result
 from benchmarks.servers import fresh_database
+from benchmarks.workload import verify
 from txbox import App
-from txbox.bench.place import Place
-from txbox.bench.result import Bar, Round, Verified, result
-from txbox.bench.workload import verify
 
 NUMBER = "P18"
 TITLE = "Import, and memory of a worker"
@@ -27,8 +27,8 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
     """Measure in fresh processes; returns the result as it is stored."""
     imports = [_import_ms() for _ in range(max(rounds, 3))]
     rounds_done = [
-        Round("import txbox", 0, None, None, None, None, _GOOD, more={"import_ms": own})
-        for own, _ in imports
+        Round("import txbox", 0, None, None, None, None, _GOOD, more={"import_ms": took_ms})
+        for took_ms, _ in imports
     ]
     with fresh_database("footprint") as url:
         held = [
@@ -36,7 +36,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         ]
         circumstances = measure.circumstances(url)
     rounds_done += held
-    slowest = "; ".join(f"{name} {own_ms:.1f} ms" for name, own_ms in imports[-1][1])
+    slowest = "; ".join(f"{name} {took_ms:.1f} ms" for name, took_ms in imports[-1][1])
     return result(
         phase=NUMBER,
         title=TITLE,
@@ -48,14 +48,14 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             Bar(
                 "`import txbox` in at most 60 ms",
                 60.0,
-                [own for own, _ in imports],
+                [took_ms for took_ms, _ in imports],
                 "at most",
                 "ms",
             ),
             Bar(
                 "a worker with 1,000 x 8 kB in flight: at most 90 MB resident",
                 90.0,
-                [own.more["highest_mb"] for own in held],
+                [outcome.more["highest_mb"] for outcome in held],
                 "at most",
                 "MB",
             ),
@@ -74,13 +74,13 @@ def _import_ms(module: str = "txbox") -> tuple[float, list[tuple[str, float]]]:
     )  # fmt: skip
     total, parts = 0.0, list[tuple[str, float]]()
     for line in done.stderr.splitlines():
-        own, cumulative, name = line.removeprefix("import time:").split("|")
-        if not own.strip().isdigit():
+        self_us, cumulative, name = line.removeprefix("import time:").split("|")
+        if not self_us.strip().isdigit():
             continue
         if name.strip() == "site":
             # so far it was the interpreter's own start
             parts.clear()
-        parts.append((name.strip(), int(own) / 1e3))
+        parts.append((name.strip(), int(self_us) / 1e3))
         if name.strip() == module:
             total = int(cumulative) / 1e3
     return total, sorted(parts, key=lambda part: -part[1])[:5]

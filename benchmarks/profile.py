@@ -19,15 +19,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks import measure
+from benchmarks.beside import Contender
+from benchmarks.contender import inbox_off_by
+from benchmarks.place import Gauges, Reading
+from benchmarks.result import Round, result
 from benchmarks.servers import fresh_database
+from benchmarks.setting import Setting, opened
+from benchmarks.source import Stopwatch
+from benchmarks.workload import CONSUMER, TOPIC, Work, in_sets, reads, verify, writes
 from txbox import App, Message
-from txbox.bench.beside import Contender
-from txbox.bench.contender import inbox_off_by
-from txbox.bench.place import Gauges, Reading
-from txbox.bench.result import Round, result
-from txbox.bench.setting import Setting, opened
-from txbox.bench.source import Stopwatch
-from txbox.bench.workload import CONSUMER, TOPIC, Work, in_sets, reads, verify, writes
 
 NUMBER = "PROFILE"
 TITLE = "Where a message's microseconds go"
@@ -38,8 +38,8 @@ _RATE = 1000
 _PARTS = (
     ("/json/", "json"),
     ("/psycopg", "psycopg"),
-    ("txbox/bench/workload.py", "handler"),
-    ("txbox/bench/", "harness"),
+    ("/benchmarks/workload.py", "handler"),
+    ("/benchmarks/", "harness"),
     ("txbox/connections/", "connections"),
     ("txbox/worker/", "worker"),
     ("txbox/", "protocol"),
@@ -54,18 +54,18 @@ class OneByOne:
 
     def round(self, work: Work) -> Round:
         on = self._on
-        with App(on.own.url) as app:
+        with App(on.place.url) as app:
             register: Any = app.handler(TOPIC, consumer=CONSUMER, **self._options)
             register(writes)
             app.init()
-            on.own.prepare()
+            on.place.prepare()
             watch = Stopwatch(on.gauges)
             watch.start()
-            for own in work.deliveries:
-                app.process(Message(topic=TOPIC, id=own.id, payload=own.payload))
+            for delivery in work.deliveries:
+                app.process(Message(topic=TOPIC, id=delivery.id, payload=delivery.payload))
                 watch.took_s.append(0.0)
             watch.stop()
-        with on.own.connect() as admin:
+        with on.place.connect() as admin:
             verified = verify(admin, work, inbox_off_by(admin, work))
         return replace(watch.round(self.name, verified), p50_ms=None, p99_ms=None)
 
@@ -167,14 +167,14 @@ class Counting:
             both.register(server, selectors.EVENT_READ, client)
             while True:
                 for key, _ in both.select():
-                    own = client if key.fileobj is client else server
-                    data = own.recv(65536)
+                    sender = client if key.fileobj is client else server
+                    data = sender.recv(65536)
                     if not data:
                         return
-                    if own is client and last is not client:
+                    if sender is client and last is not client:
                         self.turns[at] += 1
-                    last = own
-                    (server if own is client else client).sendall(data)
+                    last = sender
+                    (server if sender is client else client).sendall(data)
 
     def close(self) -> None:
         self._listener.close()

@@ -20,11 +20,11 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from benchmarks import measure
+from benchmarks.result import Bar, Round, Verified, ratios, result
 from benchmarks.servers import fresh_database
+from benchmarks.workload import Delivery, Work, order_paid
 from tests.servers import ServerError, provision, server_urls
 from txbox import App, Message, Outbox, Outgoing, RelayPolicy
-from txbox.bench.result import Bar, Round, Verified, ratios, result
-from txbox.bench.workload import Delivery, Work, order_paid
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.drive import drive
@@ -85,7 +85,7 @@ class Contender:
         with psycopg.connect(self._url, autocommit=True) as connection:
             row = connection.execute("SELECT count(*) FROM txbox_outbox").fetchone()
         assert row is not None
-        lost = sum(own not in arrived for own in ids)
+        lost = sum(message_id not in arrived for message_id in ids)
         return Verified(lost, sum(count > 1 for count in arrived.values()), 0, int(row[0]))
 
 
@@ -98,8 +98,8 @@ def staged(url: str, topic: str, rows: Sequence[Delivery]) -> list[str]:
             ids += Outbox().stage_many(
                 tx,
                 [
-                    Outgoing(topic=topic, body=own.payload, key=str(at % _KEYS))
-                    for at, own in enumerate(rows[start : start + _PART], start)
+                    Outgoing(topic=topic, body=row.payload, key=str(at % _KEYS))
+                    for at, row in enumerate(rows[start : start + _PART], start)
                 ],
             )
             tx.commit()
@@ -157,15 +157,15 @@ def one_by_one(bootstrap: str, marked_each: int) -> Callable[[str, str], Iterato
                     break
                 took: list[float] = []
                 done: list[str] = []
-                for own_id, own_topic, key, payload in rows:
+                for message_id, row_topic, key, payload in rows:
                     began = time.perf_counter()
                     producer.produce(
-                        own_topic, payload, key=key, headers=[("message-id", own_id.encode())],
+                        row_topic, payload, key=key, headers=[("message-id", message_id.encode())],
                         on_delivery=lambda error, _: failures.append(error) if error else None,
                     )  # fmt: skip
                     if producer.flush(_WAIT_S) or failures:
                         raise ServerError(f"Kafka did not take a message: {failures[:1]}")
-                    done.append(own_id)
+                    done.append(message_id)
                     if len(done) == marked_each or len(took) + 1 == len(rows):
                         connection.execute("DELETE FROM txbox_outbox WHERE id = ANY(%s)", (done,))
                         done = []
@@ -195,12 +195,16 @@ def _kafka_ids(bootstrap: str, topic: str) -> Counter[str]:
     found: Counter[str] = Counter()
     try:
         every = [TopicPartition(topic, number, 0) for number in range(_PARTITIONS)]
-        left = sum(consumer.get_watermark_offsets(own, timeout=_WAIT_S)[1] for own in every)
+        left = sum(
+            consumer.get_watermark_offsets(partition, timeout=_WAIT_S)[1] for partition in every
+        )
         consumer.assign(every)
         while found.total() < left:
             for record in consumer.consume(min(1000, left - found.total()), timeout=_WAIT_S):
-                own = dict(record.headers() or ())["message-id"]
-                found[own.decode() if isinstance(own, bytes) else str(own)] += 1
+                message_id = dict(record.headers() or ())["message-id"]
+                found[
+                    message_id.decode() if isinstance(message_id, bytes) else str(message_id)
+                ] += 1
     finally:
         consumer.close()
     return found
@@ -230,13 +234,13 @@ def _queues(url: str) -> Any:
     return topic
 
 
-def _own_inbox(url: str) -> Any:
+def _inbox(url: str) -> Any:
     @contextmanager
     def topic() -> Iterator[tuple[str, _Ids]]:
         def ids() -> Counter[str]:
             with psycopg.connect(url) as connection:
                 rows = connection.execute("SELECT message_id FROM txbox_inbox").fetchall()
-            return Counter(own for (own,) in rows)
+            return Counter(message_id for (message_id,) in rows)
 
         yield f"relay-{uuid.uuid4().hex[:8]}", ids
 
@@ -274,15 +278,15 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             ),
             Contender("relay to Kafka", url, topics, by_relay(kafka, **lease)),
             Contender("relay to RabbitMQ", url, _queues(amqp), by_relay(rabbitmq, **lease), share=2),
-            Contender("relay to its own App", url, _own_inbox(url), by_relay(None, **lease)),
+            Contender("relay to its own App", url, _inbox(url), by_relay(None, **lease)),
         ]  # fmt: skip
-        for own in contenders:
-            own.round(order_paid(1000, seed=0))  # all warm
+        for contender in contenders:
+            contender.round(order_paid(1000, seed=0))  # all warm
         done: list[Round] = []
         for number in range(1, rounds + 1):
             # who goes first alternates
             work = order_paid(5 * messages, seed=number)
-            done += [own.round(work) for own in contenders[:: 1 if number % 2 else -1]]
+            done += [contender.round(work) for contender in contenders[:: 1 if number % 2 else -1]]
             load.append(os.getloadavg()[0])
         waiting = ratios(done, "relay to Kafka", "one by one, deleted 500 at once")
         found = measure.circumstances(url)

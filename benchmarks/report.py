@@ -1,7 +1,7 @@
 """The results on the terminal, as JSON, and as docs/performance.md.
 
-A result is what `txbox.bench.result.result` makes; its fields are described at the top of that module. What every
-result adds here is the commit (`benchmarks.measure.circumstances`). It lies in benchmarks/results/<phase>.json.
+A result is what `benchmarks.result.result` makes; its fields are described at the top of that module. It lies in
+benchmarks/results/<phase>.json.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.measure import ROOT
-from txbox.bench.result import passed
+from benchmarks.result import passed
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -33,8 +33,8 @@ connection: BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT
 retries or events. The *limit* does the same work in one statement a batch of 100. *By hand*, where an ordinary handler
 is measured, is naive with txbox's round trips and nothing else: how far those alone go, with psycopg's own `execute`.
 txbox is the worker of `txbox run`, fed from memory. Every round is verified: orders, balances and inbox rows are
-compared with the workload, and **lost** and **doubled** stand beside every rate. Measure your own server with
-`txbox bench`.
+compared with the workload, and **lost** and **doubled** stand beside every rate. From a checkout,
+`python -m benchmarks --database postgresql://…` measures your own server (see [Contributing](../CONTRIBUTING.md)).
 """
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -53,30 +53,34 @@ _KNOWN = {figure for _, figure, _ in _COLUMNS} | {
 def lines(result: Mapping[str, Any]) -> list[str]:
     """One phase as a Markdown table, which reads well on a terminal too."""
     contenders: Mapping[str, Mapping[str, Any]] = result["contenders"]
-    columns = [own for own in _COLUMNS if _used(contenders, own[1])]
-    more = dict.fromkeys(name for own in contenders.values() for name in own if name not in _KNOWN)
+    columns = [column for column in _COLUMNS if _used(contenders, column[1])]
+    more = dict.fromkeys(
+        name for figures in contenders.values() for name in figures if name not in _KNOWN
+    )
     columns += [(name.replace("_", " "), name, ",.4g") for name in more if _used(contenders, name)]
     heads = ["msg/s (median)", "min to max", *(head for head, _, _ in columns), "lost", "doubled"]
     out = [f"| | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
-    for name, own in contenders.items():
-        figures = [_figure(own.get(figure), form) for _, figure, form in columns]
+    for name, medians in contenders.items():
+        figures = [_figure(medians.get(figure), form) for _, figure, form in columns]
         span = (
-            f"{own['rate_min']:,.0f} to {own['rate_max']:,.0f}" if own["rate"] is not None else ""
+            f"{medians['rate_min']:,.0f} to {medians['rate_max']:,.0f}"
+            if medians["rate"] is not None
+            else ""
         )
-        wrong = [f"{own['lost']:,.0f}", f"{own['doubled']:,.0f}"]
-        cells = [_figure(own["rate"], ",.0f"), span, *figures, *wrong]
+        wrong = [f"{medians['lost']:,.0f}", f"{medians['doubled']:,.0f}"]
+        cells = [_figure(medians["rate"], ",.0f"), span, *figures, *wrong]
         out.append(f"| {name} | {' | '.join(cells)} |")
-    out += ["", *(f"- {_judged(own)}" for own in result["bars"])]
-    for name, own in contenders.items():
-        if not own["good"]:
-            said = "; ".join(own.get("failures", ()))
+    out += ["", *(f"- {_judged(bar)}" for bar in result["bars"])]
+    for name, medians in contenders.items():
+        if not medians["good"]:
+            said = "; ".join(medians.get("failures", ()))
             out.append(f"- **WRONG**: {name}: {said or 'what it left behind is not the workload'}")
     out += ["", *result.get("notes", ())]
     return out
 
 
 def _used(contenders: Mapping[str, Mapping[str, Any]], figure: str) -> bool:
-    return any(own.get(figure) is not None for own in contenders.values())
+    return any(figures.get(figure) is not None for figures in contenders.values())
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -138,12 +142,12 @@ def _bars(titles: Mapping[str, str], found: Mapping[str, Mapping[str, Any]]) -> 
             continue
         name = f"{phase.lower()}.json"
         link = f"[{name}](../benchmarks/results/{name})"
-        wrong = not all(own["good"] for own in result["contenders"].values())
+        wrong = not all(medians["good"] for medians in result["contenders"].values())
         if wrong:
             out.append(f"| {phase} | nothing lost, doubled or given up | | **WRONG** | {link} |")
         out += [
-            f"| {phase} | {own['text']} | {_measured(own)} | {_verdict(own)} | {link} |"
-            for own in result["bars"]
+            f"| {phase} | {bar['text']} | {_measured(bar)} | {_verdict(bar)} | {link} |"
+            for bar in result["bars"]
         ]
     return out
 
@@ -186,27 +190,34 @@ def _section(phase: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def _method(phase: str, result: Mapping[str, Any]) -> str:
+    name = f"{phase.lower()}.json"
+    return (
+        f"Method: {result['method']}. {measured_on(result)} "
+        f"All rounds: [{name}](../benchmarks/results/{name})."
+    )
+
+
+def measured_on(result: Mapping[str, Any]) -> str:
+    """The machine, the versions and the commit, as sentences."""
     machine, versions, server = result["machine"], result["versions"], result["server"]
     changes = " with uncommitted changes" if result["uncommitted_changes"] else ""
-    name = f"{phase.lower()}.json"
     loads = result.get("load_1min")
     load = loads[-1] if isinstance(loads, list) else loads
     busy = "" if load is None else f"Load average at the end: {load:.1f}. "
     on = f"PostgreSQL {server['server_version']}, " if "server_version" in server else ""
     return (
-        f"Method: {result['method']}. Machine: {machine['cores']} cores of {machine['cpu']}, "
+        f"Machine: {machine['cores']} cores of {machine['cpu']}, "
         f"{machine['memory_gb']} GB, Linux {machine['kernel']}; {on}"
         f"Python {versions['python']}, psycopg {versions['psycopg']} ({versions['psycopg_implementation']}). "
-        f"{busy}{result['date'][:10]}, commit `{result['commit'][:12]}`{changes}. "
-        f"All rounds: [{name}](../benchmarks/results/{name})."
+        f"{busy}{result['date'][:10]}, commit `{result['commit'][:12]}`{changes}."
     )
 
 
 def summary_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """What was missed in this run, a line each; nothing when all is met."""
     return [
-        f"{own['phase']}: "
-        + "; ".join(_judged(bar) for bar in own["bars"] if not (bar["met"] or bar["stretch"]))
-        for own in results
-        if not passed(own)
+        f"{result['phase']}: "
+        + "; ".join(_judged(bar) for bar in result["bars"] if not (bar["met"] or bar["stretch"]))
+        for result in results
+        if not passed(result)
     ]

@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.lazy import lazy_work
+from benchmarks.place import Place
+from benchmarks.result import Bar, Plot, Round, result
 from benchmarks.servers import fresh_database
+from benchmarks.workload import verify
 from txbox import App
-from txbox.bench.place import Place
-from txbox.bench.result import Bar, Plot, Round, result
-from txbox.bench.workload import verify
 
 NUMBER = "SOAK"
 TITLE = "Ten minutes of steady load"
@@ -44,16 +44,16 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
             verified = verify(admin, lazy_work(deliveries))
         dead = place.dead_tuples()
         circumstances = measure.circumstances(url)
-    steady = [own for own in samples if own["at_s"] >= min(_SETTLED_S, seconds / 3)]
+    steady = [sample for sample in samples if sample["at_s"] >= min(_SETTLED_S, seconds / 3)]
     rates = [
-        (later["settled"] - own["settled"]) / (later["at_s"] - own["at_s"])
-        for own, later in itertools.pairwise(samples)
-        if later["at_s"] - own["at_s"] > _EVERY_S / 2
+        (later["settled"] - sample["settled"]) / (later["at_s"] - sample["at_s"])
+        for sample, later in itertools.pairwise(samples)
+        if later["at_s"] - sample["at_s"] > _EVERY_S / 2
     ]
     latest = samples[-1]
     grown = steady[-1]["rss_mb"] - steady[0]["rss_mb"]
-    p99 = sorted(own["p99_ms"] for own in steady if own["p99_ms"] is not None)
-    p50 = sorted(own["p50_ms"] for own in steady if own["p50_ms"] is not None)
+    p99 = sorted(sample["p99_ms"] for sample in steady if sample["p99_ms"] is not None)
+    p50 = sorted(sample["p50_ms"] for sample in steady if sample["p50_ms"] is not None)
     return result(
         phase=NUMBER,
         title=TITLE if seconds >= 600 else f"{seconds:.0f} s of steady load",
@@ -74,9 +74,9 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         circumstances=circumstances,
         plots=[
             Plot("soak_rss", "Resident memory of the worker", "lines", "seconds", "MB",
-                 {"resident": [(own["at_s"], own["rss_mb"]) for own in samples]}),
+                 {"resident": [(sample["at_s"], sample["rss_mb"]) for sample in samples]}),
             Plot("soak_p99", "Latency, 10 s at a time", "lines", "seconds", "ms",
-                 {figure[:3]: [(own["at_s"], own[figure]) for own in samples if own[figure] is not None]
+                 {figure[:3]: [(sample["at_s"], sample[figure]) for sample in samples if sample[figure] is not None]
                   for figure in ("p50_ms", "p99_ms")}, "y"),
         ],
     )  # fmt: skip

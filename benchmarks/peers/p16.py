@@ -15,10 +15,10 @@ from benchmarks.peers import toolchain
 from benchmarks.peers.contenders import PEERS, Spec
 from benchmarks.peers.peer import LATE, WARM, Peer
 from benchmarks.peers.servers import LogicalPostgres, redis
+from benchmarks.result import Bar, Plot, Round, ratios, result
 from benchmarks.servers import fresh_database
-from txbox.bench.result import Bar, Plot, Round, ratios, result
-from txbox.bench.setting import Cell, Setting, opened
-from txbox.bench.workload import Work, order_paid, writes
+from benchmarks.setting import Cell, Setting, opened
+from benchmarks.workload import Work, order_paid, writes
 
 NUMBER = "P16"
 TITLE = "Peers, each with its fastest documented settings"
@@ -99,15 +99,15 @@ def _bars(done: Sequence[Round]) -> list[Bar]:
 
 def _plot(done: Sequence[Round]) -> Plot:
     rates: dict[str, list[float]] = {}
-    for own in done:
-        if own.rate:
-            rates.setdefault(own.contender, []).append(own.rate)
-    medians = {name: [(0.0, statistics.median(own))] for name, own in rates.items()}
+    for outcome in done:
+        if outcome.rate:
+            rates.setdefault(outcome.contender, []).append(outcome.rate)
+    medians = {name: [(0.0, statistics.median(rates_of))] for name, rates_of in rates.items()}
     return Plot("p16", TITLE, "bars", "", "deliveries a second", medians, log="y")
 
 
 def _notes(done: Sequence[Round]) -> list[str]:
-    sizes = {own.contender: own.messages for own in done}
+    sizes = {outcome.contender: outcome.messages for outcome in done}
     return [
         "Deliveries a round: "
         + ", ".join(f"{name} {size:,}" for name, size in sizes.items())
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="naive and txbox too")
     given = parser.parse_args()
     toolchain.install()
-    specs = [own for own in PEERS if any(part in own.name for part in given.parts or [""])]
+    specs = [spec for spec in PEERS if any(part in spec.name for part in given.parts or [""])]
     with fresh_database("p16") as url, ExitStack() as stack:
         on = stack.enter_context(opened(url, rounds=1, messages=given.messages))
         for contender, work in _cells(on, specs, stack)[0 if given.ours else 3 :]:
@@ -136,12 +136,13 @@ def main() -> None:
 
 
 def _sentence(round_of: Callable[[Work], Round], work: Callable[[int], Work]) -> str:
-    own = round_of(work(1))
-    more = ", ".join(f"{name} {value:,.4g}" for name, value in own.more.items())
+    done = round_of(work(1))
+    verified = done.verified
+    more = ", ".join(f"{name} {value:,.4g}" for name, value in done.more.items())
     return (
-        f"{own.contender}: {own.rate or 0:,.0f} msg/s of {own.messages:,}, client {own.client_cpu_us or 0:,.0f} us, "
-        f"server {own.server_cpu_us or 0:,.0f} us, lost {own.verified.lost}, doubled {own.verified.doubled}; {more}"
-        f"{own.failure or ''}"
+        f"{done.contender}: {done.rate or 0:,.0f} msg/s of {done.messages:,}, "
+        f"client {done.client_cpu_us or 0:,.0f} us, server {done.server_cpu_us or 0:,.0f} us, "
+        f"lost {verified.lost}, doubled {verified.doubled}; {more}{done.failure or ''}"
     )
 
 

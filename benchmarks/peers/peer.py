@@ -13,10 +13,10 @@ from pathlib import Path
 from benchmarks.peers import toolchain
 from benchmarks.peers.contenders import Spec
 from benchmarks.peers.servers import database_on
+from benchmarks.place import Gauges, Place, checkpoint
+from benchmarks.result import Round, Verified
+from benchmarks.workload import Work, create_tables, order_paid, verify
 from tests.servers import ServerError
-from txbox.bench.place import Gauges, Place, checkpoint
-from txbox.bench.result import Round, Verified
-from txbox.bench.workload import Work, create_tables, order_paid, verify
 
 #: Delivered once more after all has been processed: what a peer's deduplication has forgotten runs again.
 LATE = 20
@@ -55,7 +55,10 @@ class Driver:
     def consume(self, work: Work) -> dict[str, float]:
         """Returns `ingest_s`, `process_s` and `cpu_s`; `gave_up` where not all was done."""
         path = self._scratch / "deliveries"
-        lines = (f'{{"id": "{own.id}", "body": {own.payload.decode()}}}' for own in work.deliveries)
+        lines = (
+            f'{{"id": "{delivery.id}", "body": {delivery.payload.decode()}}}'
+            for delivery in work.deliveries
+        )
         path.write_text("\n".join(lines))
         assert self._process.stdin is not None
         self._process.stdin.write(f"{path}\n")
@@ -128,7 +131,9 @@ class Peer:
                 ended = gauges.read()
                 verified = verify(admin, work)
                 dead = Place(url).dead_tuples()
-                once = list({own.id: own for own in work.deliveries[: 2 * LATE]}.values())
+                once = list(
+                    {delivery.id: delivery for delivery in work.deliveries[: 2 * LATE]}.values()
+                )
                 driver.consume(replace(work, deliveries=once[:LATE]))
                 again = verify(admin, work)
             finally:

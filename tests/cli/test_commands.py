@@ -332,7 +332,7 @@ def test_every_command_prints_json(sqlite_shop: Command) -> None:
     sqlite_shop("run", "--once")
     for words in _EVERY_COMMAND_AS_JSON:
         assert isinstance(sqlite_shop(*words, "--json").json, dict)
-    covered = {words[0] for words in _EVERY_COMMAND_AS_JSON} | {"demo", "bench"}
+    covered = {words[0] for words in _EVERY_COMMAND_AS_JSON} | {"demo"}
     (commands,) = (own.choices for own in make_parser()._actions if own.dest == "command")
     assert covered == set(commands or ())
 

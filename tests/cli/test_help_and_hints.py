@@ -67,7 +67,7 @@ def test_every_positional_has_help_and_every_command_an_example() -> None:
         name = parser.prog.removeprefix("txbox ")
         for action in parser._actions:
             assert action.help, (name, action.dest)
-        if name not in ("demo", "bench", "outbox reroute"):
+        if name not in ("demo", "outbox reroute"):
             assert "examples:\n  txbox " in parser.format_help(), name
 
 

@@ -52,7 +52,7 @@ export function batches(items, size) {
 
 /** Every delivery once; what a peer needs whose bulk call refuses a key that occurs twice in it. */
 export function distinct(deliveries) {
-  return [...new Map(deliveries.map((own) => [own.id, own])).values()]
+  return [...new Map(deliveries.map((delivery) => [delivery.id, delivery])).values()]
 }
 
 const PATIENCE_MS = 60_000

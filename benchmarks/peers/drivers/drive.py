@@ -35,7 +35,7 @@ Process = Callable[[Sequence[Delivery]], Awaitable[After | None]]
 
 def distinct(deliveries: Sequence[Delivery]) -> list[Delivery]:
     """Every delivery once; what a peer needs whose bulk call refuses a key that occurs twice in it."""
-    return list({own.id: own for own in deliveries}.values())
+    return list({delivery.id: delivery for delivery in deliveries}.values())
 
 
 def batches(items: Sequence[Delivery], size: int) -> list[Sequence[Delivery]]:

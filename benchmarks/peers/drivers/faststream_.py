@@ -40,12 +40,12 @@ async def main() -> None:
     done = asyncio.Event()
 
     @broker.subscriber(stream=stream, max_workers=16, ack_policy=AckPolicy.NACK_ON_ERROR)
-    async def pay(own: dict[str, Any]) -> None:
+    async def pay(message: dict[str, Any]) -> None:
         nonlocal left
         clock.start()
-        body = own["body"]
+        body = message["body"]
         async with pool.acquire() as connection, connection.transaction():
-            if await connection.fetchval(CLAIM, own["id"]) is not None:
+            if await connection.fetchval(CLAIM, message["id"]) is not None:
                 await connection.execute(TAKE, body["amount"], body["account"])
                 await connection.execute(ORDER, body["order"], body["account"], body["amount"])
         left -= 1
@@ -56,8 +56,8 @@ async def main() -> None:
         await broker.connect()
         for batch in batches(deliveries, 500):
             pipe = redis.pipeline()
-            for own in batch:
-                message = {"id": own.id, "body": own.body}
+            for delivery in batch:
+                message = {"id": delivery.id, "body": delivery.body}
                 await broker.publish(message, stream=STREAM, pipeline=pipe)
             await pipe.execute()
 

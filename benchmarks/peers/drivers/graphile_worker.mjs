@@ -29,8 +29,8 @@ const preset = {
 const taskList = {
   pay: ({ body, id }, { withPgClient }) => withPgClient((client) => inTransaction(client, body, id)),
 }
-const keyed = (own) => ({ identifier: 'pay', payload: { body: own.body }, jobKey: own.id })
-const plain = (own) => ({ identifier: 'pay', payload: own })
+const keyed = (delivery) => ({ identifier: 'pay', payload: { body: delivery.body }, jobKey: delivery.id })
+const plain = (delivery) => ({ identifier: 'pay', payload: delivery })
 const left = 'SELECT EXISTS (SELECT FROM graphile_worker._private_jobs) AS busy'
 
 await drive({

@@ -32,7 +32,7 @@ const left = `SELECT EXISTS (SELECT FROM pgboss.job WHERE name = '${QUEUE}' AND 
 await drive({
   ingest: async (deliveries) => {
     for (const batch of batches(deliveries, 500)) {
-      await boss.insert(QUEUE, distinct(batch).map((own) => ({ id: own.id, data: own.body })))
+      await boss.insert(QUEUE, distinct(batch).map((delivery) => ({ id: delivery.id, data: delivery.body })))
     }
   },
   process: async () => {

@@ -54,17 +54,20 @@ async def main() -> None:
         for batch in batches(deliveries, 500):
             await queries.enqueue(
                 ["pay"] * len(batch),
-                [json.dumps({"id": own.id, "body": own.body}).encode() for own in batch],
+                [
+                    json.dumps({"id": delivery.id, "body": delivery.body}).encode()
+                    for delivery in batch
+                ],
                 [0] * len(batch),
-                dedupe_key=None if LASTING else [own.id for own in batch],
+                dedupe_key=None if LASTING else [delivery.id for delivery in batch],
                 on_conflict="skip",
             )
 
     async def process(deliveries: Sequence[Delivery]) -> None:
         del deliveries
         # a pool of its own: a manager closes its driver when it has drained
-        async with asyncpg.create_pool(URL, min_size=2, max_size=4) as own:
-            pgq = PgQueuer.from_asyncpg_pool(own)
+        async with asyncpg.create_pool(URL, min_size=2, max_size=4) as manager_pool:
+            pgq = PgQueuer.from_asyncpg_pool(manager_pool)
             pgq.entrypoint("pay")(pay)
             await pgq.qm.run(
                 batch_size=100,

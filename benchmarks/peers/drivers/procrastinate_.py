@@ -43,7 +43,9 @@ async def main() -> None:
 
     async def ingest(deliveries: Sequence[Delivery]) -> None:
         for batch in batches(deliveries if LASTING else distinct(deliveries), 500):
-            await pay.batch_defer_async(*({"id": own.id, "body": own.body} for own in batch))
+            await pay.batch_defer_async(
+                *({"id": delivery.id, "body": delivery.body} for delivery in batch)
+            )
 
     async def process(deliveries: Sequence[Delivery]) -> None:
         del deliveries

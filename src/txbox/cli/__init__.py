@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import txbox
 from txbox.cli import (
-    commands_bench,
     commands_change,
     commands_look,
     commands_outbox,
@@ -23,7 +22,7 @@ from txbox.cli.output import print_error
 from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
 
 _EPILOG = """\
-All but demo and bench take --app MODULE:APP (or TXBOX_APP) or, where no
+All but demo take --app MODULE:APP (or TXBOX_APP) or, where no
 handler is needed, --database URL (or TXBOX_DATABASE_URL); all take --json.
 The working directory is importable.
 Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
@@ -125,7 +124,6 @@ def make_parser() -> Parser:
         commands_outbox,
         commands_quarantine,
         commands_work,
-        commands_bench,
     ):
         module.add(commands, shared)
     return parser

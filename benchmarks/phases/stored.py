@@ -7,10 +7,10 @@ from typing import Any
 
 import psycopg
 
-from txbox.bench.beside import Contender
-from txbox.bench.result import Bar, Round, ratios
-from txbox.bench.setting import Setting
-from txbox.bench.workload import Work, in_sets, writes
+from benchmarks.beside import Contender
+from benchmarks.result import Bar, Round, ratios
+from benchmarks.setting import Setting
+from benchmarks.workload import Work, in_sets, writes
 
 _STORED: dict[str, Any] = {"mode": "stored", "until_processed": True}
 

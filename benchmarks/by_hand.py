@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from txbox.bench.beside import Naive, batches
-from txbox.bench.place import Gauges, Place
-from txbox.bench.workload import CONSUMER, Body, Delivery, Tx, pay
+from benchmarks.beside import Naive, batches
+from benchmarks.place import Gauges, Place
+from benchmarks.workload import CONSUMER, Body, Delivery, Tx, pay
 from txbox.connections.libpq import BEGIN, COMMIT, Pipeline
 from txbox.steps import Statement
 
@@ -34,14 +34,14 @@ class Trips:
 
     def consume(self, deliveries: Sequence[Delivery]) -> None:
         tx, handler, pipeline = self._tx, self._handler, self._pipeline
-        once = {own.id: own.payload for own in deliveries}
+        once = {delivery.id: delivery.payload for delivery in deliveries}
         if len(once) == 1:
             claim = Statement("claim", _ONE, {"consumer": CONSUMER, "id": deliveries[0].id})
         else:
             claim = Statement("claim", _MANY, {"consumer": CONSUMER, "ids": list(once)})
         (claimed,) = tx.wait(pipeline.send((claim,), before=BEGIN))
-        for (own,) in claimed.rows:
-            handler(json.loads(once[own]), tx)
+        for (message_id,) in claimed.rows:
+            handler(json.loads(once[message_id]), tx)
         tx.wait(pipeline.send((), after=COMMIT))
 
 

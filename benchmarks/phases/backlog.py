@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from txbox.bench.beside import BATCH, WithoutInbox
-from txbox.bench.result import Bar, Plot, Round, ratios, summary, values
-from txbox.bench.setting import Setting
-from txbox.bench.workload import in_sets, pay_and_read, reads, storm, writes
+from benchmarks.beside import BATCH, WithoutInbox
+from benchmarks.result import Bar, Plot, Round, ratios, summary, values
+from benchmarks.setting import Setting
+from benchmarks.workload import in_sets, pay_and_read, reads, storm, writes
 
 _WAITING = "the whole workload waiting from the start, one worker with one lane"
 
 
 def _rates(name: str, title: str, rounds: list[Round]) -> Plot:
     medians = summary(rounds)
-    lines = {own: [(0.0, figures["rate"] or 0.0)] for own, figures in medians.items()}
+    lines = {name: [(0.0, figures["rate"] or 0.0)] for name, figures in medians.items()}
     return Plot(name, title, "bars", "", "messages a second", lines)
 
 
 def p02(on: Setting) -> dict[str, Any]:
     naive = on.naive(handler=pay_and_read)
-    own = on.txbox("txbox, ordinary handler", reads)
+    ordinary = on.txbox("txbox, ordinary handler", reads)
     by_hand = on.by_hand(handler=pay_and_read, together=BATCH)
     rounds = on.interleaved([
-        (naive, on.work()), (own, on.work(3)), (by_hand, on.work(3)), (on.limit(), on.work(5))
+        (naive, on.work()), (ordinary, on.work(3)), (by_hand, on.work(3)), (on.limit(), on.work(5))
     ])  # fmt: skip
     return on.result(
         "P2",
@@ -31,7 +31,7 @@ def p02(on: Setting) -> dict[str, Any]:
         f"{_WAITING}; the handler reads the balance that its UPDATE returns, naive's too. By hand: BEGIN and the claim "
         "of 100 in one round trip, COMMIT in another, and nothing else but the handler",
         [
-            Bar("at least 3 times naive", 3.0, ratios(rounds, own.name, "naive")),
+            Bar("at least 3 times naive", 3.0, ratios(rounds, ordinary.name, "naive")),
             Bar(
                 "by hand: at least 3 times naive",
                 3.0,
@@ -45,9 +45,11 @@ def p02(on: Setting) -> dict[str, Any]:
 
 
 def p03(on: Setting) -> dict[str, Any]:
-    own = on.txbox("txbox, pipeline=True", writes, pipeline=True)
-    rounds = on.interleaved([(on.naive(), on.work()), (own, on.work(5)), (on.limit(), on.work(5))])
-    found = ratios(rounds, own.name, "naive")
+    pipelined = on.txbox("txbox, pipeline=True", writes, pipeline=True)
+    rounds = on.interleaved(
+        [(on.naive(), on.work()), (pipelined, on.work(5)), (on.limit(), on.work(5))]
+    )
+    found = ratios(rounds, pipelined.name, "naive")
     return on.result(
         "P3",
         "Backlog, one message a call, pipeline=True",
@@ -74,15 +76,17 @@ def p04(on: Setting) -> dict[str, Any]:
         "statement a batch, in autocommit, and what it reads in Python is the JSON",
         [
             bar
-            for own in (plain, piped)
+            for contender in (plain, piped)
             for bar in (
                 Bar(
-                    f"{own.name}: at least 22 times naive", 22.0, ratios(rounds, own.name, "naive")
+                    f"{contender.name}: at least 22 times naive",
+                    22.0,
+                    ratios(rounds, contender.name, "naive"),
                 ),
                 Bar(
-                    f"{own.name}: at least 0.55 times the limit",
+                    f"{contender.name}: at least 0.55 times the limit",
                     0.55,
-                    ratios(rounds, own.name, limit.name),
+                    ratios(rounds, contender.name, limit.name),
                 ),
             )
         ],
@@ -112,18 +116,18 @@ def p13(on: Setting) -> dict[str, Any]:
 
 
 def p17(on: Setting) -> dict[str, Any]:
-    own = on.txbox("txbox, batch=True", in_sets, batch=True)
+    batched = on.txbox("txbox, batch=True", in_sets, batch=True)
     bare = WithoutInbox(on.beside, on.gauges)
     work = on.work(10, duplicates=0.0)
     few = on.work(duplicates=0.0)
-    rounds = on.interleaved([(on.naive(), few), (bare, work), (own, work), (on.limit(), work)])
+    rounds = on.interleaved([(on.naive(), few), (bare, work), (batched, work), (on.limit(), work)])
     pairs = [
         with_inbox - without
         for with_inbox, without in zip(
-            cpu_us(rounds, own.name), cpu_us(rounds, bare.name), strict=True
+            cpu_us(rounds, batched.name), cpu_us(rounds, bare.name), strict=True
         )
     ]
-    known = values(rounds, own.name, "server_cpu_us")
+    known = values(rounds, batched.name, "server_cpu_us")
     return on.result(
         "P17",
         "What the inbox costs",

@@ -8,10 +8,10 @@ import psycopg
 import pytest
 
 from benchmarks.lazy import lazy_work
+from benchmarks.place import Gauges
 from benchmarks.profile import counting
-from txbox.bench.place import Gauges
-from txbox.bench.setting import Setting
-from txbox.bench.workload import verify
+from benchmarks.setting import Setting
+from benchmarks.workload import verify
 
 
 def test_the_servers_cpu_and_wal_grow_with_its_work(url: str) -> None:
@@ -54,7 +54,7 @@ def test_round_trips_are_counted(url: str) -> None:
 
 def test_a_workload_that_is_made_as_it_goes_is_verified_like_any_other(setting: Setting) -> None:
     work = lazy_work(110)
-    counts = Counter(own.id for own in work.deliveries)
+    counts = Counter(delivery.id for delivery in work.deliveries)
     assert len(counts) == work.distinct == 100
     assert sum(counts.values()) == 110
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.setting import Setting, opened
 from tests.conftest import NewDatabase
-from txbox.bench.setting import Setting, opened
 
 
 @pytest.fixture

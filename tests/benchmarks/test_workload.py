@@ -7,9 +7,9 @@ import time
 import uuid
 from collections import Counter
 
-from txbox.bench.place import Reading, within
-from txbox.bench.source import Memory, Stopwatch
-from txbox.bench.workload import order_paid, storm
+from benchmarks.place import Reading, within
+from benchmarks.source import Memory, Stopwatch
+from benchmarks.workload import order_paid, storm
 
 
 class _NoGauges:
@@ -19,26 +19,26 @@ class _NoGauges:
 
 def test_order_paid_has_its_share_of_duplicates_behind_their_originals() -> None:
     work = order_paid(1000, seed=1)
-    counts = Counter(own.id for own in work.deliveries)
+    counts = Counter(delivery.id for delivery in work.deliveries)
 
     assert len(work.deliveries) == 1100
     assert len(counts) == work.distinct == 1000
     assert set(counts.values()) == {1, 2}
-    once = {own.id: json.loads(own.payload) for own in work.deliveries}
+    once = {delivery.id: json.loads(delivery.payload) for delivery in work.deliveries}
     assert sum(body["amount"] for body in once.values()) == work.total
-    assert all(len(own.payload) == 200 for own in work.deliveries)
+    assert all(len(delivery.payload) == 200 for delivery in work.deliveries)
     # by the order in which they were made, ids grow
-    made = sorted(once, key=lambda own: once[own]["order"])
+    made = sorted(once, key=lambda message_id: once[message_id]["order"])
     assert made == sorted(made)
-    assert {uuid.UUID(own).version for own in made} == {7}
+    assert {uuid.UUID(message_id).version for message_id in made} == {7}
 
 
 def test_failing_messages_are_those_that_the_database_refuses() -> None:
     work = order_paid(1000, seed=1, failing=0.05)
-    bodies = {own.id: json.loads(own.payload) for own in work.deliveries}
+    bodies = {delivery.id: json.loads(delivery.payload) for delivery in work.deliveries}
 
     assert len(work.failing) == 50
-    assert {own for own, body in bodies.items() if body["amount"] < 0} == work.failing
+    assert {message_id for message_id, body in bodies.items() if body["amount"] < 0} == work.failing
     assert sum(body["amount"] for body in bodies.values() if body["amount"] > 0) == work.total
 
 
@@ -46,7 +46,7 @@ def test_a_storm_repeats_every_message() -> None:
     work = storm(5000, seed=1)
 
     assert len(work.deliveries) == 5000
-    assert work.distinct == len({own.id for own in work.deliveries}) == 50
+    assert work.distinct == len({delivery.id for delivery in work.deliveries}) == 50
 
 
 def test_an_open_loop_hands_out_what_is_due_and_times_it_from_then() -> None:
@@ -59,7 +59,7 @@ def test_an_open_loop_hands_out_what_is_due_and_times_it_from_then() -> None:
         found = source.receive(100, 0.5)
         now = time.perf_counter()
         received += len(found)
-        assert all(began <= own.tag <= now for own in found)
+        assert all(began <= delivery.tag <= now for delivery in found)
         assert received <= (now - began) * 2000.0 + 1
         source.settle(found)
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from txbox.bench.place import Reading
-from txbox.bench.result import Round, Verified
-from txbox.bench.workload import TOPIC, Work
+from benchmarks.place import Reading
+from benchmarks.result import Round, Verified
+from benchmarks.workload import TOPIC, Work
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.message import Message
 
@@ -142,13 +142,13 @@ class Memory:
             arrived = int((now - self._began_at) / self._every_s) + 1
             until, due = min(arrived, self._next + messages_max), self._began_at
         found: list[Delivery] = []
-        for at, own in enumerate(self._waiting[self._next : until], self._next):
+        for at, delivery in enumerate(self._waiting[self._next : until], self._next):
             # not `Message[Any](…)`, which takes three times as long
-            message: Message[Any] = Message(topic=TOPIC, id=own.id, payload=own.payload)
+            message: Message[Any] = Message(topic=TOPIC, id=delivery.id, payload=delivery.payload)
             since = due if self._every_s is None else due + at * self._every_s
             found.append(Delivery(message, TOPIC, tag=since))
             if self.received is not None:
-                self.received.setdefault(own.id, since)
+                self.received.setdefault(delivery.id, since)
         self._next += len(found)
         return found
 
@@ -168,7 +168,7 @@ class Memory:
         if self.ends_elsewhere:
             return
         now = time.perf_counter()
-        self._watch.took_s += [now - own.tag for own in deliveries]
+        self._watch.took_s += [now - delivery.tag for delivery in deliveries]
         if self._settled == len(self._waiting):
             self._watch.stop()
 

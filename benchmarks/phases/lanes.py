@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from txbox.bench.result import Bar, ratios
-from txbox.bench.setting import Cell, Setting
-from txbox.bench.workload import ACCOUNTS, in_sets, writes
+from benchmarks.result import Bar, ratios
+from benchmarks.setting import Cell, Setting
+from benchmarks.workload import ACCOUNTS, in_sets, writes
 
 _LANES = 4
 _ACCOUNT = "body.account"
@@ -30,7 +30,7 @@ def p07(on: Setting) -> dict[str, Any]:
         for name, handler, options in kinds
         for key in (False, True)
     ]
-    cells: list[Cell] = [(naive, on.work()), *((own, on.work(2)) for own in lanes)]
+    cells: list[Cell] = [(naive, on.work()), *((lane, on.work(2)) for lane in lanes)]
     cells.append((on.limit(), on.work(5)))
     rounds = on.interleaved(cells)
     return on.result(
@@ -39,8 +39,8 @@ def p07(on: Setting) -> dict[str, Any]:
         f"{ACCOUNTS:,} accounts, concurrency={_LANES} against naive on {_LANES} connections; without and with "
         f"lock_key={_ACCOUNT!r}, the whole workload waiting from the start",
         [
-            Bar(f"{own.name}: never below naive", 1.0, ratios(rounds, own.name, naive.name))
-            for own in lanes
+            Bar(f"{lane.name}: never below naive", 1.0, ratios(rounds, lane.name, naive.name))
+            for lane in lanes
         ],
         rounds,
     )

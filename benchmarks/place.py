@@ -14,13 +14,13 @@ from urllib.parse import quote, urlsplit
 import psycopg
 from psycopg import Connection, sql
 
-from txbox.bench.workload import Tx, create_tables
+from benchmarks.workload import Tx, create_tables
 from txbox.errors import ConfigurationError
 
 #: txbox's tables are in the first, those that it is compared with in the other.
 SCHEMAS = ("txbox_bench", "txbox_bench_beside")
 
-_MARK = "made by txbox bench, which drops it"
+_MARK = "made by the benchmarks of txbox, which drop it"
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -75,8 +75,8 @@ def places(url: str) -> Generator[tuple[Place, Place]]:
                 admin.execute(_DROP.format(sql.Identifier(name)))
                 admin.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
                 admin.execute(_COMMENT.format(sql.Identifier(name), sql.Literal(_MARK)))
-            own, beside = (Place(within(url, name)) for name in SCHEMAS)
-            yield own, beside
+            place, beside = (Place(within(url, name)) for name in SCHEMAS)
+            yield place, beside
         finally:
             for name in SCHEMAS:
                 refuse_foreign(admin, name)
@@ -94,7 +94,7 @@ def refuse_foreign(admin: Tx, name: str) -> None:
     ).fetchone()
     if row is not None and row[0] != _MARK:
         raise ConfigurationError(
-            f"The schema {name} exists and was not made by `txbox bench`, which would drop it: "
+            f"The schema {name} exists and was not made by the benchmarks, which would drop it: "
             "rename it, or give another database."
         )
 

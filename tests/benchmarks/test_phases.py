@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from txbox.bench.phases import PHASES
-from txbox.bench.setting import Setting
+from benchmarks.phases import PHASES
+from benchmarks.setting import Setting
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -16,10 +16,10 @@ def test_a_phase_verifies_all_of_its_contenders(setting: Setting, phase: str) ->
 
     assert document["phase"] == phase
     assert document["bars"]
-    for name, own in document["contenders"].items():
-        assert own["good"], (name, own)
-        assert own["rate"] > 0, name
-        assert (own["lost"], own["doubled"]) == (0, 0), name
+    for name, medians in document["contenders"].items():
+        assert medians["good"], (name, medians)
+        assert medians["rate"] > 0, name
+        assert (medians["lost"], medians["doubled"]) == (0, 0), name
     for bar in document["bars"]:
         assert bar["measured"] is not None, bar["text"]
         assert isinstance(bar["met"], bool)
@@ -47,4 +47,4 @@ def test_contenders_take_turns_and_get_the_same_workload(setting: Setting) -> No
     assert [name for name, _ in began] == ["a", "b", "b", "a"]
     assert began[0][1] == began[1][1]
     assert began[0][1] != began[2][1]
-    assert [own.contender for own in rounds] == ["a", "a", "b", "b"]
+    assert [run.contender for run in rounds] == ["a", "a", "b", "b"]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.contender import inbox_off_by
+from benchmarks.result import Verified, passed
+from benchmarks.setting import Setting
+from benchmarks.workload import Tx, Work, pay, verify, writes
 from txbox import Message
-from txbox.bench.contender import inbox_off_by
-from txbox.bench.result import Verified, passed
-from txbox.bench.setting import Setting
-from txbox.bench.workload import Tx, Work, pay, verify, writes
 
 _TAMPERED = {
     "lost": "DELETE FROM orders WHERE id = (SELECT min(id) FROM orders)",
@@ -21,7 +21,7 @@ _TAMPERED = {
 
 
 def _verified(setting: Setting, work: Work) -> Verified:
-    with setting.own.connect() as admin:
+    with setting.place.connect() as admin:
         return verify(admin, work, inbox_off_by(admin, work))
 
 
@@ -32,7 +32,7 @@ def test_a_row_that_was_tampered_with_is_found(setting: Setting, what: str) -> N
     assert done.verified.good
     assert _verified(setting, work).good
 
-    with setting.own.connect() as admin:
+    with setting.place.connect() as admin:
         admin.execute(_TAMPERED[what].encode())
 
     found = _verified(setting, work)
@@ -44,7 +44,7 @@ def test_a_message_that_failed_more_than_once_is_found(setting: Setting) -> None
     work = setting.work(failing=0.1)(1)
     assert setting.txbox("txbox", writes).round(work).verified.good
 
-    with setting.own.connect() as admin:
+    with setting.place.connect() as admin:
         admin.execute(
             "UPDATE txbox_inbox SET attempts = 2 WHERE arrival = "
             "(SELECT min(arrival) FROM txbox_inbox WHERE status = 'failed')"
@@ -58,8 +58,8 @@ def test_a_handler_that_loses_work_fails_its_phase(setting: Setting) -> None:
         if message.body["order"] % 10:
             pay(message.body, tx)
 
-    own = setting.txbox("careless", careless)
-    rounds = setting.interleaved([(own, setting.work())], warm=False)
+    contender = setting.txbox("careless", careless)
+    rounds = setting.interleaved([(contender, setting.work())], warm=False)
     document = setting.result("P0", "Careless", "once", [], rounds)
 
     assert document["contenders"]["careless"]["lost"] == 6
@@ -72,8 +72,8 @@ def test_a_handler_that_pays_twice_fails_its_phase(setting: Setting) -> None:
         if message.body["order"] == 3:
             pay(message.body, tx)
 
-    own = setting.txbox("generous", generous)
-    rounds = setting.interleaved([(own, setting.work())], warm=False)
+    contender = setting.txbox("generous", generous)
+    rounds = setting.interleaved([(contender, setting.work())], warm=False)
 
     assert not passed(setting.result("P0", "Generous", "once", [], rounds))
     assert rounds[0].verified.doubled == 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from txbox.bench.result import Bar, ratios
-from txbox.bench.setting import Cell, Setting
-from txbox.bench.workload import raises, writes
+from benchmarks.result import Bar, ratios
+from benchmarks.setting import Cell, Setting
+from benchmarks.workload import raises, writes
 
 #: Share of messages that fail → times naive.
 _BARS = {0.001: 8.0, 0.01: 6.0, 0.05: 4.5}
@@ -20,9 +20,9 @@ def p12(on: Setting) -> dict[str, Any]:
     for share, bar in _BARS.items():
         for kind, handler in kinds.items():
             # each with an App of its own: what one has learned of its failures is not for the next
-            own = on.txbox(f"{share:.1%} {kind}", handler, pipeline=True)
-            cells.append((own, on.work(5, failing=share)))
-            bars.append((own.name, bar))
+            contender = on.txbox(f"{share:.1%} {kind}", handler, pipeline=True)
+            cells.append((contender, on.work(5, failing=share)))
+            bars.append((contender.name, bar))
     cells.append((on.limit(), on.work(5)))
     rounds = on.interleaved(cells)
     return on.result(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from benchmarks.place import Gauges, Place
+from benchmarks.result import Round
+from benchmarks.source import Memory, Stopwatch
+from benchmarks.workload import CONSUMER, TOPIC, Tx, Work, verify
 from txbox.app import App, Consumption
-from txbox.bench.place import Gauges, Place
-from txbox.bench.result import Round
-from txbox.bench.source import Memory, Stopwatch
-from txbox.bench.workload import CONSUMER, TOPIC, Tx, Work, verify
 from txbox.events import Event, MessageProcessed
 from txbox.policy import RetryPolicy
 from txbox.worker import Worker

@@ -11,7 +11,7 @@ from typing import Any
 
 from psycopg import Connection
 
-from txbox.bench.result import Verified
+from benchmarks.result import Verified
 from txbox.message import Message
 
 ACCOUNTS = 1_000
@@ -194,6 +194,15 @@ def create_tables(connection: Tx) -> None:
     )
     connection.execute("INSERT INTO account (id) SELECT generate_series(0, %s - 1)", (ACCOUNTS,))
     connection.execute("ANALYZE account")
+
+
+def create_inbox(connection: Tx) -> None:
+    """Make the inbox of a textbook loop anew; its ids are text, as those of brokers are."""
+    connection.execute("DROP TABLE IF EXISTS inbox")
+    connection.execute(
+        "CREATE TABLE inbox (consumer text NOT NULL, message_id text NOT NULL, "
+        "received_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (consumer, message_id))"
+    )
 
 
 def verify(connection: Tx, work: Work, inbox_off_by: int = 0) -> Verified:

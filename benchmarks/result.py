@@ -10,7 +10,7 @@ A result is a dict, one a phase:
     rounds      list of every `Round`
     plots       list of `Plot.as_dict()`
     notes       sentences for people, shown below the table
-    date, machine, versions, server, and from benchmarks/ commit, uncommitted_changes, load_1min
+    date, machine, versions, server, load_1min, commit, uncommitted_changes: see measure.py
 """
 
 from __future__ import annotations
@@ -131,20 +131,20 @@ _FIGURES = ("p50_ms", "p99_ms", "client_cpu_us", "server_cpu_us", "wal_bytes", "
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
     """Medians over the rounds of each contender, and the sums of what went wrong."""
     found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(own.contender for own in rounds):
-        mine = [own for own in rounds if own.contender == name]
+    for name in dict.fromkeys(run.contender for run in rounds):
+        mine = [run for run in rounds if run.contender == name]
         found[name] = {
             "rounds": len(mine),
-            "messages": statistics.median(own.messages for own in mine),
-            "rate": _median([own.rate for own in mine]),
-            "rate_min": min((own.rate for own in mine if own.rate is not None), default=None),
-            "rate_max": max((own.rate for own in mine if own.rate is not None), default=None),
-            **{figure: _median([getattr(own, figure) for own in mine]) for figure in _FIGURES},
-            **{figure: _median([own.more.get(figure) for own in mine]) for figure in mine[0].more},
-            "lost": sum(own.verified.lost for own in mine),
-            "doubled": sum(own.verified.doubled for own in mine),
-            "good": all(own.verified.good and own.failure is None for own in mine),
-            "failures": [own.failure for own in mine if own.failure is not None],
+            "messages": statistics.median(run.messages for run in mine),
+            "rate": _median([run.rate for run in mine]),
+            "rate_min": min((run.rate for run in mine if run.rate is not None), default=None),
+            "rate_max": max((run.rate for run in mine if run.rate is not None), default=None),
+            **{figure: _median([getattr(run, figure) for run in mine]) for figure in _FIGURES},
+            **{figure: _median([run.more.get(figure) for run in mine]) for figure in mine[0].more},
+            "lost": sum(run.verified.lost for run in mine),
+            "doubled": sum(run.verified.doubled for run in mine),
+            "good": all(run.verified.good and run.failure is None for run in mine),
+            "failures": [run.failure for run in mine if run.failure is not None],
         }
     return found
 
@@ -158,20 +158,20 @@ def ratios(
     rounds: Sequence[Round], contender: str, yardstick: str, figure: str = "rate"
 ) -> list[float]:
     """A figure of the contender over that of the yardstick, round by round."""
-    above = [_of(own, figure) for own in rounds if own.contender == contender]
-    below = [_of(own, figure) for own in rounds if own.contender == yardstick]
+    above = [_of(run, figure) for run in rounds if run.contender == contender]
+    below = [_of(run, figure) for run in rounds if run.contender == yardstick]
     # a yardstick that did nothing measures nothing
     return [(one or 0.0) / other for one, other in zip(above, below, strict=True) if other]
 
 
-def _of(own: Round, figure: str) -> float | None:
-    value: float | None = own.more[figure] if figure in own.more else getattr(own, figure)
+def _of(run: Round, figure: str) -> float | None:
+    value: float | None = run.more[figure] if figure in run.more else getattr(run, figure)
     return value
 
 
 def values(rounds: Sequence[Round], contender: str, figure: str) -> list[float]:
     """A figure of the contender, round by round, as far as it is known."""
-    found = [_of(own, figure) for own in rounds if own.contender == contender]
+    found = [_of(run, figure) for run in rounds if run.contender == contender]
     return [value for value in found if value is not None]
 
 
@@ -191,10 +191,10 @@ def result(
         "phase": phase,
         "title": title,
         "method": method,
-        "bars": [own.as_dict() for own in bars],
+        "bars": [bar.as_dict() for bar in bars],
         "contenders": summary(rounds),
-        "rounds": [asdict(own) for own in rounds],
-        "plots": [own.as_dict() for own in plots],
+        "rounds": [asdict(run) for run in rounds],
+        "plots": [plot.as_dict() for plot in plots],
         "notes": list(notes),
         **circumstances,
     }
@@ -202,6 +202,6 @@ def result(
 
 def passed(document: Mapping[str, Any]) -> bool:
     """Every bar is met, and every round of every contender verified."""
-    return all(own["met"] or own["stretch"] for own in document["bars"]) and all(
-        own["good"] for own in document["contenders"].values()
+    return all(bar["met"] or bar["stretch"] for bar in document["bars"]) and all(
+        medians["good"] for medians in document["contenders"].values()
     )

@@ -11,10 +11,20 @@ from typing import Any, Protocol
 
 import psycopg
 
-from txbox.bench.place import Gauges, Place
-from txbox.bench.result import Round
-from txbox.bench.source import Stopwatch
-from txbox.bench.workload import CONSUMER, Body, Delivery, Tx, Work, pay, pay_many, verify
+from benchmarks.place import Gauges, Place
+from benchmarks.result import Round
+from benchmarks.source import Stopwatch
+from benchmarks.workload import (
+    CONSUMER,
+    Body,
+    Delivery,
+    Tx,
+    Work,
+    create_inbox,
+    pay,
+    pay_many,
+    verify,
+)
 
 BATCH = 100
 
@@ -45,12 +55,7 @@ class Beside:
 
     def prepare(self) -> None:
         with self.place.connect() as admin:
-            # text, as ids of brokers are
-            admin.execute("DROP TABLE IF EXISTS inbox")
-            admin.execute(
-                "CREATE TABLE inbox (consumer text NOT NULL, message_id text NOT NULL, "
-                "received_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (consumer, message_id))"
-            )
+            create_inbox(admin)
         self.place.prepare()
 
     def round(self, work: Work) -> Round:
@@ -109,25 +114,25 @@ class Naive(Beside):
         self._rate = rate
 
     def consume_all(self, work: Work, watch: Stopwatch) -> None:
-        own = [psycopg.connect(self.place.url) for _ in range(self._count)]
+        connections = [psycopg.connect(self.place.url) for _ in range(self._count)]
         try:
             began = watch.start()
             due = self._due(work.deliveries, began)
             if self._count == 1:
-                watch.took_s += self.line(own[0], due)
+                watch.took_s += self.line(connections[0], due)
             else:
-                watch.took_s += self._lines(own, due)
+                watch.took_s += self._lines(connections, due)
             watch.stop()
         finally:
-            for connection in own:
+            for connection in connections:
                 connection.close()
 
     def _due(
         self, deliveries: Sequence[Delivery], began: float
     ) -> Iterator[tuple[float, Delivery]]:
         if self._rate is None:
-            return iter([(0.0, own) for own in deliveries])
-        return iter([(began + at / self._rate, own) for at, own in enumerate(deliveries)])
+            return iter([(0.0, delivery) for delivery in deliveries])
+        return iter([(began + at / self._rate, delivery) for at, delivery in enumerate(deliveries)])
 
     def _lines(
         self, connections: Sequence[psycopg.Connection[Any]], due: Iterator[tuple[float, Delivery]]
@@ -142,7 +147,7 @@ class Naive(Beside):
             thread.start()
         for thread in threads:
             thread.join()
-        return [one for own in took for one in own]
+        return [one for times in took for one in times]
 
     def taking(self, tx: Tx) -> Callable[[Delivery], object]:
         """What consumes a delivery on this connection."""
@@ -174,7 +179,7 @@ class WithoutInbox(Beside):
             watch.start()
             for batch in batches(work.deliveries):
                 since = time.perf_counter()
-                pay_many([json.loads(own.payload) for own in batch], tx)
+                pay_many([json.loads(delivery.payload) for delivery in batch], tx)
                 tx.commit()
                 watch.took_s += [time.perf_counter() - since] * len(batch)
             watch.stop()
@@ -209,7 +214,7 @@ class Limit(Beside):
             watch.start()
             for batch in batches(work.deliveries):
                 since = time.perf_counter()
-                once = {own.id: own.payload for own in batch}
+                once = {delivery.id: delivery.payload for delivery in batch}
                 bodies = [json.loads(payload) for payload in once.values()]
                 connection.execute(
                     _LIMIT,

@@ -1,12 +1,12 @@
-"""The phases that need only a PostgreSQL URL."""
+"""The phases that need only a PostgreSQL URL, and so can measure any server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from txbox.bench.phases import backlog, failures, lanes, latency, stored
-from txbox.bench.setting import Setting
+from benchmarks.phases import backlog, failures, lanes, latency, stored
+from benchmarks.setting import Setting
 
 # one line a phase
 PHASES: dict[str, Callable[[Setting], dict[str, Any]]] = {

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 from benchmarks import plots, report
 from benchmarks.__main__ import PHASES
-from txbox.bench.phases import PHASES as CORE
-from txbox.bench.result import Bar, Plot, Round, Verified, passed, result
+from benchmarks.phases import PHASES as CORE
+from benchmarks.result import Bar, Plot, Round, Verified, passed, result
 
 
 def _document(*, lost: int = 0, ratio: float = 13.0, stretch: bool = False) -> dict[str, Any]:
@@ -73,5 +73,5 @@ def test_plots_are_drawings(tmp_path: Path) -> None:
     for plot in (bars, lines):
         path = plots.write(plot.as_dict(), tmp_path)
         root = ElementTree.fromstring(path.read_text())
-        shapes = [own.tag.rpartition("}")[2] for own in root.iter()]
+        shapes = [shape.tag.rpartition("}")[2] for shape in root.iter()]
         assert shapes.count("rect") + shapes.count("polyline") >= 2

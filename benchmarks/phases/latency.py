@@ -10,14 +10,14 @@ from typing import Any
 
 import psycopg
 
+from benchmarks.beside import Naive
+from benchmarks.by_hand import ByHand
+from benchmarks.contender import inbox_off_by
+from benchmarks.place import Place, Reading
+from benchmarks.result import Bar, Plot, Round, ratios, summary, values
+from benchmarks.setting import Setting
+from benchmarks.workload import CONSUMER, TOPIC, Delivery, Work, order_paid, verify, writes
 from txbox.app import App
-from txbox.bench.beside import Naive
-from txbox.bench.by_hand import ByHand
-from txbox.bench.contender import inbox_off_by
-from txbox.bench.place import Place, Reading
-from txbox.bench.result import Bar, Plot, Round, ratios, summary, values
-from txbox.bench.setting import Setting
-from txbox.bench.workload import CONSUMER, TOPIC, Delivery, Work, order_paid, verify, writes
 from txbox.events import Event
 from txbox.message import Message
 
@@ -94,16 +94,18 @@ def _listen(_event: Event) -> None:
 
 
 def _by_txbox(on: Setting, name: str, stack: ExitStack, options: dict[str, Any]) -> Turns:
-    app = stack.enter_context(App(on.own.url, observers=[_listen]))
+    app = stack.enter_context(App(on.place.url, observers=[_listen]))
     register: Callable[[Any], Any] = app.handler(TOPIC, consumer=CONSUMER, **options)
     register(writes)
     app.init()
-    on.own.prepare()
+    on.place.prepare()
     return Turns(
         name,
-        on.own,
+        on.place,
         inbox_off_by,
-        lambda own: app.process(Message(topic=TOPIC, id=own.id, payload=own.payload)),
+        lambda delivery: app.process(
+            Message(topic=TOPIC, id=delivery.id, payload=delivery.payload)
+        ),
     )
 
 
@@ -119,13 +121,13 @@ def _one_round(
     """Naive and one other, delivery by delivery, in turns of so many; without options it is by hand."""
     with ExitStack() as stack:
         naive = _by_loop(_named("naive", turn), on.naive(), stack)
-        own = _named(name, turn)
+        label = _named(name, turn)
         both = [
             naive,
             # where txbox has its tables, since naive's must be its own
-            _by_loop(own, ByHand(on.own, on.gauges), stack)
+            _by_loop(label, ByHand(on.place, on.gauges), stack)
             if options is None
-            else _by_txbox(on, own, stack, options),
+            else _by_txbox(on, label, stack, options),
         ]
         # statements are prepared in the first turn
         for number, start in enumerate(range(0, len(work.deliveries), turn)):
@@ -148,16 +150,16 @@ def p01(on: Setting) -> dict[str, Any]:
     done: list[Round] = []
     bars: list[Bar] = []
     for turn, (name, options) in product((_TURN, _SHORT_TURN), kinds):
-        own, yardstick = _named(name, turn), _named("naive", turn)
+        label, yardstick = _named(name, turn), _named("naive", turn)
         pairs: list[Round] = []
         for number in range(on.rounds):
-            on.report(f"{own}, round {number + 1} of {on.rounds}")
+            on.report(f"{label}, round {number + 1} of {on.rounds}")
             pairs += _one_round(on, on.work()(number + 1), name, turn, options)
         bars.append(
             Bar(
-                f"{own}: at least 1.0 times naive",
+                f"{label}: at least 1.0 times naive",
                 1.0,
-                ratios(pairs, own, yardstick),
+                ratios(pairs, label, yardstick),
                 stretch=turn != _TURN or options is None,
             )
         )
@@ -170,7 +172,7 @@ def p01(on: Setting) -> dict[str, Any]:
         "naive with BEGIN and its claim in one round trip, and nothing else. Turns of 100 are reported beside: they "
         "are over before the machine has settled after the change, which favours naive",
         bars,
-        sorted(done, key=lambda own: own.contender),
+        sorted(done, key=lambda run: run.contender),
     )
 
 
@@ -185,7 +187,7 @@ def p06(on: Setting) -> dict[str, Any]:
         # --messages scales the time that each rate is kept up: 3 s by default
         work = _offered(on, rate, on.messages / 1333)
         naive = on.naive(name=f"naive, {rate:,}/s", rate=rate)
-        own = [
+        workers = [
             on.txbox(f"txbox, {rate:,}/s", writes, rate=rate, to_commit=True),
             on.txbox(
                 f"txbox, pipeline=True, {rate:,}/s",
@@ -196,9 +198,9 @@ def p06(on: Setting) -> dict[str, Any]:
             ),
         ]
         by_hand = on.by_hand(name=f"by hand, {rate:,}/s", rate=rate)
-        found = on.interleaved([(naive, work), *((one, work) for one in own), (by_hand, work)])
+        found = on.interleaved([(naive, work), *((one, work) for one in workers), (by_hand, work)])
         rounds += found
-        for one in own:
+        for one in workers:
             bars += _to_commit_and_ack(found, one.name, naive.name)
         bars.append(
             Bar(
@@ -220,13 +222,16 @@ def p06(on: Setting) -> dict[str, Any]:
     )
 
 
-def _to_commit_and_ack(rounds: Sequence[Round], own: str, naive: str) -> list[Bar]:
+def _to_commit_and_ack(rounds: Sequence[Round], contender: str, naive: str) -> list[Bar]:
     limit, below = 1.2, values(rounds, naive, "p50_ms")
     return [
         Bar(
-            f"{own}: p50 to {what} at most {limit} times naive's to commit",
+            f"{contender}: p50 to {what} at most {limit} times naive's to commit",
             limit,
-            [one / other for one, other in zip(values(rounds, own, figure), below, strict=True)],
+            [
+                one / other
+                for one, other in zip(values(rounds, contender, figure), below, strict=True)
+            ],
             "at most",
             stretch=figure == "p50_ms",
         )
@@ -247,7 +252,7 @@ def p06b(on: Setting) -> dict[str, Any]:
     for times in (0.1, 0.5, 0.9, 2.0, _OVERLOAD):
         rate = times * most
         work = _offered(on, rate, 0.4 * on.messages / 1000)
-        own = on.txbox(
+        pipelined = on.txbox(
             f"txbox, pipeline=True, {times:g} times",
             writes,
             rate=rate,
@@ -259,9 +264,9 @@ def p06b(on: Setting) -> dict[str, Any]:
             rate=rate,
             connections=4 if times > 1 else 1,
         )
-        found = on.interleaved([(own, work), (beside, work)], warm=False)
+        found = on.interleaved([(pipelined, work), (beside, work)], warm=False)
         rounds += found
-        for name, line in ((own.name, "txbox"), (beside.name, "naive")):
+        for name, line in ((pipelined.name, "txbox"), (beside.name, "naive")):
             figures = summary(found)[name]
             for figure in ("p50_ms", "p99_ms"):
                 points.setdefault(f"{line} {figure[:3]}", []).append((rate, figures[figure]))
@@ -270,14 +275,14 @@ def p06b(on: Setting) -> dict[str, Any]:
                 Bar(
                     "p99 to commit at most 5 ms at 3.7 times",
                     5.0,
-                    values(found, own.name, "commit_p99_ms"),
+                    values(found, pipelined.name, "commit_p99_ms"),
                     "at most",
                     "ms",
                 ),
                 Bar(
                     "p99 to acknowledgement at most 5 ms at 3.7 times",
                     5.0,
-                    values(found, own.name, "p99_ms"),
+                    values(found, pipelined.name, "p99_ms"),
                     "at most",
                     "ms",
                     stretch=True,
