@@ -16,21 +16,25 @@ from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import Database
-from txbox.dead_letters import DeadLetters
 from txbox.drive import drive, drive_async
 from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import Events, MessageUnmatched, Observer
-from txbox.extractor import Extractor
-from txbox.handler_options import HandlerOptions, Options, exceptions_of
-from txbox.handlers import Handler, Handlers, check_message, types_of
+from txbox.handlers import (
+    Extractor,
+    Handler,
+    HandlerOptions,
+    Handlers,
+    Options,
+    check_message,
+    exceptions_of,
+    types_of,
+)
 from txbox.identity import PayloadHash
-from txbox.in_flight import Holder
-from txbox.intake import Intake, Leasing
 from txbox.message import Message
 from txbox.observers.logging import LoggingObserver
-from txbox.outbox import Outbox
-from txbox.outcome import Answer, Outcome
+from txbox.outbox import CloudEvents, DeadLetters, Outbox, Routes
+from txbox.outcome import Answer, Outcome, Settled
 from txbox.policy import (
     Batching,
     GapPolicy,
@@ -41,10 +45,10 @@ from txbox.policy import (
     RetryPolicy,
     check_policies,
 )
-from txbox.protocol import InboxProtocol
+from txbox.processing.attempt import InboxProtocol
+from txbox.processing.in_flight import Holder
+from txbox.processing.intake import Intake, Leasing
 from txbox.replies import replying
-from txbox.routes import CloudEvents, Routes
-from txbox.settled import Settled
 from txbox.steps import Connections, Steps
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns

@@ -13,13 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 from txbox.body import as_json
-from txbox.cause import cause_of, passed_on
 from txbox.connections import borrow, borrow_async
 from txbox.drive import run, run_async
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handler, Handlers
 from txbox.identity import time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
+from txbox.outbox import cause_of, passed_on
 from txbox.policy import Limits, check_duration
 from txbox.steps import Steps
 from txbox.store.codec import Arrival, Columns

@@ -3,20 +3,332 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import NoneType
+from typing import Any, Literal, TypedDict
 
 from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
-from txbox.extractor import Extractor, extractor_of
-from txbox.handler_options import HandlerOptions
-from txbox.identity import checked_consumer, checked_text, message_id, payload_hash
+from txbox.identity import PayloadHash, checked_consumer, checked_text, message_id, payload_hash
 from txbox.message import Headers, Message, handed_over
-from txbox.policy import Limits
-from txbox.signature import body_annotation, check_signature, is_async_function
+from txbox.policy import GapPolicy, Limits, RetryPolicy
 from txbox.store.codec import Arrival, encode_headers
+
+#: What a path may begin with; all but the first two are the message's own attributes.
+_HEADS = ("body", "headers", "id", "key", "type", "topic", "sequence", "origin", "time")
+
+Extractor = Callable[[Message[Any]], object]
+
+
+def check_path(option: str, given: object) -> None:
+    """Check an option that may be a path, so that a slip of the pen sets no message aside.
+
+    Raises:
+        ConfigurationError: a path that no message has.
+    """
+    if given is None or callable(given):
+        return
+    if not isinstance(given, str):
+        raise ConfigurationError(f"{option} is {given!r}: give a callable or a path.")
+    head, dot, rest = given.partition(".")
+    if head not in _HEADS or (dot and not all(rest.split("."))) or (head == "headers" and not rest):
+        raise ConfigurationError(
+            f'{option} is {given!r}: use a callable, or a path as "body.order.id", "headers.name" or "key".'
+        )
+
+
+def extractor_of(given: Extractor | str | None) -> Extractor | None:
+    """Return the callable itself, or one that follows a path; None where nothing was given."""
+    return functools.partial(_at_path, given) if isinstance(given, str) else given
+
+
+def _at_path(path: str, message: Message[Any]) -> object:
+    """Follow "body.order.id", "headers.name" or "key" through a message; the body is read as JSON."""
+    head, _, rest = path.partition(".")
+    if head == "headers":
+        return message.headers.text(rest)
+    value: Any = message.json() if head == "body" else getattr(message, head)
+    for part in filter(None, rest.split(".")):
+        value = value[int(part) if isinstance(value, list) else part]
+    return value
+
+
+def check_signature(function: Callable[..., Any], *, batch: bool, transactional: bool) -> None:
+    """Check that a handler can be called as its options say.
+
+    Raises:
+        ConfigurationError: it is no function, a generator, or takes other arguments.
+    """
+    if not callable(function):
+        raise ConfigurationError(f"A handler must be a function, got {type(function).__name__}.")
+    bare = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(bare) or inspect.isasyncgenfunction(bare):
+        raise ConfigurationError(f"{function!r} is a generator: a handler must return, not yield.")
+    wanted = 2 if transactional else 1
+    shape = "(message, tx)" if transactional else "(message)"
+    if batch:
+        shape = shape.replace("message", "messages")
+    try:
+        inspect.signature(function).bind(*range(wanted))
+    except TypeError:
+        raise ConfigurationError(
+            f"The handler {getattr(function, '__qualname__', function)} must take {shape}, "
+            f"but its signature is {inspect.signature(function)}."
+        ) from None
+    _check_places(function, batch=batch, transactional=transactional)
+
+
+def _check_places(function: Callable[..., Any], *, batch: bool, transactional: bool) -> None:
+    """Refuse `(tx, message)`, and a list where one message comes, or the reverse."""
+    name = getattr(function, "__qualname__", function)
+    first, *others = inspect.signature(function).parameters.values()
+    if transactional and others and (_names_message(others[0]) and not _names_message(first)):
+        come = "messages come" if batch else "message comes"
+        raise ConfigurationError(
+            f"The handler {name} takes ({first.name}, {others[0].name}): the {come} first, then the transaction."
+        )
+    hint = _hints(function, first.name).get(first.name, Any)
+    if batch and (hint is Message or typing.get_origin(hint) is Message):
+        raise ConfigurationError(
+            f"The handler {name} takes one message, but batch=True gives a list: annotate it as list[Message[…]]."
+        )
+    if not batch and typing.get_origin(hint) in (list, Sequence):
+        raise ConfigurationError(
+            f"The handler {name} takes a list, but gets one message a call: annotate it as Message[…], "
+            "or say batch=True."
+        )
+
+
+def _names_message(parameter: inspect.Parameter) -> bool:
+    """Say whether a parameter is a message's or messages', by its annotation, else by its name."""
+    if parameter.annotation in (inspect.Parameter.empty, Any, "Any"):
+        return parameter.name in ("message", "messages", "msg", "msgs")
+    shown = (
+        parameter.annotation
+        if isinstance(parameter.annotation, str)
+        else repr(parameter.annotation)
+    )
+    return re.search(r"\bMessage\b", shown) is not None
+
+
+def is_async_function(function: Callable[..., Any]) -> bool:
+    """Say whether calling it gives a coroutine."""
+    return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004  # the colour, not whether it can be called
+    )
+
+
+def body_annotation(function: Callable[..., Any], *, batch: bool) -> Any:
+    """Return the X of `message: Message[X]` (with `batch`, of `list[Message[X]]`), or Any.
+
+    Raises:
+        ConfigurationError: the annotation names what is not there at run time.
+    """
+    first = next(iter(inspect.signature(function).parameters))
+    hint = _hints(function, first).get(first, Any)
+    if batch and typing.get_origin(hint) in (list, Sequence):
+        (hint,) = typing.get_args(hint) or (Any,)
+    if typing.get_origin(hint) is Message:
+        return typing.get_args(hint)[0]
+    return Any
+
+
+def _hints(function: Callable[..., Any], parameter: str) -> Mapping[str, Any]:
+    """The annotations of a function, as values."""
+    target: Any = inspect.unwrap(function)
+    if not (inspect.isfunction(target) or inspect.ismethod(target)):
+        # an object with __call__ carries its annotations there
+        target = getattr(target.__class__, "__call__", target)  # noqa: B004
+    if isinstance(target, functools.partial):
+        target = target.func
+    try:
+        return typing.get_type_hints(target)
+    except NameError:
+        # a name that is imported for type checkers only; look at the one annotation that matters
+        return _hint(target, parameter)
+
+
+def _hint(target: Any, parameter: str) -> Mapping[str, Any]:
+    annotation = getattr(target, "__annotations__", {}).get(parameter, Any)
+    if not isinstance(annotation, str):
+        return {parameter: annotation}
+    scope = {**typing.get_type_hints(Message), **getattr(target, "__globals__", {})}
+    try:
+        return {parameter: eval(annotation, scope)}  # noqa: S307  # the user's own annotation, as get_type_hints does
+    except NameError as error:
+        raise ConfigurationError(
+            f"The annotation {annotation!r} of {target.__qualname__} names {error.name!r}, which is not there at run "
+            "time: import it outside of TYPE_CHECKING."
+        ) from error
+
+
+_FLAG = (bool, "True or False")
+# what an option must be, and how to write it
+_KINDS: dict[str, tuple[Any, str]] = {
+    "retry": (RetryPolicy, "a RetryPolicy, such as RetryPolicy(max_attempts=3)"),
+    "gaps": (GapPolicy, "a GapPolicy, such as GapPolicy(wait=timedelta(minutes=1))"),
+    "timeout": ((timedelta, NoneType), "a timedelta, such as timedelta(seconds=3)"),
+    "concurrency": (int, "a whole number"),
+    "dead_letter_topic": ((str, NoneType), "the name of a topic"),
+    **dict.fromkeys(
+        (
+            "batch", "pipeline", "transactional", "ordered", "dead_blocks", "weak_ids", "keep_result",
+        ),
+        _FLAG,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandlerOptions:
+    """The options of `App.handler`; their meaning is in the table of docs/reference/handlers.md.
+
+    Raises:
+        ConfigurationError: one is out of range, or two exclude one another.
+    """
+
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    reject_on: tuple[type[Exception], ...] = ()
+    timeout: timedelta | None = None
+    concurrency: int = 1
+    batch: bool = False
+    pipeline: bool = False
+    transactional: bool = True
+    ordered: bool = False
+    dead_blocks: bool = False
+    dead_letter_topic: str | None = None
+    sequence: Extractor | str | None = None
+    gaps: GapPolicy = field(default_factory=GapPolicy)
+    lock_key: Extractor | str | None = None
+    message_id: Extractor | str | None = None
+    weak_ids: bool = False
+    id_scope: Literal["topic"] | None = None
+    decode: Decoder | None = None
+    payload_hash: PayloadHash = "raw"
+    keep_payload: timedelta | Literal["unfinished", "always"] = "unfinished"
+    keep_result: bool = False
+    reply_to: str | Literal[True] | None = None
+    mode: Literal["inline", "stored"] = "inline"
+
+    def __post_init__(self) -> None:
+        for name, (kinds, wanted) in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+                raise ConfigurationError(f"{name} is {value!r}: give {wanted}.")
+        for name in ("message_id", "sequence", "lock_key"):
+            check_path(name, getattr(self, name))
+        if self.decode is not None and not callable(self.decode):
+            raise ConfigurationError(
+                f"decode is {self.decode!r}: give a callable from Message to body."
+            )
+        if self.dead_letter_topic == "":
+            raise ConfigurationError("dead_letter_topic is '': give the name of a topic.")
+        if self.concurrency < 1:
+            raise ConfigurationError(f"concurrency is {self.concurrency}: it must be 1 or more.")
+        if self.mode not in ("inline", "stored"):
+            raise ConfigurationError(f"mode is {self.mode!r}: use 'inline' or 'stored'.")
+        if self.id_scope not in (None, "topic"):
+            raise ConfigurationError(f"id_scope is {self.id_scope!r}: use 'topic' or leave it out.")
+        if self.payload_hash not in ("raw", "json") and not callable(self.payload_hash):
+            raise ConfigurationError(
+                f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable."
+            )
+        _check_keep(self.keep_payload)
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ConfigurationError("timeout must be above zero.")
+        self._check_order()
+        self._check_answer()
+
+    def _check_order(self) -> None:
+        if self.dead_blocks and not self.ordered:
+            raise ConfigurationError(
+                "dead_blocks=True needs ordered=True: nothing waits without it."
+            )
+        if self.ordered and self.sequence is not None:
+            raise ConfigurationError(
+                "ordered=True and sequence= exclude one another: the order of arrival, or that of the versions."
+            )
+        if self.sequence is not None and self.batch:
+            raise ConfigurationError("sequence= takes one message at a time: leave batch=True out.")
+        if self.in_order and not self.transactional:
+            raise ConfigurationError(
+                "An order is decided in the handler's transaction: leave transactional=False out."
+            )
+
+    def _check_answer(self) -> None:
+        if self.keep_result and self.batch:
+            raise ConfigurationError(
+                "keep_result=True keeps what one message returned: leave batch=True out."
+            )
+        if self.reply_to is not None and (self.batch or not self.transactional):
+            raise ConfigurationError(
+                "reply_to= stages what one message returned in its transaction: leave batch=True and "
+                "transactional=False out."
+            )
+        named = isinstance(self.reply_to, str) and self.reply_to != ""
+        if self.reply_to not in (None, True) and not named:
+            raise ConfigurationError(
+                f"reply_to is {self.reply_to!r}: name a topic, or say True for the message's reply-to header."
+            )
+
+    @property
+    def in_order(self) -> bool:
+        """True when a message may have to wait for others of its key."""
+        return self.ordered or self.sequence is not None
+
+
+class Options(TypedDict, total=False):
+    """The options of `App.handler` that do not change how a handler is called."""
+
+    type: str | None
+    types: Iterable[str] | None
+    retry: RetryPolicy | None
+    reject_on: Sequence[type[Exception]]
+    timeout: timedelta | None
+    concurrency: int
+    pipeline: bool
+    ordered: bool
+    dead_blocks: bool
+    dead_letter_topic: str | None
+    sequence: Extractor | str | None
+    gaps: GapPolicy | None
+    lock_key: Extractor | str | None
+    message_id: Extractor | str | None
+    weak_ids: bool
+    id_scope: Literal["topic"] | None
+    decode: Decoder | None
+    payload_hash: PayloadHash
+    keep_payload: timedelta | Literal["unfinished", "always"]
+    keep_result: bool
+    reply_to: str | Literal[True] | None
+    mode: Literal["inline", "stored"]
+
+
+def exceptions_of(given: Any) -> tuple[type[Exception], ...]:
+    """Return `reject_on=` as a tuple, of one class too.
+
+    Raises:
+        ConfigurationError: it holds something else.
+    """
+    kinds = (given,) if isinstance(given, type) else tuple(given)
+    if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
+        raise ConfigurationError(
+            f"reject_on is {given!r}: give exception classes, as in (ValueError, KeyError)."
+        )
+    return kinds
+
+
+def _check_keep(keep: object) -> None:
+    if keep not in ("unfinished", "always") and not isinstance(keep, timedelta):
+        raise ConfigurationError(
+            f"keep_payload is {keep!r}: use 'unfinished', 'always' or a timedelta."
+        )
+
 
 # what the narrowest column of the supported databases holds
 _TEXT_BYTES_MAX = 1024

@@ -19,10 +19,10 @@ from txbox.errors import (
     StoreError,
 )
 from txbox.identity import PayloadHash, checked_consumer, message_id, payload_hash
-from txbox.intake import presentable
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import Limits
+from txbox.processing.intake import presentable
 from txbox.steps import Steps
 from txbox.store.codec import Arrival, Codec, Columns
 from txbox.store.dialect import Dialect

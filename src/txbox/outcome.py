@@ -44,3 +44,17 @@ class Status(StrEnum):
     FAILED = "failed"
     DEAD = "dead"
     DISCARDED = "discarded"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The outcome of one message for one consumer."""
+
+    outcome: Outcome
+    attempt: int = 0
+    #: What the handler returned, as JSON, where it keeps that.
+    result: bytes | None = None
+
+
+#: What carries nothing of its own, and is made once.
+DUPLICATE = Settled(Outcome.DUPLICATE)

@@ -11,11 +11,9 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from txbox.cause import Run, cause_of
-from txbox.handler_options import HandlerOptions
+from txbox.handlers import HandlerOptions, is_async_function
 from txbox.message import Message
-from txbox.outbox import Outbox, Outgoing, encoded
-from txbox.signature import is_async_function
+from txbox.outbox import Outbox, Outgoing, Run, cause_of, encoded
 
 F = TypeVar("F", bound=Callable[..., Any])
 

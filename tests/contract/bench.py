@@ -19,7 +19,7 @@ from tests.shop import AT_ONCE, Row, effects, the_row
 from txbox import App, Message, Outcome
 from txbox.drive import drive, drive_async
 from txbox.handlers import Handler
-from txbox.intake import Leasing
+from txbox.processing.intake import Leasing
 from txbox.steps import Steps
 from txbox.store import leases
 

@@ -24,16 +24,14 @@ from tests.crash.service import (
 )
 from tests.databases import Raw
 from txbox import App, Message
-from txbox.calls import handled
 from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.ran import End, Ran
+from txbox.processing.transaction import End, HandlerTransaction, Ran, handled
 from txbox.steps import Begin, Commit, Statement, Steps, at
 from txbox.store import claims, failures, leases
 from txbox.store.codec import Arrival
 from txbox.store.inbox import InboxStore
 from txbox.testing import another_process, drain, meanwhile
-from txbox.transaction import HandlerTransaction
 
 
 @dataclass(frozen=True)

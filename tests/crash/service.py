@@ -14,8 +14,8 @@ from tests.databases import Raw
 from txbox import App, Lease, Message, RetryPolicy
 from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.in_flight import Holder
-from txbox.settled import Settled
+from txbox.outcome import Settled
+from txbox.processing.in_flight import Holder
 from txbox.steps import Begin, Steps, at
 from txbox.testing import drain
 from txbox.worker.ahead import Prepared, carried_on

@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.pages import page
 from txbox import App, errors, events, outcome, policy
-from txbox.handler_options import HandlerOptions
+from txbox.handlers import HandlerOptions
 
 HANDLERS = page("docs/reference/handlers.md")
 EVENTS = page("docs/reference/events.md")

@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import NewDatabase
 from tests.databases import Raw
 from tests.shop import Shop, opened
-from txbox import Retention, pruning
+from txbox import Retention
+from txbox.maintenance import pruning
 from txbox.store import schema as tables
 from txbox.store.dialect import dialect
 from txbox.store.partitions import Kind, Partitioning

@@ -22,10 +22,10 @@ from tests.databases import Raw
 from tests.growth.conftest import DAY, ID_OF, day_parts, finished_at, midnight, place, uuid7
 from tests.runtime.support import eventually
 from tests.shop import Shop, opened, paid, past_guard, statuses
-from txbox import App, ConfigurationError, Message, Outcome, Retention, pruning
+from txbox import App, ConfigurationError, Message, Outcome, Retention
 from txbox.drive import drive, drive_async
 from txbox.events import RowsPruned
-from txbox.maintenance import JOBS, Report, Task, run_once
+from txbox.maintenance import JOBS, Report, Task, pruning, run_once
 from txbox.store import jobs, partitions
 from txbox.store import schema as tables
 from txbox.store.dialect import dialect

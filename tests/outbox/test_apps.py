@@ -14,7 +14,7 @@ from tests.outbox.recording import Recorder
 from tests.runtime.support import Memory
 from txbox import App, Message, Outbox, RelayPolicy
 from txbox.admin import Admin
-from txbox.admin_outbox import OutgoingFilter
+from txbox.admin.outbox import OutgoingFilter
 from txbox.brokers.local import Local
 from txbox.drive import drive
 from txbox.relay import Relay

@@ -19,7 +19,7 @@ from tests.databases import Raw
 from tests.outbox.recording import Recorder
 from txbox import App, ConfigurationError, Message, Outbox, Outgoing, RelayPolicy, RetryPolicy
 from txbox.admin import Admin
-from txbox.admin_outbox import OutgoingFilter
+from txbox.admin.outbox import OutgoingFilter
 from txbox.drive import drive
 from txbox.errors import BrokerError, MessageRefused
 from txbox.events import Event, RelayPaused, RelayResumed, RowsChanged

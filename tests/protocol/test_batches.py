@@ -28,7 +28,7 @@ from txbox.events import (
     MessageQuarantined,
 )
 from txbox.handlers import Handler
-from txbox.intake import Leasing
+from txbox.processing.intake import Leasing
 from txbox.store.dialect import as_time
 
 Body = Callable[[Message[Any], Any], object]
@@ -402,7 +402,7 @@ def test_a_deadlock_costs_the_batch_nothing_but_its_size(
 ) -> None:
     """A rival holds the second row and waits for the first: one of the two transactions must give way."""
     # on a busy machine the second run may come later than the calm that lets batches grow again
-    monkeypatch.setattr("txbox.pace._CALM_S", (3600.0, 3600.0))
+    monkeypatch.setattr("txbox.processing.batch_size._CALM_S", (3600.0, 3600.0))
     with opened(new_database("postgresql")) as shop, Raw(shop.url) as rival:
         shop.raw.execute("CREATE TABLE account (name text PRIMARY KEY, balance int)")
         shop.raw.execute("INSERT INTO account VALUES ('m0', 0), ('m1', 0)")

@@ -11,8 +11,8 @@ from typing import Any
 from tests.databases import Raw
 from txbox import App, Message, Outcome
 from txbox.drive import drive
+from txbox.outcome import Settled
 from txbox.policy import Limits
-from txbox.settled import Settled
 
 _BEGUN = "SELECT count(*) FROM txbox_inbox WHERE message_id IN ('a', 'b')"
 

@@ -14,14 +14,15 @@ from tests.conftest import NewDatabase
 from tests.databases import Raw
 from tests.proxy import Cut, Proxy
 from tests.shop import CONSUMER, Shop, add_effect, create_effects, execute, opened, paid
-from txbox import App, Limits, Message, Outcome, StoreError, pace
+from txbox import App, Limits, Message, Outcome, StoreError
 from txbox.drive import drive
 from txbox.errors import Fault
 from txbox.events import Event, MessageDead, MessageFailed
 from txbox.handlers import Handler
-from txbox.intake import Leasing
+from txbox.outcome import Settled
 from txbox.policy import Batching
-from txbox.settled import Settled
+from txbox.processing import batch_size as pace
+from txbox.processing.intake import Leasing
 from txbox.steps import Begin, Statement, Steps
 
 IDS = [f"m{number}" for number in range(5)]

@@ -20,7 +20,7 @@ from tests.shop import (
 from txbox import App, Limits, Message, Outcome, RetryPolicy, SchemaError, StoreError
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
-from txbox.protocol import InboxProtocol
+from txbox.processing.attempt import InboxProtocol
 from txbox.steps import Begin, Commit
 from txbox.testing import drain
 

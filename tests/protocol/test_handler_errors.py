@@ -16,7 +16,7 @@ from txbox.drive import drive
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
 from txbox.handlers import Handler
-from txbox.settled import Settled
+from txbox.outcome import Settled
 from txbox.steps import Begin, Commit, Steps
 
 

@@ -16,8 +16,8 @@ from txbox.connections.psycopg_connection import PsycopgConnection
 from txbox.drive import drive
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
-from txbox.pace import Pace
 from txbox.policy import Batching
+from txbox.processing.batch_size import Pace
 from txbox.steps import Result, Statement
 
 IDS = [f"m{number}" for number in range(6)]

@@ -15,7 +15,7 @@ from txbox import Message, Outcome
 from txbox.drive import drive
 from txbox.events import TransactionRetried
 from txbox.handlers import Handler
-from txbox.intake import Leasing
+from txbox.processing.intake import Leasing
 
 
 def raises(tx: Any, code: str) -> None:

@@ -11,7 +11,7 @@ from txbox import App, Message, Outcome
 from txbox.connections.psycopg_connection import PsycopgConnection
 from txbox.drive import drive
 from txbox.errors import Fault, StoreUnavailable
-from txbox.intake import Leasing
+from txbox.processing.intake import Leasing
 from txbox.steps import Result, Statement
 from txbox.store import leases
 

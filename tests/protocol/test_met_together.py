@@ -11,13 +11,14 @@ import pytest
 
 from tests.conftest import NewDatabase
 from tests.shop import CONSUMER, TOPIC, Shop, as_id, execute, opened, paid, quarantined
-from txbox import App, Inbox, Lease, Limits, Message, Outcome, pace
+from txbox import App, Inbox, Lease, Limits, Message, Outcome
 from txbox.drive import drive
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
-from txbox.intake import Leasing
-from txbox.pace import Pace
 from txbox.policy import Batching
+from txbox.processing import batch_size as pace
+from txbox.processing.batch_size import Pace
+from txbox.processing.intake import Leasing
 from txbox.steps import Statement
 from txbox.store import claims
 

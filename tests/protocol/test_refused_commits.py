@@ -30,8 +30,8 @@ from txbox.drive import drive
 from txbox.errors import Fault, StoreError
 from txbox.events import ConsumptionPaused, MessageDead, MessageFailed
 from txbox.handlers import Handler
-from txbox.intake import Leasing
-from txbox.settled import Settled
+from txbox.outcome import Settled
+from txbox.processing.intake import Leasing
 from txbox.steps import Commit, Steps
 from txbox.store.filters import RowFilter
 

@@ -14,8 +14,8 @@ from tests.shop import Shop, opened, paid
 from txbox import Inbox, Limits, Outcome
 from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.intake import Leasing
-from txbox.settled import Settled
+from txbox.outcome import Settled
+from txbox.processing.intake import Leasing
 from txbox.steps import Statement, Steps
 
 LEASED = pytest.mark.parametrize("leased", [False, True], ids=["pending", "leased"])

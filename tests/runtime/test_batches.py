@@ -15,7 +15,7 @@ from txbox import Batching, Message
 from txbox.app import App
 from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
-from txbox.pace import Pace
+from txbox.processing.batch_size import Pace
 
 MESSAGES = 300
 

@@ -167,7 +167,7 @@ def test_slow_and_refused_batches_get_smaller_and_grow_back(
         return Batch(limit, True) if len(limits) < 12 else Batch(0, False)
 
     monkeypatch.setattr(jobs, "prune_outbox", batch)
-    monkeypatch.setattr("txbox.pruning.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("txbox.maintenance.pruning.time.monotonic", lambda: clock[0])
 
     run_once(shop.app, "prune-outbox")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from txbox.in_flight import Holder, InFlight
+from txbox.processing.in_flight import Holder, InFlight
 
 
 def test_ids_are_taken_together_or_not_at_all() -> None:

@@ -1,4 +1,4 @@
-"""How many messages the next transaction takes, and how many share a savepoint (`txbox.pace`)."""
+"""How many messages the next transaction takes, and how many share a savepoint (`txbox.processing.batch_size`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from txbox import pace as module
-from txbox.pace import Pace
 from txbox.policy import Batching
+from txbox.processing import batch_size as module
+from txbox.processing.batch_size import Pace
 
 _CEILING = 100
 _FAST_S = 0.001

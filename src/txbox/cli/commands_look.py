@@ -15,7 +15,7 @@ from txbox.admin import (
     ShownMessage,
     TableSize,
 )
-from txbox.admin_outbox import TopicStatus
+from txbox.admin.outbox import TopicStatus
 from txbox.cli.application import admin_of
 from txbox.cli.commands_quarantine import UNMATCHED, as_json, print_rows
 from txbox.cli.options import add_filter, count, filter_of

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from txbox.admin import Admin
-from txbox.admin_outbox import (
+from txbox.admin.outbox import (
     CHANGEABLE,
     ChangedOutgoing,
     ListedOutgoing,

@@ -10,8 +10,8 @@ from txbox.app import App
 from txbox.errors import UnusableMessage
 from txbox.events import MessageQuarantined, MessageStored
 from txbox.handlers import Handler
-from txbox.intake import presentable
 from txbox.message import Message
+from txbox.processing.intake import presentable
 from txbox.steps import Begin, Commit, Rollback, Statement, Steps
 from txbox.store.codec import Arrival
 from txbox.store.outbox import OutboxStore, Staged

@@ -27,11 +27,11 @@ from txbox.events import (
     RelayPaused,
     RelayResumed,
 )
-from txbox.failure import printable
 from txbox.message import Message
-from txbox.patience import CURABLE
+from txbox.outbox import Route
+from txbox.processing.failure import printable
+from txbox.processing.patience import CURABLE
 from txbox.relay.local import LocalDelivery
-from txbox.routes import Route
 from txbox.steps import Begin, Commit, Statement, Steps
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
 

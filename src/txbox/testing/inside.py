@@ -10,8 +10,8 @@ from txbox.app import App
 from txbox.connections import borrow, borrow_async, open_database
 from txbox.connections.base import Database
 from txbox.errors import ConfigurationError
-from txbox.intake import Intake
-from txbox.protocol import InboxProtocol
+from txbox.processing.attempt import InboxProtocol
+from txbox.processing.intake import Intake
 from txbox.steps import AsyncConnections, Connections
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeVar
 
 from txbox.errors import StoreError
-from txbox.intake import Leasing
+from txbox.processing.intake import Leasing
 from txbox.steps import Begin, Commit, Raised, Step, Steps
 from txbox.worker.work import Work
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from txbox.app import App
 from txbox.errors import StoreError
 from txbox.maintenance import JOBS, Task
-from txbox.patience import CURABLE
+from txbox.processing.patience import CURABLE
 from txbox.steps import Steps
 from txbox.worker.driving import Driver, thread
 from txbox.worker.supervisor import PARENT_FD, tell_parent

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 from txbox.app import App
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
-from txbox.in_flight import Holder
-from txbox.intake import Leasing
-from txbox.outcome import Outcome
-from txbox.patience import CURABLE
-from txbox.settled import Settled
+from txbox.outcome import Outcome, Settled
+from txbox.processing.in_flight import Holder
+from txbox.processing.intake import Leasing
+from txbox.processing.patience import CURABLE
 from txbox.steps import Begin, Rollback, Steps
 from txbox.worker.ahead import Following, Prepared, carried_on
 from txbox.worker.table import Row, Table, take_together

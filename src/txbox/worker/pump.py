@@ -22,9 +22,9 @@ from txbox.events import (
     SettleFailed,
     SourceRefused,
 )
-from txbox.intake import presentable
 from txbox.message import Message
-from txbox.patience import CURABLE
+from txbox.processing.intake import presentable
+from txbox.processing.patience import CURABLE
 from txbox.worker.dispatch import Dispatch
 from txbox.worker.driving import Driver
 from txbox.worker.first_ids import FirstIds

@@ -18,7 +18,7 @@ from txbox.app import App
 from txbox.errors import Fault, StoreError
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
-from txbox.patience import CURABLE
+from txbox.processing.patience import CURABLE
 from txbox.steps import Steps
 from txbox.store import jobs, leases
 from txbox.store.codec import Leased

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
-from txbox.patience import CURABLE
+from txbox.processing.patience import CURABLE
 from txbox.relay import Relays
 from txbox.store import jobs
 from txbox.worker import checks

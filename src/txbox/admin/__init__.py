@@ -12,21 +12,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from txbox.admin_outbox import OutboxAdmin
+from txbox.admin.outbox import OutboxAdmin
+from txbox.admin.replay import Application, Progress, Replay, Replayed, ReplayFailure, again
 from txbox.connections import open_database
 from txbox.connections.base import Database
 from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError, UnusableMessage
 from txbox.events import Events, RowsChanged
-from txbox.failure import BROKEN
-from txbox.handler_options import HandlerOptions
-from txbox.handlers import Handler, Handlers
+from txbox.handlers import Handler, HandlerOptions, Handlers
 from txbox.identity import canonical_id, payload_hash
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import Lease, Limits
-from txbox.protocol import InboxProtocol
-from txbox.replay import Application, Progress, Replay, Replayed, ReplayFailure, again
+from txbox.processing.attempt import InboxProtocol
+from txbox.processing.failure import BROKEN
 from txbox.steps import Steps
 from txbox.store import schema as tables
 from txbox.store import waits

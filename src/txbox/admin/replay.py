@@ -14,7 +14,7 @@ from txbox.handlers import Handler, Handlers
 from txbox.identity import payload_hash
 from txbox.outcome import Outcome, Status
 from txbox.policy import Limits
-from txbox.protocol import InboxProtocol
+from txbox.processing.attempt import InboxProtocol
 from txbox.steps import Discard, Steps, Wait
 from txbox.store.audit import Audit
 from txbox.store.codec import Arrival

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from txbox.admin.replay import Progress, again
 from txbox.errors import ConfigurationError
-from txbox.replay import Progress, again
 from txbox.steps import Steps
 from txbox.store.audit import Audit, Change
 from txbox.store.filters import OutgoingFilter

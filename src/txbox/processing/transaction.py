@@ -1,24 +1,292 @@
-"""The transaction around a handler: claim, handler, close, COMMIT (SEMANTICS 2)."""
+"""The transaction around a handler: begin, claim, call, close, commit; and how it ended (SEMANTICS 2)."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
 from os import urandom
-from typing import Any
+from typing import Any, NamedTuple
 
-from txbox.calls import handled
+from txbox.body import as_json
 from txbox.connections.base import savepoint_is_gone
 from txbox.errors import Fault, StoreError
-from txbox.groups import Dying, Groups
 from txbox.handlers import Handler
+from txbox.outbox import Run
 from txbox.policy import Batching, Lease, Limits
-from txbox.ran import End, Ran, end_of_commit, end_of_handler, refused
-from txbox.steps import Begin, Commit, Discard, Pipe, Raised, Rollback, Statement, Steps
-from txbox.store import claims, order
+from txbox.processing.failure import failure_of
+from txbox.steps import (
+    Begin,
+    Call,
+    Commit,
+    Discard,
+    Invoke,
+    InvokeGroups,
+    Pipe,
+    Progress,
+    Raised,
+    Rollback,
+    Statement,
+    Steps,
+    Undo,
+)
+from txbox.store import claims, failures, order
 from txbox.store.codec import Arrival
-from txbox.store.inbox import FINISHED, InboxStore
+from txbox.store.dialect import Dialect
+from txbox.store.failures import Failure
+from txbox.store.inbox import FINISHED, Existing, InboxStore
+
+
+class End(Enum):
+    """How a transaction around a handler ended."""
+
+    COMMITTED = "committed"
+    RAISED = "raised"  # the handler, or the database on its behalf: rolled back
+    BROKEN = "broken"  # the handler left the claiming transaction
+    CONFLICT = "conflict"  # deadlock or serialization failure: rolled back
+    LOCKED = "locked"  # another transaction holds an id
+    LOST = "lost"  # the connection is gone before COMMIT was sent: rolled back by the server
+    AMBIGUOUS = "ambiguous"  # the COMMIT may have taken effect
+    REFUSED = (
+        "refused"  # the server answered COMMIT with an error: it failed, if the next claim wins
+    )
+    WAITS = "waits"  # earlier messages of its key come first: nothing ran
+
+
+class Recorded(NamedTuple):
+    """A failure that is part of its batch's transaction."""
+
+    failure: Failure
+    dead: bool
+    attempt: int
+
+
+# the bare types, by names that are typed: `set[str]()` takes six times as long, and one transaction needs seven
+_ids: type[set[str]] = set
+_by_id: Any = dict
+_ids_in_order: type[list[str]] = list
+
+
+@dataclass(slots=True)
+class Ran:
+    """A transaction that has ended, and what it met."""
+
+    end: End
+    fresh: set[str] = field(default_factory=_ids)
+    existing: dict[str, Existing] = field(default_factory=_by_id)
+    error: BaseException | None = None
+    store: StoreError | None = None
+    #: The ids that must wait.
+    waiting: set[str] = field(default_factory=_ids)
+    #: The version that was expected instead of this one, when it was not waited for any longer.
+    gap: int | None = None
+    #: What the handler returned, for each id, where it is kept.
+    results: dict[str, bytes] = field(default_factory=_by_id)
+    #: The rows as they were recorded in this transaction, of messages whose handler failed under a savepoint.
+    failed: dict[str, Recorded] = field(default_factory=_by_id)
+    #: The ids the handler was called for, in their order; may repeat.
+    called: list[str] = field(default_factory=_ids_in_order)
+    #: What a BROKEN transaction leaves unknown: who was called when, or after, it was left.
+    unknown: set[str] = field(default_factory=_ids)
+    #: Several ids were asked for, whatever was won: locks are waited for shortly.
+    together: bool = False
+    #: When the claim was answered, by `time.monotonic`.
+    claimed_at: float = 0.0
+
+
+def end_of_handler(raised: Raised, *, together: bool) -> End:
+    """How a transaction ends whose handler raised."""
+    fault = raised.store.fault if raised.store else None
+    if fault is Fault.UNAVAILABLE and raised.lost:
+        return End.LOST
+    # a batch waits shorter for a lock than a message alone, which the handler need not know
+    if fault in (Fault.CONFLICT, Fault.PREPARED) or (together and fault is Fault.LOCK_TIMEOUT):
+        return End.CONFLICT
+    return End.RAISED
+
+
+def end_of_commit(error: StoreError) -> End:
+    """How a transaction ends whose close or COMMIT failed."""
+    if not error.definite:
+        # what a pooler or a server that goes away says is about the connection
+        answered = error.code is not None and error.fault is not Fault.UNAVAILABLE
+        return End.REFUSED if answered else End.AMBIGUOUS
+    if error.fault is Fault.GUARD:
+        return End.BROKEN
+    # psycopg deallocates txbox's statements with its own when a savepoint of the handler's is rolled back
+    if error.fault in (Fault.CONFLICT, Fault.PREPARED):
+        return End.CONFLICT
+    if error.fault is Fault.UNAVAILABLE:
+        return End.LOST
+    return End.RAISED
+
+
+def refused(dialect: Dialect, raised: Raised) -> bool:
+    """A COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)."""
+    return raised.store is not None and raised.store.fault is Fault.GUARD and dialect.refuses_commit
+
+
+def handled(
+    handler: Handler, arrivals: Sequence[Arrival], called: list[str] | None = None
+) -> Steps[list[Any]]:
+    """Call the handler: once for all in batch mode, else for each message in its order.
+
+    Args:
+        called: gets the id of each message that it is called for.
+
+    Returns: what it returned, as JSON where the handler keeps its results.
+    """
+    if handler.options.batch:
+        calls = [call_of(handler, list(arrivals), called)]
+    else:
+        calls = [call_of(handler, arrival, called) for arrival in arrivals]
+    answers: list[Any] = yield Invoke(calls, timeout_s(handler))
+    return answers
+
+
+def timeout_s(handler: Handler) -> float | None:
+    timeout = handler.options.timeout
+    return timeout.total_seconds() if timeout else None
+
+
+def call_of(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None = None
+) -> Call:
+    """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
+    # one object a message: closures would be ten for the garbage collector to visit
+    return partial(_call_async if handler.is_async else _call, handler, work, called)
+
+
+def _call(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
+) -> bytes | None:
+    run, given = _bound(handler, work, called)
+    with run:
+        answer = (
+            handler.function(given, tx)
+            if handler.options.transactional
+            else handler.function(given)
+        )
+    # written inside of the call: what JSON cannot hold is the handler's failure
+    return _kept(answer, run) if handler.options.keep_result else None
+
+
+async def _call_async(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
+) -> bytes | None:
+    run, given = _bound(handler, work, called)
+    with run:
+        answer = await (
+            handler.function(given, tx)
+            if handler.options.transactional
+            else handler.function(given)
+        )
+    return _kept(answer, run) if handler.options.keep_result else None
+
+
+def _bound(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None
+) -> tuple[Run, Any]:
+    if isinstance(work, list):
+        if called is not None:
+            called += [arrival.message_id for arrival in work]
+        messages = [handler.bound(arrival) for arrival in work]
+        return Run(handler.consumer, messages), messages
+    if called is not None:
+        called.append(work.message_id)
+    message = handler.bound(work)
+    return Run(handler.consumer, (message,), replied=work.replied), message
+
+
+def _kept(value: Any, run: Run) -> bytes:
+    if run.replied is not None:
+        # the reply has left: what is kept stays what was replied
+        return run.replied
+    return as_json(value)
+
+
+#: What else is written in the transaction that makes a message dead.
+Dying = Callable[[Handler, Arrival, Failure, int], Steps[None]]
+
+
+class Groups:
+    """Calls a handler for groups of messages, inside of the transaction that has claimed them."""
+
+    def __init__(self, store: InboxStore, limits: Limits, dying: Dying | None) -> None:
+        self._store = store
+        self._limits = limits
+        self._dying = dying
+
+    def called(
+        self, ran: Ran, handler: Handler, mine: Sequence[Arrival], size: int, token: str
+    ) -> Steps[tuple[list[Arrival], list[Any]]]:
+        """Call the handler for groups of messages under savepoints; returns who came through, and the answers.
+
+        The culprit of a group is rolled back and recorded in this transaction; its neighbours run again.
+
+        Raises:
+            Raised: what ends the transaction as a whole: a conflict, or the loss of the connection.
+        """
+        waiting = deque(list(mine[at : at + size]) for at in range(0, len(mine), size))
+        good: list[Arrival] = []
+        answers: list[Any] = []
+        alone = 0  # as many groups at the head of the line run one by one
+        while waiting:
+            # what is put off and sent behind a failure is sent again: about one failure is met at a time
+            most = 1 if alone else size if handler.options.pipeline else len(waiting)
+            now = list(itertools.islice(waiting, most))
+            calls = [[call_of(handler, arrival, ran.called) for arrival in group] for group in now]
+            progress: Progress = yield InvokeGroups(
+                calls, timeout_s(handler), handler.options.pipeline
+            )
+            answers += progress.answers
+            for _ in range(progress.released):
+                good += waiting.popleft()
+            alone = max(0, alone - progress.released)
+            if progress.raised is None:
+                continue
+            end = end_of_handler(progress.raised, together=ran.together)
+            if (
+                end is not End.RAISED
+                or progress.raised.left
+                or refused(self._store.dialect, progress.raised)
+            ):
+                raise progress.raised
+            group = waiting.popleft()
+            alone = max(0, alone - 1)
+            yield Undo()
+            failed_before = (
+                progress.raised.store is not None and progress.raised.store.fault is Fault.ABORTED
+            )
+            if progress.culprit is None or (failed_before and len(group) > 1):
+                # it could be any of them: each has a turn of its own
+                waiting.extendleft([arrival] for arrival in reversed(group))
+                alone += len(group)
+                continue
+            culprit = group.pop(progress.culprit)
+            yield from self._record(ran, handler, culprit, progress.raised, token)
+            if group:
+                waiting.appendleft(group)
+                alone += 1 if alone else 0
+        return good, answers
+
+    def _record(
+        self, ran: Ran, handler: Handler, arrival: Arrival, raised: Raised, token: str
+    ) -> Steps[None]:
+        retry = handler.options.retry
+        failure = failures.drawn(
+            failure_of(raised.error, raised.store, handler.options, self._limits), arrival, retry
+        )
+        dead, attempts = yield from failures.record_own(
+            self._store, handler.consumer, arrival, failure, retry, token=token
+        )
+        if dead and self._dying is not None:
+            yield from self._dying(handler, arrival, failure, attempts)
+        ran.failed[arrival.message_id] = Recorded(failure, dead, attempts)
 
 
 class HandlerTransaction:

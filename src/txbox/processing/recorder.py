@@ -19,13 +19,12 @@ from txbox.events import (
     MessageQuarantined,
     SequenceGap,
 )
-from txbox.failure import BROKEN, failure_of, shown
 from txbox.handlers import Handler
 from txbox.message import Message
-from txbox.outcome import Outcome, Status
+from txbox.outcome import Outcome, Settled, Status
 from txbox.policy import Limits
-from txbox.ran import End, Ran
-from txbox.settled import Settled
+from txbox.processing.failure import BROKEN, failure_of, shown
+from txbox.processing.transaction import End, Ran
 from txbox.steps import Begin, Commit, Steps
 from txbox.store import failures
 from txbox.store.codec import Arrival

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from txbox.errors import Reject, Retry, StoreError
-from txbox.handler_options import HandlerOptions
+from txbox.handlers import HandlerOptions
 from txbox.policy import Limits
 from txbox.store.failures import Failure
 

@@ -12,7 +12,7 @@ from txbox.app import App
 from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError
 from txbox.events import LeaseExpired, MessageDead
-from txbox.pruning import (
+from txbox.maintenance.pruning import (
     Report,
     Task,
     drop_payloads,

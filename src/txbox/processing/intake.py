@@ -11,14 +11,13 @@ from typing import Any
 
 from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import MessageDuplicate, MessageStored
-from txbox.failure import printable
 from txbox.handlers import Handler
-from txbox.in_flight import Holder
 from txbox.message import Message
-from txbox.outcome import Outcome
+from txbox.outcome import DUPLICATE, Outcome, Settled
 from txbox.policy import Lease
-from txbox.protocol import InboxProtocol
-from txbox.settled import DUPLICATE, Settled
+from txbox.processing.attempt import InboxProtocol
+from txbox.processing.failure import printable
+from txbox.processing.in_flight import Holder
 from txbox.steps import Steps
 from txbox.store import leases
 from txbox.store.codec import Arrival, Leased

@@ -1,0 +1,1 @@
+"""One message or batch, from its arrival to its outcome."""
