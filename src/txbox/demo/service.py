@@ -1,4 +1,4 @@
-"""The txbox consumer: the same payments, with a handler. `txbox run txbox.demo.service:app`."""
+"""The consumer with txbox: the same payments, with a handler. `txbox run txbox.demo.service:app`."""
 
 from __future__ import annotations
 
@@ -11,39 +11,32 @@ from typing import Any
 
 from txbox import App, Lease, Message, RelayPolicy, RetryPolicy, steps
 from txbox.brokers.local import Local
-from txbox.demo.business import charge
-from txbox.demo.killing import COMMITTED, SENDING, WRITTEN, passing
+from txbox.demo.naive import COMMITTED, SENDING, WRITTEN, charge, die_if_asked
 
-#: Where the databases of the demo are; set by its supervisor.
+#: The environment variable that says where the databases of the demo are.
 DIRECTORY = "TXBOX_DEMO_DIRECTORY"
 TOPIC, CONSUMER = "payments", "billing"
-RECEIPTS, MAILROOM = "receipts", "mailroom"
 
 
 def build(directory: Path) -> App:
     """The service, on a SQLite file in `directory`."""
+    short = timedelta(seconds=1.5)  # so that what a killed worker held is soon free again
     app = App(
         f"sqlite:///{directory / 'txbox.db'}",
-        # short, so that what a killed worker held is not waited for; and the demo kills far more
-        # often than a message that crashes its process would be forgiven
-        lease=Lease(duration=timedelta(seconds=1.5), max_starts=25, batch=5),
-        relaying=RelayPolicy(
-            lease=timedelta(seconds=1.5), confirm_within=timedelta(seconds=0.5), batch=20
-        ),
+        # the demo kills far more often than a message that crashes its process would be forgiven
+        lease=Lease(duration=short, max_starts=25, batch=5),
+        relaying=RelayPolicy(lease=short, confirm_within=timedelta(seconds=0.5), batch=20),
     )
+    retry = RetryPolicy(max_attempts=4, base=timedelta(seconds=0.3), cap=timedelta(seconds=1))
 
-    @app.handler(
-        TOPIC,
-        consumer=CONSUMER,
-        retry=RetryPolicy(max_attempts=4, base=timedelta(seconds=0.3), cap=timedelta(seconds=1)),
-    )
+    @app.handler(TOPIC, consumer=CONSUMER, retry=retry)
     def take_payment(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
         charge(tx, message.body, message.attempt)
         receipt = {"payment": message.body["payment"], "amount": message.body["amount"]}
-        app.outbox.stage(tx, RECEIPTS, receipt, key=str(message.body["customer"]))
+        app.outbox.stage(tx, "receipts", receipt, key=str(message.body["customer"]))
 
     # nobody publishes this topic: the relay hands it to this consumer
-    @app.handler(RECEIPTS, consumer=MAILROOM)
+    @app.handler("receipts", consumer="mailroom")
     def send_receipt(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
         tx.execute("INSERT INTO receipt (payment) VALUES (?)", (message.body["payment"],))
 
@@ -52,20 +45,19 @@ def build(directory: Path) -> App:
 
 
 def _die_when_asked(side: Path) -> None:
-    moments = {"after:handler": WRITTEN, "after:commit": COMMITTED}
     lane = threading.local()
 
-    def hook(point: str) -> None:
-        if point == "before:handler":
-            lane.handling = True
-        # "after:commit" also follows transactions without a payment in them; those do not count
+    def pass_point(point: str) -> None:
         if point == "relay:leased":
-            passing(side, SENDING)
-        if point in moments and getattr(lane, "handling", False):
-            lane.handling = point != "after:commit"
-            passing(side, moments[point])
+            die_if_asked(side, SENDING)
+        elif point == "after:handler":
+            lane.handled = True
+            die_if_asked(side, WRITTEN)
+        elif point == "after:commit" and getattr(lane, "handled", False):  # of a message
+            lane.handled = False
+            die_if_asked(side, COMMITTED)
 
-    steps.crash_point = hook
+    steps.crash_point = pass_point
 
 
 def __getattr__(name: str) -> App:
