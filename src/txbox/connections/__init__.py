@@ -19,8 +19,8 @@ _ADAPTERS = {
     "psycopg": ("psycopg", "postgresql"),
     "psycopg_pool": ("psycopg", "postgresql"),
     "asyncpg": ("asyncpg", "asyncpg"),
-    "pymysql": ("pymysql", "mysql"),
-    "asyncmy": ("pymysql", "mysql"),
+    "pymysql": ("mysql", "mysql"),
+    "asyncmy": ("mysql", "mysql"),
     "sqlalchemy": ("sqlalchemy", "sqlalchemy"),
     "django": ("django", "django"),
 }
@@ -29,10 +29,10 @@ _SCHEMES = {
     "postgres": "psycopg",
     "postgresql+psycopg": "psycopg",
     "postgresql+asyncpg": "asyncpg",
-    "mysql": "pymysql",
-    "mysql+pymysql": "pymysql",
-    "mariadb": "pymysql",
-    "mariadb+pymysql": "pymysql",
+    "mysql": "mysql",
+    "mysql+pymysql": "mysql",
+    "mariadb": "mysql",
+    "mariadb+pymysql": "mysql",
     "sqlite": "sqlite",
 }
 
