@@ -37,10 +37,10 @@ _RATE = 1000
 # innermost first: the first of these that a frame's file contains says whose time it is
 _PARTS = (
     ("/json/", "json"),
+    ("txbox/connections/", "connections"),
     ("/psycopg", "psycopg"),
     ("/benchmarks/workload.py", "handler"),
     ("/benchmarks/", "harness"),
-    ("txbox/connections/", "connections"),
     ("txbox/worker/", "worker"),
     ("txbox/", "protocol"),
 )

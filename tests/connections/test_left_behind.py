@@ -20,7 +20,8 @@ from tests.shop import CONSUMER, TOPIC, Shop, opened, paid
 from txbox import Message, Outcome
 from txbox.connections import asyncpg as asyncpg_adapter
 from txbox.connections import django as django_adapter
-from txbox.connections import libpq, sqlalchemy_wire
+from txbox.connections import libpq
+from txbox.connections.sqlalchemy import driver as sqlalchemy_driver
 from txbox.steps import Statement
 
 _WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
@@ -69,7 +70,7 @@ def _done_after_close(given: Given, monkeypatch: pytest.MonkeyPatch, sql: str) -
 
         monkeypatch.setattr(django_adapter, "_executed", then_fails)
     elif given.kind.family == "sqlalchemy":
-        for kind in (sqlalchemy_wire.Watched, sqlalchemy_wire.Cursors):
+        for kind in (sqlalchemy_driver.Watched, sqlalchemy_driver.Cursors):
 
             def fails(own: Any, statement: Statement, execute: Any = kind.execute) -> Any:
                 result = execute(own, statement)

@@ -22,7 +22,7 @@ import pytest
 from tests.databases import Raw
 from tests.outbox.recording import Recorder
 from txbox import App, Message, Outbox, RelayPolicy
-from txbox.connections import listening
+from txbox.connections import psycopg as psycopg_adapter
 from txbox.relay import Relays, relay
 from txbox.worker.driving import Driver
 
@@ -171,7 +171,7 @@ def test_the_command_is_woken_and_ends_when_it_is_told_to(
 def test_without_its_connection_polling_delivers(
     postgresql_url: str, raw: Look, slow: RelayPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_PAUSE_S", (600.0, 600.0))
+    monkeypatch.setattr(psycopg_adapter, "_PAUSE_S", (600.0, 600.0))
     look = raw(postgresql_url)
     with (
         App(postgresql_url, relaying=slow, notify=True) as app,

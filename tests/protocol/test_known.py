@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import NewDatabase
 from tests.shop import CONSUMER, Shop, opened, paid
 from txbox import App, Inbox, Message, Outcome
-from txbox.connections.psycopg_connection import PsycopgConnection
+from txbox.connections.psycopg.connection import PsycopgConnection
 from txbox.drive import drive
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler

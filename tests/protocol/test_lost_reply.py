@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from txbox import App, Message, Outcome
-from txbox.connections.psycopg_connection import PsycopgConnection
+from txbox.connections.psycopg.connection import PsycopgConnection
 from txbox.drive import drive
 from txbox.errors import Fault, StoreUnavailable
 from txbox.processing.intake import Leasing

@@ -17,7 +17,7 @@ from tests.runtime.test_batches import at_pace
 from tests.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid, statuses
 from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
 from txbox.brokers.base import Delivery
-from txbox.connections.psycopg_connection import AsyncPsycopgConnection, PsycopgConnection
+from txbox.connections.psycopg.connection import AsyncPsycopgConnection, PsycopgConnection
 from txbox.events import MessageDuplicate, MessageFailed
 from txbox.steps import Begin
 from txbox.store import leases

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.adapt import PyFormat, Transformer
 
-from txbox.connections.piped import _int_arrays
+from txbox.connections.psycopg.piped import _int_arrays
 
 _EDGES = [edge + step for edge in (0, 2**15, 2**31, 2**63) for step in (-2, -1, 0, 1)]
 _numbers = st.one_of(

@@ -18,7 +18,7 @@ from psycopg import pq
 
 from txbox.connections.base import handler_left, is_marked, store_error
 from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline, Turns, nothing
-from txbox.connections.piped import Plans, Queue, put_off, put_on
+from txbox.connections.psycopg.piped import Plans, Queue, put_off, put_on
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.steps import Begin, Failed, Raised, Result, Statement
 from txbox.store.dialect import Dialect

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -10,11 +12,12 @@ from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
+from psycopg.sql import SQL, Identifier
 
 from txbox.connections.base import Idle, not_in_transaction, unreachable, wrong_colour
-from txbox.connections.listening import Listener
-from txbox.connections.psycopg_connection import (
+from txbox.connections.psycopg.connection import (
     AsyncPsycopgConnection,
     PsycopgConnection,
     translated_or_lost,
@@ -23,8 +26,16 @@ from txbox.errors import ConfigurationError, StoreUnavailable, redacted
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
+_log = logging.getLogger("txbox")
+
 # psycopg's own default
 _PREPARE_AFTER = 5
+# how long a listener waits for notifications before it looks whether it was stopped
+_LOOK_S = 0.5
+# its pause before it connects again: the first, and the longest
+_PAUSE_S = (0.2, 10.0)
+# a server that went away without a word is noticed; what the URL says goes first
+_ALIVE = {"connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 10}
 
 
 def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
@@ -196,6 +207,47 @@ class _AsyncConnections:
         else:
             await connection.give_back()
             await self._pool.putconn(connection.native)
+
+
+class Listener:
+    """Calls `heard` after each notification, and after each connect, since nobody listened before.
+
+    A lost connection, or a pooler that hands it to others, costs notifications and nothing else:
+    whoever is woken must look by itself as well.
+    """
+
+    def __init__(self, conninfo: str, channel: str, heard: Callable[[], None]) -> None:
+        self._conninfo = make_conninfo("", **{**_ALIVE, **conninfo_to_dict(conninfo)})
+        self._listen = SQL("LISTEN {}").format(Identifier(channel))
+        self._heard = heard
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="txbox-listener", daemon=True)
+
+    def start(self) -> None:
+        """Listen in a thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop listening and close the connection."""
+        self._stopped.set()
+        self._thread.join(2 * _LOOK_S)
+
+    def _run(self) -> None:
+        pause_s = _PAUSE_S[0]
+        while not self._stopped.is_set():
+            try:
+                with psycopg.connect(self._conninfo, autocommit=True) as connection:
+                    connection.execute(self._listen)
+                    pause_s = _PAUSE_S[0]
+                    self._heard()
+                    while not self._stopped.is_set():
+                        for _ in connection.notifies(timeout=_LOOK_S):
+                            self._heard()
+            except psycopg.Error as error:
+                # the text may quote the URL
+                _log.info("Nobody listens for a while, relays poll: %s", type(error).__name__)
+                self._stopped.wait(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S[1])
 
 
 class Borrowed:

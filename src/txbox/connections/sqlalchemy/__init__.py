@@ -17,15 +17,15 @@ from txbox.connections.base import (
     unreachable,
     wrong_colour,
 )
-from txbox.connections.sqlalchemy_connection import AsyncSQLAlchemyConnection, SQLAlchemyConnection
-from txbox.connections.sqlalchemy_driver import (
+from txbox.connections.sqlalchemy.connection import AsyncSQLAlchemyConnection, SQLAlchemyConnection
+from txbox.connections.sqlalchemy.driver import (
+    Watched,
     autocommits,
     dialect_of,
     style_of,
     translated,
     unusable,
 )
-from txbox.connections.sqlalchemy_wire import Watched
 from txbox.errors import ConfigurationError, StoreUnavailable, redacted
 from txbox.forks import forgets_parent
 from txbox.steps import Result, Statement

@@ -26,14 +26,17 @@ from txbox.connections.base import (
     refused_commit,
     savepoint_is_gone,
 )
-from txbox.connections.sqlalchemy_driver import (
+from txbox.connections.sqlalchemy.driver import (
+    Libpq,
+    Watched,
+    Wire,
     autocommits,
     driver_error,
     style_of,
     translated,
     unusable,
+    wire,
 )
-from txbox.connections.sqlalchemy_wire import Libpq, Watched, Wire, wire
 from txbox.errors import Fault, StoreError
 from txbox.steps import Raised, Result, Statement
 from txbox.store.dialect import Dialect
