@@ -84,18 +84,14 @@ class AsyncpgDatabase:
         self.dsn = dsn
         self.host = urlsplit(dsn).hostname
         self.prepare = prepare
-        self._async = _AsyncConnections(self, pool)
-
-    @property
-    def asynchronous(self) -> _AsyncConnections:
-        return self._async
+        self.asynchronous = _AsyncConnections(self, pool)
 
     def close(self) -> None:
-        self._async.idle.clear()
+        self.asynchronous.idle.clear()
 
     async def close_async(self) -> None:
         self.close()
-        await finished(self._async.closing)
+        await finished(self.asynchronous.closing)
 
 
 class _AsyncConnections:

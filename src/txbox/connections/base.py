@@ -290,6 +290,9 @@ def refused_commit(error: StoreError) -> bool:
     return code.startswith("SQLITE_CONSTRAINT") or (len(code) == 5 and code.startswith("23"))
 
 
+#: A statement that succeeds last proves that the transaction has not failed: a driver does not show that
+#: its COMMIT was answered with ROLLBACK (SEMANTICS 2.2).
+PROBE = Statement("probe", "SELECT 1", {})
 #: Around handlers of one batch whose failures are to stay apart.
 SAVEPOINT = Statement("savepoint", "SAVEPOINT txbox_handler", {})
 RELEASE = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_handler", {})

@@ -16,6 +16,7 @@ from django.db.transaction import TransactionManagementError
 from django.utils.connection import ConnectionDoesNotExist, ConnectionProxy
 
 from txbox.connections.base import (
+    PROBE,
     begins_marked,
     check_closed,
     check_committed,
@@ -36,7 +37,6 @@ from txbox.steps import Raised, Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
 _VENDORS = {"postgresql", "mysql", "sqlite"}
-_PROBE = Statement("probe", "SELECT 1", {})
 
 
 class _RolledBack(Exception):
@@ -66,7 +66,7 @@ class DjangoDatabase:
         self.alias = alias
         self.schema = schema
         self.name = f"the Django database {alias!r}"
-        self._sync = _Connections(self)
+        self.sync = _Connections(self)
         self._dialect: Dialect | None = None
 
     @property
@@ -75,10 +75,6 @@ class DjangoDatabase:
         if self._dialect is None:
             self._dialect = _dialect_of(_wrapper(self.alias), self.schema)
         return self._dialect
-
-    @property
-    def sync(self) -> _Connections:
-        return self._sync
 
     def close(self) -> None:
         """Leave the connections open: they are Django's."""
@@ -235,9 +231,7 @@ class DjangoConnection:
             # the claim found nothing new, but it armed the guard, which must not stay armed around us
             self.rollback()
             return []
-        # a statement that succeeds last proves that the transaction has not failed: a driver does not
-        # show that its COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
-        results = [self.execute(statement) for statement in statements or (_PROBE,)]
+        results = [self.execute(statement) for statement in statements or (PROBE,)]
         if not self._nested:
             # the transaction stands before these run: an exception of theirs is logged by Django and
             # must not look like a failed COMMIT

@@ -100,20 +100,12 @@ class MysqlDatabase:
         self.schema = None
         self.settings = settings
         self.dialect = sql_dialect
-        self._sync = _Connections(self)
-        self._async = _AsyncConnections(self)
-
-    @property
-    def sync(self) -> _Connections:
-        return self._sync
-
-    @property
-    def asynchronous(self) -> _AsyncConnections:
-        return self._async
+        self.sync = _Connections(self)
+        self.asynchronous = _AsyncConnections(self)
 
     def close(self) -> None:
-        self._sync.idle.clear()
-        self._async.idle.clear()
+        self.sync.idle.clear()
+        self.asynchronous.idle.clear()
 
     async def close_async(self) -> None:
         self.close()

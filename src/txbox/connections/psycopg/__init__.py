@@ -83,8 +83,8 @@ class PsycopgDatabase:
         self.dialect: Dialect = dialect("postgresql", schema)
         self.prepare = prepare
         self.conninfo = conninfo
-        self._sync = None if async_pool is not None else _Connections(self, pool)
-        self._async = None if pool is not None else _AsyncConnections(self, async_pool)
+        self.sync = None if async_pool is not None else _Connections(self, pool)
+        self.asynchronous = None if pool is not None else _AsyncConnections(self, async_pool)
 
     @property
     def host(self) -> str | None:
@@ -96,23 +96,15 @@ class PsycopgDatabase:
         """How often psycopg sends a statement of a handler's before it prepares it; None for never."""
         return _PREPARE_AFTER if self.prepare else None
 
-    @property
-    def sync(self) -> _Connections | None:
-        return self._sync
-
-    @property
-    def asynchronous(self) -> _AsyncConnections | None:
-        return self._async
-
     def listener(self, channel: str, heard: Callable[[], None]) -> Listener | None:
         """Listen on a connection of its own; None with a pool, whose connections are for work."""
         return None if self.conninfo is None else Listener(self.conninfo, channel, heard)
 
     def close(self) -> None:
-        if self._sync is not None:
-            self._sync.idle.clear()
-        if self._async is not None:
-            self._async.idle.clear()
+        if self.sync is not None:
+            self.sync.idle.clear()
+        if self.asynchronous is not None:
+            self.asynchronous.idle.clear()
 
     async def close_async(self) -> None:
         self.close()

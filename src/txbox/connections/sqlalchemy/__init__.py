@@ -68,8 +68,8 @@ class SQLAlchemyDatabase:
             raise ConfigurationError(
                 "An SQLite engine in memory is another database for each connection: use a file, sqlite:///name.db."
             )
-        self._sync = None if async_engine is not None else _Connections(self, maker)
-        self._async = (
+        self.sync = None if async_engine is not None else _Connections(self, maker)
+        self.asynchronous = (
             _AsyncConnections(self, async_engine, maker) if async_engine is not None else None
         )
         forgets_parent(self)
@@ -78,21 +78,13 @@ class SQLAlchemyDatabase:
         # the parent still uses the sockets of the pool
         self.engine.dispose(close=False)
 
-    @property
-    def sync(self) -> _Connections | None:
-        return self._sync
-
-    @property
-    def asynchronous(self) -> _AsyncConnections | None:
-        return self._async
-
     def close(self) -> None:
         """Leave the engine open: it is the user's."""
 
     async def close_async(self) -> None:
         """Leave the engine open: it is the user's."""
-        if self._async is not None:
-            await finished(self._async.closing)
+        if self.asynchronous is not None:
+            await finished(self.asynchronous.closing)
 
 
 class _Connections:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from txbox.connections.base import check_closed, check_committed, dbapi_error, plain_rows
+from txbox.connections.base import PROBE, check_closed, check_committed, dbapi_error, plain_rows
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Result, Statement
 from txbox.store.dialect import Dialect, Style, dialect, native
@@ -25,9 +25,6 @@ _STYLES: dict[str, Style] = {
     "qmark": "qmark",
     "numeric_dollar": "numeric",
 }
-# a statement that succeeds last proves that the transaction has not failed: a driver does not
-# show that its COMMIT was answered with ROLLBACK (SEMANTICS 2.2)
-_PROBE = Statement("probe", "SELECT 1", {})
 _INFO = "txbox"
 
 
@@ -130,7 +127,7 @@ class Watched:
         return check_closed(statement, Result(rows, result.rowcount))
 
     def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        results = [self.execute(statement) for statement in statements or (_PROBE,)]
+        results = [self.execute(statement) for statement in statements or (PROBE,)]
         return results if statements else []
 
     def is_over(self) -> bool:
