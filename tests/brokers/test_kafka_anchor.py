@@ -20,9 +20,10 @@ from tests.runtime.support import eventually, running, worker
 from tests.servers import server_urls
 from tests.shop import AT_ONCE, CONSUMER, add_effect, create_effects
 from txbox import App, Message
-from txbox.brokers import kafka, kafka_anchor
 from txbox.brokers.base import Anchor, Delivery
 from txbox.brokers.kafka import Kafka
+from txbox.brokers.kafka import partitions as kafka_partitions
+from txbox.brokers.kafka import source as kafka_source
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.worker.driving import Driver
 from txbox.worker.progress import StoredAnchors
@@ -134,7 +135,7 @@ def backup(postgresql_url: str) -> Iterator[Backup]:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_anchor, "_CHECK_S", 0.5)
+    monkeypatch.setattr(kafka_partitions, "_CHECK_S", 0.5)
 
 
 # -- whole workers ----------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_what_was_lost_since_the_last_anchor_is_noticed(
     shop.produce(0, 5)
     with shop.runs():
         shop.has_committed(5)
-        monkeypatch.setattr(kafka, "_COMMIT_S", 3600.0)
+        monkeypatch.setattr(kafka_source, "_COMMIT_S", 3600.0)
         shop.produce(5, 6)
         shop.has_committed(6)  # what comes now is neither anchored nor committed
         backup.take()

@@ -11,8 +11,7 @@ from typing import Any
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException
 
-from txbox.brokers.kafka_error import ALL_BROKERS_DOWN, ClientLog, text_of
-from txbox.brokers.kafka_options import producer_options
+from txbox.brokers.kafka.librdkafka import ALL_BROKERS_DOWN, ClientLog, producer_options, text_of
 from txbox.brokers.plain import CONTENT_TYPE, MESSAGE_ID, TYPE, described, utf8
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.message import Message
