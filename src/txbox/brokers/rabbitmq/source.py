@@ -11,27 +11,21 @@ from concurrent.futures import CancelledError as FutureCancelledError
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from aiormq.exceptions import (
+    AMQPError,
+    AuthenticationError,
+    ChannelAccessRefused,
+    ChannelInvalidStateError,
+    ChannelPreconditionFailed,
+    ConnectionNotAllowed,
+    ProbableAuthenticationError,
+)
+from yarl import URL
+
 from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.rabbitmq.link import CLOSE_S, Connection, Link, MissingQueueError, shown
+from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
 from txbox.errors import BrokerUnavailable, ConfigurationError
-
-try:
-    from aiormq.exceptions import (
-        AMQPError,
-        AuthenticationError,
-        ChannelAccessRefused,
-        ChannelInvalidStateError,
-        ChannelPreconditionFailed,
-        ConnectionNotAllowed,
-        ProbableAuthenticationError,
-    )
-    from yarl import URL
-
-    from txbox.brokers.rabbitmq_link import CLOSE_S, Connection, Link, MissingQueueError, shown
-    from txbox.brokers.rabbitmq_publisher import RabbitMQPublisher
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"The client {error.name} is not installed: run pip install 'txbox[rabbitmq]'."
-    ) from error
 
 _log = logging.getLogger("txbox")
 
