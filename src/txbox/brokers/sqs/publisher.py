@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from txbox.brokers.sqs_body import checked_queue, entry_of, size_of
-from txbox.brokers.sqs_call import DENIED, GONE, WORKERS, CallError, called, new_client
+from txbox.brokers.sqs.body import checked_queue, entry_of, size_of
+from txbox.brokers.sqs.client import DENIED, GONE, WORKERS, CallError, called, new_client
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.message import Message
 
