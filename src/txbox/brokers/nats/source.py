@@ -10,20 +10,14 @@ from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import nats.errors
+import nats.js.errors
+from nats.js.api import AckPolicy, ConsumerConfig
+
 from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.nats.link import Link, Loop, Pull, connect
+from txbox.brokers.nats.publisher import NatsPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
-
-try:
-    import nats.errors
-    import nats.js.errors
-    from nats.js.api import AckPolicy, ConsumerConfig
-
-    from txbox.brokers.nats_link import Link, Loop, Pull, connect
-    from txbox.brokers.nats_publisher import NatsPublisher
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"The client {error.name} is not installed: run pip install 'txbox[nats]'."
-    ) from error
 
 _log = logging.getLogger("txbox")
 

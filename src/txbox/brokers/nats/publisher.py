@@ -13,7 +13,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.protocol import command as _command
 
-from txbox.brokers.nats_link import Client, Loop, connected
+from txbox.brokers.nats.link import Client, Loop, connected
 from txbox.brokers.plain import CONTENT_TYPE, KEY, TIME, TYPE, described, payload_of, utf8
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.message import Message
