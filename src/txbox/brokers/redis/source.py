@@ -11,23 +11,16 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, cast
 
+import redis
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
 from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.brokers.redis_entry import Entry, delivery_of
+from txbox.brokers.redis.group import Entry, Group, code_of, delivery_of
+from txbox.brokers.redis.publisher import RedisPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.events import MessagesLost
-
-try:
-    import redis
-    from redis import exceptions
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
-    from txbox.brokers.redis_group import Group, code_of
-    from txbox.brokers.redis_publisher import RedisPublisher
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        "The client redis is not installed: run pip install 'txbox[redis]'."
-    ) from error
 
 _log = logging.getLogger("txbox")
 
