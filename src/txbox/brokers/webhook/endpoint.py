@@ -12,12 +12,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from txbox.brokers.webhook_schemes import GitHub, StandardWebhooks, Stripe, Verified, Verify
+from txbox.brokers.webhook.schemes import Verified, Verify
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.message import Headers, HeaderValue, Message
 from txbox.outcome import Answer, Outcome
-
-__all__ = ["GitHub", "StandardWebhooks", "Stripe", "Verified", "Verify", "Webhook"]
 
 _log = logging.getLogger("txbox")
 

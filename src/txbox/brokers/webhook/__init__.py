@@ -1,0 +1,17 @@
+"""Webhooks: an ASGI application for an endpoint, and the schemes by which senders sign."""
+
+from txbox.brokers.webhook.endpoint import Receive, Scope, Send, Webhook, answer
+from txbox.brokers.webhook.schemes import GitHub, StandardWebhooks, Stripe, Verified, Verify
+
+__all__ = [
+    "GitHub",
+    "Receive",
+    "Scope",
+    "Send",
+    "StandardWebhooks",
+    "Stripe",
+    "Verified",
+    "Verify",
+    "Webhook",
+    "answer",
+]
