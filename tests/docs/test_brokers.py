@@ -23,7 +23,7 @@ _NO_PAGE_OF_THEIR_OWN = {"file", "local"}
 
 def test_no_source_is_forgotten_here() -> None:
     found = (ROOT / "src/txbox/brokers").iterdir()
-    brokers = {path.stem.partition("_")[0] for path in found if not path.name.startswith("_")}
+    brokers = {path.stem for path in found if not path.name.startswith("_")}
     assert set(_SOURCES) == brokers - {"base", "plain"}
 
 

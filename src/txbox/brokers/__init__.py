@@ -1,1 +1,1 @@
-"""Sources of messages, one file each."""
+"""Sources of messages and publishers: one file or package for each broker, which imports no other."""
