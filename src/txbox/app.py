@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -34,7 +33,7 @@ from txbox.identity import PayloadHash
 from txbox.message import Message
 from txbox.observers.logging import LoggingObserver
 from txbox.outbox import CloudEvents, DeadLetters, Outbox, Routes
-from txbox.outcome import Answer, Outcome, Settled
+from txbox.outcome import Answer, Outcome
 from txbox.policy import (
     Batching,
     GapPolicy,
@@ -315,7 +314,7 @@ class App:
                 types=kinds,
                 options=options,
             )
-            self._check_colour(added)
+            self._check_connections(added)
             return function
 
         return register
@@ -397,7 +396,7 @@ class App:
                 return True
         return False
 
-    def _check_colour(self, handler: Handler) -> None:
+    def _check_connections(self, handler: Handler) -> None:
         connections = self.database.asynchronous if handler.is_async else self.database.sync
         if handler.options.transactional and connections is None:
             colour, other = ("async", "def") if handler.is_async else ("sync", "async def")
@@ -453,7 +452,8 @@ class App:
         handler = self.handlers.only(message, consumer)
         if handler is None or handler.is_async:
             return Answer(self.process(message, consumer=consumer))
-        return _answer(*drive(self._any_sync(), self._processed(handler, message)))
+        (answer,) = drive(self._any_sync(), self._processed(handler, message))
+        return answer
 
     async def answer_async(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
         """The twin of `answer`; a sync handler runs in a thread."""
@@ -462,9 +462,8 @@ class App:
             return Answer(await self.process_async(message, consumer=consumer))
         if not handler.is_async or self.database.asynchronous is None:
             return await asyncio.to_thread(self.answer, message, consumer=handler.consumer)
-        return _answer(
-            *await drive_async(self.database.asynchronous, self._processed(handler, message))
-        )
+        (answer,) = await drive_async(self.database.asynchronous, self._processed(handler, message))
+        return answer
 
     async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Answer]:
         """Return each consumer's answer to a message; where there is none, that of the consumer ""."""
@@ -514,7 +513,7 @@ class App:
         holder: Holder | None = None,
         for_s: float | None = None,
         stop: Callable[[], bool] | None = None,
-    ) -> Steps[list[Settled]]:
+    ) -> Steps[list[Answer]]:
         """Bring messages for one handler to their outcomes, waiting while the database is away.
 
         Args:
@@ -529,7 +528,7 @@ class App:
                 yield from self.protocol.persistently(
                     self.check_schema, consumer=handler.consumer, for_s=for_s, stop=stop
                 )
-            settled: list[Settled] = yield from self.protocol.persistently(
+            settled: list[Answer] = yield from self.protocol.persistently(
                 lambda: self.intake.take(handler, messages, leasing=leasing, holder=holder),
                 consumer=handler.consumer,
                 for_s=for_s,
@@ -545,14 +544,14 @@ class App:
         else:
             return settled
 
-    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[list[Settled]]:
-        settled: list[Settled] = yield from self.taken(
+    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[list[Answer]]:
+        settled: list[Answer] = yield from self.taken(
             handler, [message], for_s=self.limits.unavailable_for.total_seconds()
         )
         self._leave(handler, settled)
         return settled
 
-    def _leave(self, handler: Handler, settled: Sequence[Settled]) -> None:
+    def _leave(self, handler: Handler, settled: Sequence[Answer]) -> None:
         if self.left is not None:
             for outcome in {answer.outcome for answer in settled} & _LEFT:
                 self.left(handler.consumer, outcome)
@@ -665,11 +664,6 @@ class App:
         trace: TracebackType | None,
     ) -> None:
         await self.close_async()
-
-
-def _answer(settled: Settled) -> Answer:
-    kept = settled.result
-    return Answer(settled.outcome, None if kept is None else json.loads(kept), kept)
 
 
 def _open(database: Any, django: str | None, schema: str | None) -> Database:

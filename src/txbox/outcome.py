@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -27,12 +28,18 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a message, and what its handler returned where that is kept."""
+    """What became of a message for one consumer, and what its handler returned where that is kept."""
 
     outcome: Outcome
-    result: Any = None
-    #: The result as it is kept; None when nothing was.
+    #: Which run of the handler this was, from 1; 0 when none ran.
+    attempt: int = 0
+    #: What the handler returned, as JSON; None when nothing is kept.
     json: bytes | None = None
+
+    @property
+    def result(self) -> Any:
+        """What the handler returned, read back; None when nothing is kept."""
+        return None if self.json is None else json.loads(self.json)
 
 
 class Status(StrEnum):
@@ -46,15 +53,5 @@ class Status(StrEnum):
     DISCARDED = "discarded"
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The outcome of one message for one consumer."""
-
-    outcome: Outcome
-    attempt: int = 0
-    #: What the handler returned, as JSON, where it keeps that.
-    result: bytes | None = None
-
-
 #: What carries nothing of its own, and is made once.
-DUPLICATE = Settled(Outcome.DUPLICATE)
+DUPLICATE = Answer(Outcome.DUPLICATE)

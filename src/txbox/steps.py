@@ -103,18 +103,22 @@ class Wait(NamedTuple):
 
 
 class Raised(Exception):
-    """User code raised; `store` is its database error in txbox's words, if it was one.
+    """User code raised; `database_error` is the same in txbox's words, if it was one.
 
     `lost` says that the connection of the transaction is gone; `left`, that this call has ended the
     transaction, which those before it had not.
     """
 
     def __init__(
-        self, error: BaseException, store: StoreError | None, lost: bool, left: bool = False
+        self,
+        error: BaseException,
+        database_error: StoreError | None,
+        lost: bool,
+        left: bool = False,
     ) -> None:
         super().__init__(error)
         self.error = error
-        self.store = store
+        self.database_error = database_error
         self.lost = lost
         self.left = left
 

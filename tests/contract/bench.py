@@ -147,7 +147,7 @@ class Trial:
         self.message = self._message(self.message_id)
         if mode in ("grouped", "pipelined"):
             # failures have been frequent: messages run under savepoints from the first try on
-            pace = bench.app.protocol.paces.of(self.handler)
+            pace = bench.app.protocol.batch_sizes.of(self.handler)
             for _ in range(50):
                 pace.failed(4)
 

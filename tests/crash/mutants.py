@@ -26,7 +26,7 @@ from tests.databases import Raw
 from txbox import App, Message
 from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.processing.transaction import End, HandlerTransaction, Ran, handled
+from txbox.processing.transaction import End, HandlerTransaction, TransactionResult, handled
 from txbox.steps import Begin, Commit, Statement, Steps, at
 from txbox.store import claims, failures, leases
 from txbox.store.codec import Arrival
@@ -85,8 +85,8 @@ class _OwnTransaction(HandlerTransaction):
         checks: Sequence[Statement] = (),
         returned: list[Any] | None = None,
         group: int = 0,
-    ) -> Steps[Ran]:
-        ran = Ran(End.COMMITTED)
+    ) -> Steps[TransactionResult]:
+        ran = TransactionResult(End.COMMITTED)
         ids = [own.message_id for own in arrivals]
         results = yield Begin(claim)
         won = claims.claimed(self.store, claim, results)

@@ -14,7 +14,7 @@ from tests.databases import Raw
 from txbox import App, Lease, Message, RetryPolicy
 from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.outcome import Settled
+from txbox.outcome import Answer
 from txbox.processing.in_flight import Holder
 from txbox.steps import Begin, Steps, at
 from txbox.testing import drain
@@ -168,11 +168,11 @@ class _Last:
         self.ahead = None
 
 
-def _ahead(app: App, handler: Handler, job: Job) -> Steps[list[Settled]]:
+def _ahead(app: App, handler: Handler, job: Job) -> Steps[list[Answer]]:
     """Take the last message behind the COMMIT of the first two, as a lane does."""
     last = _Last(app, handler, job)
     first = app.intake.take(handler, job.messages[:2], holder=last.holder)
-    settled: list[Settled] = yield from carried_on(first, next(first), last)
+    settled: list[Answer] = yield from carried_on(first, next(first), last)
     if last.ahead is None:
         # nothing was committed, or more was to be done
         last.begin()

@@ -61,7 +61,7 @@ class Batch:
         app = self.shop.app
         assert app.database.sync is not None
         if self.way == "savepoints":
-            pace = app.protocol.paces.of(handler)
+            pace = app.protocol.batch_sizes.of(handler)
             for _ in range(200):
                 pace.failed(4)
             assert pace.group > 0
@@ -425,7 +425,7 @@ def test_a_deadlock_costs_the_batch_nothing_but_its_size(
                 rivals[0].join(10)
 
         handler = shop.handler(books)
-        pace = shop.app.protocol.paces.of(handler)
+        pace = shop.app.protocol.batch_sizes.of(handler)
         for _ in range(5):
             pace.committed(pace.messages, 0.0)
         before = pace.messages

@@ -11,7 +11,7 @@ from typing import Any
 from tests.databases import Raw
 from txbox import App, Message, Outcome
 from txbox.drive import drive
-from txbox.outcome import Settled
+from txbox.outcome import Answer
 from txbox.policy import Limits
 
 _BEGUN = "SELECT count(*) FROM txbox_inbox WHERE message_id IN ('a', 'b')"
@@ -22,7 +22,7 @@ def test_batches_that_want_each_others_ids_do_not_wait_for_each_other(
 ) -> None:
     app = App(postgresql_url, limits=Limits(lock_timeout=timedelta(seconds=60)))
     app.handler("orders", consumer="billing")(_nothing)
-    answers: dict[str, list[Settled]] = {}
+    answers: dict[str, list[Answer]] = {}
 
     def take(name: str, ids: list[str]) -> Callable[[], None]:
         messages: list[Message[Any]] = [

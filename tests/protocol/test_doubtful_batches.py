@@ -19,7 +19,7 @@ from txbox.drive import drive
 from txbox.errors import Fault
 from txbox.events import Event, MessageDead, MessageFailed
 from txbox.handlers import Handler
-from txbox.outcome import Settled
+from txbox.outcome import Answer
 from txbox.policy import Batching
 from txbox.processing import batch_size as pace
 from txbox.processing.intake import Leasing
@@ -64,7 +64,7 @@ def test_a_commit_in_doubt_is_no_attempt_of_anybody(
         handler = shop.handler()
         if way == "savepoints":
             for _ in range(200):
-                shop.app.protocol.paces.of(handler).failed(4)
+                shop.app.protocol.batch_sizes.of(handler).failed(4)
         ids = IDS[:1] if way == "alone" else IDS
         assert take(shop, handler, ["before"]) == [Outcome.PROCESSED]
         proxy.cut = cut
@@ -82,7 +82,7 @@ def test_a_look_in_doubt_is_repeated(new_database: NewDatabase, cut: Cut) -> Non
     with behind_proxy(new_database("postgresql"), 5) as (shop, proxy):
         handler = shop.handler()
         assert take(shop, handler, IDS[:4]) == [Outcome.PROCESSED] * 4
-        shop.app.protocol.paces.of(handler).met(1000, 1000)
+        shop.app.protocol.batch_sizes.of(handler).met(1000, 1000)
         proxy.cut = cut
         assert take(shop, handler, IDS) == [Outcome.DUPLICATE] * 4 + [Outcome.PROCESSED]
         assert proxy.cuts == 1
@@ -157,7 +157,7 @@ def test_a_conflict_makes_batches_small_and_is_no_attempt(
                 execute(tx, "DO $$ BEGIN RAISE 'lost' USING ERRCODE = '40001'; END $$")
 
         handler = shop.handler(conflicts, mode="stored" if way == "leased" else "inline")
-        own = shop.app.protocol.paces.of(handler)
+        own = shop.app.protocol.batch_sizes.of(handler)
         for _ in range(5):
             own.committed(own.messages, 0.0)
         assert own.messages > 2
@@ -191,13 +191,13 @@ def test_a_row_that_is_gone_when_it_is_read_is_claimed_again(
             handler, [handler.arrival(paid(own), Limits()) for own in ids]
         )
 
-        def pruned_before_it_is_read() -> Steps[dict[str, Settled]]:
+        def pruned_before_it_is_read() -> Steps[dict[str, Answer]]:
             answer = yield next(delivered)
             while True:
                 try:
                     step = delivered.send(answer)
                 except StopIteration as stop:
-                    settled: dict[str, Settled] = stop.value
+                    settled: dict[str, Answer] = stop.value
                     return settled
                 if isinstance(step, Statement) and step.name == "classify":
                     shop.force("DELETE FROM txbox_inbox WHERE message_id = 'gone'")
@@ -216,7 +216,7 @@ def test_a_conflict_of_the_claim_gives_a_row_back_and_is_never_an_attempt(shop: 
     ((leased, token),) = shop.lease()
     running = shop.app.protocol.run_leased(handler, leased, token)
 
-    def busy() -> Steps[Settled]:
+    def busy() -> Steps[Answer]:
         step, claims = next(running), 0
         while True:
             answer = yield step
@@ -231,7 +231,7 @@ def test_a_conflict_of_the_claim_gives_a_row_back_and_is_never_an_attempt(shop: 
                     step = running.send(answer)
             except StopIteration as stop:
                 assert claims == shop.app.limits.conflict_retries + 1
-                settled: Settled = stop.value
+                settled: Answer = stop.value
                 return settled
 
     assert drive(shop.app._any_sync(), busy()).outcome is Outcome.DEFERRED

@@ -77,7 +77,7 @@ def test_a_lock_that_a_thread_holds_at_the_fork_is_free_in_a_child(shop: Shop, l
     held = {
         "in flight": shop.app.protocol.in_flight,
         "idle": connections.idle,
-        "pace": shop.app.protocol.paces.of(handler),
+        "pace": shop.app.protocol.batch_sizes.of(handler),
     }[lock]._lock
 
     def delivers() -> bool:

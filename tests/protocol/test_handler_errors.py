@@ -16,7 +16,7 @@ from txbox.drive import drive
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
 from txbox.handlers import Handler
-from txbox.outcome import Settled
+from txbox.outcome import Answer
 from txbox.steps import Begin, Commit, Steps
 
 
@@ -142,7 +142,7 @@ def test_an_answer_to_a_commit_that_nobody_knows_leaves_it_in_doubt(
         handler = shop.handler()
         doubts: list[StoreError] = []
 
-        def doubtful() -> Steps[dict[str, Settled]]:
+        def doubtful() -> Steps[dict[str, Answer]]:
             arrivals = [handler.arrival(paid(own), Limits()) for own in ids]
             delivered = shop.app.protocol.deliver(handler, arrivals)
             step = next(delivered)
@@ -156,7 +156,7 @@ def test_an_answer_to_a_commit_that_nobody_knows_leaves_it_in_doubt(
                     else:
                         step = delivered.send(answer)
                 except StopIteration as stop:
-                    settled: dict[str, Settled] = stop.value
+                    settled: dict[str, Answer] = stop.value
                     return settled
 
         settled = drive(shop.app._any_sync(), shop.app.protocol.persistently(doubtful))
@@ -177,7 +177,7 @@ def test_a_close_that_certainly_failed_is_no_attempt(
         handler = shop.handler()
         refused: list[StoreError] = []
 
-        def refusing() -> Steps[dict[str, Settled]]:
+        def refusing() -> Steps[dict[str, Answer]]:
             arrivals = [handler.arrival(paid(own), Limits()) for own in ids]
             delivered = shop.app.protocol.deliver(handler, arrivals)
             step = next(delivered)
@@ -189,7 +189,7 @@ def test_a_close_that_certainly_failed_is_no_attempt(
                     else:
                         step = delivered.send((yield step))
                 except StopIteration as stop:
-                    settled: dict[str, Settled] = stop.value
+                    settled: dict[str, Answer] = stop.value
                     return settled
 
         settled = drive(shop.app._any_sync(), refusing())
@@ -210,7 +210,7 @@ def test_a_claim_that_was_refused_is_claimed_again(
         handler = shop.handler()
         refused: list[StoreError] = []
 
-        def refusing() -> Steps[dict[str, Settled]]:
+        def refusing() -> Steps[dict[str, Answer]]:
             arrivals = [handler.arrival(paid(own), Limits()) for own in ids]
             delivered = shop.app.protocol.deliver(handler, arrivals)
             step = next(delivered)
@@ -223,7 +223,7 @@ def test_a_claim_that_was_refused_is_claimed_again(
                     else:
                         step = delivered.send(answer)
                 except StopIteration as stop:
-                    settled: dict[str, Settled] = stop.value
+                    settled: dict[str, Answer] = stop.value
                     return settled
 
         settled = drive(shop.app._any_sync(), refusing())

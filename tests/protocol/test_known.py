@@ -17,7 +17,7 @@ from txbox.drive import drive
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
 from txbox.policy import Batching
-from txbox.processing.batch_size import Pace
+from txbox.processing.batch_size import BatchSize
 from txbox.steps import Result, Statement
 
 IDS = [f"m{number}" for number in range(6)]
@@ -29,9 +29,9 @@ def take(app: App, handler: Handler, *messages: Message[Any]) -> list[Outcome]:
     return [own.outcome for own in settled]
 
 
-def replay(shop: Shop, handler: Handler) -> Pace:
+def replay(shop: Shop, handler: Handler) -> BatchSize:
     """Have so many duplicates come that the next batch is looked up before it is claimed."""
-    pace = shop.app.protocol.paces.of(handler)
+    pace = shop.app.protocol.batch_sizes.of(handler)
     pace.met(100, 100)
     assert pace.looks_first
     return pace
@@ -162,7 +162,7 @@ def test_a_look_beside_a_claim_in_flight_does_not_decide(new_database: NewDataba
 
 
 def test_the_look_is_given_up_when_new_messages_prevail() -> None:
-    pace = Pace(Batching())
+    pace = BatchSize(Batching())
     pace.met(100, 99)
     assert pace.looks_first
     pace.met(100, 10)

@@ -112,7 +112,7 @@ def test_a_handler_that_closes_its_connection_costs_only_its_message(
     with opened(postgresql_url) as shop:
         handler = shop.handler(body, pipeline=way == "pipelined")
         if way in ("savepoints", "pipelined"):
-            pace = shop.app.protocol.paces.of(handler)
+            pace = shop.app.protocol.batch_sizes.of(handler)
             for _ in range(50):
                 pace.failed(8)
         outcomes = dict(zip(ids, take(shop, handler, ids, way), strict=True))

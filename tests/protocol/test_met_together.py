@@ -17,7 +17,7 @@ from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
 from txbox.policy import Batching
 from txbox.processing import batch_size as pace
-from txbox.processing.batch_size import Pace
+from txbox.processing.batch_size import BatchSize
 from txbox.processing.intake import Leasing
 from txbox.steps import Statement
 from txbox.store import claims
@@ -40,8 +40,8 @@ def take(app: App, handler: Handler, *messages: Message[Any]) -> list[Outcome]:
     return [own.outcome for own in settled]
 
 
-def pace_of(shop: Shop, handler: Handler) -> Pace:
-    return shop.app.protocol.paces.of(handler)
+def pace_of(shop: Shop, handler: Handler) -> BatchSize:
+    return shop.app.protocol.batch_sizes.of(handler)
 
 
 @pytest.fixture(params=["claim", "claim that keeps payloads", "look"])

@@ -125,7 +125,7 @@ class Bench:
         return [effects(self.raw, own) for own in ids]
 
     def frequent_failures(self, handler: Handler) -> None:
-        pace = self.app.protocol.paces.of(handler)
+        pace = self.app.protocol.batch_sizes.of(handler)
         for _ in range(200):
             pace.failed(4)
 

@@ -30,7 +30,7 @@ from txbox.drive import drive
 from txbox.errors import Fault, StoreError
 from txbox.events import ConsumptionPaused, MessageDead, MessageFailed
 from txbox.handlers import Handler
-from txbox.outcome import Settled
+from txbox.outcome import Answer
 from txbox.processing.intake import Leasing
 from txbox.steps import Commit, Steps
 from txbox.store.filters import RowFilter
@@ -96,7 +96,7 @@ def test_poison_at_commit_is_dead_after_its_attempts(shop: Shop, mode: str) -> N
 def test_poison_at_commit_costs_only_itself(shop: Shop, way: str) -> None:
     handler = shop.handler(poisons, pipeline=way == "pipelined")
     if way in ("savepoints", "pipelined"):
-        pace = shop.app.protocol.paces.of(handler)
+        pace = shop.app.protocol.batch_sizes.of(handler)
         for _ in range(50):
             pace.failed(8)
     if way == "leased":
@@ -183,7 +183,7 @@ def test_the_record_decides_whether_a_refused_commit_took_effect(
             ((leased, token),) = shop.lease()
             steps = shop.app.protocol.run_leased(handler, leased, token)
         found = drive(shop.app._any_sync(), answered(steps))
-        settled: Settled = found["a"] if mode == "inline" else found
+        settled: Answer = found["a"] if mode == "inline" else found
         assert len(refused) == 1
         if committed:
             done = Outcome.DUPLICATE if mode == "inline" else Outcome.PROCESSED

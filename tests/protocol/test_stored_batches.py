@@ -14,7 +14,7 @@ from tests.shop import Shop, opened, paid
 from txbox import Inbox, Limits, Outcome
 from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.outcome import Settled
+from txbox.outcome import Answer
 from txbox.processing.intake import Leasing
 from txbox.steps import Statement, Steps
 
@@ -25,7 +25,7 @@ _WAITING = (
 )
 
 
-def taking(shop: Shop, handler: Handler, ids: list[str], leased: bool) -> Steps[list[Settled]]:
+def taking(shop: Shop, handler: Handler, ids: list[str], leased: bool) -> Steps[list[Answer]]:
     leasing = Leasing(shop.app.lease, secrets.token_hex(16)) if leased else None
     return shop.app.intake.take(handler, [paid(own, key="k") for own in ids], leasing=leasing)
 
@@ -46,7 +46,7 @@ def test_a_row_that_is_gone_when_it_is_read_is_stored_again(
         assert take(shop, handler, ["gone"], False) == [Outcome.DEFERRED]
         steps = taking(shop, handler, ids, leased)
 
-        def pruned_before_it_is_read() -> Steps[list[Settled]]:
+        def pruned_before_it_is_read() -> Steps[list[Answer]]:
             step = next(steps)
             while True:
                 if isinstance(step, Statement) and step.name == "classify":
@@ -55,7 +55,7 @@ def test_a_row_that_is_gone_when_it_is_read_is_stored_again(
                 try:
                     step = steps.send(answer)
                 except StopIteration as stop:
-                    settled: list[Settled] = stop.value
+                    settled: list[Answer] = stop.value
                     return settled
 
         settled = drive(shop.app._any_sync(), pruned_before_it_is_read())

@@ -15,12 +15,12 @@ from txbox import Batching, Message
 from txbox.app import App
 from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
-from txbox.processing.batch_size import Pace
+from txbox.processing.batch_size import BatchSize
 
 MESSAGES = 300
 
 
-class Fixed(Pace):
+class Fixed(BatchSize):
     """A pace that learns nothing."""
 
     def __init__(self, messages: int) -> None:
@@ -47,7 +47,7 @@ def batches_of(app: App, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Handler,
 
 def at_pace(app: App, monkeypatch: pytest.MonkeyPatch, messages: int) -> None:
     fixed = Fixed(messages)
-    monkeypatch.setattr(app.protocol.paces, "of", lambda _handler: fixed)
+    monkeypatch.setattr(app.protocol.batch_sizes, "of", lambda _handler: fixed)
 
 
 def test_a_backlog_is_run_in_batches_that_grow(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_after_a_conflict_messages_run_one_by_one(
         )
     taken = batches_of(shop.app, monkeypatch)
     handler = shop.handler()
-    pace = shop.app.protocol.paces.of(handler)
+    pace = shop.app.protocol.batch_sizes.of(handler)
     for _ in range(10):
         pace.committed(pace.messages, 0.001)
     assert pace.messages > 1

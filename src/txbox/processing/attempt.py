@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from txbox.errors import Fault, StoreError
 from txbox.events import Events, MessageDuplicate, MessageWaits
 from txbox.handlers import Handler
-from txbox.outcome import DUPLICATE, Outcome, Settled, Status
+from txbox.outcome import DUPLICATE, Answer, Outcome, Status
 from txbox.policy import Batching, Lease, Limits
-from txbox.processing.batch_size import Paces, divides
+from txbox.processing.batch_size import BatchSizes, divides
 from txbox.processing.failure import failure_of
 from txbox.processing.in_flight import AGAIN, GAP_LOOK_S, Holder, InFlight, Turns
 from txbox.processing.patience import persistently
-from txbox.processing.recorder import Endings, Letters, lost, where
-from txbox.processing.transaction import End, HandlerTransaction, Ran, handled
+from txbox.processing.recorder import Letters, Recorder, lost, where
+from txbox.processing.transaction import End, HandlerTransaction, TransactionResult, handled
 from txbox.steps import Begin, Commit, Raised, Steps
 from txbox.store import failures, leases
 from txbox.store.codec import Arrival, Leased
@@ -32,20 +32,24 @@ class Deliveries:
     """Runs what a source delivers in the transaction that claims it."""
 
     def __init__(
-        self, transaction: HandlerTransaction, endings: Endings, paces: Paces, turns: Turns
+        self,
+        transaction: HandlerTransaction,
+        recorder: Recorder,
+        batch_sizes: BatchSizes,
+        turns: Turns,
     ) -> None:
         self.transaction = transaction
-        self._endings = endings
-        self._paces = paces
+        self._recorder = recorder
+        self._batch_sizes = batch_sizes
         self._turns = turns
         self._in_flight = turns.in_flight
-        self._store = endings.store
-        self._events = endings.events
-        self._limits = endings.limits
+        self._store = recorder.store
+        self._events = recorder.events
+        self._limits = recorder.limits
 
     def deliver(
         self, handler: Handler, arrivals: Sequence[Arrival], holder: Holder | None = None
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Process deliveries whose ids differ; returns the outcome of each id.
 
         Ids that another thread of this process works on are waited for, up to the lock time-out.
@@ -66,10 +70,10 @@ class Deliveries:
 
     def _deliver_what_is_free(
         self, handler: Handler, arrivals: Sequence[Arrival], holder: Holder | None
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Process first what nobody works on, then the others one by one: who waits for an id holds none."""
         consumer = handler.consumer
-        settled: dict[str, Settled] = {}
+        settled: dict[str, Answer] = {}
         mine: list[Arrival] = []
         busy: list[Arrival] = []
         keys: set[str] = set()
@@ -99,7 +103,7 @@ class Deliveries:
                 arrival.message_id,
             )
             if key in held or not (yield from self._turns.entered(consumer, own_id, holder)):
-                settled[own_id] = self._endings.held(handler, arrival)
+                settled[own_id] = self._recorder.held(handler, arrival)
                 if key is not None:
                     held.add(key)
                 continue
@@ -113,18 +117,18 @@ class Deliveries:
 
     def _claim_and_run(
         self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         if len(arrivals) == 1:
             return self._run_alone(handler, arrivals[0])
         return self._run_together(handler, arrivals)
 
-    def _run_alone(self, handler: Handler, arrival: Arrival) -> Steps[dict[str, Settled]]:
+    def _run_alone(self, handler: Handler, arrival: Arrival) -> Steps[dict[str, Answer]]:
         """Claim and run one message; retries conflicts, claims again when in doubt, records a failure."""
         tries = 0
         while True:
             ran = yield from self.transaction.fresh(handler, [arrival])
             if ran.end is End.COMMITTED:
-                self._paces.of(handler).met(1, 1 - len(ran.fresh))
+                self._batch_sizes.of(handler).met(1, 1 - len(ran.fresh))
                 if settled := (yield from self._committed(handler, [arrival], ran)):
                     return settled
                 continue
@@ -140,13 +144,13 @@ class Deliveries:
                 if (yield from self._turns.again(handler, ran, tries)):
                     continue
             if ran.end is End.LOCKED:
-                return {arrival.message_id: self._endings.held(handler, arrival)}
+                return {arrival.message_id: self._recorder.held(handler, arrival)}
             if ran.end is End.AMBIGUOUS or (ran.end in AGAIN and not ran.fresh):
                 # nothing of the handler's is known to have failed, so there is no attempt to record
                 raise lost(ran)
             # a handler that loses its connection each time, while the next one is there, is a failure too
-            failure = self._endings.failure(handler, ran)
-            recorded = yield from self._endings.recorded(handler, arrival, failure, token="")
+            failure = self._recorder.failure(handler, ran)
+            recorded = yield from self._recorder.recorded(handler, arrival, failure, token="")
             if recorded is not None:
                 return {arrival.message_id: recorded}
             # the row is somebody else's by now, or that of a COMMIT which took effect whatever was answered:
@@ -154,22 +158,22 @@ class Deliveries:
 
     def _run_together(
         self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Claim and run a batch; isolates the culprit of one that fails, whose neighbours go on."""
-        pace = self._paces.of(handler)
+        batch_size = self._batch_sizes.of(handler)
         waiting: list[Arrival] = list(arrivals)
-        settled: dict[str, Settled] = {}
-        group, doubted = self._paces.group(handler, pace, len(waiting)), False
-        if looked := pace.looks_first and self.transaction.looks_up(handler, waiting):
+        settled: dict[str, Answer] = {}
+        group, doubted = self._batch_sizes.group(handler, batch_size, len(waiting)), False
+        if looked := batch_size.looks_first and self.transaction.looks_up(handler, waiting):
             settled = yield from self._finished_before(handler, waiting)
             waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
         while len(waiting) > 1:
             ran = yield from self.transaction.fresh(handler, waiting, group)
             if ran.end is End.BROKEN:
-                pace.conflicted(len(waiting))
+                batch_size.conflicted(len(waiting))
             if ran.end is End.COMMITTED:
                 if not looked:
-                    pace.met(len(waiting), len(waiting) - len(ran.fresh))
+                    batch_size.met(len(waiting), len(waiting) - len(ran.fresh))
                 settled.update((yield from self._committed(handler, waiting, ran)))
             elif ran.end is End.WAITS:
                 behind = [arrival for arrival in waiting if arrival.message_id in ran.waiting]
@@ -181,10 +185,10 @@ class Deliveries:
             ):
                 doubted = True
             elif ran.end is End.RAISED and not group and divides(handler):
-                pace.failed(len(waiting))
-                group = pace.group or len(waiting)
+                batch_size.failed(len(waiting))
+                group = batch_size.group or len(waiting)
             elif ran.end is End.BROKEN and (
-                left := (yield from self._endings.left(handler, waiting, ran))
+                left := (yield from self._recorder.left(handler, waiting, ran))
             ):
                 settled.update(left)
             else:
@@ -195,25 +199,25 @@ class Deliveries:
         return settled
 
     def _committed(
-        self, handler: Handler, arrivals: Sequence[Arrival], ran: Ran
-    ) -> Steps[dict[str, Settled]]:
+        self, handler: Handler, arrivals: Sequence[Arrival], ran: TransactionResult
+    ) -> Steps[dict[str, Answer]]:
         """The outcome of each message; an id that is missing was pruned between two statements: claim again."""
-        pace = self._paces.of(handler)
-        pace.committed(len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed))
-        settled: dict[str, Settled] = {}
+        batch_size = self._batch_sizes.of(handler)
+        batch_size.committed(len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed))
+        settled: dict[str, Answer] = {}
         for arrival in arrivals:
             if arrival.message_id in ran.fresh:
-                settled[arrival.message_id] = self._endings.ran(handler, arrival, ran)
+                settled[arrival.message_id] = self._recorder.ran(handler, arrival, ran)
             elif row := ran.existing.get(arrival.message_id):
-                settled[arrival.message_id] = yield from self._endings.met(handler, arrival, row)
+                settled[arrival.message_id] = yield from self._recorder.met(handler, arrival, row)
         return settled
 
     def _finished_before(
         self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Look a batch up before it is claimed, when most of what came last had been finished before."""
         finished = yield from self.transaction.finished_before(handler, arrivals)
-        self._paces.of(handler).met(len(arrivals), len(finished))
+        self._batch_sizes.of(handler).met(len(arrivals), len(finished))
         if self._events:
             for arrival in arrivals:
                 if arrival.message_id in finished:
@@ -222,23 +226,23 @@ class Deliveries:
 
     def _apart(
         self, handler: Handler, arrivals: Sequence[Arrival], end: End
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Divide a batch that failed, from left to right, until the culprit costs only itself.
 
         After a conflict each message is alone at once: halves would meet the same rows in the same order.
         """
         size = 1
         if end in (End.CONFLICT, End.LOCKED):
-            self._paces.of(handler).conflicted(len(arrivals))
+            self._batch_sizes.of(handler).conflicted(len(arrivals))
         elif end in (End.RAISED, End.REFUSED):
             size = (len(arrivals) + 1) // 2
-        settled: dict[str, Settled] = {}
+        settled: dict[str, Answer] = {}
         keys: set[str] = set()
         for at in range(0, len(arrivals), size):
             part: list[Arrival] = []
             for arrival in arrivals[at : at + size]:
                 if handler.options.in_order and arrival.message.key in keys:
-                    settled[arrival.message_id] = self._endings.held(handler, arrival)
+                    settled[arrival.message_id] = self._recorder.held(handler, arrival)
                 else:
                     part.append(arrival)
             if not part:
@@ -254,7 +258,7 @@ class Deliveries:
 
     def _stored_behind(
         self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Store messages behind what they wait for; returns those that were stored."""
         by_version = handler.options.sequence is not None
         try:
@@ -270,13 +274,13 @@ class Deliveries:
                 raise
             yield from self._store.lock_timed_out()
             return {
-                arrival.message_id: self._endings.held(handler, arrival) for arrival in arrivals
+                arrival.message_id: self._recorder.held(handler, arrival) for arrival in arrivals
             }
         if self._events:
             for arrival in arrivals:
                 if arrival.message_id in fresh:
                     self._events.emit(MessageWaits(**where(handler, arrival)))
-        return dict.fromkeys(fresh, Settled(Outcome.DEFERRED))
+        return dict.fromkeys(fresh, Answer(Outcome.DEFERRED))
 
 
 _RELEASED_S = 1.0
@@ -286,18 +290,22 @@ class TableRows:
     """Runs rows that stand in the table; whoever holds a row's lease token may finish it."""
 
     def __init__(
-        self, transaction: HandlerTransaction, endings: Endings, paces: Paces, turns: Turns
+        self,
+        transaction: HandlerTransaction,
+        recorder: Recorder,
+        batch_sizes: BatchSizes,
+        turns: Turns,
     ) -> None:
         self.transaction = transaction
-        self._endings = endings
-        self._paces = paces
+        self._recorder = recorder
+        self._batch_sizes = batch_sizes
         self._turns = turns
         self._in_flight = turns.in_flight
-        self._store = endings.store
-        self._events = endings.events
-        self._limits = endings.limits
+        self._store = recorder.store
+        self._events = recorder.events
+        self._limits = recorder.limits
 
-    def run_leased(self, handler: Handler, leased: Leased, lease_token: str) -> Steps[Settled]:
+    def run_leased(self, handler: Handler, leased: Leased, lease_token: str) -> Steps[Answer]:
         """Process one row that this worker has leased.
 
         Guarantee: a worker whose lease was given to another can run the handler, it cannot commit.
@@ -305,7 +313,7 @@ class TableRows:
         consumer, arrival = handler.consumer, leased.arrival
         if not (yield from self._turns.entered(consumer, arrival.message_id)):
             yield from self._given_back(handler, arrival, lease_token)
-            return Settled(Outcome.IN_PROGRESS)
+            return Answer(Outcome.IN_PROGRESS)
         try:
             if handler.options.transactional:
                 return (yield from self._run_row(handler, arrival, lease_token))
@@ -315,12 +323,12 @@ class TableRows:
 
     def run_leased_many(
         self, handler: Handler, rows: Sequence[Leased], lease_token: str
-    ) -> Steps[list[Settled]]:
+    ) -> Steps[list[Answer]]:
         """Process rows that this worker has leased, in their order, in one transaction where that can be.
 
         Guarantee: as `run_leased`.
         """
-        settled: dict[str, Settled] = {}
+        settled: dict[str, Answer] = {}
         free = [
             leased.arrival
             for leased in rows
@@ -331,7 +339,7 @@ class TableRows:
                 settled = yield from self._run_rows(handler, free, lease_token)
         finally:
             self._in_flight.leave(handler.consumer, *[arrival.message_id for arrival in free])
-        answers: list[Settled] = []
+        answers: list[Answer] = []
         for leased in rows:
             done = settled.get(leased.arrival.message_id)
             answers.append(done or (yield from self.run_leased(handler, leased, lease_token)))
@@ -339,52 +347,54 @@ class TableRows:
 
     def _run_rows(
         self, handler: Handler, arrivals: Sequence[Arrival], lease_token: str
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Run leased rows together; those that are missing from the answer are to be run alone."""
-        pace = self._paces.of(handler)
-        group = self._paces.group(handler, pace, len(arrivals))
+        batch_size = self._batch_sizes.of(handler)
+        group = self._batch_sizes.group(handler, batch_size, len(arrivals))
         while True:
             started = time.monotonic()
             ran = yield from self.transaction.leased(handler, arrivals, lease_token, group)
             if ran.end is End.COMMITTED:
-                pace.committed(len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed))
+                batch_size.committed(
+                    len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed)
+                )
                 return {
-                    arrival.message_id: self._endings.ran(handler, arrival, ran)
+                    arrival.message_id: self._recorder.ran(handler, arrival, ran)
                     if arrival.message_id in ran.fresh
                     # the lease ran out and the row is another's
-                    else Settled(Outcome.IN_PROGRESS)
+                    else Answer(Outcome.IN_PROGRESS)
                     for arrival in arrivals
                 }
             if ran.end is End.AMBIGUOUS:
-                settled: dict[str, Settled] = {}
+                settled: dict[str, Answer] = {}
                 for arrival in arrivals:
                     settled[arrival.message_id] = yield from self._decided(
                         handler, arrival, lease_token, started
                     )
                 return settled
             if ran.end in (End.CONFLICT, End.LOCKED):
-                pace.conflicted(len(arrivals))
+                batch_size.conflicted(len(arrivals))
             if ran.end is End.BROKEN:
-                pace.conflicted(len(arrivals))
-                return (yield from self._endings.left(handler, arrivals, ran, token=lease_token))
+                batch_size.conflicted(len(arrivals))
+                return (yield from self._recorder.left(handler, arrivals, ran, token=lease_token))
             if ran.end is not End.RAISED or group or not divides(handler):
                 return {}
-            pace.failed(len(arrivals))
-            group = pace.group or len(arrivals)
+            batch_size.failed(len(arrivals))
+            group = batch_size.group or len(arrivals)
 
-    def _run_row(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[Settled]:
+    def _run_row(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[Answer]:
         started, tries = time.monotonic(), 0
         while True:
             ran = yield from self.transaction.leased(handler, [arrival], lease_token)
             if ran.end is End.COMMITTED:
                 if ran.fresh:
-                    self._paces.of(handler).committed(1, time.monotonic() - ran.claimed_at)
-                    return self._endings.processed(handler, arrival, started, ran)
+                    self._batch_sizes.of(handler).committed(1, time.monotonic() - ran.claimed_at)
+                    return self._recorder.processed(handler, arrival, started, ran)
                 # the fence matched nothing: the lease ran out and the row is another's
-                return Settled(Outcome.IN_PROGRESS)
+                return Answer(Outcome.IN_PROGRESS)
             if ran.end is End.WAITS:
                 yield from self._given_back(handler, arrival, lease_token, GAP_LOOK_S)
-                return Settled(Outcome.DEFERRED)
+                return Answer(Outcome.DEFERRED)
             if ran.end in (End.CONFLICT, End.LOCKED, End.LOST):
                 tries += 1
                 if (yield from self._turns.again(handler, ran, tries)):
@@ -392,14 +402,14 @@ class TableRows:
             unclaimed = ran.end in AGAIN and not ran.fresh
             if unclaimed or ran.end in (End.AMBIGUOUS, End.LOCKED):
                 return (yield from self._decided(handler, arrival, lease_token, started))
-            failure = self._endings.failure(handler, ran)
-            recorded = yield from self._endings.recorded(
+            failure = self._recorder.failure(handler, ran)
+            recorded = yield from self._recorder.recorded(
                 handler, arrival, failure, token=lease_token
             )
             if recorded is None and ran.end is End.REFUSED:
                 # it took effect, whatever was answered
                 return (yield from self._as_it_stands(handler, arrival, started))
-            return recorded or Settled(Outcome.IN_PROGRESS)
+            return recorded or Answer(Outcome.IN_PROGRESS)
 
     def _given_back(
         self, handler: Handler, arrival: Arrival, lease_token: str, delay_s: float = _RELEASED_S
@@ -418,34 +428,34 @@ class TableRows:
 
     def _decided(
         self, handler: Handler, arrival: Arrival, lease_token: str, started: float
-    ) -> Steps[Settled]:
+    ) -> Steps[Answer]:
         """Decide a doubt by the fenced release: it waits for a commit in flight, then matches nothing."""
         if (yield from self._given_back(handler, arrival, lease_token)):
-            return Settled(Outcome.DEFERRED)
+            return Answer(Outcome.DEFERRED)
         return (yield from self._as_it_stands(handler, arrival, started))
 
-    def _as_it_stands(self, handler: Handler, arrival: Arrival, started: float) -> Steps[Settled]:
+    def _as_it_stands(self, handler: Handler, arrival: Arrival, started: float) -> Steps[Answer]:
         yield Begin()
         rows = yield from self._store.classify(handler.consumer, [arrival.message_id])
         yield Commit()
         row = rows.get(arrival.message_id)
         if row is not None and row.status == Status.PROCESSED:
-            return self._endings.processed(handler, arrival, started)
-        return Settled(Outcome.IN_PROGRESS)
+            return self._recorder.processed(handler, arrival, started)
+        return Answer(Outcome.IN_PROGRESS)
 
     def _run_untransacted(
         self, handler: Handler, arrival: Arrival, lease_token: str
-    ) -> Steps[Settled]:
+    ) -> Steps[Answer]:
         """Run a handler outside any transaction and complete its row, fenced, afterwards."""
         started = time.monotonic()
         try:
             returned = yield from handled(handler, [arrival])
         except Raised as raised:
-            failure = failure_of(raised.error, raised.store, handler.options, self._limits)
-            recorded = yield from self._endings.recorded(
+            failure = failure_of(raised.error, raised.database_error, handler.options, self._limits)
+            recorded = yield from self._recorder.recorded(
                 handler, arrival, failure, token=lease_token
             )
-            return recorded or Settled(Outcome.IN_PROGRESS)
+            return recorded or Answer(Outcome.IN_PROGRESS)
         return (
             yield from persistently(
                 lambda: self._completed(handler, arrival, lease_token, started, returned),
@@ -461,31 +471,31 @@ class TableRows:
         lease_token: str,
         started: float,
         returned: list[Any],
-    ) -> Steps[Settled]:
+    ) -> Steps[Answer]:
         ran = yield from self.transaction.finished(handler, arrival, lease_token, returned)
         if ran.end is not End.COMMITTED:
             raise lost(ran)
         if ran.fresh:
-            return self._endings.processed(handler, arrival, started, ran)
+            return self._recorder.processed(handler, arrival, started, ran)
         # another's by now, or committed by the COMMIT whose answer was lost
         return (yield from self._as_it_stands(handler, arrival, started))
 
-    def replay(self, handler: Handler, arrival: Arrival) -> Steps[Settled]:
+    def replay(self, handler: Handler, arrival: Arrival) -> Steps[Answer]:
         """Run a processed message once more; when it fails its row stays `processed` (SEMANTICS 7.4)."""
         started, tries = time.monotonic(), 0
         while True:
             ran = yield from self.transaction.replayed(handler, arrival)
             if ran.end is End.COMMITTED:
                 if ran.fresh:
-                    return self._endings.processed(handler, arrival, started)
-                return Settled(Outcome.IN_PROGRESS)
+                    return self._recorder.processed(handler, arrival, started)
+                return Answer(Outcome.IN_PROGRESS)
             if ran.end in (End.CONFLICT, End.LOCKED):
                 tries += 1
                 if (yield from self._turns.again(handler, ran, tries)):
                     continue
             if ran.end in (End.AMBIGUOUS, End.LOST, End.LOCKED):
                 raise lost(ran)
-            failure = self._endings.failure(handler, ran)
+            failure = self._recorder.failure(handler, ran)
             yield Begin(
                 (
                     failures.attempt(
@@ -494,7 +504,7 @@ class TableRows:
                 )
             )
             yield Commit()
-            return Settled(Outcome.FAILED, arrival.message.attempt)
+            return Answer(Outcome.FAILED, arrival.message.attempt)
 
 
 T = TypeVar("T")
@@ -519,22 +529,22 @@ class InboxProtocol:
         self.limits = limits
         self.lease = lease
         self.in_flight = InFlight()
-        self.paces = Paces(store, batching)
-        endings = Endings(store, events, limits, letters)
+        self.batch_sizes = BatchSizes(store, batching)
+        recorder = Recorder(store, events, limits, letters)
         transaction = HandlerTransaction(
-            store, limits, lease, batching=batching, dying=endings.dying
+            store, limits, lease, batching=batching, dying=recorder.dying
         )
         turns = Turns(self.in_flight, limits, events)
-        self.deliveries = Deliveries(transaction, endings, self.paces, turns)
-        self.rows = TableRows(transaction, endings, self.paces, turns)
+        self.deliveries = Deliveries(transaction, recorder, self.batch_sizes, turns)
+        self.rows = TableRows(transaction, recorder, self.batch_sizes, turns)
         # bound, not wrapped: every message passes here
         self.deliver = self.deliveries.deliver
         self.run_leased = self.rows.run_leased
         self.run_leased_many = self.rows.run_leased_many
         self.replay = self.rows.replay
-        self.met = endings.met
-        self.held = endings.held
-        self.quarantine = endings.quarantine
+        self.met = recorder.met
+        self.held = recorder.held
+        self.quarantine = recorder.quarantine
 
     def persistently(
         self,

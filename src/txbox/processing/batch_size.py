@@ -22,7 +22,7 @@ _REPLAYED = 0.5
 _RARE = 0.0005
 
 
-class Pace:
+class BatchSize:
     """The size of one handler's transactions, learned from how they end.
 
     It doubles from one while twice as much would stay under `Batching.duration`, and halves above
@@ -106,32 +106,32 @@ class Pace:
         return max(1, min(_SAVEPOINTS_MAX, round(1 / math.sqrt(self._failures))))
 
 
-class Paces:
+class BatchSizes:
     """How the transactions of each handler are sized and divided."""
 
     def __init__(self, store: InboxStore, batching: Batching) -> None:
         self._store = store
         self._batching = batching
-        self._paces: dict[tuple[str, int], Pace] = {}
+        self._batch_sizes: dict[tuple[str, int], BatchSize] = {}
 
-    def of(self, handler: Handler) -> Pace:
+    def of(self, handler: Handler) -> BatchSize:
         """The pace of one handler."""
         key = (handler.consumer, id(handler.function))
-        pace = self._paces.get(key)
-        if pace is None:
+        batch_size = self._batch_sizes.get(key)
+        if batch_size is None:
             batching = self._batching
             if not self._store.dialect.refuses_commit and not handler.options.batch:
                 # nothing stops a handler's COMMIT there: it would commit its neighbours' claims too
                 batching = replace(batching, messages=1)
             # two threads that come first together make two: the one kept is the one both find next
-            pace = self._paces.setdefault(key, Pace(batching))
-        return pace
+            batch_size = self._batch_sizes.setdefault(key, BatchSize(batching))
+        return batch_size
 
-    def group(self, handler: Handler, pace: Pace, messages: int) -> int:
+    def group(self, handler: Handler, batch_size: BatchSize, messages: int) -> int:
         """How many messages of a batch share a savepoint at the first try; 0 for none."""
         if messages == 1 or not divides(handler):
             return 0
-        return 1 if self._store.dialect.cheap_savepoints else pace.group
+        return 1 if self._store.dialect.cheap_savepoints else batch_size.group
 
 
 def divides(handler: Handler, *, batch: bool = False) -> bool:

@@ -12,7 +12,7 @@ from txbox.events import Events, TransactionRetried
 from txbox.forks import forgets_parent
 from txbox.handlers import Handler
 from txbox.policy import Limits
-from txbox.processing.transaction import End, Ran
+from txbox.processing.transaction import End, TransactionResult
 from txbox.steps import Steps, Wait
 
 
@@ -132,12 +132,12 @@ class Turns:
                 return False
         return True
 
-    def again(self, handler: Handler, ran: Ran, tries: int) -> Steps[bool]:
+    def again(self, handler: Handler, ran: TransactionResult, tries: int) -> Steps[bool]:
         """Wait a moment outside of any transaction, unless the budget is spent."""
         if tries > self._limits.conflict_retries:
             return False
         if ran.end is not End.AMBIGUOUS:
-            code = ran.store.code if ran.store else None
+            code = ran.database_error.code if ran.database_error else None
             self._events.emit(TransactionRetried(consumer=handler.consumer, code=code))
         yield Wait(_CONFLICT_PAUSE_S * random.random() * tries)
         return True

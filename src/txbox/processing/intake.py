@@ -13,7 +13,7 @@ from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import MessageDuplicate, MessageStored
 from txbox.handlers import Handler
 from txbox.message import Message
-from txbox.outcome import DUPLICATE, Outcome, Settled
+from txbox.outcome import DUPLICATE, Answer, Outcome
 from txbox.policy import Lease
 from txbox.processing.attempt import InboxProtocol
 from txbox.processing.failure import printable
@@ -24,8 +24,8 @@ from txbox.store.codec import Arrival, Leased
 from txbox.store.inbox import Existing
 
 _TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
-_QUARANTINED = Settled(Outcome.QUARANTINED)
-_STORED = Settled(Outcome.DEFERRED)
+_QUARANTINED = Answer(Outcome.QUARANTINED)
+_STORED = Answer(Outcome.DEFERRED)
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Intake:
         *,
         leasing: Leasing | None = None,
         holder: Holder | None = None,
-    ) -> Steps[list[Settled]]:
+    ) -> Steps[list[Answer]]:
         """Bring messages to an outcome each, in their order.
 
         Copies of one id share the first one's fate; a copy with another payload is quarantined.
@@ -87,7 +87,7 @@ class Intake:
                     yield from self._quarantined(handler.consumer, message, own_id, _TWO_PAYLOADS)
                     own_id = ""
             ids.append(own_id)
-        answers: dict[str, Settled] = {}
+        answers: dict[str, Answer] = {}
         if known:
             answers = yield from self._run(handler, list(known.values()), leasing, holder)
         if len(known) == len(ids):
@@ -95,10 +95,10 @@ class Intake:
         return self._unfolded(handler, ids, answers)
 
     def _unfolded(
-        self, handler: Handler, ids: Sequence[str], answers: dict[str, Settled]
-    ) -> list[Settled]:
+        self, handler: Handler, ids: Sequence[str], answers: dict[str, Answer]
+    ) -> list[Answer]:
         """One outcome a message: copies share the first one's fate, those without an id are set aside."""
-        outcomes: list[Settled] = []
+        outcomes: list[Answer] = []
         seen: set[str] = set()
         for own_id in ids:
             answer = answers[own_id] if own_id else _QUARANTINED
@@ -120,7 +120,7 @@ class Intake:
         arrivals: list[Arrival],
         leasing: Leasing | None,
         holder: Holder | None,
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         if handler.options.mode == "stored" or leasing is not None:
             return self.store(handler, arrivals, leasing)
         if handler.options.transactional:
@@ -129,7 +129,7 @@ class Intake:
 
     def store(
         self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None = None
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones."""
         protocol, consumer = self._protocol, handler.consumer
         # ids sorted, so that two stores wait for each other instead of deadlocking, unless the order counts
@@ -138,7 +138,7 @@ class Intake:
             if handler.options.in_order
             else sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
         )
-        settled: dict[str, Settled] = {}
+        settled: dict[str, Answer] = {}
         rows_of: dict[str, Leased] = {}
         while True:
             try:
@@ -206,7 +206,7 @@ class Intake:
                 self._protocol.store, consumer, ours, token=leasing.token, delay_s=0.0
             )
 
-    def _new(self, consumer: str, arrival: Arrival) -> Settled:
+    def _new(self, consumer: str, arrival: Arrival) -> Answer:
         if self._protocol.events:
             self._protocol.events.emit(
                 MessageStored(
@@ -217,11 +217,11 @@ class Intake:
 
     def _stored_apart(
         self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Store one by one, since another transaction holds the id of one; that one is not settled."""
         if len(arrivals) == 1:
             return {arrivals[0].message_id: self._protocol.held(handler, arrivals[0])}
-        settled: dict[str, Settled] = {}
+        settled: dict[str, Answer] = {}
         keys: set[str | None] = set()
         for arrival in arrivals:
             if handler.options.in_order and arrival.message.key in keys:
@@ -234,12 +234,12 @@ class Intake:
 
     def _run_leased(
         self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Settled]]:
+    ) -> Steps[dict[str, Answer]]:
         """Store, lease and run at once, without heartbeats: the lease covers the handler's `timeout=`."""
         lease, timeout = self._protocol.lease, handler.options.timeout
         if timeout is not None:
             lease = dataclasses.replace(lease, duration=lease.duration + timeout)
-        settled: dict[str, Settled] = {}
+        settled: dict[str, Answer] = {}
         for arrival in arrivals:
             # one by one: a lease must not run while another message has its turn
             leasing = Leasing(lease)

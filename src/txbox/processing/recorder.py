@@ -21,10 +21,10 @@ from txbox.events import (
 )
 from txbox.handlers import Handler
 from txbox.message import Message
-from txbox.outcome import Outcome, Settled, Status
+from txbox.outcome import Answer, Outcome, Status
 from txbox.policy import Limits
 from txbox.processing.failure import BROKEN, failure_of, shown
-from txbox.processing.transaction import End, Ran
+from txbox.processing.transaction import End, TransactionResult
 from txbox.steps import Begin, Commit, Steps
 from txbox.store import failures
 from txbox.store.codec import Arrival
@@ -33,7 +33,7 @@ from txbox.store.failures import Failure
 from txbox.store.inbox import Existing, InboxStore
 
 # what nearly every message comes to
-_AT_ONCE = Settled(Outcome.PROCESSED, 1)
+_AT_ONCE = Answer(Outcome.PROCESSED, 1)
 
 
 class Letters(Protocol):
@@ -50,7 +50,7 @@ class Letters(Protocol):
     ) -> Steps[None]: ...
 
 
-class Endings:
+class Recorder:
     """Brings messages of one app to their outcomes, whatever way their transactions ended.
 
     Args:
@@ -65,7 +65,7 @@ class Endings:
         self.limits = limits
         self._letters = letters
 
-    def ran(self, handler: Handler, arrival: Arrival, ran: Ran) -> Settled:
+    def ran(self, handler: Handler, arrival: Arrival, ran: TransactionResult) -> Answer:
         """The outcome of a message whose transaction has committed."""
         recorded = ran.failed.get(arrival.message_id) if ran.failed else None
         if recorded is None:
@@ -75,8 +75,12 @@ class Endings:
         )
 
     def processed(
-        self, handler: Handler, arrival: Arrival, started: float, ran: Ran | None = None
-    ) -> Settled:
+        self,
+        handler: Handler,
+        arrival: Arrival,
+        started: float,
+        ran: TransactionResult | None = None,
+    ) -> Answer:
         """The outcome of a message whose row is processed."""
         attempt = arrival.message.attempt
         if ran is not None and ran.gap is not None:
@@ -100,15 +104,15 @@ class Endings:
         result = ran.results.get(arrival.message_id) if ran is not None and ran.results else None
         if attempt == 1 and result is None:
             return _AT_ONCE
-        return Settled(Outcome.PROCESSED, attempt, result)
+        return Answer(Outcome.PROCESSED, attempt, result)
 
-    def held(self, handler: Handler, arrival: Arrival) -> Settled:
+    def held(self, handler: Handler, arrival: Arrival) -> Answer:
         """The outcome of a message that another transaction holds, or whose key is held."""
         if self.events:
             self.events.emit(MessageInFlight(**where(handler, arrival)))
-        return Settled(Outcome.IN_PROGRESS)
+        return Answer(Outcome.IN_PROGRESS)
 
-    def met(self, handler: Handler, arrival: Arrival, row: Existing) -> Steps[Settled]:
+    def met(self, handler: Handler, arrival: Arrival, row: Existing) -> Steps[Answer]:
         """Decide by the row that stands under this id (SEMANTICS 2.12)."""
         place = where(handler, arrival)
         if row.differs(arrival.hash):
@@ -116,24 +120,24 @@ class Endings:
                 handler.consumer, arrival.message, arrival.message_id, arrival.hash or b"",
                 "Another payload came under an id that is known: the producer reuses ids, or a message was altered.",
             )  # fmt: skip
-            return Settled(Outcome.QUARANTINED)
+            return Answer(Outcome.QUARANTINED)
         if row.status in (Status.PROCESSED, Status.DEAD, Status.DISCARDED):
             if self.events:
                 self.events.emit(MessageDuplicate(**place))
             result = None
             if handler.options.keep_result and row.status == Status.PROCESSED:
                 result = yield from self.store.result(handler.consumer, arrival.message_id)
-            return Settled(Outcome.DUPLICATE, result=result)
+            return Answer(Outcome.DUPLICATE, json=result)
         if row.status == Status.PROCESSING and not row.leased:
             # committed without a lease: only a handler that committed by itself leaves this (SEMANTICS 2.3)
             recorded = yield from self.recorded(handler, arrival, BROKEN, token=row.token or "")
-            return recorded or Settled(Outcome.DUPLICATE)
+            return recorded or Answer(Outcome.DUPLICATE)
         if not row.has_payload:
             yield Begin((self.store.return_payload(handler.consumer, arrival),))
             yield Commit()
         if self.events:
             self.events.emit(MessageDeferred(**place))
-        return Settled(Outcome.DEFERRED)
+        return Answer(Outcome.DEFERRED)
 
     def quarantine(
         self, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str
@@ -154,16 +158,16 @@ class Endings:
             )
         )
 
-    def failure(self, handler: Handler, ran: Ran) -> Failure:
+    def failure(self, handler: Handler, ran: TransactionResult) -> Failure:
         """What is to be recorded of a transaction that raised, or was left."""
         if ran.end is End.BROKEN:
             return BROKEN
         assert ran.error is not None
-        return failure_of(ran.error, ran.store, handler.options, self.limits)
+        return failure_of(ran.error, ran.database_error, handler.options, self.limits)
 
     def recorded(
         self, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
-    ) -> Steps[Settled | None]:
+    ) -> Steps[Answer | None]:
         """Park a failure, or None when the row is not ours to write."""
         failure = failures.drawn(failure, arrival, handler.options.retry)
         row = yield from failures.record(
@@ -182,10 +186,15 @@ class Endings:
         )
 
     def left(
-        self, handler: Handler, arrivals: Sequence[Arrival], ran: Ran, *, token: str = ""
-    ) -> Steps[dict[str, Settled]]:
+        self,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        ran: TransactionResult,
+        *,
+        token: str = "",
+    ) -> Steps[dict[str, Answer]]:
         """A handler left the transaction of its batch: what that makes unknown is dead, and never run again."""
-        settled: dict[str, Settled] = {}
+        settled: dict[str, Answer] = {}
         for arrival in arrivals:
             if arrival.message_id in ran.unknown:
                 recorded = yield from self.recorded(handler, arrival, BROKEN, token=token)
@@ -195,7 +204,7 @@ class Endings:
 
     def _gave_up(
         self, handler: Handler, arrival: Arrival, failure: Failure, *, dead: bool, attempts: int
-    ) -> Settled:
+    ) -> Answer:
         """The outcome of a failure that is on disk."""
         text = failure.error.partition("\n")[0]
         # the lines of a traceback quote the program, which may have a text in it that the codec hides
@@ -211,7 +220,7 @@ class Endings:
             self.events.emit(MessageDead(**told))
         else:
             self.events.emit(MessageFailed(**told, retry_in_s=failure.delay_s or 0.0))
-        return Settled(Outcome.DEAD if dead else Outcome.FAILED, attempts)
+        return Answer(Outcome.DEAD if dead else Outcome.FAILED, attempts)
 
     def dying(
         self, handler: Handler, arrival: Arrival, failure: Failure, attempts: int
@@ -236,12 +245,12 @@ def where(handler: Handler, arrival: Arrival) -> dict[str, str]:
     }
 
 
-def lost(ran: Ran) -> StoreError:
+def lost(ran: TransactionResult) -> StoreError:
     """The error for a transaction that a wait may cure: its own, or the loss of its connection."""
-    if ran.store is not None and ran.end not in (End.AMBIGUOUS, End.REFUSED):
-        return ran.store
+    if ran.database_error is not None and ran.end not in (End.AMBIGUOUS, End.REFUSED):
+        return ran.database_error
     return StoreUnavailable(
         "The database connection was lost.",
         fault=Fault.UNAVAILABLE,
-        code=ran.store.code if ran.store else None,
+        code=ran.database_error.code if ran.database_error else None,
     )

@@ -72,14 +72,14 @@ _ids_in_order: type[list[str]] = list
 
 
 @dataclass(slots=True)
-class Ran:
+class TransactionResult:
     """A transaction that has ended, and what it met."""
 
     end: End
     fresh: set[str] = field(default_factory=_ids)
     existing: dict[str, Existing] = field(default_factory=_by_id)
     error: BaseException | None = None
-    store: StoreError | None = None
+    database_error: StoreError | None = None
     #: The ids that must wait.
     waiting: set[str] = field(default_factory=_ids)
     #: The version that was expected instead of this one, when it was not waited for any longer.
@@ -100,7 +100,7 @@ class Ran:
 
 def end_of_handler(raised: Raised, *, together: bool) -> End:
     """How a transaction ends whose handler raised."""
-    fault = raised.store.fault if raised.store else None
+    fault = raised.database_error.fault if raised.database_error else None
     if fault is Fault.UNAVAILABLE and raised.lost:
         return End.LOST
     # a batch waits shorter for a lock than a message alone, which the handler need not know
@@ -127,7 +127,11 @@ def end_of_commit(error: StoreError) -> End:
 
 def refused(dialect: Dialect, raised: Raised) -> bool:
     """A COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)."""
-    return raised.store is not None and raised.store.fault is Fault.GUARD and dialect.refuses_commit
+    return (
+        raised.database_error is not None
+        and raised.database_error.fault is Fault.GUARD
+        and dialect.refuses_commit
+    )
 
 
 def handled(
@@ -222,7 +226,12 @@ class Groups:
         self._dying = dying
 
     def called(
-        self, ran: Ran, handler: Handler, mine: Sequence[Arrival], size: int, token: str
+        self,
+        ran: TransactionResult,
+        handler: Handler,
+        mine: Sequence[Arrival],
+        size: int,
+        token: str,
     ) -> Steps[tuple[list[Arrival], list[Any]]]:
         """Call the handler for groups of messages under savepoints; returns who came through, and the answers.
 
@@ -260,7 +269,8 @@ class Groups:
             alone = max(0, alone - 1)
             yield Undo()
             failed_before = (
-                progress.raised.store is not None and progress.raised.store.fault is Fault.ABORTED
+                progress.raised.database_error is not None
+                and progress.raised.database_error.fault is Fault.ABORTED
             )
             if progress.culprit is None or (failed_before and len(group) > 1):
                 # it could be any of them: each has a turn of its own
@@ -275,11 +285,13 @@ class Groups:
         return good, answers
 
     def _record(
-        self, ran: Ran, handler: Handler, arrival: Arrival, raised: Raised, token: str
+        self, ran: TransactionResult, handler: Handler, arrival: Arrival, raised: Raised, token: str
     ) -> Steps[None]:
         retry = handler.options.retry
         failure = failures.drawn(
-            failure_of(raised.error, raised.store, handler.options, self._limits), arrival, retry
+            failure_of(raised.error, raised.database_error, handler.options, self._limits),
+            arrival,
+            retry,
         )
         dead, attempts = yield from failures.record_own(
             self._store, handler.consumer, arrival, failure, retry, token=token
@@ -311,7 +323,9 @@ class HandlerTransaction:
         self._lease = lease
         self._groups = Groups(store, limits, dying)
 
-    def fresh(self, handler: Handler, arrivals: Sequence[Arrival], group: int = 0) -> Steps[Ran]:
+    def fresh(
+        self, handler: Handler, arrivals: Sequence[Arrival], group: int = 0
+    ) -> Steps[TransactionResult]:
         """Run what is new among these messages, whose ids differ, in their order.
 
         Args:
@@ -337,7 +351,7 @@ class HandlerTransaction:
 
     def leased(
         self, handler: Handler, arrivals: Sequence[Arrival], lease: str, group: int = 0
-    ) -> Steps[Ran]:
+    ) -> Steps[TransactionResult]:
         """Run rows leased under `lease`; a row whose lease is another's by now is not fresh."""
         token = urandom(16).hex()
         claim = self._claim_leased(handler, arrivals, lease, token)
@@ -349,7 +363,7 @@ class HandlerTransaction:
 
     def finished(
         self, handler: Handler, arrival: Arrival, lease: str, returned: list[Any]
-    ) -> Steps[Ran]:
+    ) -> Steps[TransactionResult]:
         """Complete a leased row whose handler has run outside of any transaction."""
         token = urandom(16).hex()
         claim = self._claim_leased(handler, [arrival], lease, token)
@@ -357,7 +371,7 @@ class HandlerTransaction:
             handler, [arrival], claim, token, keep=handler.keeps_payload, returned=returned
         )
 
-    def replayed(self, handler: Handler, arrival: Arrival) -> Steps[Ran]:
+    def replayed(self, handler: Handler, arrival: Arrival) -> Steps[TransactionResult]:
         """Run a processed row once more; it keeps its payload, and what it was answered with."""
         if handler.options.keep_result and handler.options.reply_to is not None:
             replied = yield from self.store.result(handler.consumer, arrival.message_id)
@@ -417,7 +431,7 @@ class HandlerTransaction:
         checks: Sequence[Statement] = (),
         returned: list[Any] | None = None,
         group: int = 0,
-    ) -> Steps[Ran]:
+    ) -> Steps[TransactionResult]:
         """BEGIN and claim; the handler on what was claimed; close and COMMIT.
 
         Args:
@@ -425,7 +439,7 @@ class HandlerTransaction:
             returned: what the handler has returned when it has run already.
             group: messages that share a savepoint.
         """
-        ran = Ran(End.COMMITTED, together=len(arrivals) > 1)
+        ran = TransactionResult(End.COMMITTED, together=len(arrivals) > 1)
         try:
             results = yield Begin((*claim, *checks) if checks else claim)
             ran.claimed_at = time.monotonic()
@@ -473,7 +487,7 @@ class HandlerTransaction:
 
     def _meet(
         self,
-        ran: Ran,
+        ran: TransactionResult,
         handler: Handler,
         arrivals: Sequence[Arrival],
         won: claims.Won | None,
@@ -495,9 +509,9 @@ class HandlerTransaction:
                 message_id for message_id, row in ran.existing.items() if row.token == token
             }
 
-    def _lost_savepoint(self, ran: Ran, error: StoreError, token: str) -> Steps[None]:
+    def _lost_savepoint(self, ran: TransactionResult, error: StoreError, token: str) -> Steps[None]:
         """A savepoint of txbox's is gone, or its record was refused: the handler left it, or the connection broke."""
-        ran.error = ran.store = error
+        ran.error = ran.database_error = error
         ran.end = end_of_commit(error)
         if ran.end is End.BROKEN:
             ran.unknown = set(ran.called)
@@ -525,7 +539,7 @@ class HandlerTransaction:
         self,
         handler: Handler,
         arrivals: Sequence[Arrival],
-        ran: Ran,
+        ran: TransactionResult,
         found: Sequence[Sequence[Sequence[Any]]],
     ) -> None:
         gaps = handler.options.gaps
@@ -547,7 +561,12 @@ class HandlerTransaction:
                 ran.gap = versions.expected(gaps)
 
     def _close(
-        self, ran: Ran, handler: Handler, mine: Sequence[Arrival], token: str, keep: bool
+        self,
+        ran: TransactionResult,
+        handler: Handler,
+        mine: Sequence[Arrival],
+        token: str,
+        keep: bool,
     ) -> Steps[None]:
         store, consumer = self.store, handler.consumer
         last = self._last(ran, handler, mine)
@@ -568,7 +587,7 @@ class HandlerTransaction:
             # a flush that the session put off until now
             yield from self._raised(ran, raised, token)
         except StoreError as error:
-            ran.error = ran.store = error
+            ran.error = ran.database_error = error
             ran.end = end_of_commit(error)
             if ran.end is End.BROKEN:
                 ran.unknown = set(ran.called)
@@ -579,7 +598,9 @@ class HandlerTransaction:
                 yield from self._ask(ran, token)
             yield Rollback() if ran.end in (End.RAISED, End.CONFLICT) else Discard()
 
-    def _last(self, ran: Ran, handler: Handler, mine: Sequence[Arrival]) -> list[Statement]:
+    def _last(
+        self, ran: TransactionResult, handler: Handler, mine: Sequence[Arrival]
+    ) -> list[Statement]:
         """What is written behind close: only the transaction that claimed comes this far."""
         store, consumer = self.store, handler.consumer
         last = [
@@ -591,9 +612,9 @@ class HandlerTransaction:
                 last += order.sequence_done(store.dialect, consumer, arrival)
         return last
 
-    def _raised(self, ran: Ran, raised: Raised, token: str) -> Steps[None]:
+    def _raised(self, ran: TransactionResult, raised: Raised, token: str) -> Steps[None]:
         """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
-        ran.error, ran.store = raised.error, raised.store
+        ran.error, ran.database_error = raised.error, raised.database_error
         ran.end = end_of_handler(raised, together=ran.together)
         if not refused(self.store.dialect, raised):
             yield from self._ask(ran, token)
@@ -602,7 +623,7 @@ class HandlerTransaction:
                 ran.unknown = set(ran.called[-1:])
         yield Discard() if ran.end in (End.BROKEN, End.LOST) else Rollback()
 
-    def _ask(self, ran: Ran, token: str) -> Steps[None]:
+    def _ask(self, ran: TransactionResult, token: str) -> Steps[None]:
         """Ask whether this is still the transaction that claimed.
 
         After a conflict only where that can be told: elsewhere it has rolled back the proof with the rest.
@@ -620,19 +641,19 @@ class HandlerTransaction:
                     continue
                 if error.fault is Fault.GUARD or savepoint_is_gone(error):
                     # somebody wrote outside of the transaction that is rolled back: a retry could write again
-                    ran.error, ran.store, ran.end = error, error, End.BROKEN
+                    ran.error, ran.database_error, ran.end = error, error, End.BROKEN
                     ran.unknown = set(ran.called)
             return
 
-    def _not_claimed(self, error: StoreError) -> Steps[Ran]:
+    def _not_claimed(self, error: StoreError) -> Steps[TransactionResult]:
         """The claim failed: nothing has run."""
         if error.fault is Fault.LOCK_TIMEOUT:
             yield from self.store.lock_timed_out()
-            return Ran(End.LOCKED, error=error, store=error)
+            return TransactionResult(End.LOCKED, error=error, database_error=error)
         yield Rollback()
         if error.fault in (Fault.CONFLICT, Fault.DUPLICATE, Fault.PREPARED):
             # DUPLICATE: the key's index is being rebuilt; reading again is what a duplicate needs
-            return Ran(End.CONFLICT, error=error, store=error)
+            return TransactionResult(End.CONFLICT, error=error, database_error=error)
         raise error
 
 

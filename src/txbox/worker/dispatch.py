@@ -10,11 +10,11 @@ from txbox.app import App
 from txbox.brokers.base import Delivery
 from txbox.message import Message
 from txbox.worker.lane import Lane
-from txbox.worker.work import Course, Parts, Settling, Work
+from txbox.worker.work import HandlerModes, Parts, Settling, Work
 
 _COURSES_MAX = 4096
 # who takes a message, and in which lanes
-_Taken = tuple[Course, tuple[Lane, ...]]
+_Taken = tuple[HandlerModes, tuple[Lane, ...]]
 
 
 class Dispatch:
@@ -23,7 +23,7 @@ class Dispatch:
     def __init__(self, app: App, lanes: Mapping[tuple[str, bool], Sequence[Lane]]) -> None:
         self._app = app
         self._lanes = lanes
-        self._courses: dict[tuple[str, str | None], list[_Taken]] = {}
+        self._modes: dict[tuple[str, str | None], list[_Taken]] = {}
         self._turn = 0
 
     def has_idle_lane(self) -> bool:
@@ -39,20 +39,20 @@ class Dispatch:
             if message is None:
                 left.append(delivery)
                 continue
-            courses = self._courses.get((message.topic, message.type))
-            if courses is None:
-                courses = self._found(message)
-            if not courses:
+            found = self._modes.get((message.topic, message.type))
+            if found is None:
+                found = self._found(message)
+            if not found:
                 left.append(delivery)
                 continue
-            parts = Parts(len(courses)) if len(courses) > 1 else None
+            parts = Parts(len(found)) if len(found) > 1 else None
             self._turn += 1
-            for course, lanes in courses:
-                work = Work(owner, delivery, course, parts)
-                if course.in_order:
+            for modes, lanes in found:
+                work = Work(owner, delivery, modes, parts)
+                if modes.in_order:
                     work.key = message.key
-                elif course.lock_key:
-                    work.lock_key = course.handler.lock_key(message)
+                elif modes.lock_key:
+                    work.lock_key = modes.handler.lock_key(message)
                 lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
                 group = handed.get(lane)
                 if group is None:
@@ -71,17 +71,17 @@ class Dispatch:
 
     def _found(self, message: Message[Any]) -> list[_Taken]:
         handlers = self._app.handlers.matching(message.topic, message.type)
-        if len(self._courses) > _COURSES_MAX:
+        if len(self._modes) > _COURSES_MAX:
             # types come from strangers: the cache must not grow with them
-            self._courses.clear()
+            self._modes.clear()
         found = [
             (
-                Course(handler),
+                HandlerModes(handler),
                 tuple(
                     self._lanes[handler.consumer, handler.is_async][: handler.options.concurrency]
                 ),
             )
             for handler in handlers
         ]
-        self._courses[message.topic, message.type] = found
+        self._modes[message.topic, message.type] = found
         return found

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from txbox.app import App
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
-from txbox.outcome import Outcome, Settled
+from txbox.outcome import Answer, Outcome
 from txbox.processing.in_flight import Holder
 from txbox.processing.intake import Leasing
 from txbox.processing.patience import CURABLE
 from txbox.steps import Begin, Rollback, Steps
 from txbox.worker.ahead import Following, Prepared, carried_on
 from txbox.worker.table import Row, Table, take_together
-from txbox.worker.work import Way, Work, settle
+from txbox.worker.work import Mode, Work, settle
 
 _AGAIN_S = (0.1, 5.0)
 # then the connection is given back once: others may wait for it, in a pool or in a pooler of the server's
@@ -161,37 +161,37 @@ class Lane:
                     first, messages_max = work, self._batch_messages(work)
                 elif (
                     len(batch) >= messages_max
-                    or work.course is not first.course
-                    or work.way is not first.way
+                    or work.modes is not first.modes
+                    or work.mode is not first.mode
                     or bytes_left < 0
                 ):
                     break
                 batch.append(queue.popleft())
-        if len(batch) > 1 and batch[0].course.lock_key:
+        if len(batch) > 1 and batch[0].modes.lock_key:
             # two transactions that lock the same rows take them in one order
             batch.sort(key=_lock_key)
         return batch
 
     def _batch_messages(self, first: Work) -> int:
         """The one place that decides how many deliveries share a transaction."""
-        app, handler = self._app, first.course.handler
+        app, handler = self._app, first.modes.handler
         most = app.batching.messages
-        if first.way is Way.INLINE:
+        if first.mode is Mode.INLINE:
             # each version of a key is decided by the one before it
             return (
                 1
                 if handler.options.sequence is not None
-                else app.protocol.paces.of(handler).messages
+                else app.protocol.batch_sizes.of(handler).messages
             )
-        if first.way is Way.LEASED:
+        if first.mode is Mode.LEASED:
             return min(app.lease.batch, most)
         if self._runs_stored(first):
-            return min(max(app.lease.batch, app.protocol.paces.of(handler).messages), most)
+            return min(max(app.lease.batch, app.protocol.batch_sizes.of(handler).messages), most)
         return most
 
     def _runs_stored(self, work: Work) -> bool:
         """Say whether this lane runs what it stores now: one that has rows to run does not take more."""
-        options = work.course.handler.options
+        options = work.modes.handler.options
         return not self._rows and options.mode == "stored" and not options.in_order
 
     def _take_next(self) -> Steps[bool]:
@@ -202,7 +202,7 @@ class Lane:
             batch = self._next_batch()
             if not batch:
                 return False
-            if batch[0].way is Way.LEASED:
+            if batch[0].mode is Mode.LEASED:
                 yield from self._deliver_leased(batch)
                 return True
             ahead = self._prepared(batch)
@@ -216,9 +216,9 @@ class Lane:
 
     def _prepared(self, batch: list[Work]) -> Prepared:
         """A batch with the steps that bring it to its outcomes; nothing of it has been sent."""
-        first, handler = batch[0], batch[0].course.handler
+        first, handler = batch[0], batch[0].modes.handler
         leasing: Leasing | None = None
-        if first.way is Way.STORED:
+        if first.mode is Mode.STORED:
             if self._runs_stored(first):
                 leasing = Leasing(self._app.lease)
             else:
@@ -249,8 +249,8 @@ class Lane:
         head = queue[0]
         return (
             self._in_a_row < _ROW_MAX
-            and head.way is not Way.LEASED
-            and not head.course.in_order
+            and head.mode is not Mode.LEASED
+            and not head.modes.in_order
             and len(queue) >= self._batch_messages(head)
         )
 
@@ -266,20 +266,20 @@ class Lane:
         return self._ahead is not None
 
     def _deliver(self, prepared: Prepared) -> Steps[None]:
-        answers: list[Settled] = yield from carried_on(prepared.steps, prepared.first, self)
+        answers: list[Answer] = yield from carried_on(prepared.steps, prepared.first, self)
         if self._settled(prepared.batch, answers):
             self._table.look_now()
 
     def _store(self, prepared: Prepared, leasing: Leasing) -> Steps[None]:
         """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""
-        handler = prepared.batch[0].course.handler
-        answers: list[Settled] = yield from carried_on(prepared.steps, prepared.first)
+        handler = prepared.batch[0].modes.handler
+        answers: list[Answer] = yield from carried_on(prepared.steps, prepared.first)
         self._hold_rows(leasing, handler)
         self._settled(prepared.batch, answers)
         if leasing.given_back:
             self._table.look_now()
 
-    def _settled(self, batch: list[Work], answers: list[Settled]) -> int:
+    def _settled(self, batch: list[Work], answers: list[Answer]) -> int:
         """Settle what may be, hold the rest; returns how many the table has."""
         done: list[Work] = []
         deferred, failed = 0, False
@@ -305,8 +305,8 @@ class Lane:
 
         Nobody else sees these rows before this lane is done with them, so the order of the lane holds.
         """
-        handler, leasing = batch[0].course.handler, Leasing(self._app.lease)
-        answers: list[Settled] = yield from self._app.taken(
+        handler, leasing = batch[0].modes.handler, Leasing(self._app.lease)
+        answers: list[Answer] = yield from self._app.taken(
             handler, [work.message for work in batch], leasing=leasing, stop=self._stop
         )
         rows = deque(Row(handler, leased, leasing.token, False) for leased in leasing.rows)
@@ -393,7 +393,7 @@ class Lane:
                 consumer=handler.consumer,
                 stop=self._stop,
             )
-            answers: list[Settled] = yield from carried_on(steps, next(steps), following)
+            answers: list[Answer] = yield from carried_on(steps, next(steps), following)
         failed = any(answer.outcome is Outcome.FAILED for answer in answers)
         # a finished row makes room for the next, or for those behind it, and a retry may be due at once
         at_once = failed and options.retry.base.total_seconds() == 0

@@ -194,10 +194,10 @@ class Lanes:
         #: By consumer.
         self.tables: dict[str, Table] = {}
         #: By consumer, and whether they run its async handlers.
-        self.by_colour: dict[tuple[str, bool], list[Lane]] = {}
+        self.by_consumer: dict[tuple[str, bool], list[Lane]] = {}
 
     def __len__(self) -> int:
-        return sum(len(lanes) for lanes in self.by_colour.values())
+        return sum(len(lanes) for lanes in self.by_consumer.values())
 
     def make(self, outbox: Callable[[], None] | None = None) -> None:
         """Make them for the handlers that are registered by now.
@@ -231,7 +231,7 @@ class Lanes:
                 alike = [handler for handler in handlers if handler.is_async == is_async]
                 beside = not all(handler.options.transactional for handler in alike)
                 threads = self._threads[beside]
-                self.by_colour[consumer, is_async] = [
+                self.by_consumer[consumer, is_async] = [
                     Lane(
                         self._app,
                         table,
@@ -338,7 +338,7 @@ class Lanes:
 
     def _wake(self, consumer: str) -> None:
         for is_async in (False, True):
-            for lane in self.by_colour.get((consumer, is_async), ()):
+            for lane in self.by_consumer.get((consumer, is_async), ()):
                 lane.wake()
 
 

@@ -61,7 +61,7 @@ def take_together(app: App, rows: deque[Row], index: int = 0) -> list[Row]:
     taken = [row]
     if row.alone:
         return taken
-    messages_max = app.protocol.paces.of(row.handler).messages
+    messages_max = app.protocol.batch_sizes.of(row.handler).messages
     bytes_left = app.batching.payload_bytes - _size_bytes(row)
     while len(taken) < messages_max and index < len(rows):
         following = rows[index]
@@ -399,12 +399,12 @@ class Table:
     def _limit(self) -> int:
         """Rows to lease: `Lease.batch`, or as many as the next transaction takes."""
         app = self._app
-        paces = (
-            app.protocol.paces.of(handler).messages
+        batch_sizes = (
+            app.protocol.batch_sizes.of(handler).messages
             for handler in self._handlers
             if not handler.options.in_order
         )
-        return max(app.lease.batch, min(max(paces, default=1), app.batching.messages))
+        return max(app.lease.batch, min(max(batch_sizes, default=1), app.batching.messages))
 
     def _leased(self, limit: int, *, suspect: bool) -> Steps[int]:
         token = secrets.token_hex(16)

@@ -12,7 +12,7 @@ from txbox.handlers import Handler
 from txbox.message import Message
 
 
-class Way(Enum):
+class Mode(Enum):
     """How a delivery is taken in (SEMANTICS 4.4 to 4.6)."""
 
     INLINE = "inline"
@@ -22,7 +22,7 @@ class Way(Enum):
     STORED = "stored"
 
 
-class Course:
+class HandlerModes:
     """Which way the deliveries for one handler go: the same for all of them.
 
     A redelivery may have killed the worker that had it: its run must be counted before it begins.
@@ -38,8 +38,8 @@ class Course:
         # an order goes by the key of the messages, and no other lane or place in a batch will do
         self.lock_key = options.lock_key is not None and not options.in_order
         stored = options.mode == "stored"
-        self.once = Way.STORED if stored else Way.INLINE if options.transactional else Way.LEASED
-        self.redelivered = Way.STORED if stored or options.in_order else Way.LEASED
+        self.once = Mode.STORED if stored else Mode.INLINE if options.transactional else Mode.LEASED
+        self.redelivered = Mode.STORED if stored or options.in_order else Mode.LEASED
 
 
 class Parts:
@@ -76,16 +76,16 @@ class Work:
         tries: how often it was claimed while another transaction held it.
     """
 
-    __slots__ = ("course", "delivery", "key", "lock_key", "owner", "parts", "tries", "way")
+    __slots__ = ("delivery", "key", "lock_key", "mode", "modes", "owner", "parts", "tries")
 
     def __init__(
-        self, owner: Settling, delivery: Delivery, course: Course, parts: Parts | None
+        self, owner: Settling, delivery: Delivery, modes: HandlerModes, parts: Parts | None
     ) -> None:
         self.owner = owner
         self.delivery = delivery
-        self.course = course
+        self.modes = modes
         self.parts = parts
-        self.way = course.redelivered if delivery.redelivered else course.once
+        self.mode = modes.redelivered if delivery.redelivered else modes.once
         self.key: str | None = None
         self.lock_key: str | None = None
         self.tries = 0

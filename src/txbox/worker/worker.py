@@ -175,7 +175,7 @@ class Worker:
     def _open_sources(self, topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open or something has ended."""
         app = self._app
-        dispatch = Dispatch(app, self._lanes.by_colour)
+        dispatch = Dispatch(app, self._lanes.by_consumer)
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             source = consumption.source
             pump = Pump(

@@ -8,7 +8,7 @@ import pytest
 
 from txbox.policy import Batching
 from txbox.processing import batch_size as module
-from txbox.processing.batch_size import Pace
+from txbox.processing.batch_size import BatchSize
 
 _CEILING = 100
 _FAST_S = 0.001
@@ -33,18 +33,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def pace(clock: Clock) -> Pace:
-    return Pace(Batching(messages=_CEILING, duration=timedelta(milliseconds=50)))
+def pace(clock: Clock) -> BatchSize:
+    return BatchSize(Batching(messages=_CEILING, duration=timedelta(milliseconds=50)))
 
 
-def grown(pace: Pace) -> Pace:
+def grown(pace: BatchSize) -> BatchSize:
     while (size := pace.messages) < _CEILING:
         pace.committed(size, _FAST_S)
         assert pace.messages > size
     return pace
 
 
-def test_it_begins_with_one_and_doubles_up_to_the_bound(pace: Pace) -> None:
+def test_it_begins_with_one_and_doubles_up_to_the_bound(pace: BatchSize) -> None:
     sizes = []
     for _ in range(9):
         sizes.append(pace.messages)
@@ -52,7 +52,7 @@ def test_it_begins_with_one_and_doubles_up_to_the_bound(pace: Pace) -> None:
     assert sizes == [1, 2, 4, 8, 16, 32, 64, 100, 100]
 
 
-def test_a_batch_that_was_not_full_proves_nothing(pace: Pace) -> None:
+def test_a_batch_that_was_not_full_proves_nothing(pace: BatchSize) -> None:
     pace.committed(1, _FAST_S)
     pace.committed(2, _FAST_S)
     assert pace.messages == 4
@@ -61,7 +61,7 @@ def test_a_batch_that_was_not_full_proves_nothing(pace: Pace) -> None:
     assert pace.messages == 4
 
 
-def test_half_of_a_batch_tells_enough(pace: Pace) -> None:
+def test_half_of_a_batch_tells_enough(pace: BatchSize) -> None:
     """Duplicates leave less to run than was taken: what it took is scaled to a whole batch."""
     pace.committed(1, _FAST_S)
     pace.committed(2, _FAST_S)
@@ -71,7 +71,7 @@ def test_half_of_a_batch_tells_enough(pace: Pace) -> None:
     assert pace.messages == 8
 
 
-def test_what_took_too_long_is_halved_down_to_one(pace: Pace) -> None:
+def test_what_took_too_long_is_halved_down_to_one(pace: BatchSize) -> None:
     grown(pace)
     pace.committed(100, _SLOW_S)
     assert pace.messages == 50
@@ -80,14 +80,14 @@ def test_what_took_too_long_is_halved_down_to_one(pace: Pace) -> None:
     assert pace.messages == 1
 
 
-def test_between_half_of_the_time_and_all_of_it_the_size_stays(pace: Pace) -> None:
+def test_between_half_of_the_time_and_all_of_it_the_size_stays(pace: BatchSize) -> None:
     pace.committed(1, _FAST_S)
     for _ in range(5):
         pace.committed(pace.messages, 0.03)
     assert pace.messages == 2
 
 
-def test_a_conflict_halves_and_bounds_for_longer_each_time(pace: Pace, clock: Clock) -> None:
+def test_a_conflict_halves_and_bounds_for_longer_each_time(pace: BatchSize, clock: Clock) -> None:
     grown(pace)
     pace.conflicted(100)
     assert pace.messages == 50
@@ -103,7 +103,7 @@ def test_a_conflict_halves_and_bounds_for_longer_each_time(pace: Pace, clock: Cl
     assert pace.messages == 50
 
 
-def test_conflicts_that_come_back_end_at_one_message(pace: Pace) -> None:
+def test_conflicts_that_come_back_end_at_one_message(pace: BatchSize) -> None:
     grown(pace)
     while pace.messages > 1:
         size = pace.messages
@@ -114,7 +114,7 @@ def test_conflicts_that_come_back_end_at_one_message(pace: Pace) -> None:
     assert pace.messages == 1
 
 
-def test_the_other_side_of_a_conflict_counts_nothing(pace: Pace, clock: Clock) -> None:
+def test_the_other_side_of_a_conflict_counts_nothing(pace: BatchSize, clock: Clock) -> None:
     """Both batches report one deadlock: it is one step down, and one wait."""
     grown(pace)
     pace.conflicted(100)
@@ -125,13 +125,13 @@ def test_the_other_side_of_a_conflict_counts_nothing(pace: Pace, clock: Clock) -
     assert pace.messages == 100
 
 
-def test_a_conflict_of_a_message_alone_is_no_reason_to_change(pace: Pace) -> None:
+def test_a_conflict_of_a_message_alone_is_no_reason_to_change(pace: BatchSize) -> None:
     grown(pace)
     pace.conflicted(1)
     assert pace.messages == _CEILING
 
 
-def test_groups_shrink_with_the_share_of_failures(pace: Pace) -> None:
+def test_groups_shrink_with_the_share_of_failures(pace: BatchSize) -> None:
     assert pace.group == 0, "nothing has failed: no savepoints"
     groups = []
     for share in (0.01, 0.1, 0.5, 1.0):
@@ -141,7 +141,9 @@ def test_groups_shrink_with_the_share_of_failures(pace: Pace) -> None:
     assert groups == [10, 3, 1, 1]
 
 
-def test_one_failure_in_a_batch_brings_savepoints_and_many_good_ones_end_them(pace: Pace) -> None:
+def test_one_failure_in_a_batch_brings_savepoints_and_many_good_ones_end_them(
+    pace: BatchSize,
+) -> None:
     grown(pace)
     pace.failed(100)
     assert 1 <= pace.group <= 64
