@@ -22,13 +22,13 @@ dev: .venv/.synced ## Create .venv with every extra and the development tools, f
 demo: dev ## Kill a payment worker again and again, and watch txbox next to a naive consumer
 	$(BIN)/txbox demo
 
-check: dev ## Lint, format, types, import floors and dialect parity; under a minute
+check: dev ## Lint, format, types, import floors, names and dialect parity; under a minute
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/unit/test_dialects.py
+	$(BIN)/pytest -q tests/unit/test_dialects.py tests/unit/test_names.py
 
 format: dev ## Rewrite the files the way `make check` wants them
 	$(BIN)/ruff check --fix .

@@ -39,10 +39,10 @@ _DECODING = ("parsed", "decode")
 # which files of txbox do what
 _STAGES = {
     "messages, ids, hashes": ("handlers", "identity", "message"),
-    "folding, in flight": ("intake", "in_flight"),
+    "folding, in flight": ("processing/intake", "processing/in_flight"),
     "protocol, steps, events": (
-        "app", "patience", "protocol", "deliveries", "table_rows", "endings", "settled", "turns", "paces",
-        "transaction", "ran", "calls", "groups", "invoking", "drive", "steps", "pace", "cause", "events",
+        "app", "processing/attempt", "processing/transaction", "processing/recorder", "processing/batch_size",
+        "processing/patience", "outbox", "drive", "steps", "events",
     ),
     "statements": ("store/inbox", "store/claims", "store/failures", "store/codec", "store/dialect"),
     _BODIES: ("body",),

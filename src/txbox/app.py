@@ -278,7 +278,7 @@ class App:
             mode: "stored" acknowledges once the payload is stored, and processes from the table.
 
         Raises:
-            ConfigurationError: a wrong signature or colour, an overlap, or an option out of range.
+            ConfigurationError: a wrong signature, sync where async is needed or the reverse, an overlap, or an option out of range.
         """
         kinds = types_of(type, types)
         options = HandlerOptions(
@@ -399,10 +399,10 @@ class App:
     def _check_connections(self, handler: Handler) -> None:
         connections = self.database.asynchronous if handler.is_async else self.database.sync
         if handler.options.transactional and connections is None:
-            colour, other = ("async", "def") if handler.is_async else ("sync", "async def")
+            kind, other = ("async", "def") if handler.is_async else ("sync", "async def")
             raise ConfigurationError(
-                f"{handler.name} is {colour}, but {self.database.name} has no {colour} connections: "
-                f"write it as `{other}`, or give App() a database object of its colour."
+                f"{handler.name} is {kind}, but {self.database.name} has no {kind} connections: "
+                f"make it a `{other}` function, or give App() a pool or engine that is {kind}."
             )
 
     # -- one message --------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def _names_message(parameter: inspect.Parameter) -> bool:
 def is_async_function(function: Callable[..., Any]) -> bool:
     """Say whether calling it gives a coroutine."""
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
-        getattr(type(function), "__call__", None)  # noqa: B004  # the colour, not whether it can be called
+        getattr(type(function), "__call__", None)  # noqa: B004  # sync or async, not whether it can be called
     )
 
 

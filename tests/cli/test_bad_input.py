@@ -153,7 +153,7 @@ def test_a_wrong_handler_ends_before_anything_is_consumed(
         assert raw.value("SELECT count(*) FROM txbox_quarantine") == 0
 
 
-def test_a_handler_of_the_wrong_colour(command: Command, postgresql_url: str) -> None:
+def test_a_handler_of_the_sync_async_mismatch(command: Command, postgresql_url: str) -> None:
     command.file(
         "shop.py",
         "import os\nimport sqlalchemy\nfrom txbox import App\n"

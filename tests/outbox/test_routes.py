@@ -13,8 +13,8 @@ import pytest
 from tests.outbox.recording import Recorder
 from tests.outbox.test_relay import drained, relay_of, staged
 from txbox import App, ConfigurationError, Headers, Message, Outcome, Outgoing
+from txbox.brokers.cloudevents import message_of
 from txbox.brokers.local import Local
-from txbox.cloudevents import message_of
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 

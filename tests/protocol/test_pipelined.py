@@ -45,7 +45,7 @@ class _AsyncTraced(psycopg.AsyncConnection[Any]):
 
 
 class Bench:
-    """An app on one way to connect; handlers are written once, as async functions, for both colours."""
+    """An app on one way to connect; handlers are written once, as async functions, sync and async."""
 
     def __init__(self, url: str, way: str) -> None:
         self.raw = Raw(url)

@@ -82,7 +82,7 @@ class Replay:
 
     Args:
         drive: carries steps out on any connection.
-        run: carries steps out on a connection of the handler's colour.
+        run: carries steps out on a sync or an async connection, as the handler is.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.cloudevents import message_of
+from txbox.brokers.cloudevents import message_of
 from txbox.errors import ConfigurationError, UnusableMessage
 
 _RECEIVED_BYTES = 8 * 1024 * 1024

@@ -26,7 +26,7 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     unreachable,
-    wrong_colour,
+    sync_async_mismatch,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.steps import Result, Statement
@@ -270,7 +270,7 @@ class AsyncBorrowed:
 
 def borrow(tx: Any, *, schema: str | None = None) -> Any:  # noqa: ARG001  # every adapter's shape
     """Refuse: asyncpg is async only."""
-    raise wrong_colour(tx, wants="async")
+    raise sync_async_mismatch(tx, wants="async")
 
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:

@@ -135,7 +135,7 @@ class Idle(Generic[C]):
                 self._waiting.pop().discard()
 
 
-def wrong_colour(tx: Any, *, wants: str) -> ConfigurationError:
+def sync_async_mismatch(tx: Any, *, wants: str) -> ConfigurationError:
     """The error for a sync object in an async call, or the reverse."""
     verb = (
         "accept_async / stage_async / process_async"

@@ -30,7 +30,7 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     unreachable,
-    wrong_colour,
+    sync_async_mismatch,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Raised, Result, Statement
@@ -320,7 +320,7 @@ def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> Any:  # noqa: ARG001  # every adapter's shape
     """Refuse: Django's transactions are sync only."""
-    raise wrong_colour(tx, wants="sync")
+    raise sync_async_mismatch(tx, wants="sync")
 
 
 def _wrapper(alias: str) -> Any:

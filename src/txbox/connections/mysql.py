@@ -29,7 +29,7 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     unreachable,
-    wrong_colour,
+    sync_async_mismatch,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.steps import Result, Statement
@@ -376,14 +376,14 @@ class AsyncBorrowed:
 
 def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
     if not isinstance(tx, pymysql.connections.Connection):
-        raise wrong_colour(tx, wants="async")
+        raise sync_async_mismatch(tx, wants="async")
     _check_caller(tx)
     return Borrowed(tx, dialect("mysql", schema))
 
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
     if isinstance(tx, pymysql.connections.Connection):
-        raise wrong_colour(tx, wants="sync")
+        raise sync_async_mismatch(tx, wants="sync")
     _check_caller(tx)
     return AsyncBorrowed(tx, dialect("mysql", schema))
 

@@ -31,7 +31,7 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     unreachable,
-    wrong_colour,
+    sync_async_mismatch,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Result, Statement
@@ -405,14 +405,14 @@ class AsyncBorrowed:
 
 def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
     if not isinstance(tx, sqlite3.Connection):
-        raise wrong_colour(tx, wants="async")
+        raise sync_async_mismatch(tx, wants="async")
     _check_transaction(tx)
     return Borrowed(tx, dialect("sqlite", schema))
 
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
     if isinstance(tx, sqlite3.Connection):
-        raise wrong_colour(tx, wants="sync")
+        raise sync_async_mismatch(tx, wants="sync")
     _check_transaction(tx)
     return AsyncBorrowed(tx, dialect("sqlite", schema))
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from txbox import Message
 from txbox.demo.naive import COMMITTED, CUSTOMERS, SENDING, WRITTEN, create_tables
-from txbox.demo.service import CONSUMER, DIRECTORY, TOPIC, build
+from txbox.demo.payments import CONSUMER, DIRECTORY, TOPIC, build
 from txbox.errors import TxboxError
 
 _KILL_WITHIN_S, _SETTLE_S, _SHOW_EVERY_S = 1.5, 60.0, 2.0
@@ -195,7 +195,7 @@ class NaiveSide(Side):
 
 
 class TxboxSide(Side):
-    """Payments go through an inbox; see service.py."""
+    """Payments go through an inbox; see payments.py."""
 
     name = "txbox"
 
@@ -204,7 +204,7 @@ class TxboxSide(Side):
         self._app.init()
         self.unfinished = self.behind = self.duplicates = 0
         self.dead: list[str] = []
-        super().__init__(directory, due, "txbox", "run", "txbox.demo.service:app")
+        super().__init__(directory, due, "txbox", "run", "txbox.demo.payments:app")
 
     def send(self, delivery: Delivery) -> None:
         self._app.send(Message(id=delivery.id, topic=TOPIC, payload=delivery.payload))

@@ -64,9 +64,7 @@ def run_once(app: App, name: str, task: Task | None = None) -> Report:
 
 
 async def _driven(app: App, steps: Steps[Report]) -> Report:
-    assert app.database.asynchronous is not None, (
-        "a database has connections of one colour at least"
-    )
+    assert app.database.asynchronous is not None, "a database has sync or async connections"
     try:
         return await drive_async(app.database.asynchronous, steps)
     finally:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from txbox import steps as points
 from txbox.app import App
 from txbox.brokers.base import Publisher
-from txbox.cloudevents import as_binary, as_structured
+from txbox.brokers.cloudevents import as_binary, as_structured
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, StoreError
 from txbox.events import (
     OutgoingDead,

@@ -13,7 +13,7 @@ from txbox.worker.driving import Driver
 
 
 def check_handlers(app: App) -> None:
-    """Check that there are handlers, and connections of their colour.
+    """Check that there are handlers, and sync or async connections as they need.
 
     Raises:
         ConfigurationError: there are none.
@@ -25,10 +25,10 @@ def check_handlers(app: App) -> None:
     for handler in app.handlers:
         connections = app.database.asynchronous if handler.is_async else app.database.sync
         if connections is None:
-            colour = "async" if handler.is_async else "sync"
+            kind = "async" if handler.is_async else "sync"
             raise ConfigurationError(
-                f"{handler.name} is {colour}, but {app.database.name} has no {colour} connections: "
-                "give App() a URL, or a database object of that colour."
+                f"{handler.name} is {kind}, but {app.database.name} has no {kind} connections: "
+                "give App() a URL, or an object that has them."
             )
 
 

@@ -324,5 +324,5 @@ def _over(digits: str, limit: int) -> bool:
 
 
 def _is_async(verify: object) -> bool:
-    call = getattr(type(verify), "__call__", None)  # noqa: B004  # its colour, not whether it is there
+    call = getattr(type(verify), "__call__", None)  # noqa: B004  # sync or async, not whether it is there
     return inspect.iscoroutinefunction(verify) or inspect.iscoroutinefunction(call)

@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 from psycopg.sql import SQL, Identifier
 
-from txbox.connections.base import Idle, not_in_transaction, unreachable, wrong_colour
+from txbox.connections.base import Idle, not_in_transaction, unreachable, sync_async_mismatch
 from txbox.connections.psycopg.connection import (
     AsyncPsycopgConnection,
     PsycopgConnection,
@@ -280,14 +280,14 @@ class AsyncBorrowed:
 
 def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
     if not isinstance(tx, psycopg.Connection):
-        raise wrong_colour(tx, wants="async")
+        raise sync_async_mismatch(tx, wants="async")
     _check_transaction(tx)
     return Borrowed(tx, dialect("postgresql", schema))
 
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
     if not isinstance(tx, psycopg.AsyncConnection):
-        raise wrong_colour(tx, wants="sync")
+        raise sync_async_mismatch(tx, wants="sync")
     _check_transaction(tx)
     return AsyncBorrowed(tx, dialect("postgresql", schema))
 

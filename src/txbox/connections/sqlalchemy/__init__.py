@@ -15,7 +15,7 @@ from txbox.connections.base import (
     not_in_transaction,
     of_own,
     unreachable,
-    wrong_colour,
+    sync_async_mismatch,
 )
 from txbox.connections.sqlalchemy.connection import AsyncSQLAlchemyConnection, SQLAlchemyConnection
 from txbox.connections.sqlalchemy.driver import (
@@ -188,7 +188,7 @@ def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
     if isinstance(
         tx, (sa_async.AsyncConnection, sa_async.AsyncSession, sa_async.async_scoped_session)
     ):
-        raise wrong_colour(tx, wants="async")
+        raise sync_async_mismatch(tx, wants="async")
     if isinstance(tx, sa.Connection):
         return Borrowed(tx, dialect_of(tx, schema))
     if not isinstance(tx, (orm.Session, orm.scoped_session)):
@@ -203,7 +203,7 @@ def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
 
 def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
     if isinstance(tx, (sa.Connection, orm.Session, orm.scoped_session)):
-        raise wrong_colour(tx, wants="sync")
+        raise sync_async_mismatch(tx, wants="sync")
     if isinstance(tx, sa_async.AsyncConnection):
         if tx.sync_connection is None:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The consumer with txbox: the same payments, with a handler. `txbox run txbox.demo.service:app`."""
+"""The consumer with txbox: the same payments, with a handler. `txbox run txbox.demo.payments:app`."""
 
 from __future__ import annotations
 
