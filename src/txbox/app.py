@@ -278,7 +278,7 @@ class App:
             mode: "stored" acknowledges once the payload is stored, and processes from the table.
 
         Raises:
-            ConfigurationError: a wrong signature, sync where async is needed or the reverse, an overlap, or an option out of range.
+            ConfigurationError: a wrong signature, an overlap, an option out of range, or no connections of its kind.
         """
         kinds = types_of(type, types)
         options = HandlerOptions(

@@ -163,7 +163,7 @@ def test_a_handler_of_the_sync_async_mismatch(command: Command, postgresql_url: 
     url = postgresql_url.replace("postgresql://", "postgresql+psycopg://")
     ended = command("run", "shop:app", env={"SHOP_URL": url}, code=2)
     assert "bill is async, but" in ended.sentence
-    assert "write it as `def`" in ended.sentence
+    assert "make it a `def` function" in ended.sentence
 
 
 def test_run_against_missing_tables_or_a_server_that_is_away(

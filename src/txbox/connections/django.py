@@ -29,8 +29,8 @@ from txbox.connections.base import (
     plain_rows,
     refused_commit,
     store_error,
-    unreachable,
     sync_async_mismatch,
+    unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Raised, Result, Statement

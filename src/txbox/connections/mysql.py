@@ -28,8 +28,8 @@ from txbox.connections.base import (
     not_released,
     refused_commit,
     store_error,
-    unreachable,
     sync_async_mismatch,
+    unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.steps import Result, Statement

@@ -30,8 +30,8 @@ from txbox.connections.base import (
     of_own,
     refused_commit,
     store_error,
-    unreachable,
     sync_async_mismatch,
+    unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.steps import Result, Statement

@@ -175,7 +175,7 @@ def _dates_forgotten(app: App, consumer: str) -> Steps[None]:
 
 
 def _consumed(app: App, consumer: str, is_async: bool, outcomes: list[Outcome]) -> Steps[None]:
-    """Lease and run each row that is due, one by one; rows of handlers of the other kind, sync or async, are given back."""
+    """Lease and run each row that is due, one by one; those of the other kind of handler are given back."""
     heads_only, dead_blocks = app.handlers.order_of(consumer)
     for suspect in (True, False):
         while True:

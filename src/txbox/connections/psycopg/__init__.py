@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 from psycopg.sql import SQL, Identifier
 
-from txbox.connections.base import Idle, not_in_transaction, unreachable, sync_async_mismatch
+from txbox.connections.base import Idle, not_in_transaction, sync_async_mismatch, unreachable
 from txbox.connections.psycopg.connection import (
     AsyncPsycopgConnection,
     PsycopgConnection,

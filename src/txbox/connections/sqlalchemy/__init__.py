@@ -14,8 +14,8 @@ from txbox.connections.base import (
     finished,
     not_in_transaction,
     of_own,
-    unreachable,
     sync_async_mismatch,
+    unreachable,
 )
 from txbox.connections.sqlalchemy.connection import AsyncSQLAlchemyConnection, SQLAlchemyConnection
 from txbox.connections.sqlalchemy.driver import (
