@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from aiormq.exceptions import AMQPConnectionError
+from yarl import URL
 
 from tests.brokers.publisher_conformance import (
     HOSTILE,
@@ -26,6 +29,7 @@ from tests.brokers.rigs.rabbitmq import RabbitMQRig
 from tests.servers.control import ThrowawayRabbitMQ
 from txbox import Message
 from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.brokers.rabbitmq.link import Connection
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 
 pytestmark = pytest.mark.brokers
@@ -50,6 +54,22 @@ class TestRabbitMQPublisher(PublisherConformance):
     def too_large(self, rig: Rig) -> Iterator[Message[Any]]:
         # 134 MB of payload would do as well: see below for what closes the channel
         yield message(rig, "large", headers=(("h", "x" * 140_000),))
+
+    def test_a_connection_that_ended_just_now_is_a_server_that_is_away(
+        self, rabbitmq_url: str
+    ) -> None:
+        async def ended() -> None:
+            connection = Connection(URL(rabbitmq_url))
+            await connection.connect()
+            assert connection.transport is not None
+            await connection.transport.connection.close()
+            try:
+                await connection.opened_channel()
+            finally:
+                await connection.close()
+
+        with pytest.raises(AMQPConnectionError, match="has ended"):
+            asyncio.run(ended())
 
     def test_the_message_that_closes_the_channel_is_found(self, rig: Rig) -> None:
         bad = message(rig, "bad", headers=(("CC", "text where the server wants an array"),))

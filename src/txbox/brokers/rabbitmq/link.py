@@ -18,7 +18,7 @@ import aio_pika
 import pamqp.frame
 from aiormq.abc import AbstractChannel, DeliveredMessage
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
-from aiormq.exceptions import ChannelNotFoundEntity
+from aiormq.exceptions import AMQPConnectionError, ChannelNotFoundEntity
 from pamqp import commands, header
 from yarl import URL
 
@@ -62,7 +62,7 @@ class Link:
     ) -> None:
         await self._connection.connect()
         self._connection.close_callbacks.add(self._closed)
-        channel = await self._connection.channel(publisher_confirms=False)
+        channel = await self._connection.opened_channel(publisher_confirms=False)
         channel.close_callbacks.add(self._closed)
         # aio-pika closes a channel that nobody holds
         self._owner = channel
@@ -250,6 +250,19 @@ class Connection(aio_pika.Connection):
         super().__init__(url, *args, **options)
         self.frames = Transport(url)
         self.kwargs["transport_factory"] = self.frames
+
+    async def opened_channel(self, **options: Any) -> aio_pika.abc.AbstractChannel:
+        """Open a channel.
+
+        Raises:
+            AMQPConnectionError: the connection has ended, for which the client has a bare RuntimeError.
+        """
+        try:
+            return await self.channel(**options)
+        except RuntimeError as error:
+            if self.transport is not None and not self.transport.connection.is_closed:
+                raise
+            raise AMQPConnectionError("the connection has ended") from error
 
 
 class Transport(TransportFactory):

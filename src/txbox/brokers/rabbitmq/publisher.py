@@ -193,7 +193,7 @@ class RabbitMQPublisher:
             self._connection = connection
         if self._channel is None or self._channel.is_closed:
             # aio-pika closes a channel that nobody holds
-            self._owner = await self._connection.channel(
+            self._owner = await self._connection.opened_channel(
                 publisher_confirms=True, on_return_raises=True
             )
             self._channel = await self._owner.get_underlay_channel()
@@ -207,7 +207,7 @@ class RabbitMQPublisher:
         """Raises where nobody answers, or the server reads nothing from us now."""
         if self._connection is None:
             raise TimeoutError("it did not answer")
-        channel = await self._connection.channel(publisher_confirms=False)
+        channel = await self._connection.opened_channel(publisher_confirms=False)
         await channel.close()
 
     def _connection_frame_max(self) -> int:
