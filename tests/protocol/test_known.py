@@ -132,7 +132,7 @@ def test_a_kept_result_is_returned_though_most_are_known(shop: Shop) -> None:
     replay(shop, handler)
     assert shop.app.database.sync is not None
     settled = drive(shop.app.database.sync, shop.app.intake.take(handler, [*map(paid, IDS[:3])]))
-    assert [(own.outcome, own.result) for own in settled] == [
+    assert [(own.outcome, own.json) for own in settled] == [
         (Outcome.DUPLICATE, f'"{own}"'.encode()) for own in IDS[:3]
     ]
 

@@ -14,7 +14,8 @@ from txbox.handlers import HandlerOptions
 from txbox.policy import Limits
 from txbox.store.failures import Failure
 
-_HERE = str(Path(__file__).parent)
+# the whole package
+_HERE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     path
     for path in (
