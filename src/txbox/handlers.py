@@ -398,7 +398,7 @@ class Handler:
             _check_sizes(message, limits)
             # most have nothing but the topic that the handler itself names
             if message.topic != self.topic or message.type or message.key or message.content_type:
-                _check_texts(message)
+                check_texts(message)
             return Arrival(message, own_id, payload_hash(message, self.options.payload_hash))
         except UnusableMessage as error:
             error.message_id = own_id
@@ -512,7 +512,12 @@ def _fit(headers: Headers, bytes_max: int) -> bool:
     return len(encode_headers(headers) or "") <= bytes_max
 
 
-def _check_texts(message: Message[Any]) -> None:
+def check_texts(message: Message[Any]) -> None:
+    """Check what is kept of a message beside its payload.
+
+    Raises:
+        UnusableMessage: not text, or more bytes than the narrowest column of the supported databases holds.
+    """
     _check_text("topic", message.topic)
     _check_text("type", message.type)
     _check_text("key", message.key)

@@ -18,6 +18,7 @@ from txbox.errors import (
     PayloadMismatch,
     StoreError,
 )
+from txbox.handlers import check_texts
 from txbox.identity import PayloadHash, checked_consumer, message_id, payload_hash
 from txbox.message import Message
 from txbox.outcome import Status
@@ -109,7 +110,7 @@ class Inbox:
         Raises:
             PayloadMismatch: the id is known with another payload: roll back, `quarantine`, acknowledge.
             MessageInProgress: the time-out passed: do not acknowledge; your transaction is still usable.
-            UnusableMessage: no usable id.
+            UnusableMessage: no usable id, or a topic, type or key of more than 1,024 bytes.
             SchemaError: a table is missing; the message contains the command to run.
             StoreError: the database refused; with `fault` CONFLICT roll back and start again.
 
@@ -208,6 +209,8 @@ class Inbox:
         self, dialect: Dialect, arrivals: Sequence[Arrival], timeout: timedelta | None
     ) -> Steps[list[Acceptance]]:
         store = InboxStore(dialect, self._columns)
+        for arrival in arrivals:
+            check_texts(arrival.message)
         if timeout is None:
             return (yield from self._accepted(store, arrivals))
         yield from _if_needed(dialect, "savepoint")

@@ -219,6 +219,21 @@ def test_id_scope_keeps_topics_apart(shop: Shop) -> None:
     assert shop.deliver(Message(id="c", topic="a%20b")) is Outcome.PROCESSED
 
 
+def test_accept_takes_what_every_database_keeps_and_no_more(shop: Shop) -> None:
+    inbox = Inbox(CONSUMER)
+    tx = shop.app._any_sync().acquire()
+    tx.begin(())
+    for name in ("topic", "type", "key"):
+        too_long: dict[str, Any] = {name: "x" * 1025}
+        with pytest.raises(UnusableMessage, match=f"The {name} has more than 1024 bytes"):
+            inbox.accept(tx.native, "a", **too_long)
+    # and the transaction is as it was
+    assert inbox.accept(tx.native, "a", topic="t" * 1024, type="u" * 1024, key="k" * 1024)
+    tx.commit(())
+    tx.discard()
+    assert shop.raw.value("SELECT count(*) FROM txbox_inbox") == 1
+
+
 def test_id_of_headers_and_cloudevents(shop: Shop) -> None:
     shop.handler()
 
