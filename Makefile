@@ -8,7 +8,7 @@ PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers test-slow crash crash-brokers bench bench-peers bench-soak docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow test-ui crash crash-brokers bench bench-peers bench-soak docs servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -35,37 +35,41 @@ format: dev ## Rewrite the files the way `make check` wants them
 	$(BIN)/ruff format .
 
 test: dev ## Start databases and brokers, run the whole suite on every one of them, stop them
-	@$(PY) -m tests.servers run -- $(PYTEST) $(ARGS)
+	@$(PY) -m tests.support.servers run -- $(PYTEST) $(ARGS)
 
 test-brokers: dev ## Only the sources against real brokers: Kafka, RabbitMQ, SQS, NATS, Redis
-	@$(PY) -m tests.servers run -- $(PYTEST) -m "brokers and not slow" $(ARGS)
+	@$(PY) -m tests.support.servers run -- $(PYTEST) -m "brokers and not slow" $(ARGS)
 
 test-slow: dev ## What takes minutes, one by one: not part of `make test`
-	@$(PY) -m tests.servers run -- $(BIN)/pytest -m slow $(ARGS)
+	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -m slow $(ARGS)
+
+test-ui: dev ## The dashboard, and in a real browser; gets Chromium and axe-core; pictures in build/ui
+	@$(PY) -m tests.support.browser
+	$(BIN)/pytest -m "slow or not slow" tests/ui $(ARGS)
 
 crash: dev ## Kill real processes at every point, and print what became of each; wrong consumers too
-	@$(PY) -m tests.servers run -- $(BIN)/pytest -v tests/crash tests/runtime/test_killed.py tests/scenarios/test_crashes.py $(ARGS)
+	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -v tests/crash tests/worker/test_worker_killed.py tests/scenarios/test_crashes.py $(ARGS)
 
 crash-brokers: dev ## The same with every broker: half an hour; writes docs/reliability/crashes.md
-	@$(PY) -m tests.servers run -- $(PY) -m tests.brokers.crashes $(ARGS)
+	@$(PY) -m tests.support.servers run -- $(PY) -m tests.crash.brokers $(ARGS)
 
 bench: dev ## Measure every bar beside a naive loop and the limit; writes docs/performance.md (ARGS=--help)
-	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks $(ARGS)
+	@$(PY) -m tests.support.servers run --durable -- $(PY) -m benchmarks $(ARGS)
 
 bench-soak: dev ## Ten minutes of steady load: rate, latency and memory every 10 s
-	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks SOAK $(ARGS)
+	@$(PY) -m tests.support.servers run --durable -- $(PY) -m benchmarks SOAK $(ARGS)
 
 bench-peers: dev ## Measure the peers beside txbox; installs them first
-	@$(PY) -m tests.servers run --durable -- $(PY) -m benchmarks P16 $(ARGS)
+	@$(PY) -m tests.support.servers run --durable -- $(PY) -m benchmarks P16 $(ARGS)
 
 docs: dev ## Check that the documentation says what the code does
 	$(BIN)/pytest tests/docs $(ARGS)
 
 servers: dev ## Start databases and brokers and leave them running
-	@$(PY) -m tests.servers up
+	@$(PY) -m tests.support.servers up
 
 servers-down: dev ## Stop every server of this checkout, and what aborted tests left behind
-	@$(PY) -m tests.servers down
+	@$(PY) -m tests.support.servers down
 
 clean: ## Remove the environment and every cache
 	rm -rf benchmarks/peers/.venv benchmarks/peers/node_modules .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build

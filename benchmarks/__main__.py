@@ -29,7 +29,7 @@ from benchmarks.place import SCHEMAS, refuse_foreign
 from benchmarks.result import passed
 from benchmarks.servers import fresh_database
 from benchmarks.setting import opened
-from tests.servers import ServerError
+from tests.support.servers import ServerError
 from txbox.cli.output import confirmed, interactive
 from txbox.errors import ConfigurationError
 

@@ -11,7 +11,7 @@ from benchmarks.beside import Naive, batches
 from benchmarks.place import Gauges, Place
 from benchmarks.workload import CONSUMER, Body, Delivery, Tx, pay
 from txbox.connections.libpq import BEGIN, COMMIT, Pipeline
-from txbox.steps import Statement
+from txbox.session import Statement
 
 _ONE = (
     "INSERT INTO inbox (consumer, message_id) VALUES (:consumer, :id) "

@@ -54,6 +54,8 @@ def fill(admin: Tx, ids: Ids, *, rows: int, span: tuple[datetime, datetime]) -> 
             admin.execute("ALTER TABLE txbox_inbox DROP CONSTRAINT txbox_inbox_pkey")
         admin.execute(statement.encode())
         if plain:
+            # no ALTER while the guard waits for its turn
+            admin.execute("SET CONSTRAINTS ALL IMMEDIATE")
             room = "WITH (fillfactor = 70)" if ids == "uuid4" else ""
             key = f"ADD CONSTRAINT txbox_inbox_pkey PRIMARY KEY (consumer, message_id) {room}"
             admin.execute("SET LOCAL maintenance_work_mem = '256MB'")

@@ -25,7 +25,7 @@ from benchmarks.naive_variants import (
 )
 from benchmarks.result import Plot, ratios, result, summary
 from benchmarks.workload import ACCOUNTS, CONSUMER, Delivery
-from tests.servers import VARIABLES, ServerError, server_urls
+from tests.support.servers import VARIABLES, ServerError, server_urls
 from txbox import App, Batching, Message
 
 NUMBER = "MARIADB"

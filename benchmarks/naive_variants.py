@@ -13,7 +13,7 @@ from benchmarks.place import Place, Reading
 from benchmarks.result import Round, Verified
 from benchmarks.source import Memory, Readable, Stopwatch
 from benchmarks.workload import CONSUMER, TOPIC, Delivery, Work, create_inbox, order_paid
-from tests.servers import ServerError
+from tests.support.servers import ServerError
 from txbox import App, Message
 from txbox.app import Consumption
 from txbox.worker import Worker

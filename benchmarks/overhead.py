@@ -28,7 +28,7 @@ from benchmarks.measure import circumstances
 from benchmarks.servers import fresh_database
 from benchmarks.workload import CONSUMER, TOPIC, Delivery, Work
 from txbox import App, Message
-from txbox.drive import drive
+from txbox.session import drive
 
 _SAMPLE_S = 0.001
 _WARM = 500
@@ -39,10 +39,10 @@ _DECODING = ("parsed", "decode")
 # which files of txbox do what
 _STAGES = {
     "messages, ids, hashes": ("handlers", "identity", "message"),
-    "folding, in flight": ("processing/intake", "processing/in_flight"),
+    "folding, in flight": ("processing/intake", "processing/waiting"),
     "protocol, steps, events": (
-        "app", "processing/attempt", "processing/transaction", "processing/recorder", "processing/batch_size",
-        "processing/patience", "outbox", "drive", "steps", "events",
+        "app", "processing/attempt", "processing/transaction", "processing/calls", "processing/failure", "outbox",
+        "session", "events",
     ),
     "statements": ("store/inbox", "store/claims", "store/failures", "store/codec", "store/dialect"),
     _BODIES: ("body",),
@@ -211,7 +211,7 @@ def _txbox(url: str, name: str, handler: Any, at_once: int, **options: Any) -> G
             if at_once == 1:
                 app.process(messages[0])
             else:
-                drive(connections, app.taken(registered, messages))
+                drive(connections, app.intake.take_persistently, registered, messages)
 
         yield Route(name, consume, "txbox_inbox", at_once, 1 if at_once == 1 else 5)
 

@@ -20,8 +20,7 @@ from benchmarks.result import Bar, Plot, Round, Verified, ratios, result, values
 from benchmarks.servers import fresh_database
 from benchmarks.workload import CONSUMER, TOPIC
 from txbox import App, Message
-from txbox.drive import drive
-from txbox.steps import Begin, Commit, Steps
+from txbox.session import Session, drive
 from txbox.store import claims
 from txbox.store.codec import Arrival
 
@@ -139,7 +138,7 @@ def _grown(url: str, cell: _Cell) -> Generator[Callable[[], Round]]:
     try:
         with App(url) as app:
             assert app.database.sync is not None
-            drive(app.database.sync, app.check_schema())
+            drive(app.database.sync, app.check_schema)
             if cell.rows:
                 span = (midnight(1 - _DAYS), datetime.now(UTC) - timedelta(seconds=1))
                 with place.connect() as admin:
@@ -160,12 +159,12 @@ def _measured(app: App, place: Place, gauges: Gauges, cell: _Cell) -> Round:
             # what earlier rounds have left
             admin.execute("TRUNCATE txbox_inbox")
         for batch in _batches(cell.ids, 2_000):
-            drive(connections, _claimed(app, batch))
+            drive(connections, _claimed, app, batch)
         checkpoint(admin)
         before = gauges.read()
         last = before.at
         for batch in batches:
-            won += len(drive(connections, _claimed(app, batch)))
+            won += len(drive(connections, _claimed, app, batch))
             now = time.perf_counter()
             took.append(now - last)
             last = now
@@ -179,7 +178,7 @@ def _measured(app: App, place: Place, gauges: Gauges, cell: _Cell) -> Round:
         sizes = admin.execute(_SIZES).fetchone()
     assert row is not None
     assert sizes is not None
-    again = sum(len(drive(connections, _claimed(app, batch))) for batch in batches[:10])
+    again = sum(len(drive(connections, _claimed, app, batch)) for batch in batches[:10])
     took.sort()
     server_s = None
     if before.server_cpu_s is not None and after.server_cpu_s is not None:
@@ -207,7 +206,7 @@ SELECT sum(pg_table_size(oid))::bigint, sum(pg_indexes_size(oid))::bigint
 """
 
 
-def _claimed(app: App, batch: Sequence[Arrival]) -> Steps[set[str]]:
+async def _claimed(db: Session, app: App, batch: Sequence[Arrival]) -> set[str]:
     """Claim a batch, and commit without a handler in between."""
     token, store = secrets.token_hex(16), app.store
     claim = claims.claim(
@@ -219,9 +218,9 @@ def _claimed(app: App, batch: Sequence[Arrival]) -> Steps[set[str]]:
         idle_s=60.0,
         keep=False,
     )
-    answers = yield Begin(claim)
+    answers = await db.begin(claim)
     won = claims.claimed(store, claim, answers)
-    yield Commit((claims.close(store, token),))
+    await db.commit((claims.close(store, token),))
     assert won is not None
     return won.ids
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.result import Bar, Plot, Round, Verified, ratios, result, values
-from tests.backlog import fill
-from tests.databases import BY_NAME, Raw
-from tests.shop import CONSUMER
+from tests.support.backlog import fill
+from tests.support.databases import Database, MySQL, PostgreSQL, Raw, SQLite
+from tests.support.shop import CONSUMER
 from txbox import App
-from txbox.drive import drive
+from txbox.session import drive
 from txbox.store import leases
 
 NUMBER = "P8b"
@@ -26,7 +26,11 @@ TITLE = "Backlog: a lease before five thousand waiting rows, and before a millio
 
 _KEYS = 10_000
 _LEASES = 20
-_PRODUCTS = ("postgresql", "mariadb", "sqlite")
+_PRODUCTS = {
+    "postgresql": PostgreSQL("postgresql-durable"),
+    "mariadb": MySQL("mariadb-durable", required=True),
+    "sqlite": SQLite(),
+}
 _FEW = 5_000
 
 
@@ -39,12 +43,12 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
     most = 250 * messages
     done: list[Round] = []
     bars: list[Bar] = []
-    for product in _PRODUCTS:
+    for product, database in _PRODUCTS.items():
         for ordered in (False, True):
             kind = f"{product}, {'heads of 10,000 keys' if ordered else 'any order'}"
             with ExitStack() as stack:
                 measured = [
-                    stack.enter_context(_waiting(product, f"{kind}, {rows:,} rows", rows, ordered))
+                    stack.enter_context(_waiting(database, f"{kind}, {rows:,} rows", rows, ordered))
                     for rows in (_FEW, most)
                 ]
                 # who goes first alternates: both sizes meet the same disturbances
@@ -59,6 +63,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
                     2.0, ratios(done, many, few, "look_ms"), "at most",
                 )
             )  # fmt: skip
+        database.close()
     return result(
         phase=NUMBER,
         title=TITLE,
@@ -80,9 +85,10 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _waiting(product: str, name: str, rows: int, ordered: bool) -> Generator[Callable[[], Round]]:
+def _waiting(
+    database: Database, name: str, rows: int, ordered: bool
+) -> Generator[Callable[[], Round]]:
     """A database with that many waiting rows; yields what measures a round in it."""
-    database = BY_NAME[product]
     with tempfile.TemporaryDirectory() as directory:
         url = database.create(Path(directory), schema=True)
         try:
@@ -91,7 +97,7 @@ def _waiting(product: str, name: str, rows: int, ordered: bool) -> Generator[Cal
                 key = f"CONCAT('k', {number})" if raw.product == "mysql" else f"'k' || ({number})"
                 fill(raw, rows, key=key if ordered else None)
                 assert app.database.sync is not None
-                drive(app.database.sync, app.check_schema())
+                drive(app.database.sync, app.check_schema)
                 yield partial(_measured, app, name, ordered)
         finally:
             database.drop(url)
@@ -125,7 +131,17 @@ def _leased(app: App, ordered: bool, suspect: bool) -> Sequence[str]:
     connections = app.database.sync
     assert connections is not None
     token = secrets.token_hex(16)
-    look = leases.lease(
-        app.store, CONSUMER, token=token, limit=20, lease=app.lease, suspect=suspect, heads_only=ordered
-    )  # fmt: skip
-    return [row.arrival.message_id for row in drive(connections, look)]
+    return [
+        row.arrival.message_id
+        for row in drive(
+            connections,
+            leases.lease,
+            app.store,
+            CONSUMER,
+            token=token,
+            limit=20,
+            lease=app.lease,
+            suspect=suspect,
+            heads_only=ordered,
+        )
+    ]

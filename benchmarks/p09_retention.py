@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -21,9 +21,7 @@ from benchmarks.servers import fresh_database
 from benchmarks.workload import CONSUMER, TOPIC
 from txbox import App, Message, Retention
 from txbox.maintenance import run_once
-from txbox.steps import Steps
 from txbox.store import jobs, partitions
-from txbox.store.partitions import Part
 
 NUMBER = "P9"
 TITLE = "Retention of half a million rows"
@@ -33,8 +31,9 @@ _ALONE_S = 5.0
 _LEAST_S = 3.0
 _KEPT = timedelta(days=7)
 _NOTE = (
-    "`longest ms` is the longest batch, or the drop with its wait for the lock, its second look and its COMMIT; "
-    "`before p99 ms` that of live messages before pruning began."
+    "`longest ms` is the longest batch, or the longest detach or drop, with its wait for the lock, its look at rows "
+    "and its COMMIT; `blocked ms` the longest live message that met any of them; `before p99 ms` that of live "
+    "messages before pruning began."
 )
 _DROP, _DELETE = "partition dropped", "deleted by batch"
 
@@ -58,12 +57,15 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         phase=NUMBER,
         title=TITLE if rows == 500_000 else f"Retention of {rows:,} rows",
         method=f"{rounds} rounds of each, in a database of its own: {rows:,} rows of one day that is over, and as "
-        "many of this week, which stay. `maintenance.run_once(app, 'prune')` in a process of its own, each batch and "
-        "drop timed there; beside it txbox's claim, an empty handler and COMMIT, one message at a time, "
+        "many of this week, which stay. `maintenance.run_once(app, 'prune')` in a process of its own, each batch, "
+        "detach and drop timed there; beside it txbox's claim, an empty handler and COMMIT, one message at a time, "
         f"{_RATE} a second, one connection: for {_ALONE_S:g} s alone, then until all is pruned, for {_LEAST_S:g} s at "
         "least. p50 and p99 are those of the live messages, from when each was due",
         bars=[
-            Bar("a partition is dropped in at most 50 ms", 50.0, values(done, _DROP, "longest_ms"), "at most", "ms"),
+            Bar(
+                "a live message that meets the drop of a partition takes at most 10 ms", 10.0,
+                values(done, _DROP, "blocked_ms"), "at most", "ms",
+            ),
             Bar("no batch takes longer than 100 ms", 100.0, values(done, _DELETE, "longest_ms"), "at most", "ms"),
             *(
                 Bar(
@@ -88,7 +90,7 @@ class _Live:
     """Messages at a steady rate, from a thread; latencies from when each was due."""
 
     app: App
-    took: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -101,7 +103,7 @@ class _Live:
             ms, low = time.time_ns() // 1_000_000, uuid.uuid4().int
             message_id = str(uuid.UUID(int=ms << 80 | 7 << 76 | 2 << 62 | low % (1 << 62)))
             self.app.process(Message(id=message_id, topic=TOPIC, payload=b"{}"))
-            self.took.append(time.perf_counter() - due)
+            self.spans.append((due, time.perf_counter()))
             self.ids.append(message_id)
 
 
@@ -124,9 +126,9 @@ def _pruned(url: str, name: str, rows: int) -> list[Round]:
         thread.start()
         try:
             time.sleep(_ALONE_S)
-            alone, before = len(live.took), gauges.read()
+            alone, before = len(live.spans), gauges.read()
             mine.send("go")
-            gone, took, whole_s = mine.recv()
+            gone, work, whole_s = mine.recv()
             time.sleep(max(0.0, _LEAST_S - whole_s))
             after = gauges.read()
         finally:
@@ -135,7 +137,17 @@ def _pruned(url: str, name: str, rows: int) -> list[Round]:
             child.join()
             gauges.close()
         verified = _verified(admin, live.ids, rows, gone)
-    quiet, busy = sorted(live.took[50:alone]), sorted(live.took[alone:])
+    quiet, busy = (
+        sorted(ended - due for due, ended in spans)
+        for spans in (live.spans[50:alone], live.spans[alone:])
+    )
+    took = [ended - began for began, ended in work]
+    # the clock is that of the machine, the same in both processes
+    met = [
+        ended - due
+        for due, ended in live.spans[alone:]
+        if any(due <= last and ended >= first for first, last in work)
+    ]
     p99 = _part(busy, 0.99)
     wal = None
     if before.wal_bytes is not None and after.wal_bytes is not None:
@@ -145,6 +157,7 @@ def _pruned(url: str, name: str, rows: int) -> list[Round]:
             name, rows, rows / whole_s, _part(busy, 0.5) * 1e3, p99 * 1e3, None, verified, wal_bytes=wal,
             more={
                 "longest_ms": max(took) * 1e3, "median_ms": statistics.median(took) * 1e3, "batches": len(took),
+                "blocked_ms": max(met, default=0.0) * 1e3,
                 "before_p99_ms": _part(quiet, 0.99) * 1e3, "p99_times": p99 / _part(quiet, 0.99),
             },
         )
@@ -174,16 +187,14 @@ def _verified(admin: Any, live: Sequence[str], rows: int, gone: int) -> Verified
 
 
 def _prune(url: str, parent: Connection[Any, Any]) -> None:
-    """In a process of its own: wait for the word, prune, and tell how long each transaction took."""
-    took: list[float] = []
+    """In a process of its own: wait for the word, prune, and tell from when to when each transaction was."""
+    spans: list[tuple[float, float]] = []
 
-    def timed(work: Callable[..., Steps[Any]]) -> Callable[..., Steps[Any]]:
-        def run(*args: Any, **named: Any) -> Steps[Any]:
+    def timed(work: Callable[..., Awaitable[Any]]) -> Any:
+        async def run(*args: Any, **named: Any) -> Any:
             started = time.perf_counter()
-            answer = yield from work(*args, **named)
-            # the days beside the one that has rows are empty, and gone at once
-            if not any(isinstance(arg, Part) and not arg.blocks for arg in args):
-                took.append(time.perf_counter() - started)
+            answer = await work(*args, **named)
+            spans.append((started, time.perf_counter()))
             return answer
 
         return run
@@ -191,9 +202,10 @@ def _prune(url: str, parent: Connection[Any, Any]) -> None:
     with App(url, retention=Retention(processed=_KEPT)) as app:
         run_once(app, "partitions")  # connected, and the schema known
         jobs.Walk.batch = timed(jobs.Walk.batch)  # type: ignore[method-assign]
+        partitions.detach = timed(partitions.detach)
         partitions.drop = timed(partitions.drop)
         parent.send("ready")
         parent.recv()
         started = time.perf_counter()
         report = run_once(app, "prune")
-        parent.send((report.rows, took, time.perf_counter() - started))
+        parent.send((report.rows, spans, time.perf_counter() - started))

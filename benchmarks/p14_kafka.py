@@ -22,8 +22,8 @@ from benchmarks.place import Place
 from benchmarks.result import Bar, Round, Verified, ratios, result
 from benchmarks.servers import fresh_database
 from benchmarks.workload import CONSUMER, Work, in_sets, order_paid, verify, writes
-from tests.servers import ServerError, java, provision, server_urls
-from tests.servers.kafka import POM
+from tests.support.servers import ServerError, java, provision, server_urls
+from tests.support.servers.kafka import POM
 from txbox import App, Message
 from txbox.app import Consumption
 from txbox.brokers.base import Delivery, InFlight, Progress, Source
@@ -228,7 +228,11 @@ class Subscribed(Kafka):
 
     def __init__(self, bootstrap: str, topic: str) -> None:
         super().__init__(bootstrap, group=topic, revoke_wait=timedelta(seconds=1))
-        self.topics = [topic]
+        self._topic = topic
+
+    @property
+    def topics(self) -> Sequence[str]:
+        return [self._topic]
 
 
 def run(*, rounds: int, messages: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import aio_pika
@@ -23,12 +24,12 @@ from benchmarks import measure
 from benchmarks.result import Bar, Round, Verified, ratios, result
 from benchmarks.servers import fresh_database
 from benchmarks.workload import Delivery, Work, order_paid
-from tests.servers import ServerError, provision, server_urls
+from tests.support.servers import ServerError, provision, server_urls
 from txbox import App, Message, Outbox, Outgoing, RelayPolicy
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.drive import drive
 from txbox.relay import Relay
+from txbox.session import drive
 
 NUMBER = "RELAY"
 TITLE = "The relay, from PostgreSQL to Kafka"
@@ -125,7 +126,7 @@ def by_relay(destination: Any, **policy: Any) -> Callable[[str, str], Iterator[l
             assert app.database.sync is not None
             connections = app.database.sync
             route = app.routes.all()[0]
-            relay = Relay(app, route, lambda steps: drive(connections, steps), stop=lambda: False)
+            relay = Relay(app, route, partial(drive, connections), stop=lambda: False)
             more = True
             while more:
                 began, before = time.perf_counter(), sum(sent)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import psycopg
 from psycopg import sql
 
-from tests.servers import VARIABLES, ServerError, server_urls
+from tests.support.servers import VARIABLES, ServerError, server_urls
 
 SERVER = "postgresql-durable"
 

@@ -3,80 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
-from tests import databases
-from tests.databases import BY_NAME, Database, Raw, missing_server, through_pgbouncer
-from tests.servers import servers_required
+from tests.support import databases
+from tests.support.broker_fixtures import (
+    kafka_bootstrap,
+    nats_url,
+    pytest_collection_finish,
+    rabbitmq_url,
+    redis_url,
+    sqs_url,
+    throwaway_kafka,
+    throwaway_kafka_cluster,
+    throwaway_nats,
+    throwaway_rabbitmq,
+    throwaway_redis,
+    throwaway_sqs,
+)
+from tests.support.command import command
+from tests.support.connections import db, given, number, shared_url
+from tests.support.databases import (
+    BY_NAME,
+    Database,
+    FreshDatabase,
+    NewDatabase,
+    Raw,
+    missing_server,
+    require,
+    through_pgbouncer,
+)
+from tests.support.partitions import kind, of_uuid7, timed, without_rest
+from tests.support.plain_connection import plain_connection
+from tests.support.shop import shop
 
-# What meets every statement of the store, in any order and on any connection. Elsewhere MariaDB stands for
-# MySQL: they differ in their SQL alone, and `make test` would take many minutes more.
-ON_EVERY_DATABASE = ("connections", "contract", "protocol", "test_environment.py")
-
-
-class NewDatabase(Protocol):
-    def __call__(self, name: str, *, schema: bool = True) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FreshDatabase:
-    """A database of this test alone: txbox's tables, no rows."""
-
-    kind: Database
-    url: str
-
-    @property
-    def name(self) -> str:
-        return self.kind.name
+__all__ = [
+    "command",
+    "db",
+    "given",
+    "kafka_bootstrap",
+    "kind",
+    "nats_url",
+    "number",
+    "of_uuid7",
+    "plain_connection",
+    "pytest_collection_finish",
+    "rabbitmq_url",
+    "redis_url",
+    "shared_url",
+    "shop",
+    "sqs_url",
+    "throwaway_kafka",
+    "throwaway_kafka_cluster",
+    "throwaway_nats",
+    "throwaway_rabbitmq",
+    "throwaway_redis",
+    "throwaway_sqs",
+    "timed",
+    "without_rest",
+]  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "database_kind" in metafunc.fixturenames:
-        folder = metafunc.definition.path.relative_to(Path(__file__).parent).parts[0]
-        every = folder in ON_EVERY_DATABASE
+        # `every_database` is for what meets every statement of the store, in any order and on any connection.
+        # Elsewhere MariaDB stands for MySQL: they differ in their SQL alone.
+        every = metafunc.definition.get_closest_marker("every_database") is not None
         kinds = databases.selected() if every else databases.representatives()
         metafunc.parametrize("database_kind", kinds, ids=[kind.name for kind in kinds])
     if "mysql_name" in metafunc.fixturenames:
         metafunc.parametrize("mysql_name", databases.names("mysql"))
 
 
-def require(reason: str | None) -> None:
-    """Skip the test, or fail it where servers are required, when there is a reason to."""
-    if reason is None:
-        return
-    if servers_required():
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _templates() -> Iterator[None]:
     yield
-    for kind in databases.DATABASES:
-        kind.close()
+    for each in databases.DATABASES:
+        each.close()
 
 
 @pytest.fixture
 def new_database(tmp_path: Path) -> Iterator[NewDatabase]:
     """Makes fresh databases by name: `new_database("postgresql", schema=False)`."""
-    made: list[tuple[Database, str]] = []
+    made: list[tuple[Callable[[str], None], str]] = []
 
     def make(name: str, *, schema: bool = True) -> str:
-        kind = BY_NAME[name]
-        if name != "sqlite" and kind not in databases.selected():
+        database = BY_NAME[name]
+        if name != "sqlite" and database not in databases.selected():
             pytest.skip(f"{name} is not among {databases.SELECTION}")
-        require(kind.missing())
-        url = kind.create(tmp_path, schema=schema)
-        made.append((kind, url))
+        require(database.missing())
+        url = database.take(tmp_path) if schema else database.create(tmp_path, schema=False)
+        made.append((database.give_back if schema else database.drop, url))
         return url
 
     yield make
-    for kind, url in made:
-        kind.drop(url)
+    for ends, url in made:
+        ends(url)
 
 
 @pytest.fixture
@@ -121,8 +144,8 @@ def pgbouncer_url(postgresql_url: str) -> str:
 
 
 @pytest.fixture
-def raw() -> Iterator[Callable[[str], Raw]]:
-    """`raw(url)`: a plain driver connection, closed when the test ends."""
+def raw(new_database: NewDatabase) -> Iterator[Callable[[str], Raw]]:
+    """`raw(url)`: a plain driver connection, closed when the test ends, before its databases are given back."""
     opened: list[Raw] = []
 
     def connect(url: str) -> Raw:

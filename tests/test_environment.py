@@ -15,10 +15,8 @@ import pymysql
 import pytest
 
 from benchmarks.p05_slow_disk import SlowDisk
-from tests.conftest import NewDatabase, require
-from tests.databases import Raw, names
-from tests.runtime.support import eventually
-from tests.servers import (
+from tests.support.databases import NewDatabase, Raw, names, require
+from tests.support.servers import (
     ROOT,
     VARIABLES,
     ServerError,
@@ -31,9 +29,9 @@ from tests.servers import (
     packages,
     provision,
 )
-from tests.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
-from tests.servers.leftovers import end_processes, remove_abandoned
-from tests.servers.process import (
+from tests.support.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
+from tests.support.servers.leftovers import end_processes, remove_abandoned
+from tests.support.servers.process import (
     LENT_PORTS,
     MAX_PORTS,
     ServerDirectory,
@@ -41,6 +39,9 @@ from tests.servers.process import (
     base_directory,
     free_port,
 )
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.every_database
 
 RawFactory = Callable[[str], Raw]
 
@@ -118,7 +119,7 @@ def test_a_mysql_that_no_package_source_has_is_one_line_and_no_failure_even_in_c
     monkeypatch.setattr(mysql, "_installed", lambda: None)
     monkeypatch.setattr(mysql, "_root", lambda: tmp_path / "none")
     monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
-    provision.prepare(["mysql"], own=True)
+    provision.prepare(["mysql"], throwaway=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert "TXBOX_TEST_MYSQL_URL" in line
     assert line.endswith("(its tests are skipped)")
@@ -133,16 +134,16 @@ def test_a_mysql_that_the_package_source_should_have_is_required_in_ci(
     monkeypatch.setattr(mysql, "_mirror", lambda: "http://127.0.0.1:1/debian/")
     monkeypatch.setenv("CI", "true")
     with pytest.raises(UnavailableError, match="does not answer"):
-        provision.prepare(["mysql"], own=True)
+        provision.prepare(["mysql"], throwaway=True)
     monkeypatch.delenv("CI")
     monkeypatch.delenv("TXBOX_REQUIRE_SERVERS", raising=False)
-    provision.prepare(["mysql"], own=True)
+    provision.prepare(["mysql"], throwaway=True)
     assert "does not answer" in capsys.readouterr().out
 
 
 _KILLED_WITH_A_SERVER = """
 import os, signal
-from tests.servers.control import ThrowawayPostgres
+from tests.support.servers.control import ThrowawayPostgres
 with ThrowawayPostgres() as server:
     print(server.name, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -151,7 +152,7 @@ with ThrowawayPostgres() as server:
 
 def test_a_killed_tests_server_is_stopped_and_deleted() -> None:
     _require_package("postgresql")
-    with ThrowawayPostgres() as own:
+    with ThrowawayPostgres() as server:
         done = subprocess.run(
             [sys.executable, "-c", _KILLED_WITH_A_SERVER],
             cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=False,
@@ -162,7 +163,7 @@ def test_a_killed_tests_server_is_stopped_and_deleted() -> None:
         remove_abandoned()
         assert not alive(process)
         assert not left.directory.exists()
-        assert own.running()  # its process, this one, lives
+        assert server.running()  # its process, this one, lives
 
 
 def test_processes_that_a_killed_command_started_are_ended() -> None:

@@ -16,7 +16,7 @@ from benchmarks.peers.servers import database_on
 from benchmarks.place import Gauges, Place, checkpoint
 from benchmarks.result import Round, Verified
 from benchmarks.workload import Work, create_tables, order_paid, verify
-from tests.servers import ServerError
+from tests.support.servers import ServerError
 
 #: Delivered once more after all has been processed: what a peer's deduplication has forgotten runs again.
 LATE = 20

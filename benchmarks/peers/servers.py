@@ -12,8 +12,8 @@ import psycopg
 from psycopg import sql
 
 from benchmarks.servers import fresh_database
-from tests.servers import ServerError, provision, server_urls
-from tests.servers.control import ThrowawayPostgres
+from tests.support.servers import ServerError, provision, server_urls
+from tests.support.servers.control import ThrowawayPostgres
 
 
 class LogicalPostgres(ThrowawayPostgres):
@@ -63,5 +63,7 @@ def redis() -> str:
     provision.up(("redis",))
     url = server_urls().get("redis")
     if url is None:
-        raise ServerError("P16 needs Redis for FastStream: run `python -m tests.servers up`.")
+        raise ServerError(
+            "P16 needs Redis for FastStream: run `python -m tests.support.servers up`."
+        )
     return url

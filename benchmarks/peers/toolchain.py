@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.servers import ROOT, ServerError
+from tests.support.servers import ROOT, ServerError
 
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"

@@ -34,13 +34,14 @@ if TYPE_CHECKING:
     from txbox.policy import GapPolicy as GapPolicy
     from txbox.policy import Lease as Lease
     from txbox.policy import Limits as Limits
+    from txbox.policy import Redaction as Redaction
     from txbox.policy import RelayPolicy as RelayPolicy
     from txbox.policy import Retention as Retention
     from txbox.policy import RetryPolicy as RetryPolicy
 
 __version__ = "0.1.0"
 
-# `import txbox` stays cheap: a name is loaded when it is first used
+# keeps `import txbox` cheap: names are loaded on first use
 _MODULES = {
     "app": ("App",),
     "inbox": ("Acceptance", "Inbox"),
@@ -52,6 +53,7 @@ _MODULES = {
         "GapPolicy",
         "Lease",
         "Limits",
+        "Redaction",
         "RelayPolicy",
         "Retention",
         "RetryPolicy",

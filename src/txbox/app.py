@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from txbox.body import Decoder
 from txbox.brokers.base import Destination, Source
@@ -15,10 +17,9 @@ from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import Database
-from txbox.drive import drive, drive_async
 from txbox.effects import PREFIX, Effects
-from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.events import Events, MessageUnmatched, Observer
+from txbox.errors import ConfigurationError, StoreError
+from txbox.events import Event, Events, MessageUnmatched, Observer
 from txbox.handlers import (
     Extractor,
     Handler,
@@ -27,11 +28,14 @@ from txbox.handlers import (
     Options,
     check_message,
     exceptions_of,
+    is_async_function,
     types_of,
 )
 from txbox.identity import PayloadHash
 from txbox.message import Message
+from txbox.observers.activity import Activity, Moment
 from txbox.observers.logging import LoggingObserver
+from txbox.observers.pauses import Pauses
 from txbox.outbox import CloudEvents, DeadLetters, Outbox, Routes
 from txbox.outcome import Answer, Outcome
 from txbox.policy import (
@@ -39,21 +43,27 @@ from txbox.policy import (
     GapPolicy,
     Lease,
     Limits,
+    Redaction,
     RelayPolicy,
     Retention,
     RetryPolicy,
     check_policies,
 )
 from txbox.processing.attempt import InboxProtocol
-from txbox.processing.in_flight import Holder
-from txbox.processing.intake import Intake, Leasing
+from txbox.processing.intake import Intake
+from txbox.processing.waiting import CURABLE
 from txbox.replies import replying
-from txbox.steps import Connections, Steps
+from txbox.session import Connections, Session, drive, drive_async
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
-from txbox.store.dialect import dialect
 from txbox.store.inbox import InboxStore
 from txbox.store.partitions import Kind, Partitioning
+
+if TYPE_CHECKING:
+    from txbox.observers.tracing import Tracing
+    from txbox.ui import Authenticate, Authenticator, Dashboard
+
+_log = logging.getLogger("txbox")
 
 _LEFT = frozenset({Outcome.FAILED, Outcome.DEFERRED})
 
@@ -83,6 +93,8 @@ class App:
         observers: called with every event; alerts hang here. The log on `txbox` is written besides, unless one of
             them is a `LoggingObserver`.
         codec: encrypts or compresses payloads and error texts at rest.
+        tracing: spans of OpenTelemetry for what is staged, sent and processed; see `txbox.observers.tracing`.
+        redact: what operators, logs and stored error texts never show; see Redaction.
         limits, lease, retention, batching, relaying: policies; units and defaults are those of their
             classes. Without `limits`, a claim gives up before a short `lease` runs out.
         notify: on PostgreSQL, wake relays in other processes at the commit of what is staged, by NOTIFY,
@@ -100,14 +112,16 @@ class App:
     flight. With SQLite fork before the first message, since SQLite lets no child use a database that is open.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # every option by name, as of `handler`
         self,
         database: Any = None,
         *,
         django: str | None = None,
         schema: str | None = None,
         observers: Sequence[Observer] = (),
+        tracing: Tracing | None = None,
         codec: Codec | None = None,
+        redact: Redaction | None = None,
         limits: Limits | None = None,
         lease: Lease | None = None,
         retention: Retention | None = None,
@@ -125,7 +139,7 @@ class App:
                 f"unmatched is {unmatched!r}: use 'acknowledge' or 'quarantine'."
             )
         check_policies(
-            limits=(limits, Limits), lease=(lease, Lease), retention=(retention, Retention),
+            redact=(redact, Redaction), limits=(limits, Limits), lease=(lease, Lease), retention=(retention, Retention),
             batching=(batching, Batching), relaying=(relaying, RelayPolicy),
         )  # fmt: skip
         self.database: Database = _open(database, django, schema)
@@ -135,17 +149,31 @@ class App:
         #: Where staged messages go.
         self.routes = Routes(self.handlers, self._arrives)
         #: Stages outgoing messages in a handler's transaction: `app.outbox.stage(tx, topic, body)`.
-        self.outbox = Outbox(schema=schema, codec=codec, route=self.routes.of, notify=notify)
+        self.outbox = Outbox(
+            schema=schema, codec=codec, route=self.routes.of, notify=notify, tracing=tracing
+        )
+        self.tracing = tracing
         self.notify = notify
         has_log = any(isinstance(observer, LoggingObserver) for observer in observers)
-        self.events = Events(observers, None if has_log else LoggingObserver())
+        #: Consumers that are paused, and what a worker or relay of this process has done, which it writes down
+        #: every few seconds.
+        self.pauses = Pauses(self._pause_after, self._emit)
+        self.activity = Activity(self.pauses.went_well)
+        self.events = Events(
+            observers,
+            None if has_log else LoggingObserver(),
+            # its own names of credentials are about headers, which no event has
+            None if redact is None or not redact.errors else redact.error,
+            None if tracing is None else tracing.around,
+            counts=(self.activity, self.pauses),
+        )
         self.lease = lease or Lease()
         self.limits = limits or Limits.within(self.lease)
         self.retention = retention or Retention()
         self.batching = batching or Batching()
         self.relaying = relaying or RelayPolicy()
         self.unmatched = unmatched
-        self.store = InboxStore(self.database.dialect, Columns(codec))
+        self.store = InboxStore(self.database.dialect, Columns(codec, redact))
         #: Stages external calls in a handler's transaction: `app.effects.stage(tx, name, body)`.
         self.effects = Effects(
             self.handlers, self.limits, schema=schema, columns=self.store.columns
@@ -163,7 +191,6 @@ class App:
         #: Told by `process`, `answer` and `send` of what they have left in the table, with its consumer: FAILED
         #: or DEFERRED. A worker of this process looks there.
         self.left: Callable[[str, Outcome], None] | None = None
-        self._checked = False
 
     def __repr__(self) -> str:
         count = len(self.handlers)
@@ -222,6 +249,7 @@ class App:
         retry: RetryPolicy | None = None,
         reject_on: Sequence[type[Exception]] = (),
         timeout: timedelta | None = None,
+        pause_after: int | None = None,
         concurrency: int = 1,
         batch: bool = False,
         pipeline: bool = False,
@@ -251,6 +279,8 @@ class App:
             retry: when failures are tried again; see RetryPolicy.
             reject_on: exceptions that make the message dead at once.
             timeout: bound on one run; what it did is rolled back.
+            pause_after: a worker pauses the consumer after so many failures in a row, until somebody resumes it; its
+                messages are then taken one by one.
             concurrency: lanes of one worker, 1 or more.
             batch: the function takes a list of messages and one transaction.
             pipeline: the function reads no results: with psycopg its statements travel with COMMIT.
@@ -285,6 +315,7 @@ class App:
             retry=RetryPolicy() if retry is None else retry,
             reject_on=exceptions_of(reject_on),
             timeout=timeout,
+            pause_after=pause_after,
             concurrency=concurrency,
             batch=batch,
             pipeline=pipeline,
@@ -307,8 +338,11 @@ class App:
         )
 
         def register(function: F) -> F:
+            called = replying(function, options, self.outbox)
+            if self.tracing is not None:
+                called = self.tracing.traced(called, consumer, is_async=is_async_function(function))
             added = self.handlers.add(
-                replying(function, options, self.outbox),
+                called,
                 topic=topic,
                 consumer=consumer,
                 types=kinds,
@@ -326,6 +360,7 @@ class App:
         retry: RetryPolicy | None = None,
         reject_on: Sequence[type[Exception]] = (),
         timeout: timedelta | None = None,
+        pause_after: int | None = None,
         concurrency: int = 1,
     ) -> Callable[[F], F]:
         """Register a function `(message)` that calls something outside of the database, after commit.
@@ -333,7 +368,7 @@ class App:
         Its rows are those of the consumer `effect:<name>`; what it returns is kept as their result.
 
         Args:
-            retry, reject_on, timeout, concurrency: as for `handler`.
+            retry, reject_on, timeout, pause_after, concurrency: as for `handler`.
 
         Guarantee: carried out at least once for each `app.effects.stage(tx, name, …)` that commits.
         Give `message.idempotency_key` to the other side, so that a repeated call is one.
@@ -346,6 +381,7 @@ class App:
             retry=retry,
             reject_on=reject_on,
             timeout=timeout,
+            pause_after=pause_after,
             concurrency=concurrency,
         )
 
@@ -396,6 +432,14 @@ class App:
                 return True
         return False
 
+    def _emit(self, event: Event) -> None:
+        self.events.emit(event)
+
+    def _pause_after(self, consumer: str) -> int | None:
+        found = self.handlers.consumers().get(consumer, ())
+        limits = [handler.options.pause_after for handler in found]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def _check_connections(self, handler: Handler) -> None:
         connections = self.database.asynchronous if handler.is_async else self.database.sync
         if handler.options.transactional and connections is None:
@@ -411,7 +455,8 @@ class App:
         """Run the handler of one message safely; acknowledge unless the outcome is IN_PROGRESS.
 
         Returns: UNMATCHED when no handler consumes its topic and type, QUARANTINED with
-        `unmatched="quarantine"`; see Outcome for the others.
+        `unmatched="quarantine"`; DEFERRED, stored in the table, while the consumer is paused; see Outcome for
+        the others.
 
         Raises:
             ConfigurationError: several consumers without `consumer=`, one that has no handler at all, an
@@ -423,26 +468,11 @@ class App:
         handler with `transactional=False` is leased for `Lease.duration` and its `timeout=` on top,
         without heartbeats: a run that outlasts both may be run a second time beside itself.
         """
-        handler = self.handlers.only(message, consumer)
-        if handler is None:
-            return drive(self._any_sync(), self._unmatched(message))
-        if handler.is_async:
-            raise ConfigurationError(f"{handler.name} is async: await app.process_async(message).")
-        return drive(self._any_sync(), self._processed(handler, message))[0].outcome
+        return self.answer(message, consumer=consumer).outcome
 
     async def process_async(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
         """The twin of `process`; a sync handler runs in a thread."""
-        handler = self.handlers.only(message, consumer)
-        if handler is not None and not handler.is_async:
-            return await asyncio.to_thread(self.process, message, consumer=handler.consumer)
-        if self.database.asynchronous is None:
-            return await asyncio.to_thread(self.process, message, consumer=consumer)
-        if handler is None:
-            return await drive_async(self.database.asynchronous, self._unmatched(message))
-        (settled,) = await drive_async(
-            self.database.asynchronous, self._processed(handler, message)
-        )
-        return settled.outcome
+        return (await self.answer_async(message, consumer=consumer)).outcome
 
     def answer(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
         """As `process`; also returns what the handler of `keep_result=True` returned, then or now.
@@ -450,20 +480,16 @@ class App:
         A duplicate gets the answer that the first delivery got.
         """
         handler = self.handlers.only(message, consumer)
-        if handler is None or handler.is_async:
-            return Answer(self.process(message, consumer=consumer))
-        (answer,) = drive(self._any_sync(), self._processed(handler, message))
-        return answer
+        if handler is not None and handler.is_async:
+            raise ConfigurationError(f"{handler.name} is async: await app.process_async(message).")
+        return drive(self._any_sync(), self._answered, handler, message)
 
     async def answer_async(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
         """The twin of `answer`; a sync handler runs in a thread."""
-        handler = self.handlers.only(message, consumer)
-        if handler is None:
-            return Answer(await self.process_async(message, consumer=consumer))
-        if not handler.is_async or self.database.asynchronous is None:
-            return await asyncio.to_thread(self.answer, message, consumer=handler.consumer)
-        (answer,) = await drive_async(self.database.asynchronous, self._processed(handler, message))
-        return answer
+        handler, connections = self.handlers.only(message, consumer), self.database.asynchronous
+        if connections is None or (handler is not None and not handler.is_async):
+            return await asyncio.to_thread(self.answer, message, consumer=consumer)
+        return await drive_async(connections, self._answered, handler, message)
 
     async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Answer]:
         """Return each consumer's answer to a message; where there is none, that of the consumer ""."""
@@ -486,7 +512,7 @@ class App:
         Raises:
             ConfigurationError: no handler consumes its topic and type.
         """
-        return drive(self._any_sync(), self._sent([message]))[0]
+        return drive(self._any_sync(), self._sent, [message])[0]
 
     async def send_async(self, message: Message[Any]) -> dict[str, Outcome]:
         """The twin of `send`."""
@@ -494,83 +520,79 @@ class App:
 
     def send_many(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
         """As `send` for many messages, in one statement a consumer; the answers are in their order."""
-        return drive(self._any_sync(), self._sent(messages))
+        return drive(self._any_sync(), self._sent, messages)
 
     async def send_many_async(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
         """The twin of `send_many`."""
         if self.database.asynchronous is None:
             return await asyncio.to_thread(self.send_many, messages)
-        return await drive_async(self.database.asynchronous, self._sent(messages))
+        return await drive_async(self.database.asynchronous, self._sent, messages)
 
-    # -- steps behind the verbs, and for the worker -------------------------------------------
+    # -- operations behind the verbs, and for the worker --------------------------------------
 
-    def taken(
-        self,
-        handler: Handler,
-        messages: Sequence[Message[Any]],
-        *,
-        leasing: Leasing | None = None,
-        holder: Holder | None = None,
-        for_s: float | None = None,
-        stop: Callable[[], bool] | None = None,
-    ) -> Steps[list[Answer]]:
-        """Bring messages for one handler to their outcomes, waiting while the database is away.
-
-        Args:
-            leasing, holder: see `Intake.take`.
-            for_s, stop: see `InboxProtocol.persistently`.
-
-        Raises:
-            SchemaError, StoreError: as `process` does.
-        """
-        try:
-            if not self._checked:
-                yield from self.protocol.persistently(
-                    self.check_schema, consumer=handler.consumer, for_s=for_s, stop=stop
-                )
-            settled: list[Answer] = yield from self.protocol.persistently(
-                lambda: self.intake.take(handler, messages, leasing=leasing, holder=holder),
-                consumer=handler.consumer,
-                for_s=for_s,
-                stop=stop,
-            )
-        except StoreError as error:
-            if error.fault in (Fault.SCHEMA, Fault.OTHER):
-                # an undefined table has a remedy, and its sentence names the command
-                yield from self.check_schema()
-            if error.fault is Fault.SCHEMA:
-                raise tables.incomplete(error) from None
-            raise
-        else:
-            return settled
-
-    def _processed(self, handler: Handler, message: Message[Any]) -> Steps[list[Answer]]:
-        settled: list[Answer] = yield from self.taken(
-            handler, [message], for_s=self.limits.unavailable_for.total_seconds()
+    async def _answered(
+        self, db: Session, handler: Handler | None, message: Message[Any]
+    ) -> Answer:
+        if handler is None:
+            await self.unmatched_message(db, message)
+            kept = self.unmatched == "quarantine"
+            return Answer(Outcome.QUARANTINED if kept else Outcome.UNMATCHED)
+        began, counts = time.monotonic(), self.activity.counts
+        if counts:
+            self.activity.received(handler.consumer, 1)
+        if began >= self.pauses.stale_at:
+            await self._look_for_pauses(db)
+        settled = await self.intake.take_persistently(
+            db,
+            # of a paused consumer, what comes is stored for later
+            handler.stored if handler.consumer in self.pauses.held else handler,
+            [message],
+            for_s=self.limits.unavailable_for.total_seconds(),
         )
-        self._leave(handler, settled)
-        return settled
-
-    def _leave(self, handler: Handler, settled: Sequence[Answer]) -> None:
+        if counts:
+            self.activity.settled(handler.consumer, settled, [Moment(began)], began)
         if self.left is not None:
-            for outcome in {answer.outcome for answer in settled} & _LEFT:
-                self.left(handler.consumer, outcome)
+            self._tell_of_left(self.left, handler, settled)
+        return settled[0]
 
-    def unmatched_message(self, message: Message[Any]) -> Steps[None]:
+    async def _look_for_pauses(self, db: Session) -> None:
+        try:
+            if not self.protocol.checked:
+                # first of all: a pool may change a connection's search_path once it has been used
+                await self.protocol.check_schema(db)
+            await self.pauses.look_now_and_then(db, self.store.dialect)
+        except StoreError as error:
+            # what is known is what counts; whether the database answers is found out next, and told there
+            db.discard()
+            if error.fault not in CURABLE and not self.pauses.unreadable:
+                self.pauses.unreadable = True
+                _log.warning(
+                    "Who is paused cannot be read (%s): no consumer counts as paused here. "
+                    "`txbox schema print --grants` prints the rights that are needed.",
+                    error,
+                )
+
+    def _tell_of_left(
+        self, left: Callable[[str, Outcome], None], handler: Handler, settled: Sequence[Answer]
+    ) -> None:
+        for outcome in {answer.outcome for answer in settled} & _LEFT:
+            left(handler.consumer, outcome)
+
+    async def unmatched_message(self, db: Session, message: Message[Any]) -> None:
         """Count a message that no handler consumes, and keep it where `unmatched` says so."""
         self.events.emit(
             MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
         )
         if self.unmatched == "quarantine":
-            yield from self.intake.unmatched(
-                message, f"No handler consumes topic {message.topic!r} with type {message.type!r}."
+            await self.intake.unmatched(
+                db,
+                message,
+                f"No handler consumes topic {message.topic!r} with type {message.type!r}.",
             )
 
-    def _unmatched(self, message: Message[Any]) -> Steps[Outcome]:
-        yield from self.unmatched_message(message)
-        return Outcome.UNMATCHED if self.unmatched == "acknowledge" else Outcome.QUARANTINED
-
-    def _sent(self, messages: Sequence[Message[Any]]) -> Steps[list[dict[str, Outcome]]]:
+    async def _sent(
+        self, db: Session, messages: Sequence[Message[Any]]
+    ) -> list[dict[str, Outcome]]:
         answers: list[dict[str, Outcome]] = [{} for _ in messages]
         work: dict[Handler, list[int]] = {}
         for index, message in enumerate(messages):
@@ -582,29 +604,28 @@ class App:
                 )
             for handler in found:
                 work.setdefault(handler, []).append(index)
-        if not self._checked:
-            yield from self.check_schema()
+        if not self.protocol.checked:
+            await self.check_schema(db)
         for handler, indexes in work.items():
-            settled = yield from self.intake.take(
-                handler.stored, [messages[index] for index in indexes]
+            began = time.monotonic()
+            self.activity.received(handler.consumer, len(indexes))
+            settled = await self.intake.take(
+                db, handler.stored, [messages[index] for index in indexes]
             )
             for index, answer in zip(indexes, settled, strict=True):
                 answers[index][handler.consumer] = answer.outcome
-            self._leave(handler, settled)
+            self.activity.settled(handler.consumer, settled, [Moment(began)] * len(settled), began)
+            if self.left is not None:
+                self._tell_of_left(self.left, handler, settled)
         return answers
 
-    def check_schema(self) -> Steps[None]:
+    async def check_schema(self, db: Session) -> None:
         """Check that this release can work with the tables; from then on their schema is known.
 
         Raises:
             SchemaError: the message contains the command to run.
         """
-        current = self.store.dialect
-        state = yield from tables.check(current)
-        if state.schema is not None:
-            # named in full from here on, so that a handler's own search_path cannot hide them
-            self.store.dialect = dialect(current.name, state.schema)
-        self._checked = True
+        await self.protocol.check_schema(db)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -615,18 +636,18 @@ class App:
             partition: on PostgreSQL, when the tables are made: partition the inbox by the time in its
                 ids ("uuid7", "ulid"), so that retention drops whole partitions, or by "hash".
         """
-        return drive(self._any_sync(), self._init(partition))
+        return drive(self._any_sync(), self._init, partition)
 
     async def init_async(self, *, partition: Kind | None = None) -> tuple[int, int]:
         """The twin of `init`."""
         if self.database.asynchronous is None:
             return await asyncio.to_thread(self.init, partition=partition)
-        return await drive_async(self.database.asynchronous, self._init(partition))
+        return await drive_async(self.database.asynchronous, self._init, partition)
 
-    def _init(self, partition: Kind | None) -> Steps[tuple[int, int]]:
+    async def _init(self, db: Session, partition: Kind | None) -> tuple[int, int]:
         kept = self.retention
         wanted = None if partition is None else Partitioning(partition, kept.partition, kept.ahead)
-        return tables.apply(self.store.dialect, self.database.schema, wanted)
+        return await tables.apply(db, self.store.dialect, self.database.schema, wanted)
 
     def _any_sync(self) -> Connections:
         if self.database.sync is None:
@@ -634,6 +655,29 @@ class App:
                 f"{self.database.name} has async connections only: use the verb with the suffix _async."
             )
         return self.database.sync
+
+    def asgi(
+        self,
+        authenticator: Authenticator | Authenticate,
+        *,
+        hosts: Iterable[str] = (),
+        secret: str | None = None,
+    ) -> Dashboard:
+        """The dashboard, to be mounted in an application of your own; `txbox ui` serves it on a port of its own.
+
+        Args:
+            authenticator, hosts, secret: as `txbox.ui.Dashboard` takes them.
+
+        Raises:
+            ConfigurationError: its libraries are not installed, or there is no authenticator.
+        """
+        try:
+            from txbox.ui import Dashboard
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                f"The dashboard needs {error.name}: run pip install 'txbox[ui]'."
+            ) from error
+        return Dashboard(self, authenticator, hosts=hosts, secret=secret)
 
     def close(self) -> None:
         """Close the connections that txbox opened itself."""

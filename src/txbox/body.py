@@ -1,4 +1,4 @@
-"""Decoding a payload into what a handler's annotation asks for, and encoding what a program sends."""
+"""Decodes payloads into what a handler's annotation asks for, and encodes what a program sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from txbox.message import Message, parsed
 
 Decoder = Callable[[Message[Any]], Any]
 
-# what `as_json` writes as text
+# the types `as_json` writes as text
 _FROM_TEXT: dict[Any, Callable[[str], Any]] = {
     datetime: datetime.fromisoformat,
     date: date.fromisoformat,
@@ -32,12 +32,12 @@ _FROM_TEXT: dict[Any, Callable[[str], Any]] = {
 def decoder_for(annotation: Any) -> Decoder:
     """Return the decoder for the `X` of `Message[X]`.
 
-    Understood: bytes, str, dict, list and other JSON types, dataclasses, pydantic models (and, where pydantic is
-    installed, every type it validates), msgspec structs. No annotation: JSON where the payload is JSON,
-    else the bytes.
+    Supports bytes, str, dict, list and other JSON types, dataclasses, pydantic models (with pydantic installed,
+    every type it validates) and msgspec structs. Without an annotation, a JSON payload is parsed and anything
+    else stays bytes.
 
     Raises:
-        ConfigurationError: an annotation that nothing installed can decode.
+        ConfigurationError: nothing installed can decode this annotation.
     """
     if annotation is Any or annotation is None or isinstance(annotation, typing.TypeVar):
         return _lenient
@@ -84,7 +84,7 @@ def _json_of(kind: Any) -> Decoder:
 
 def _msgspec(annotation: Any) -> Decoder | None:
     msgspec = sys.modules.get("msgspec")
-    # a struct can only exist where msgspec has been imported
+    # a struct can only exist if msgspec has been imported
     if msgspec is None or not (
         isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
     ):
@@ -105,7 +105,7 @@ def _pydantic(annotation: Any) -> Decoder | None:
 
 
 def _dataclass(kind: Any, value: object) -> Any:
-    """Build a dataclass from JSON, nested dataclasses and lists of them included; unknown fields are ignored."""
+    """Build a dataclass from JSON, including nested dataclasses and lists of them; ignore unknown fields."""
     if not isinstance(value, dict):
         raise TypeError(
             f"the payload is a JSON {type(value).__name__}, not an object for {kind.__name__}"
@@ -142,12 +142,12 @@ def _fitted(hint: Any, value: object) -> Any:
 def as_json(value: object, *, sort_keys: bool = False) -> bytes:
     """Return a value as JSON.
 
-    Beside JSON's own types: datetime, date and time (ISO 8601), timedelta (seconds), UUID and Decimal (text, so
-    that no digit is lost), enums (their value), sets, dataclasses, pydantic models and msgspec structs.
+    Besides JSON's own types it accepts datetime, date and time (ISO 8601), timedelta (seconds), UUID and Decimal
+    (as text, so no digit is lost), enums (their value), sets, dataclasses, pydantic models and msgspec structs.
 
     Raises:
-        TypeError: it holds something else.
-        ValueError: it holds a number that JSON has not (NaN, infinity).
+        TypeError: it contains anything else.
+        ValueError: it contains a number JSON cannot express (NaN, infinity).
     """
     return json.dumps(
         value, separators=(",", ":"), default=_plain, allow_nan=False, sort_keys=sort_keys
@@ -173,7 +173,7 @@ def _plain(value: object) -> object:
 
 
 def _modelled(value: Any) -> object:
-    # a model or a struct can only exist where its library has been imported
+    # a model or a struct can only exist if its library has been imported
     pydantic: Any = sys.modules.get("pydantic")
     msgspec: Any = sys.modules.get("msgspec")
     if pydantic is not None and isinstance(value, pydantic.BaseModel):

@@ -1,7 +1,7 @@
-"""Effects: external calls (mail, HTTP, payment) after commit, at least once, under a stable key.
+"""Effects: external calls (mail, HTTP, payments) after commit, at least once, under a stable key.
 
-An effect is an inbox row of a consumer of its own, staged in the caller's transaction: leases,
-retries, dead letters and the operator's commands are those of every message.
+An effect is an inbox row of a consumer of its own, staged in the caller's transaction. Leases, retries,
+dead letters and the operator's commands work as for any message.
 
 Source: docs/decisions/0018-effects-are-rows.md
 """
@@ -13,20 +13,19 @@ from datetime import timedelta
 from typing import Any
 
 from txbox.body import as_json
-from txbox.connections import borrow, borrow_async
-from txbox.drive import run, run_async
+from txbox.connections import borrow
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handler, Handlers
 from txbox.identity import time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
 from txbox.outbox import cause_of, passed_on
 from txbox.policy import Limits, check_duration
-from txbox.steps import Steps
+from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore
 
-#: The consumer and the topic of an effect are its name behind this.
+#: An effect's consumer and topic are this prefix plus its name.
 PREFIX = "effect:"
 
 Body = dict[str, Any] | list[Any] | str | int | float | bool | None
@@ -59,30 +58,37 @@ class Effects:
         delay: timedelta | None = None,
         cause: Message[Any] | None = None,
     ) -> str:
-        """Write an effect into your transaction, to be carried out after its commit; returns its id.
+        """Write an effect into your transaction, to be carried out after the commit; returns its id.
 
         Args:
             tx: your connection or session, inside a transaction.
-            name: as registered by `@app.effect(name)`.
-            body: what the function gets as `message.body`; it becomes JSON.
-            delay: not before this much later.
-            cause: the message that this one follows from; a batch handler must say.
+            name: as registered with `@app.effect(name)`.
+            body: what the function gets as `message.body`; it is encoded as JSON.
+            delay: carry it out no earlier than this.
+            cause: the message this effect follows from; required in a batch handler.
 
         Raises:
-            ConfigurationError: there is no such effect.
+            ConfigurationError: no effect has this name.
 
-        Guarantee: carried out at least once if, and only if, your transaction commits; every attempt
-        carries the same `message.idempotency_key`, also when your handler is run again.
+        Guarantee: carried out at least once if, and only if, your transaction commits. Every attempt
+        carries the same `message.idempotency_key`, even when your handler runs again.
         """
         executor = borrow(tx, schema=self._schema)
-        steps = self._staged(
-            executor.dialect, name, body, key=key, headers=headers, delay=delay, cause=cause
-        )
-        return run(executor, steps)
+        return run(
+            executor, self._staged, executor.dialect, name, body,
+            key=key, headers=headers, delay=delay, cause=cause,
+        )  # fmt: skip
 
-    async def stage_async(
+    @twin_of(stage)
+    async def stage_async(self, tx: Any, *args: Any, **kwargs: Any) -> str:
+        """`stage` for async connections and sessions."""
+        executor = borrow(tx, is_async=True, schema=self._schema)
+        return await run_async(executor, self._staged, executor.dialect, *args, **kwargs)
+
+    async def _staged(
         self,
-        tx: Any,
+        db: Transaction,
+        dialect: Dialect,
         name: str,
         body: Body,
         *,
@@ -91,53 +97,36 @@ class Effects:
         delay: timedelta | None = None,
         cause: Message[Any] | None = None,
     ) -> str:
-        """The twin of `stage` for async connections and sessions."""
-        executor = borrow_async(tx, schema=self._schema)
-        steps = self._staged(
-            executor.dialect, name, body, key=key, headers=headers, delay=delay, cause=cause
-        )
-        return await run_async(executor, steps)
-
-    def _staged(
-        self,
-        dialect: Dialect,
-        name: str,
-        body: Body,
-        *,
-        key: str | None,
-        headers: HeaderPairs,
-        delay: timedelta | None,
-        cause: Message[Any] | None,
-    ) -> Steps[str]:
         handler = self._handler(name)
         check_duration("delay", delay)
-        own_run, found = cause_of(cause)
-        own_id = time_ordered_id() if own_run is None or found is None else own_run.next_id(found)
+        run_of, found = cause_of(cause)
+        effect_id = time_ordered_id() if run_of is None or found is None else run_of.next_id(found)
         given = Headers(headers)
-        names = {own_name.lower() for own_name in given.names()}
+        names = {header.lower() for header in given.names()}
         message: Message[Any] = Message(
             topic=handler.topic,
-            id=own_id,
+            id=effect_id,
             key=key,
             payload=as_json(body),
             content_type="application/json",
             headers=(
                 *given,
                 *(
-                    (own_name, value)
-                    for own_name, value in passed_on(found).items()
-                    if own_name not in names
+                    (header, value)
+                    for header, value in passed_on(found).items()
+                    if header not in names
                 ),
             ),
         )
         arrival: Arrival = handler.arrival(message, self._limits)
-        yield from InboxStore(dialect, self._columns).store(
+        await InboxStore(dialect, self._columns).store(
+            db,
             handler.consumer,
             [arrival],
             token=secrets.token_hex(16),
             delay_s=delay.total_seconds() if delay else 0.0,
         )
-        return own_id
+        return effect_id
 
     def _handler(self, name: str) -> Handler:
         found = self._handlers.matching(PREFIX + name, None)

@@ -1,4 +1,4 @@
-"""Every error that txbox raises, one root, four families, and what handlers may raise."""
+"""Every error txbox raises: one root, four families, and the exceptions handlers may raise."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from datetime import timedelta
 from enum import StrEnum
 
-# user:password@ in a URL, up to the last @: a password may hold any other delimiter, unencoded;
-# and the value of an option such as password=, sslpassword=, passwd= or SharedAccessToken=
+# user:password@ in a URL, up to the last @, because an unencoded password may contain any other
+# delimiter; and the value of options such as password=, sslpassword=, passwd=, SharedAccessToken=
 _SECRET = re.compile(
     r"(://[^:\s]*:)\S*(?=@)|([\w-]*(?:pass|pwd|secret|token)[\w-]*\s*=\s*)('[^']*'|[^\s&]+)",
     re.IGNORECASE,
@@ -15,7 +15,7 @@ _SECRET = re.compile(
 
 
 def redacted(text: str) -> str:
-    """The text without any password that stands in it as in a URL or a connection string."""
+    """Return the text with passwords masked, as they appear in URLs and connection strings."""
     return _SECRET.sub(lambda found: f"{found[1] or found[2]}***", text)
 
 
@@ -24,7 +24,7 @@ class TxboxError(Exception):
 
 
 class ConfigurationError(TxboxError):
-    """The program is wrong: raised at registration, at start or at the call, before anything is consumed."""
+    """The program is wrong. Raised at registration, at start-up or by the call, before anything is consumed."""
 
 
 class SchemaError(TxboxError):
@@ -32,24 +32,22 @@ class SchemaError(TxboxError):
 
 
 class Fault(StrEnum):
-    """What a database error means to the protocol; decided by SQLSTATE or error number, never by text."""
+    """What a database error means to txbox, decided by SQLSTATE or error number, never by text."""
 
-    UNAVAILABLE = "unavailable"  # the connection or the server is gone or refuses: a retry may help
-    CONFLICT = (
-        "conflict"  # serialization failure or deadlock: this transaction may be tried again at once
-    )
-    LOCK_TIMEOUT = "lock timeout"  # somebody else holds the row
+    UNAVAILABLE = "unavailable"  # connection or server gone, or refusing work: a retry may help
+    CONFLICT = "conflict"  # serialization failure or deadlock: retry this transaction at once
+    LOCK_TIMEOUT = "lock timeout"  # another transaction holds the row
     DUPLICATE = "duplicate"  # a unique constraint
     GUARD = "guard"  # the transaction guard refused (SEMANTICS 2.1)
-    ABORTED = "aborted"  # the transaction had failed before
+    ABORTED = "aborted"  # the transaction had already failed
     SCHEMA = "schema"  # undefined table, column or function
     PREPARED = "prepared"  # a pooler mixed up prepared statements
-    TIMEOUT = "timeout"  # a statement or transaction time limit of the server
+    TIMEOUT = "timeout"  # a server-side time limit on a statement or transaction
     OTHER = "other"
 
 
 class StoreError(TxboxError):
-    """The database refused a statement of txbox or of the handler's transaction."""
+    """The database refused a statement from txbox or from the handler's transaction."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class StoreError(TxboxError):
         self.fault = fault
         self.code = code
         self.constraint = constraint
-        #: False when the error leaves open whether a COMMIT took effect (SEMANTICS 2.6).
+        #: False when the COMMIT may or may not have taken effect (SEMANTICS 2.6).
         self.definite = definite
 
 
@@ -82,17 +80,21 @@ class StoreUnavailable(StoreError):
         misconfigured: bool = False,
     ) -> None:
         super().__init__(message, fault=fault, code=code, constraint=constraint, definite=definite)
-        #: True when a wrong host, user, password or database name is the likely cause: waiting seldom helps.
+        #: True when a wrong host, user, password or database name is likely: waiting seldom helps.
         self.misconfigured = misconfigured
 
 
 class BrokerError(TxboxError):
     """A broker refused an operation."""
 
-    def __init__(self, message: str, *, failed: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, failed: int | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
-        #: Of the deliveries that were to be settled, how many were not; None stands for all of them.
+        #: How many of the deliveries could not be settled; None means all of them.
         self.failed = failed
+        #: How long the other side asks to wait before the message is sent again.
+        self.retry_after_s = retry_after_s
 
 
 class BrokerUnavailable(BrokerError):
@@ -100,18 +102,22 @@ class BrokerUnavailable(BrokerError):
 
 
 class MessageRefused(BrokerError):
-    """A broker will never take this message as it is (too large, a name it does not allow)."""
+    """The broker will never accept this message as it is (too large, or an illegal name)."""
+
+
+class NotTried(BrokerError):
+    """A message was not sent this time; that costs it no attempt."""
 
 
 class UnusableMessage(TxboxError):
-    """A message has no usable id, or bytes that no database can keep (NUL, lone surrogates)."""
+    """The message has no usable id, or contains what no database can store (NUL, lone surrogates)."""
 
-    #: Its id, where that is not what makes it unusable.
+    #: The message's id, when the id is not the problem.
     message_id: str = ""
 
 
 class PayloadMismatch(TxboxError):
-    """A known message id came with a different payload: roll back, `quarantine` it, then acknowledge."""
+    """A known message id arrived with a different payload: roll back, `quarantine` it, then acknowledge."""
 
 
 class MessageInProgress(TxboxError):
@@ -123,10 +129,10 @@ class HandlerTimeout(TxboxError):
 
 
 class Retry(TxboxError):
-    """Raised by a handler to be tried again.
+    """Raised by a handler that wants to be retried.
 
     Args:
-        after: the wait before the next attempt; None leaves it to the retry policy.
+        after: wait before the next attempt; None leaves it to the retry policy.
     """
 
     def __init__(
@@ -152,4 +158,4 @@ class Reject(TxboxError):
 
 
 class VersionConflict(TxboxError):
-    """Raised by a handler that met a later version than its message carries; retried by policy."""
+    """Raised by a handler that finds a newer version than the message's; retried by policy."""

@@ -1,17 +1,18 @@
-"""What happened, as values; observers turn them into logs, metrics, traces and alerts."""
+"""Events: what happened, as values. Observers turn them into logs, metrics, traces and alerts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
 
 _log = logging.getLogger("txbox")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """The root of all events; `consumer` is None where no single consumer is meant."""
+    """The root of all events. `consumer` is None when the event is not about a single consumer."""
 
     consumer: str | None = None
 
@@ -30,31 +31,32 @@ class MessageProcessed(MessageEvent):
 
     attempt: int = 1
     duration_s: float = 0.0
+    latency_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDuplicate(MessageEvent):
-    """A copy of a message that is already finished; nothing ran."""
+    """A copy of an already finished message arrived; nothing ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDeferred(MessageEvent):
-    """A copy of a message whose row waits in the table; the table owns it."""
+    """A copy arrived of a message that waits in the table, which will process it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageStored(MessageEvent):
-    """A message was stored with its payload, to be processed from the table."""
+    """A message was stored with its payload, and will be processed from the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageInFlight(MessageEvent):
-    """Another transaction holds this id; the delivery is kept and tried again."""
+    """Another transaction holds this id. The delivery is kept and tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFailed(MessageEvent):
-    """The handler failed; its work is rolled back and the message parked."""
+    """The handler failed. Its work was rolled back and the message parked."""
 
     attempt: int
     error_type: str
@@ -82,34 +84,43 @@ class MessageQuarantined(MessageEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageUnmatched(MessageEvent):
-    """No handler consumes this topic and type; acknowledged and counted."""
+    """No handler consumes this topic and type. The message is acknowledged and counted."""
 
     type: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageWaits(MessageEvent):
-    """A message was stored behind earlier ones of its key, or behind a version that is missing."""
+    """A message was stored behind earlier ones of its key, or behind a missing version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGap(MessageEvent):
-    """A version did not come in time: a later one was processed without it. Hang your alert here."""
+    """A version did not arrive in time, so a later one was processed without it. Hang your alert here."""
 
     expected: int
     sequence: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionCommitted(Event):
+    """A transaction of a handler has committed, of one message or of several."""
+
+    messages: int
+    handler_s: float
+    commit_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionRetried(Event):
-    """A deadlock or serialization failure; tried again at once, no attempt counted."""
+    """A deadlock or serialization failure. The transaction is retried at once; no attempt is counted."""
 
     code: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionPaused(Event):
-    """The database (or `source`) cannot be used: nothing is fetched, counted or acknowledged until it can."""
+    """The database (or `source`) is unavailable. Until it is back, nothing is fetched, counted or acknowledged."""
 
     reason: str
     retry_in_s: float
@@ -118,15 +129,28 @@ class ConsumptionPaused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionResumed(Event):
-    """The database (or `source`) answers again."""
+    """The database (or `source`) is available again."""
 
     paused_s: float
     source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerPaused(Event):
+    """An operator, or `pause_after` (then `actor` is "txbox"), has paused a consumer: this process does not run it."""
+
+    actor: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerResumed(Event):
+    """A consumer that was paused is run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRefused(Event):
-    """The first messages of a source have no ids: nothing more is taken from it. Hang your alert here."""
+    """The first messages of a source have no ids, so txbox stops reading from it. Hang your alert here."""
 
     source: str
     reason: str
@@ -134,7 +158,7 @@ class SourceRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesLost(Event):
-    """The broker dropped messages before anybody could process them. Hang your alert here."""
+    """The broker dropped messages before they could be processed. Hang your alert here."""
 
     source: str
     topic: str
@@ -144,7 +168,7 @@ class MessagesLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseExpired(MessageEvent):
-    """A row whose worker went away was rescued; `dead` when it had killed too many workers."""
+    """A row whose worker went away was rescued; `dead` if it had killed too many workers."""
 
     starts: int
     dead: bool
@@ -160,7 +184,7 @@ class RowsPruned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleFailed(Event):
-    """An acknowledgement failed; harmless, the redelivery will be a duplicate."""
+    """An acknowledgement failed. Harmless: the redelivery will be a duplicate."""
 
     source: str
     count: int
@@ -169,7 +193,7 @@ class SettleFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted(Event):
-    """`txbox run` consumes."""
+    """`txbox run` has started to consume."""
 
     consumers: tuple[str, ...]
     sources: tuple[str, ...]
@@ -184,7 +208,7 @@ class WorkerStopped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineTrimmed(Event):
-    """The quarantine held more than `Retention.quarantine_bytes`: its oldest payloads were dropped, the rows stay."""
+    """The quarantine exceeded `Retention.quarantine_bytes`. Its oldest payloads were dropped; the rows stay."""
 
     rows: int
     payload_bytes: int
@@ -192,7 +216,7 @@ class QuarantineTrimmed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsChanged(Event):
-    """An operator retried, discarded or replayed rows; also in `txbox_audit`."""
+    """An operator retried, discarded or replayed rows. Also recorded in `txbox_audit`."""
 
     action: str
     rows: int
@@ -201,18 +225,20 @@ class RowsChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingSent(Event):
-    """The broker has confirmed staged messages, and the outbox says so."""
+    """The broker has confirmed staged messages, and the outbox has recorded it."""
 
     publisher: str
+    route: str | None = None
     count: int
     duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingFailed(MessageEvent):
-    """A staged message was not confirmed; it is sent again later, under the same id."""
+    """A staged message was not confirmed. It will be sent again under the same id."""
 
     publisher: str
+    route: str | None = None
     attempt: int
     error: str
 
@@ -222,13 +248,14 @@ class OutgoingDead(MessageEvent):
     """A staged message was given up. Hang your alert here."""
 
     publisher: str
+    route: str | None = None
     attempt: int
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPaused(Event):
-    """A broker cannot be reached: its messages wait in the outbox, and nothing is counted."""
+    """A broker is unreachable. Its messages wait in the outbox, and no attempts are counted."""
 
     publisher: str
     reason: str
@@ -237,7 +264,7 @@ class RelayPaused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayResumed(Event):
-    """The broker confirms again."""
+    """The broker confirms messages again."""
 
     publisher: str
     paused_s: float
@@ -247,27 +274,63 @@ Observer = Callable[[Event], None]
 
 
 class Events:
-    """The log and the observers of one app; an observer that raises is logged and kept.
+    """The log and the observers of one app. An observer that raises is logged and kept.
 
-    False where nobody hears of what goes well: such events need not be made, those of trouble always are.
+    Falsy when nobody listens to events of success, which then need not be created. Events of failure always are.
+
+    Args:
+        redact: applied to the error and reason texts of events.
+        around: entered while an event is emitted.
+        counts: called with every event that is emitted; they do not cause events to be created.
     """
 
-    __slots__ = ("_logs", "observers")
+    __slots__ = ("_around", "_counts", "_logs", "_redact", "observers")
 
-    def __init__(self, observers: Sequence[Observer] = (), logs: Observer | None = None) -> None:
+    def __init__(
+        self,
+        observers: Sequence[Observer] = (),
+        logs: Observer | None = None,
+        redact: Callable[[str], str] | None = None,
+        around: Callable[[Event], AbstractContextManager[None]] | None = None,
+        counts: Sequence[Observer] = (),
+    ) -> None:
+        self._around = around
         self._logs = [] if logs is None else [logs]
+        self._redact = redact
+        self._counts = counts
         self.observers = list(observers)
 
     def __bool__(self) -> bool:
-        # the log writes what goes well at DEBUG
-        return bool(self.observers) or (bool(self._logs) and _log.isEnabledFor(logging.DEBUG))
+        # the log writes events of success at DEBUG
+        if self.observers or self._around is not None:
+            return True
+        return bool(self._logs) and _log.isEnabledFor(logging.DEBUG)
 
     def emit(self, event: Event) -> None:
-        for observer in (*self._logs, *self.observers):
+        if self._redact is not None and (texts := _texts(event)):
+            told = {name: self._redact(text) for name, text in texts.items()}
+            event = replace(event, **told)
+        if self._around is None:
+            self._tell(event)
+        else:
+            with self._around(event):
+                self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for observer in (*self._counts, *self._logs, *self.observers):
             try:
                 observer(event)
             except Exception:  # noqa: BLE001
-                # the observer is user code; its failure must neither lose a message nor silence itself
+                # user code: its failure must neither lose a message nor silence the observer
                 _log.exception(
                     "An observer failed on %s; it stays registered.", type(event).__name__
                 )
+
+
+def _texts(event: Event) -> dict[str, str]:
+    """The error and reason texts of an event, as the code that raised them wrote them."""
+    return {
+        each.name: getattr(event, each.name)
+        for each in fields(event)
+        if each.name in ("error", "reason")
+    }

@@ -1,4 +1,4 @@
-"""Handlers: what they consume, how a message is read for them, and the registry that holds them."""
+"""Handlers: what they consume, how messages are read for them, and the registry that holds them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import NoneType
@@ -14,22 +16,29 @@ from typing import Any, Literal, TypedDict
 
 from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
-from txbox.identity import PayloadHash, checked_consumer, checked_text, message_id, payload_hash
+from txbox.identity import (
+    PayloadHash,
+    checked_consumer,
+    checked_text,
+    derived_id,
+    message_id,
+    payload_hash,
+)
 from txbox.message import Headers, Message, handed_over
 from txbox.policy import GapPolicy, Limits, RetryPolicy
 from txbox.store.codec import Arrival, encode_headers
 
-#: What a path may begin with; all but the first two are the message's own attributes.
+#: What a path may start with; all but the first two are attributes of the message.
 _HEADS = ("body", "headers", "id", "key", "type", "topic", "sequence", "origin", "time")
 
 Extractor = Callable[[Message[Any]], object]
 
 
 def check_path(option: str, given: object) -> None:
-    """Check an option that may be a path, so that a slip of the pen sets no message aside.
+    """Check an option that may be a path, so that a typo does not quarantine every message.
 
     Raises:
-        ConfigurationError: a path that no message has.
+        ConfigurationError: no message has this path.
     """
     if given is None or callable(given):
         return
@@ -38,17 +47,17 @@ def check_path(option: str, given: object) -> None:
     head, dot, rest = given.partition(".")
     if head not in _HEADS or (dot and not all(rest.split("."))) or (head == "headers" and not rest):
         raise ConfigurationError(
-            f'{option} is {given!r}: use a callable, or a path as "body.order.id", "headers.name" or "key".'
+            f'{option} is {given!r}: use a callable or a path such as "body.order.id", "headers.name" or "key".'
         )
 
 
 def extractor_of(given: Extractor | str | None) -> Extractor | None:
-    """Return the callable itself, or one that follows a path; None where nothing was given."""
+    """Return the callable itself, or one that follows a path; None if nothing was given."""
     return functools.partial(_at_path, given) if isinstance(given, str) else given
 
 
 def _at_path(path: str, message: Message[Any]) -> object:
-    """Follow "body.order.id", "headers.name" or "key" through a message; the body is read as JSON."""
+    """Follow a path such as "body.order.id", "headers.name" or "key". The body is read as JSON."""
     head, _, rest = path.partition(".")
     if head == "headers":
         return message.headers.text(rest)
@@ -59,10 +68,10 @@ def _at_path(path: str, message: Message[Any]) -> object:
 
 
 def check_signature(function: Callable[..., Any], *, batch: bool, transactional: bool) -> None:
-    """Check that a handler can be called as its options say.
+    """Check that a handler can be called the way its options say.
 
     Raises:
-        ConfigurationError: it is no function, a generator, or takes other arguments.
+        ConfigurationError: it is not a function, is a generator, or takes other arguments.
     """
     if not callable(function):
         raise ConfigurationError(f"A handler must be a function, got {type(function).__name__}.")
@@ -84,7 +93,7 @@ def check_signature(function: Callable[..., Any], *, batch: bool, transactional:
 
 
 def _check_places(function: Callable[..., Any], *, batch: bool, transactional: bool) -> None:
-    """Refuse `(tx, message)`, and a list where one message comes, or the reverse."""
+    """Refuse `(tx, message)`, a list where one message is passed, and the reverse."""
     name = getattr(function, "__qualname__", function)
     first, *others = inspect.signature(function).parameters.values()
     if transactional and others and (_names_message(others[0]) and not _names_message(first)):
@@ -99,13 +108,13 @@ def _check_places(function: Callable[..., Any], *, batch: bool, transactional: b
         )
     if not batch and typing.get_origin(hint) in (list, Sequence):
         raise ConfigurationError(
-            f"The handler {name} takes a list, but gets one message a call: annotate it as Message[…], "
-            "or say batch=True."
+            f"The handler {name} takes a list, but is called with one message: annotate it as Message[…], "
+            "or set batch=True."
         )
 
 
 def _names_message(parameter: inspect.Parameter) -> bool:
-    """Say whether a parameter is a message's or messages', by its annotation, else by its name."""
+    """Whether a parameter takes a message or messages, judged by its annotation, else by its name."""
     if parameter.annotation in (inspect.Parameter.empty, Any, "Any"):
         return parameter.name in ("message", "messages", "msg", "msgs")
     shown = (
@@ -117,9 +126,9 @@ def _names_message(parameter: inspect.Parameter) -> bool:
 
 
 def is_async_function(function: Callable[..., Any]) -> bool:
-    """Say whether calling it gives a coroutine."""
+    """Whether calling it returns a coroutine."""
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
-        getattr(type(function), "__call__", None)  # noqa: B004  # sync or async, not whether it can be called
+        getattr(type(function), "__call__", None)  # noqa: B004  # is it async, not: is it callable
     )
 
 
@@ -127,7 +136,7 @@ def body_annotation(function: Callable[..., Any], *, batch: bool) -> Any:
     """Return the X of `message: Message[X]` (with `batch`, of `list[Message[X]]`), or Any.
 
     Raises:
-        ConfigurationError: the annotation names what is not there at run time.
+        ConfigurationError: the annotation names something that does not exist at run time.
     """
     first = next(iter(inspect.signature(function).parameters))
     hint = _hints(function, first).get(first, Any)
@@ -139,17 +148,17 @@ def body_annotation(function: Callable[..., Any], *, batch: bool) -> Any:
 
 
 def _hints(function: Callable[..., Any], parameter: str) -> Mapping[str, Any]:
-    """The annotations of a function, as values."""
+    """Return the annotations of a function as values."""
     target: Any = inspect.unwrap(function)
     if not (inspect.isfunction(target) or inspect.ismethod(target)):
-        # an object with __call__ carries its annotations there
+        # a callable object carries its annotations on __call__
         target = getattr(target.__class__, "__call__", target)  # noqa: B004
     if isinstance(target, functools.partial):
         target = target.func
     try:
         return typing.get_type_hints(target)
     except NameError:
-        # a name that is imported for type checkers only; look at the one annotation that matters
+        # a name imported under TYPE_CHECKING only: evaluate just the annotation that matters
         return _hint(target, parameter)
 
 
@@ -159,21 +168,22 @@ def _hint(target: Any, parameter: str) -> Mapping[str, Any]:
         return {parameter: annotation}
     scope = {**typing.get_type_hints(Message), **getattr(target, "__globals__", {})}
     try:
-        return {parameter: eval(annotation, scope)}  # noqa: S307  # the user's own annotation, as get_type_hints does
+        return {parameter: eval(annotation, scope)}  # noqa: S307  # the user's annotation, as in get_type_hints
     except NameError as error:
         raise ConfigurationError(
-            f"The annotation {annotation!r} of {target.__qualname__} names {error.name!r}, which is not there at run "
-            "time: import it outside of TYPE_CHECKING."
+            f"The annotation {annotation!r} of {target.__qualname__} uses {error.name!r}, which does not exist at run "
+            "time: import it outside TYPE_CHECKING."
         ) from error
 
 
 _FLAG = (bool, "True or False")
-# what an option must be, and how to write it
+# what each option must be, and how to write it
 _KINDS: dict[str, tuple[Any, str]] = {
     "retry": (RetryPolicy, "a RetryPolicy, such as RetryPolicy(max_attempts=3)"),
     "gaps": (GapPolicy, "a GapPolicy, such as GapPolicy(wait=timedelta(minutes=1))"),
     "timeout": ((timedelta, NoneType), "a timedelta, such as timedelta(seconds=3)"),
     "concurrency": (int, "a whole number"),
+    "pause_after": ((int, NoneType), "a whole number, or None"),
     "dead_letter_topic": ((str, NoneType), "the name of a topic"),
     **dict.fromkeys(
         (
@@ -186,15 +196,16 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerOptions:
-    """The options of `App.handler`; their meaning is in the table of docs/reference/handlers.md.
+    """The options of `App.handler`; docs/reference/handlers.md explains each in a table.
 
     Raises:
-        ConfigurationError: one is out of range, or two exclude one another.
+        ConfigurationError: an option is out of range, or two exclude each other.
     """
 
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     reject_on: tuple[type[Exception], ...] = ()
     timeout: timedelta | None = None
+    pause_after: int | None = None
     concurrency: int = 1
     batch: bool = False
     pipeline: bool = False
@@ -224,12 +235,18 @@ class HandlerOptions:
             check_path(name, getattr(self, name))
         if self.decode is not None and not callable(self.decode):
             raise ConfigurationError(
-                f"decode is {self.decode!r}: give a callable from Message to body."
+                f"decode is {self.decode!r}: give a callable from Message to the body."
             )
         if self.dead_letter_topic == "":
             raise ConfigurationError("dead_letter_topic is '': give the name of a topic.")
         if self.concurrency < 1:
             raise ConfigurationError(f"concurrency is {self.concurrency}: it must be 1 or more.")
+        if self.pause_after is not None and self.pause_after < 1:
+            raise ConfigurationError(f"pause_after is {self.pause_after}: it must be 1 or more.")
+        if self.pause_after is not None and self.batch:
+            raise ConfigurationError(
+                "pause_after= counts failures message by message: leave batch=True out."
+            )
         if self.mode not in ("inline", "stored"):
             raise ConfigurationError(f"mode is {self.mode!r}: use 'inline' or 'stored'.")
         if self.id_scope not in (None, "topic"):
@@ -247,49 +264,50 @@ class HandlerOptions:
     def _check_order(self) -> None:
         if self.dead_blocks and not self.ordered:
             raise ConfigurationError(
-                "dead_blocks=True needs ordered=True: nothing waits without it."
+                "dead_blocks=True needs ordered=True: without it nothing waits."
             )
         if self.ordered and self.sequence is not None:
             raise ConfigurationError(
-                "ordered=True and sequence= exclude one another: the order of arrival, or that of the versions."
+                "ordered=True and sequence= exclude each other: use either arrival order or version order."
             )
         if self.sequence is not None and self.batch:
-            raise ConfigurationError("sequence= takes one message at a time: leave batch=True out.")
+            raise ConfigurationError("sequence= handles one message at a time: remove batch=True.")
         if self.in_order and not self.transactional:
             raise ConfigurationError(
-                "An order is decided in the handler's transaction: leave transactional=False out."
+                "The order is enforced in the handler's transaction: remove transactional=False."
             )
 
     def _check_answer(self) -> None:
         if self.keep_result and self.batch:
             raise ConfigurationError(
-                "keep_result=True keeps what one message returned: leave batch=True out."
+                "keep_result=True keeps the result of a single message: remove batch=True."
             )
         if self.reply_to is not None and (self.batch or not self.transactional):
             raise ConfigurationError(
-                "reply_to= stages what one message returned in its transaction: leave batch=True and "
-                "transactional=False out."
+                "reply_to= stages the result of a single message in its transaction: remove batch=True and "
+                "transactional=False."
             )
         named = isinstance(self.reply_to, str) and self.reply_to != ""
         if self.reply_to not in (None, True) and not named:
             raise ConfigurationError(
-                f"reply_to is {self.reply_to!r}: name a topic, or say True for the message's reply-to header."
+                f"reply_to is {self.reply_to!r}: name a topic, or pass True to use the message's reply-to header."
             )
 
     @property
     def in_order(self) -> bool:
-        """True when a message may have to wait for others of its key."""
+        """Whether a message may have to wait for others of its key."""
         return self.ordered or self.sequence is not None
 
 
 class Options(TypedDict, total=False):
-    """The options of `App.handler` that do not change how a handler is called."""
+    """The options of `App.handler` that do not change the handler's signature."""
 
     type: str | None
     types: Iterable[str] | None
     retry: RetryPolicy | None
     reject_on: Sequence[type[Exception]]
     timeout: timedelta | None
+    pause_after: int | None
     concurrency: int
     pipeline: bool
     ordered: bool
@@ -310,7 +328,7 @@ class Options(TypedDict, total=False):
 
 
 def exceptions_of(given: Any) -> tuple[type[Exception], ...]:
-    """Return `reject_on=` as a tuple, of one class too.
+    """Return `reject_on=` as a tuple; a single class is accepted too.
 
     Raises:
         ConfigurationError: it holds something else.
@@ -330,12 +348,12 @@ def _check_keep(keep: object) -> None:
         )
 
 
-# what the narrowest column of the supported databases holds
+# the narrowest column of the supported databases
 _TEXT_BYTES_MAX = 1024
-# 64 bits, and room for the version after it and the one before it
+# 64 bits, minus room for the version before and the one after
 SEQUENCE_MAX = 2**63 - 2
 _DECIMAL = re.compile(r"-?[0-9]{1,19}")
-# types come from strangers: what is remembered of them must not grow with them
+# types come from outside, so the cache must be bounded
 _MATCHES_MAX = 4096
 
 
@@ -345,8 +363,8 @@ class Handler:
 
     Args:
         topic: "*" for every topic.
-        types: None for every type, and for messages without one.
-        function: as it is called: with `reply_to=`, it also stages what was returned.
+        types: None for every type, including messages without one.
+        function: what is called; with `reply_to=` a wrapper that also stages the result.
         decode: from a message to what the function sees as its body.
     """
 
@@ -360,15 +378,15 @@ class Handler:
 
     @property
     def name(self) -> str:
-        """The function for people: module and qualified name."""
+        """Module and qualified name of the function, for people."""
         return f"{getattr(self.function, '__module__', '?')}.{getattr(self.function, '__qualname__', '?')}"
 
     def matches(self, topic: str, kind: str | None) -> bool:
-        """Say whether this handler consumes messages of this topic and type."""
+        """Whether this handler consumes messages of this topic and type."""
         return self.topic in (topic, "*") and (self.types is None or kind in self.types)
 
     def overlaps(self, other: Handler) -> bool:
-        """Say whether some message would match both under one consumer."""
+        """Whether some message would match both under the same consumer."""
         if self.consumer != other.consumer:
             return False
         if self.topic != other.topic and "*" not in (self.topic, other.topic):
@@ -377,69 +395,76 @@ class Handler:
 
     @property
     def stored(self) -> Handler:
-        """The same handler with `mode="stored"`."""
+        """The same handler, with `mode="stored"`."""
         return replace(self, options=replace(self.options, mode="stored"))
 
     @functools.cached_property
     def keeps_payload(self) -> bool:
-        """True when processed rows of this consumer keep their payload."""
+        """Whether processed rows of this consumer keep their payload."""
         return self.options.keep_payload != "unfinished"
 
     def arrival(self, message: Message[Any], limits: Limits) -> Arrival:
-        """Give a message its id and hash.
+        """Attach its id and hash to a message.
 
         Raises:
-            UnusableMessage: it has no usable id, or is too large, or holds what no database can keep.
+            UnusableMessage: it has no usable id, is too large, or contains what no database can store.
         """
-        own_id = self.id_of(message)
+        message_id = self.id_of(message)
         try:
             if self.options.sequence is not None:
                 message = replace(message, sequence=self._sequence(message))
-            _check_sizes(message, limits)
-            # most have nothing but the topic that the handler itself names
+            # most messages have a payload that fits, and nothing else to check
+            if (
+                message.headers
+                or message.sequence is not None
+                or len(message.payload or b"") > limits.payload_bytes
+            ):
+                _check_sizes(message, limits)
+            # most messages have nothing but the topic, which the handler itself names
             if message.topic != self.topic or message.type or message.key or message.content_type:
                 check_texts(message)
-            return Arrival(message, own_id, payload_hash(message, self.options.payload_hash))
+            return Arrival(message, message_id, payload_hash(message, self.options.payload_hash))
         except UnusableMessage as error:
-            error.message_id = own_id
+            error.message_id = message_id
             raise
 
-    def accepted(self, message: Message[Any], own_id: str) -> Arrival:
-        """Give a message the id that an operator chose, whatever its size.
+    def accepted(self, message: Message[Any], message_id: str) -> Arrival:
+        """Attach the id that an operator chose, whatever the message's size.
 
         Raises:
-            UnusableMessage: it lacks a version, or has a payload that cannot be hashed.
+            UnusableMessage: it lacks a version, or its payload cannot be hashed.
         """
         if self.options.sequence is not None:
             message = replace(message, sequence=self._sequence(message))
-        return Arrival(message, own_id, payload_hash(message, self.options.payload_hash))
+        return Arrival(message, message_id, payload_hash(message, self.options.payload_hash))
 
     def id_of(self, message: Message[Any]) -> str:
-        """The canonical id of a message, as the options say.
+        """Return the canonical id of a message, according to the options.
 
         Raises:
-            UnusableMessage: it has none, or one that cannot be kept.
+            UnusableMessage: it has no id, or one that cannot be stored.
         """
         options = self.options
         return message_id(
-            message,
-            extract=extractor_of(options.message_id),
-            scope=options.id_scope,
-            weak=options.weak_ids,
+            message, extract=self._extract_id, scope=options.id_scope, weak=options.weak_ids
         )
+
+    @functools.cached_property
+    def _extract_id(self) -> Extractor | None:
+        return extractor_of(self.options.message_id)
 
     def _sequence(self, message: Message[Any]) -> int:
         """Read the version of a message.
 
         Raises:
-            UnusableMessage: it has none, one out of range, or no key that it is a version of.
+            UnusableMessage: it has no version, one out of range, or no key.
         """
         extract = extractor_of(self.options.sequence)
         assert extract is not None
         try:
             found = extract(message)
         except Exception as error:
-            # an extractor is user code run on a message nobody has checked yet: the message is at fault
+            # an extractor is user code run on unchecked input: blame the message
             raise UnusableMessage(
                 f"sequence= raised {type(error).__name__} on this message: check the extractor against the payload."
             ) from error
@@ -448,31 +473,29 @@ class Handler:
             and _in_header(self.options.sequence)
             and _DECIMAL.fullmatch(found)
         ):
-            # a header has nothing but text
+            # header values are always text
             found = int(found)
         if not isinstance(found, int) or isinstance(found, bool) or message.key is None:
-            raise UnusableMessage(
-                "sequence= needs an integer version, and a key that it is a version of."
-            )
+            raise UnusableMessage("sequence= needs an integer version and a message with a key.")
         if not -SEQUENCE_MAX <= found <= SEQUENCE_MAX:
             raise UnusableMessage(
-                f"sequence= gave a version out of range: {-SEQUENCE_MAX} to {SEQUENCE_MAX} is what can be kept."
+                f"sequence= gave a version out of range: it must be between {-SEQUENCE_MAX} and {SEQUENCE_MAX}."
             )
         return found
 
     def lock_key(self, message: Message[Any]) -> str | None:
-        """What the handler locks for this message, as `lock_key=` says; None when that cannot be told."""
+        """Return what the handler locks for this message, according to `lock_key=`; None if that is unknown."""
         extract = extractor_of(self.options.lock_key)
         if extract is None:
             return None
         try:
             found = extract(message)
-        except Exception:  # noqa: BLE001  # user code, on a message nobody has checked yet: its decoding will say
+        except Exception:  # noqa: BLE001  # user code on unchecked input; decoding will report the error
             return None
         return None if found is None else str(found)
 
     def bound(self, arrival: Arrival) -> Message[Any]:
-        """The message as the handler sees it.
+        """Return the message as the handler sees it.
 
         Raises:
             Reject: the body cannot be decoded.
@@ -481,7 +504,7 @@ class Handler:
         try:
             body = self.decode(message)
         except Exception as error:
-            # whatever a decoder raises on a stranger's bytes means that they are not what was agreed
+            # whatever a decoder raises, the payload is not what was agreed on
             raise Reject(f"The body cannot be decoded: {type(error).__name__}: {error}") from error
         return handed_over(message, arrival.message_id, self.consumer, body)
 
@@ -493,7 +516,7 @@ def _in_header(given: Extractor | str | None) -> bool:
 def _check_sizes(message: Message[Any], limits: Limits) -> None:
     if message.payload is not None and len(message.payload) > limits.payload_bytes:
         raise UnusableMessage(
-            f"The payload has {len(message.payload)} bytes, the limit is {limits.payload_bytes}: "
+            f"The payload has {len(message.payload)} bytes, but the limit is {limits.payload_bytes}: "
             "raise Limits.payload_bytes, or send a reference to it."
         )
     if message.headers and not _fit(message.headers, limits.headers_bytes):
@@ -505,7 +528,7 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
 
 
 def _fit(headers: Headers, bytes_max: int) -> bool:
-    # JSON in ASCII takes twelve bytes for a character at most: hardly ever must it be written to know
+    # JSON in ASCII takes at most twelve bytes a character, so encoding just to measure is rarely needed
     characters = sum(len(name) + (0 if value is None else len(value)) for name, value in headers)
     if 12 * characters + 24 * len(headers) <= bytes_max:
         return True
@@ -513,10 +536,10 @@ def _fit(headers: Headers, bytes_max: int) -> bool:
 
 
 def check_texts(message: Message[Any]) -> None:
-    """Check what is kept of a message beside its payload.
+    """Check the fields of a message that are stored besides its payload.
 
     Raises:
-        UnusableMessage: not text, or more bytes than the narrowest column of the supported databases holds.
+        UnusableMessage: not text, or too long for the narrowest column of the supported databases.
     """
     _check_text("topic", message.topic)
     _check_text("type", message.type)
@@ -534,8 +557,55 @@ def _check_text(what: str, value: object) -> None:
         raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
 
 
+class Run:
+    """One run of one handler: its messages, and how much each has caused so far.
+
+    As a context manager it is the run that is going on, in this thread or task.
+
+    Args:
+        first: the ordinal of the first thing that each message causes.
+        replied: of a replay, what its message was answered with.
+    """
+
+    __slots__ = ("_caused", "_first", "_token", "consumer", "messages", "replied")
+
+    def __init__(
+        self,
+        consumer: str,
+        messages: Sequence[Message[Any]],
+        *,
+        first: int = 0,
+        replied: bytes | None = None,
+    ) -> None:
+        self._first = first
+        self.replied = replied
+        self.consumer = consumer
+        self.messages = messages
+        self._caused: dict[str, int] = {}
+
+    def __enter__(self) -> None:
+        self._token = running.set(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # a coroutine that is closed by another task ends in a context that never had it
+        with suppress(ValueError) if kind is GeneratorExit else _nothing:
+            running.reset(self._token)
+
+    def next_id(self, cause: Message[Any]) -> str:
+        """The id of the next thing that this message causes: a run that is repeated gives the same ones."""
+        cause_id = str(cause.id)
+        ordinal = self._caused.get(cause_id, self._first)
+        self._caused[cause_id] = ordinal + 1
+        return derived_id(self.consumer, cause_id, ordinal)
+
+
+_nothing = nullcontext()
+#: The run that is going on in this thread or task.
+running: ContextVar[Run | None] = ContextVar("txboxrunning", default=None)
+
+
 class Handlers:
-    """The handlers of one app, in the order of their registration."""
+    """The handlers of one app, in order of registration."""
 
     def __init__(self) -> None:
         self._handlers: list[Handler] = []
@@ -559,7 +629,7 @@ class Handlers:
         """Register a handler.
 
         Raises:
-            ConfigurationError: a wrong signature, an unusable name, or an overlap with another handler.
+            ConfigurationError: wrong signature, unusable name, or overlap with another handler.
         """
         _check_topic(topic)
         check_signature(function, batch=options.batch, transactional=options.transactional)
@@ -574,13 +644,13 @@ class Handlers:
         )
         if handler.options.dead_letter_topic == topic:
             raise ConfigurationError(
-                f"{handler.name} would consume its own dead letters: dead_letter_topic= must be another topic."
+                f"{handler.name} would consume its own dead letters: set dead_letter_topic= to another topic."
             )
         for other in self._handlers:
             if handler.overlaps(other):
                 raise ConfigurationError(
                     f"{handler.name} and {other.name} overlap: both consume topic {topic!r} with the same type as "
-                    f"consumer {consumer!r}; give one of them another type= or consumer=."
+                    f"consumer {consumer!r}; give one of them a different type= or consumer=."
                 )
             _check_alike(handler, other)
         self._handlers.append(handler)
@@ -588,12 +658,12 @@ class Handlers:
         return handler
 
     def order_of(self, consumer: str) -> tuple[bool, bool]:
-        """Say whether a consumer's rows are taken by the heads of their keys, and whether dead ones stay heads."""
+        """Whether only the heads of keys may be taken for a consumer, and whether dead rows stay heads."""
         options = [handler.options for handler in self._handlers if handler.consumer == consumer]
         return any(one.ordered for one in options), any(one.dead_blocks for one in options)
 
     def matching(self, topic: str, kind: str | None, consumer: str | None = None) -> list[Handler]:
-        """Return the handlers for a topic and type, at most one a consumer; of one consumer or of all."""
+        """Return the handlers for a topic and type, at most one per consumer; optionally of one consumer only."""
         found = self._matches.get((topic, kind))
         if found is None:
             found = [handler for handler in self._handlers if handler.matches(topic, kind)]
@@ -610,8 +680,8 @@ class Handlers:
         """Return the one handler for a message's topic and type; None when no handler consumes them.
 
         Raises:
-            ConfigurationError: there are several and no `consumer` is named, or it has no handler; or
-                this is no Message.
+            ConfigurationError: several match and `consumer` is not given, the consumer has no
+                handler, or this is not a Message.
         """
         check_message(message)
         found = self.matching(message.topic, message.type, consumer)
@@ -627,18 +697,18 @@ class Handlers:
         return None
 
     def consumes(self, topic: str) -> bool:
-        """Say whether a handler takes some messages of this topic."""
+        """Whether any handler takes messages of this topic."""
         return any(handler.topic in (topic, "*") for handler in self._handlers)
 
     def consumers(self) -> dict[str, list[Handler]]:
-        """Return the handlers of each consumer."""
+        """Return the handlers grouped by consumer."""
         grouped: dict[str, list[Handler]] = {}
         for handler in self._handlers:
             grouped.setdefault(handler.consumer, []).append(handler)
         return grouped
 
     def topics(self) -> list[str]:
-        """Return every topic that a handler names, each once."""
+        """Return the topics that handlers name, without repeats."""
         return list(dict.fromkeys(handler.topic for handler in self._handlers))
 
 
@@ -655,10 +725,10 @@ def check_message(given: object) -> None:
 
 
 def types_of(one: object, several: Any) -> tuple[str, ...] | None:
-    """Return what `type=` or `types=` name; None for every type.
+    """Return the types that `type=` or `types=` name; None for every type.
 
     Raises:
-        ConfigurationError: both are given, or one is no text.
+        ConfigurationError: both are given, or one is not text.
     """
     if one is not None and several is not None:
         raise ConfigurationError("A handler takes type= or types=, not both.")
@@ -677,16 +747,17 @@ def types_of(one: object, several: Any) -> tuple[str, ...] | None:
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str) or not topic:
         raise ConfigurationError(
-            f"topic is {topic!r}: name one topic, or '*' for all; a function may be registered for several, one by one."
+            f"topic is {topic!r}: name one topic, or '*' for all; to consume several, register the function for each."
         )
     if topic != "*" and ("*" in topic or topic.endswith(">")):
         raise ConfigurationError(
-            f"topic is {topic!r}: only '*' alone is a pattern, for every topic of the sources; name this one in full."
+            f"topic is {topic!r}: patterns are not supported, except '*' alone for every topic of the sources; "
+            "give the full name."
         )
 
 
 def _check_alike(handler: Handler, other: Handler) -> None:
-    """A key's messages share one lane and one order, whatever their types."""
+    """Messages of one key share a lane and an order, whatever their types."""
     if handler.consumer != other.consumer or not (handler.options.ordered or other.options.ordered):
         return
     ours, theirs = (
@@ -695,6 +766,6 @@ def _check_alike(handler: Handler, other: Handler) -> None:
     )
     if ours != theirs:
         raise ConfigurationError(
-            f"{handler.name} and {other.name} are handlers of the ordered consumer {handler.consumer!r}: give both the "
+            f"{handler.name} and {other.name} both handle the ordered consumer {handler.consumer!r}: give them the "
             "same ordered=, dead_blocks= and concurrency=, and make both async or neither."
         )

@@ -13,29 +13,27 @@ from typing import Any, Literal
 from txbox.errors import ConfigurationError, UnusableMessage
 from txbox.message import Headers, Message
 
-#: No plain id starts with this: one that does is hashed as well.
+_UUID_V7_TIME = slice(0, 6)
+#: Reserved: a plain id that starts with this is hashed too.
 DIGEST_PREFIX = "sha256:"
 ID_BYTES_MAX = 255
-#: A tombstone hashes unlike every payload, the empty one included.
+#: A tombstone's hash. No payload hashes to it, not even the empty one.
 TOMBSTONE_HASH = bytes(32)
-# id and source as each transport spells them, in lower case
-_CLOUDEVENTS = tuple(
-    prefix + name
-    for prefix in ("ce_", "ce-", "cloudevents:", "cloudevents_")
-    for name in ("id", "source")
-)
+#: Prefixes of CloudEvents attributes in headers, in lower case; every source understands all of them.
+CLOUDEVENTS_PREFIXES = ("ce_", "ce-", "cloudevents:", "cloudevents_")
+_CLOUDEVENTS = tuple(prefix + name for prefix in CLOUDEVENTS_PREFIXES for name in ("id", "source"))
 
 PayloadHash = Literal["raw", "json"] | Callable[[Message[Any]], bytes | str]
 
 
 def canonical_id(value: object) -> str:
-    """Return the id as it is stored: text of 1 to 255 UTF-8 bytes.
+    """Return an id as it is stored: text of 1 to 255 UTF-8 bytes.
 
-    Integers become decimal strings; longer ids, and ids that start with the digest prefix, become
-    their SHA-256. Bytes are read as UTF-8.
+    Integers become decimal strings, and bytes are read as UTF-8. Ids that are longer, or that start
+    with the digest prefix, are replaced by their SHA-256.
 
     Raises:
-        UnusableMessage: empty, another type, NUL or lone surrogates.
+        UnusableMessage: the id is empty, of another type, or contains NUL or lone surrogates.
     """
     if type(value) is str:
         if (
@@ -50,9 +48,9 @@ def canonical_id(value: object) -> str:
         try:
             text = str(value)
         except ValueError:
-            # Python refuses to write integers of thousands of digits
+            # Python will not format integers of thousands of digits
             raise UnusableMessage(
-                "The message id is an integer of thousands of digits: send text."
+                "The message id is an integer with thousands of digits: send text."
             ) from None
     elif isinstance(value, bytes):
         try:
@@ -79,25 +77,27 @@ def canonical_id(value: object) -> str:
 
 
 def checked_text(text: str, what: str) -> bytes:
-    """Return the text as UTF-8, refusing what a database cannot keep.
+    """Return the text as UTF-8. Refuses what a database cannot store.
 
     Raises:
-        UnusableMessage: NUL or lone surrogates.
+        UnusableMessage: the text contains NUL or lone surrogates.
     """
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
-        raise UnusableMessage(f"The {what} contains lone surrogates: it is not text.") from None
+        raise UnusableMessage(
+            f"The {what} contains lone surrogates: it is not valid text."
+        ) from None
     if b"\0" in encoded:
         raise UnusableMessage(f"The {what} contains a NUL character.")
     return encoded
 
 
 def checked_consumer(name: object) -> str:
-    """Return a consumer name that can be part of a key as it stands.
+    """Return a consumer name that can be used in a key unchanged.
 
     Raises:
-        ConfigurationError: empty, longer than 255 bytes, or no text.
+        ConfigurationError: it is empty, longer than 255 bytes, or not text.
     """
     try:
         if isinstance(name, str) and canonical_id(name) == name:
@@ -105,13 +105,13 @@ def checked_consumer(name: object) -> str:
     except UnusableMessage:
         pass
     raise ConfigurationError(
-        f"consumer={name!r} is no usable name: use text of 1 to 255 bytes without NUL."
+        f"invalid consumer name {name!r}: use text of 1 to 255 bytes without NUL."
     )
 
 
 def scoped_id(scope: str, value: str) -> str:
-    """Join a scope (CloudEvents `source`, a topic) and an id so that no two pairs give one text."""
-    # the first space ends the scope, so spaces inside it, and the escape itself, are escaped
+    """Join a scope (CloudEvents `source`, a topic) and an id, so that different pairs never collide."""
+    # the first space ends the scope, so spaces inside it are escaped, and so is the escape itself
     return f"{scope.replace('%', '%25').replace(' ', '%20')} {value}"
 
 
@@ -125,20 +125,20 @@ def message_id(
     """Return the canonical id of a message (SEMANTICS 1.2 and 1.3).
 
     Args:
-        extract: decides before everything else.
+        extract: if given, takes precedence over everything else.
         scope: "topic" for ids that are unique within a topic only.
-        weak: without any id, take the transport coordinates (`weak_id` in the message's origin).
+        weak: fall back to the transport coordinates (`weak_id` in the message's origin).
 
     Raises:
-        UnusableMessage: there is none, or it cannot be kept; an `extract` that raises counts as that.
+        UnusableMessage: there is no id, it cannot be stored, or `extract` raised.
     """
     found: object = message.id
     if extract is not None:
         found = _extracted(message, extract)
     elif found is None and message.headers:
-        found = _id_in_headers(message.headers)
+        found = id_in_headers(message.headers)
     if found is None and weak and "weak_id" in message.origin:
-        # shown as weak; the source has put its incarnation into it
+        # marked as weak; the source has included the stream's incarnation
         return canonical_id(f"weak:{message.origin['weak_id']}")
     if found is None:
         raise UnusableMessage(
@@ -146,7 +146,7 @@ def message_id(
             "or set message_id= on the handler."
         )
     if scope == "topic":
-        # checked before it is scoped: an empty id must not become that of a whole topic
+        # checked before scoping: an empty id must not become the id of a whole topic
         return canonical_id(scoped_id(message.topic, canonical_id(found)))
     return canonical_id(found)
 
@@ -155,13 +155,14 @@ def _extracted(message: Message[Any], extract: Callable[[Message[Any]], object])
     try:
         return extract(message)
     except Exception as error:
-        # an extractor is user code run on a message nobody has checked yet: the message is at fault
+        # an extractor is user code run on unchecked input: blame the message
         raise UnusableMessage(
             f"message_id= raised {type(error).__name__} on this message: check the extractor against the payload."
         ) from error
 
 
-def _id_in_headers(headers: Headers) -> object:
+def id_in_headers(headers: Headers) -> object:
+    """Return the id found in the headers, unconverted; None if there is none."""
     value = headers.get("message-id")
     if value is not None:
         return value
@@ -173,11 +174,11 @@ def _id_in_headers(headers: Headers) -> object:
 
 
 def payload_hash(message: Message[Any], method: PayloadHash = "raw") -> bytes:
-    """Return the 32-byte SHA-256 by which copies of a message are compared.
+    """Return the 32-byte SHA-256 that tells whether two copies of a message are equal.
 
     Args:
-        method: "raw" hashes the bytes, "json" the canonical JSON (sorted keys, no white space),
-            a callable returns the bytes or text to hash.
+        method: "raw" hashes the bytes; "json" hashes the canonical JSON (sorted keys, no white
+            space); a callable returns the bytes or text to hash.
 
     Raises:
         UnusableMessage: the method cannot read this payload.
@@ -196,17 +197,46 @@ def payload_hash(message: Message[Any], method: PayloadHash = "raw") -> bytes:
             content = method(message)
         return sha256(content.encode() if isinstance(content, str) else content).digest()
     except Exception as error:
-        # the payload is what a stranger sent and the callable is user code
+        # the payload is untrusted and the callable is user code
         raise UnusableMessage(
-            f"payload_hash= raised {type(error).__name__} on this payload: it cannot be compared."
+            f"payload_hash= raised {type(error).__name__} on this payload, so copies of it cannot be compared."
         ) from error
 
 
 def time_ordered_id() -> str:
-    """Return a new UUID version 7: ids that grow with time keep an index on them small and warm."""
+    """Return a new UUID version 7. Ids that grow with time keep their index small and in cache."""
     milliseconds = time.time_ns() // 1_000_000
     random_bits = int.from_bytes(secrets.token_bytes(10))
     number = (milliseconds & (1 << 48) - 1) << 80 | random_bits
     number = number & ~(0xF << 76) | 0x7 << 76
     number = number & ~(0x3 << 62) | 0x2 << 62
     return str(uuid.UUID(int=number))
+
+
+def derived_id(consumer: str, message_id: str, ordinal: int) -> str:
+    """Return the id of the n-th thing that a message causes in a consumer, as a UUID.
+
+    The same arguments always give the same id. When the cause's own id is a UUID of version 7, the
+    result has its time and version, so that ids which grow with time stay so along a chain.
+    """
+    digest = bytearray(
+        sha256(f"{len(consumer)}:{consumer}{message_id}:{ordinal}".encode()).digest()[:16]
+    )
+    version = 8
+    moment = _time_of(message_id)
+    if moment is not None:
+        digest[_UUID_V7_TIME] = moment
+        version = 7
+    digest[6] = digest[6] & 0x0F | version << 4
+    digest[8] = digest[8] & 0x3F | 0x80
+    return str(uuid.UUID(bytes=bytes(digest)))
+
+
+def _time_of(message_id: str) -> bytes | None:
+    if len(message_id) != 36:
+        return None
+    try:
+        parsed = uuid.UUID(message_id)
+    except ValueError:
+        return None
+    return parsed.bytes[_UUID_V7_TIME] if parsed.version == 7 else None

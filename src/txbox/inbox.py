@@ -1,4 +1,4 @@
-"""The first door: `Inbox.accept` inside the caller's own transaction."""
+"""`Inbox.accept`: the inbox inside the caller's own loop and transaction."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from txbox.body import as_json
-from txbox.connections import borrow, borrow_async
-from txbox.drive import run, run_async
+from txbox.connections import borrow
 from txbox.errors import (
     Fault,
     MessageInProgress,
@@ -24,22 +23,23 @@ from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import Limits
 from txbox.processing.intake import presentable
-from txbox.steps import Steps
+from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Arrival, Codec, Columns
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import Existing, InboxStore
 
 _AGAIN_MAX = 10
+_REUSED = "another payload came under a known id"
 Payload = bytes | str | dict[str, Any] | list[Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The answer of `accept`; false for a duplicate (and for a message whose row waits in the table).
+    """The answer of `accept`. False for a duplicate, and for a message whose row waits in the table.
 
     Attributes:
         message_id: the id as it is stored.
-        status: None when accepted, else the status of the row that was there before.
+        status: None when accepted, else the status of the existing row.
     """
 
     message_id: str
@@ -55,17 +55,17 @@ class Acceptance:
 
 
 class Inbox:
-    """The inbox of one consumer, for those who own their loop and their transaction.
+    """The inbox of one consumer, for code that has its own loop and its own transaction.
 
     Args:
-        consumer: part of the key; keep it stable, a new name processes everything anew.
+        consumer: part of the key. Keep it stable: under a new name everything is processed again.
         id_scope: "topic" for ids that are unique within a topic only.
         payload_hash: how copies are compared; see `App.handler`.
-        schema: the PostgreSQL schema of the tables, if they are not on the search path.
-        codec: as given to App(codec=…), for the payloads that `quarantine` keeps.
+        schema: the PostgreSQL schema of the tables, if it is not on the search path.
+        codec: the one given to App(codec=…), for the payloads that `quarantine` keeps.
 
-    Nothing here begins, commits, rolls back or retries your transaction, and no failure is
-    recorded: that is the loop's owner's job.
+    It never begins, commits, rolls back or retries your transaction, and it records no failures:
+    that is up to your loop.
     """
 
     def __init__(
@@ -98,52 +98,51 @@ class Inbox:
         key: str | None = None,
         timeout: timedelta | None = None,
     ) -> Acceptance:
-        """Write the inbox row of a message in your transaction; false means: seen before, only acknowledge.
+        """Write a message's inbox row in your transaction. False means seen before: just acknowledge it.
 
         Args:
             tx: your connection or session, inside a transaction.
-            message: a Message, or its id with what you know of it by keyword. Without a payload
-                nothing is compared with the copies to come.
-            timeout: the longest wait for another transaction that holds this id; without one your
-                connection's own lock time-out holds.
+            message: a Message, or its id, with whatever else you know passed by keyword. Without a
+                payload, later copies are not compared with this one.
+            timeout: the longest wait for another transaction that holds this id. Without it, your
+                connection's own lock timeout applies.
 
         Raises:
-            PayloadMismatch: the id is known with another payload: roll back, `quarantine`, acknowledge.
-            MessageInProgress: the time-out passed: do not acknowledge; your transaction is still usable.
+            PayloadMismatch: the id is known with a different payload: roll back, `quarantine`, acknowledge.
+            MessageInProgress: the timeout passed: do not acknowledge; your transaction is still usable.
             UnusableMessage: no usable id, or a topic, type or key of more than 1,024 bytes.
             SchemaError: a table is missing; the message contains the command to run.
-            StoreError: the database refused; with `fault` CONFLICT roll back and start again.
+            StoreError: the database refused; if `fault` is CONFLICT, roll back and start again.
 
         Guarantee: the row commits or rolls back with your writes.
         """
         arrival = self._arrival(message, payload, topic, type, key)
         executor = borrow(tx, schema=self._schema)
-        return run(executor, self._accept(executor.dialect, [arrival], timeout))[0]
+        return run(executor, self._accept, executor.dialect, [arrival], timeout)[0]
 
+    @twin_of(accept)
     async def accept_async(
         self,
         tx: Any,
-        message: Message[Any] | str | int,
+        message: Any,
         *,
-        payload: Payload = None,
-        topic: str | None = None,
-        type: str | None = None,  # noqa: A002  # the word of the field
-        key: str | None = None,
         timeout: timedelta | None = None,  # noqa: ASYNC109  # a lock time-out of the database
+        **known: Any,
     ) -> Acceptance:
-        """The twin of `accept` for async connections and sessions."""
-        arrival = self._arrival(message, payload, topic, type, key)
-        executor = borrow_async(tx, schema=self._schema)
-        return (await run_async(executor, self._accept(executor.dialect, [arrival], timeout)))[0]
+        """`accept` for async connections and sessions."""
+        arrival = self._arrival(message, **known)
+        executor = borrow(tx, is_async=True, schema=self._schema)
+        return (await run_async(executor, self._accept, executor.dialect, [arrival], timeout))[0]
 
     def accept_many(
         self, tx: Any, messages: Sequence[Message[Any]], *, timeout: timedelta | None = None
     ) -> list[Acceptance]:
-        """As `accept` for many messages in one statement; a copy within the list is a duplicate."""
-        arrivals = [self._arrival(message, None, None, None, None) for message in messages]
+        """Accept many messages in one statement; a copy within the list is a duplicate."""
+        arrivals = [self._arrival(message) for message in messages]
         executor = borrow(tx, schema=self._schema)
-        return run(executor, self._accept(executor.dialect, arrivals, timeout))
+        return run(executor, self._accept, executor.dialect, arrivals, timeout)
 
+    @twin_of(accept_many)
     async def accept_many_async(
         self,
         tx: Any,
@@ -151,10 +150,10 @@ class Inbox:
         *,
         timeout: timedelta | None = None,  # noqa: ASYNC109
     ) -> list[Acceptance]:
-        """The twin of `accept_many` for async connections and sessions."""
-        arrivals = [self._arrival(message, None, None, None, None) for message in messages]
-        executor = borrow_async(tx, schema=self._schema)
-        return await run_async(executor, self._accept(executor.dialect, arrivals, timeout))
+        """`accept_many` for async connections and sessions."""
+        arrivals = [self._arrival(message) for message in messages]
+        executor = borrow(tx, is_async=True, schema=self._schema)
+        return await run_async(executor, self._accept, executor.dialect, arrivals, timeout)
 
     def quarantine(
         self,
@@ -163,38 +162,33 @@ class Inbox:
         *,
         payload: Payload = None,
         topic: str | None = None,
-        reason: str = "another payload came under a known id",
+        reason: str = _REUSED,
     ) -> None:
-        """Set a message aside in a transaction of yours; then commit and acknowledge it."""
+        """Set a message aside in your transaction; then commit and acknowledge it."""
+        arrival = self._arrival(message, payload, topic)
         executor = borrow(tx, schema=self._schema)
-        run(executor, self._set_aside(executor.dialect, message, payload, topic, reason))
+        run(executor, self._set_aside, executor.dialect, arrival, reason)
 
+    @twin_of(quarantine)
     async def quarantine_async(
-        self,
-        tx: Any,
-        message: Message[Any] | str | int,
-        *,
-        payload: Payload = None,
-        topic: str | None = None,
-        reason: str = "another payload came under a known id",
+        self, tx: Any, message: Any, *, reason: str = _REUSED, **known: Any
     ) -> None:
-        """The twin of `quarantine` for async connections and sessions."""
-        executor = borrow_async(tx, schema=self._schema)
-        await run_async(
-            executor, self._set_aside(executor.dialect, message, payload, topic, reason)
-        )
+        """`quarantine` for async connections and sessions."""
+        arrival = self._arrival(message, **known)
+        executor = borrow(tx, is_async=True, schema=self._schema)
+        await run_async(executor, self._set_aside, executor.dialect, arrival, reason)
 
     def _arrival(
         self,
         message: Message[Any] | str | int,
-        payload: Payload,
-        topic: str | None,
-        type: str | None,  # noqa: A002
-        key: str | None,
+        payload: Payload = None,
+        topic: str | None = None,
+        type: str | None = None,  # noqa: A002
+        key: str | None = None,
     ) -> Arrival:
         if isinstance(message, Message):
-            own_id = message_id(message, scope=self._id_scope)
-            return Arrival(message, own_id, payload_hash(message, self._payload_hash))
+            identity = message_id(message, scope=self._id_scope)
+            return Arrival(message, identity, payload_hash(message, self._payload_hash))
         given: Message[Any] = Message(
             id=message,
             topic="" if topic is None else topic,
@@ -205,38 +199,44 @@ class Inbox:
         hashed = None if payload is None else payload_hash(given, self._payload_hash)
         return Arrival(given, message_id(given, scope=self._id_scope), hashed)
 
-    def _accept(
-        self, dialect: Dialect, arrivals: Sequence[Arrival], timeout: timedelta | None
-    ) -> Steps[list[Acceptance]]:
+    async def _accept(
+        self,
+        db: Transaction,
+        dialect: Dialect,
+        arrivals: Sequence[Arrival],
+        bound: timedelta | None,
+    ) -> list[Acceptance]:
         store = InboxStore(dialect, self._columns)
         for arrival in arrivals:
             check_texts(arrival.message)
-        if timeout is None:
-            return (yield from self._accepted(store, arrivals))
-        yield from _if_needed(dialect, "savepoint")
+        if bound is None:
+            return await self._accepted(db, store, arrivals)
+        await _if_needed(db, dialect, "savepoint")
         try:
             if dialect.has("bound_lock_timeout"):
-                yield store.bound_lock_timeout(timeout)
-            answer = yield from self._accepted(store, arrivals)
-            yield from _if_needed(dialect, "restore_lock_timeout")
+                await db.execute(store.bound_lock_timeout(bound))
+            answer = await self._accepted(db, store, arrivals)
+            await _if_needed(db, dialect, "restore_lock_timeout")
         except StoreError as error:
-            # SQLite has one lock for all rows; elsewhere a conflict has ended the caller's transaction
+            # SQLite has one lock for all rows; elsewhere a conflict has already aborted the caller's transaction
             busy = (error.code or "").startswith("SQLITE_BUSY")
             if error.fault is not Fault.LOCK_TIMEOUT and not busy:
                 raise
-            yield from _if_needed(dialect, "rollback_to_savepoint")
-            yield from _if_needed(dialect, "release_savepoint")
+            await _if_needed(db, dialect, "rollback_to_savepoint")
+            await _if_needed(db, dialect, "release_savepoint")
             if not dialect.claim_bounds_wait:
-                # where the setting is no part of the transaction, the savepoint has not brought it back
-                yield from _if_needed(dialect, "restore_lock_timeout")
+                # where the setting is not transactional, rolling back to the savepoint does not restore it
+                await _if_needed(db, dialect, "restore_lock_timeout")
             raise MessageInProgress(
                 f"Another transaction holds this message of consumer {self.consumer!r}: do not acknowledge it, "
                 "try again later."
             ) from error
-        yield from _if_needed(dialect, "release_savepoint")
+        await _if_needed(db, dialect, "release_savepoint")
         return answer
 
-    def _accepted(self, store: InboxStore, arrivals: Sequence[Arrival]) -> Steps[list[Acceptance]]:
+    async def _accepted(
+        self, db: Transaction, store: InboxStore, arrivals: Sequence[Arrival]
+    ) -> list[Acceptance]:
         first: dict[str, Arrival] = {}
         for arrival in arrivals:
             self._same_payload(first.setdefault(arrival.message_id, arrival), arrival)
@@ -246,7 +246,7 @@ class Inbox:
         for _ in range(_AGAIN_MAX):
             token = secrets.token_hex(16)
             try:
-                won = yield from store.accept(self.consumer, waiting, token=token)
+                won = await store.accept(db, self.consumer, waiting, token=token)
             except StoreError as error:
                 if error.fault is Fault.CONFLICT and store.dialect.arrays:
                     error.add_note(
@@ -257,9 +257,9 @@ class Inbox:
             fresh |= won
             left = [arrival for arrival in waiting if arrival.message_id not in won]
             rows.update(
-                (yield from store.classify(self.consumer, [arrival.message_id for arrival in left]))
+                await store.classify(db, self.consumer, [arrival.message_id for arrival in left])
             )
-            # an id without a row was pruned between the two statements: accept again
+            # an id without a row was pruned between the two statements: accept it again
             waiting = [arrival for arrival in left if arrival.message_id not in rows]
             if not waiting:
                 break
@@ -272,17 +272,17 @@ class Inbox:
         fresh: set[str],
         rows: dict[str, Existing],
     ) -> Acceptance:
-        own_id = arrival.message_id
-        if own_id in fresh:
+        message_id = arrival.message_id
+        if message_id in fresh:
             return (
-                Acceptance(own_id)
-                if first[own_id] is arrival
-                else Acceptance(own_id, Status.PROCESSED)
+                Acceptance(message_id)
+                if first[message_id] is arrival
+                else Acceptance(message_id, Status.PROCESSED)
             )
-        row = rows[own_id]
+        row = rows[message_id]
         if row.differs(arrival.hash):
             raise self._mismatch()
-        return Acceptance(own_id, Status(row.status))
+        return Acceptance(message_id, Status(row.status))
 
     def _same_payload(self, first: Arrival, arrival: Arrival) -> None:
         if first.hash is not None and arrival.hash is not None and first.hash != arrival.hash:
@@ -290,34 +290,30 @@ class Inbox:
 
     def _mismatch(self) -> PayloadMismatch:
         return PayloadMismatch(
-            f"A known message id of consumer {self.consumer!r} came with another payload: roll back, call "
+            f"A known message id of consumer {self.consumer!r} came with a different payload: roll back, call "
             "inbox.quarantine(tx, …) in a new transaction, then acknowledge."
         )
 
-    def _set_aside(
-        self,
-        dialect: Dialect,
-        message: Message[Any] | str | int,
-        payload: Payload,
-        topic: str | None,
-        reason: str,
-    ) -> Steps[None]:
-        arrival = self._arrival(message, payload, topic, None, None)
+    async def _set_aside(
+        self, db: Transaction, dialect: Dialect, arrival: Arrival, reason: str
+    ) -> None:
         hashed = arrival.hash or hashlib.sha256(arrival.message.payload or b"").digest()
-        yield InboxStore(dialect, self._columns).quarantine(
-            self.consumer,
-            presentable(arrival.message),
-            message_id=arrival.message_id,
-            hashed=hashed,
-            reason=reason,
-            payload_limit=self._limits.quarantined_bytes,
+        await db.execute(
+            InboxStore(dialect, self._columns).quarantine(
+                self.consumer,
+                presentable(arrival.message),
+                message_id=arrival.message_id,
+                hashed=hashed,
+                reason=reason,
+                payload_limit=self._limits.quarantined_bytes,
+            )
         )
 
 
-def _if_needed(dialect: Dialect, name: str) -> Steps[None]:
-    """Run a statement where this database has anything to do."""
+async def _if_needed(db: Transaction, dialect: Dialect, name: str) -> None:
+    """Run a statement if this database needs it."""
     if dialect.has(name):
-        yield dialect.statement(name)
+        await db.execute(dialect.statement(name))
 
 
 def _bytes(payload: Payload) -> bytes | None:

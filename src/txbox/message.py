@@ -1,4 +1,4 @@
-"""The message: an immutable value, without any right to acknowledge it."""
+"""The message: an immutable value that carries no way to acknowledge it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HeaderPairs = Iterable[tuple[str, HeaderValue]] | Mapping[str, HeaderValue]
 
 
 class Headers(tuple[tuple[str, HeaderValue], ...]):
-    """An ordered multi-map of header names and values; names compare without regard to case."""
+    """An ordered multi-map of header names and values. Names are case-insensitive."""
 
     __slots__ = ()
 
@@ -46,11 +46,11 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
         return [value for header, value in self if header.lower() == wanted]
 
     def text(self, name: str) -> str | None:
-        """Return the first value under `name` as text, or None when absent or not UTF-8."""
+        """Return the first value under `name` as text, or None if it is absent or not UTF-8."""
         return _text(self.get(name))
 
     def texts(self, *names: str) -> list[str | None]:
-        """As `text` for several names, which must be lower case, in one pass."""
+        """Look up several names in one pass, each as `text` does. The names must be lower case."""
         found: dict[str, HeaderValue] = {}
         for header, value in self:
             lower = header.lower()
@@ -64,7 +64,7 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
 
 
 _NO_HEADERS = Headers()
-# of any type until a handler's annotation decodes it
+# typed Any until a handler's annotation decides how to decode it
 _NOT_DECODED: Any = None
 _assign, _new = object.__setattr__, object.__new__
 
@@ -76,7 +76,7 @@ def parsed(payload: bytes) -> Any:
     """Parse JSON, as `json.loads` does.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the payload is not JSON.
     """
     try:
         text = payload.decode()
@@ -85,7 +85,7 @@ def parsed(payload: bytes) -> Any:
             return value
     except ValueError:
         pass
-    # white space around it, another encoding, or no JSON: json.loads takes its time and says which
+    # surrounding white space, another encoding, or not JSON: json.loads is slower but tells them apart
     return json.loads(payload)
 
 
@@ -101,7 +101,7 @@ def _text(value: HeaderValue) -> str | None:
 if TYPE_CHECKING:
 
     class _HeadersField:
-        """What type checkers see: any pairs go in, by `dataclasses.replace` too, and Headers come out."""
+        """For type checkers: accepts any pairs, in `dataclasses.replace` too, and returns Headers."""
 
         def __get__(self, instance: object, owner: object) -> Headers: ...
         def __set__(self, instance: object, value: HeaderPairs) -> None: ...
@@ -109,20 +109,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False)
 class Message(Generic[Body]):
-    """One message as the broker moved it, plus what the inbox knows of it.
+    """One message as the broker delivered it, plus what the inbox knows about it.
 
     Args:
         topic: the topic, queue, subject or stream it came from.
         payload: the raw bytes; None is a tombstone. Text is encoded as UTF-8.
-        id: the producer's id for it. Without one, a `message-id` header or CloudEvents
-            `source` and `id` decide (SEMANTICS 1.2).
+        id: the producer's id. Without one, a `message-id` header or CloudEvents `source` and `id`
+            are used (SEMANTICS 1.2).
         type: the event type that handlers select by.
         key: the ordering key.
         headers: pairs or a mapping; repeated names are kept.
-        origin: transport coordinates (partition, offset, delivery tag …) for people to read.
-        sequence: the producer's version of `key`, where it keeps one.
-        consumer, attempt, received_at, body: filled in before a handler sees the message;
-            `attempt` counts from 1, `body` is decoded by the handler's annotation.
+        origin: transport coordinates (partition, offset, delivery tag …), for people to read.
+        sequence: the producer's version number for `key`, if it keeps one.
+        consumer, attempt, received_at, body: filled in before a handler sees the message.
+            `attempt` counts from 1; `body` is decoded according to the handler's annotation.
     """
 
     topic: str
@@ -143,7 +143,7 @@ class Message(Generic[Body]):
     received_at: datetime | None
     body: Body
 
-    # without a body nothing says what it will be
+    # without a body its type cannot be inferred
     @overload
     def __init__(
         self: Message[Any],
@@ -219,12 +219,12 @@ class Message(Generic[Body]):
         message.body = body
         message.__class__ = Message
         if message is not self:
-            # a subclass of the user's, whose layout may differ
+            # a user's subclass, whose slots may be laid out differently
             for name in Message.__slots__:
                 _assign(self, name, getattr(message, name))
 
     def __repr__(self) -> str:
-        # the payload may be long, and is nobody's business in a log
+        # the payload may be long, and does not belong in a log
         kind = "" if self.type is None else f", type={self.type!r}"
         size = "None" if self.payload is None else f"<{len(self.payload)} bytes>"
         return (
@@ -233,11 +233,11 @@ class Message(Generic[Body]):
 
     @property
     def idempotency_key(self) -> str:
-        """`consumer:id`, the same on every attempt; for the idempotency header of an external call."""
+        """`consumer:id`, the same on every attempt. Use it as the idempotency key of external calls."""
         return f"{self.consumer}:{self.id}"
 
     def json(self) -> Any:
-        """Return the payload parsed as JSON, whatever `body` holds."""
+        """Return the payload parsed as JSON, regardless of `body`."""
         return parsed(self.payload or b"null")
 
 
@@ -245,25 +245,25 @@ def _refuse(_self: object, name: str, _value: object) -> None:
     raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
 
-# Python 3.11 generates, for frozen slotted classes, a __setattr__ that breaks `Message[Order](…)`
+# for frozen slotted classes, Python 3.11 generates a __setattr__ that breaks `Message[Order](…)`
 setattr(Message, "__setattr__", _refuse)  # noqa: B010  # a type checker would refuse the plain form
 
 
 class _Unfrozen(Message[Any]):
-    """A message while it is made: plain assignments take a fifth of the time that a frozen class needs."""
+    """A message under construction: plain assignment takes a fifth of the time frozen fields need."""
 
     __slots__ = ()
-    # both, or assignments still pass through the frozen class
+    # both are needed, or assignments still go through the frozen class
     __setattr__ = object.__setattr__
     __delattr__ = object.__delattr__
 
 
-def handed_over(message: Message[Any], own_id: str, consumer: str, body: Body) -> Message[Body]:
-    """Return the message as a handler of `consumer` sees it; the one given stays as it is."""
+def handed_over(message: Message[Any], message_id: str, consumer: str, body: Body) -> Message[Body]:
+    """Return a copy of the message as a handler of `consumer` sees it."""
     unfrozen: Any = _new(_Unfrozen)
     unfrozen.topic = message.topic
     unfrozen.payload = message.payload
-    unfrozen.id = own_id
+    unfrozen.id = message_id
     unfrozen.type = message.type
     unfrozen.key = message.key
     unfrozen.headers = message.headers
@@ -286,5 +286,5 @@ def _bytes(payload: object) -> bytes:
     if isinstance(payload, bytearray | memoryview):
         return bytes(cast("bytearray", payload))
     raise TypeError(
-        f"Message.payload takes bytes, got {type(payload).__name__}: encode it, e.g. with json.dumps(...).encode()."
+        f"Message.payload must be bytes, got {type(payload).__name__}: encode it, e.g. with json.dumps(...).encode()."
     )

@@ -1,89 +1,41 @@
-"""The outbox: messages that are staged in a transaction, the cause they name, and where they go."""
+"""The outbox: messages staged in a transaction, what caused them, and where they go."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from txbox.body import as_json
 from txbox.brokers.base import Destination
 from txbox.brokers.local import Local
-from txbox.connections import borrow, borrow_async
-from txbox.drive import run, run_async
+from txbox.connections import borrow
 from txbox.errors import ConfigurationError
-from txbox.handlers import Handlers
-from txbox.identity import checked_text, time_ordered_id
+from txbox.handlers import Handlers, Run, running
+from txbox.identity import checked_text, derived_id, time_ordered_id
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
 from txbox.policy import check_duration
-from txbox.steps import Steps
+from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Codec, Columns
 from txbox.store.dialect import Dialect
 
-# W3C trace context, and the correlation that services of one chain share
+if TYPE_CHECKING:
+    from txbox.observers.tracing import Tracing
+
+# the W3C trace context, and the correlation id shared by a chain of services
 _PASSED_ON = ("traceparent", "tracestate", "baggage", "correlation-id")
-_UUID_V7_TIME = slice(0, 6)
-
-
-class Run:
-    """One run of one handler: its messages, and how much each has caused so far.
-
-    As a context manager it is the run that is going on, in this thread or task.
-
-    Args:
-        first: the ordinal of the first thing that each message causes.
-        replied: of a replay, what its message was answered with.
-    """
-
-    __slots__ = ("_caused", "_first", "_token", "consumer", "messages", "replied")
-
-    def __init__(
-        self,
-        consumer: str,
-        messages: Sequence[Message[Any]],
-        *,
-        first: int = 0,
-        replied: bytes | None = None,
-    ) -> None:
-        self._first = first
-        self.replied = replied
-        self.consumer = consumer
-        self.messages = messages
-        self._caused: dict[str, int] = {}
-
-    def __enter__(self) -> None:
-        self._token = _running.set(self)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # a coroutine that is closed by another task ends in a context that never had it
-        with suppress(ValueError) if kind is GeneratorExit else _nothing:
-            _running.reset(self._token)
-
-    def next_id(self, cause: Message[Any]) -> str:
-        """The id of the next thing that this message causes: a run that is repeated gives the same ones."""
-        cause_id = str(cause.id)
-        ordinal = self._caused.get(cause_id, self._first)
-        self._caused[cause_id] = ordinal + 1
-        return derived_id(self.consumer, cause_id, ordinal)
-
-
-_nothing = nullcontext()
-_running: ContextVar[Run | None] = ContextVar("txbox_running", default=None)
 
 
 def cause_of(explicit: Message[Any] | None) -> tuple[Run | None, Message[Any] | None]:
-    """Return the run and the message that cause what is staged now; without either, nothing does.
+    """Return the run and the message that cause what is staged now, if any.
 
     Raises:
-        ConfigurationError: several messages are being handled and it was not said which.
+        ConfigurationError: several messages are being handled and `cause=` was not given.
     """
-    run = _running.get()
+    run = running.get()
     if run is None:
         return None, explicit
     if explicit is not None:
@@ -91,15 +43,15 @@ def cause_of(explicit: Message[Any] | None) -> tuple[Run | None, Message[Any] | 
         return (run if handled else None), explicit
     if len(run.messages) != 1:
         raise ConfigurationError(
-            "A batch handler handles several messages: say which one causes what is staged, with cause=message."
+            "A batch handler handles several messages: say which one is the cause, with cause=message."
         )
     return run, run.messages[0]
 
 
 def passed_on(cause: Message[Any] | None) -> dict[str, HeaderValue]:
-    """The headers that go from a message to what it causes: trace context, correlation, and the cause's id.
+    """Return the headers a message passes to what it causes: trace context, correlation id and its own id.
 
-    The trace is that of OpenTelemetry's current span, where the program uses it.
+    If the program uses OpenTelemetry, the trace is that of the current span.
     """
     headers: dict[str, HeaderValue] = {}
     if cause is not None:
@@ -107,52 +59,24 @@ def passed_on(cause: Message[Any] | None) -> dict[str, HeaderValue]:
             if (value := cause.headers.text(name)) is not None:
                 headers[name] = value
         headers["causation-id"] = str(cause.id)
-    # looked up and not imported: a program that traces has loaded it
+    # looked up, not imported: a program that traces has loaded it already
     tracing: Any = sys.modules.get("opentelemetry.propagate")
     if tracing is not None:
         tracing.inject(headers)
     return headers
 
 
-def derived_id(consumer: str, message_id: str, ordinal: int) -> str:
-    """Return the id of the n-th thing that a message causes in a consumer, as a UUID.
-
-    The same arguments always give the same id. When the cause's own id is a UUID of version 7, the
-    result has its time and version, so that ids which grow with time stay so along a chain.
-    """
-    digest = bytearray(
-        hashlib.sha256(f"{len(consumer)}:{consumer}{message_id}:{ordinal}".encode()).digest()[:16]
-    )
-    version = 8
-    moment = _time_of(message_id)
-    if moment is not None:
-        digest[_UUID_V7_TIME] = moment
-        version = 7
-    digest[6] = digest[6] & 0x0F | version << 4
-    digest[8] = digest[8] & 0x3F | 0x80
-    return str(uuid.UUID(bytes=bytes(digest)))
-
-
-def _time_of(message_id: str) -> bytes | None:
-    if len(message_id) != 36:
-        return None
-    try:
-        parsed = uuid.UUID(message_id)
-    except ValueError:
-        return None
-    return parsed.bytes[_UUID_V7_TIME] if parsed.version == 7 else None
-
-
-#: Bytes as they are, or what `txbox.body.as_json` writes.
+#: Bytes are sent as they are; anything else is encoded with `txbox.body.as_json`.
 Body = Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to be sent, for `Outbox.stage_many`; the arguments are those of `Outbox.stage`."""
+    """A message for `Outbox.stage_many`; the fields are the arguments of `Outbox.stage`."""
 
     topic: str
     body: Body
+    _: KW_ONLY
     type: str | None = None
     key: str | None = None
     headers: HeaderPairs = ()
@@ -163,19 +87,19 @@ class Outgoing:
 
 
 class Outbox:
-    """Stages outgoing messages, so that they leave if, and only if, your transaction commits.
+    """Stages outgoing messages, which are sent if, and only if, your transaction commits.
 
     Args:
-        schema: the PostgreSQL schema of the tables, if they are not on the search path.
-        codec: as given to App(codec=…).
-        route: where everything goes, as app.publish(name=…) names it; `app.outbox` knows it for each
-            topic. Without it, any App that publishes the topic, or consumes it and gets it from no
-            broker, may take a message.
+        schema: the PostgreSQL schema of the tables, if it is not on the search path.
+        codec: the one given to App(codec=…).
+        route: where everything goes, named as in app.publish(name=…); `app.outbox` knows the route of
+            each topic. Without a route, a message may be taken by any App that publishes the topic, or
+            that consumes it and does not get it from a broker.
         notify: as given to App(notify=…).
+        tracing: as given to App(tracing=…).
 
-    Inside a handler a message is staged under an id that follows from the message being handled and
-    from how many were staged before it: a run that is repeated stages the same ids. It carries the
-    cause's trace context on.
+    Inside a handler, a message's id is derived from the message being handled and from how many were
+    staged before it, so a repeated run stages the same ids. The cause's trace context is passed on.
     """
 
     def __init__(
@@ -185,12 +109,14 @@ class Outbox:
         codec: Codec | None = None,
         route: str | Callable[[str, str | None], str | None] = "",
         notify: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self._schema = schema
+        self._tracing = tracing
         self._columns = Columns(codec)
         self._route = route
         self._notify = notify
-        #: Called whenever something is staged in this process, before its commit.
+        #: Called when something was staged in this process, before its commit.
         self.staged: Callable[[], None] | None = None
 
     def stage(
@@ -211,70 +137,59 @@ class Outbox:
 
         Args:
             tx: your connection or session, inside a transaction.
-            body: bytes as they are; anything else becomes JSON: also datetimes, UUIDs, Decimals, enums,
-                dataclasses, pydantic models and msgspec structs.
-            key: messages of one key and topic leave in the order of their numbers, one after the
-                confirmation of the other.
-            delay: do not send before this much later; its place in its key's order is kept from then on.
-            cause: the message that this one follows from; inside a handler it is known, unless the
-                handler takes a batch.
-            ordered: also make concurrent transactions that stage under this key wait for each other,
-                so that numbers are given in the order of their commits. The wait ends with the other
-                transaction; two that stage under several keys in different orders can deadlock.
+            body: bytes are sent as they are. Anything else becomes JSON, including datetimes, UUIDs,
+                Decimals, enums, dataclasses, pydantic models and msgspec structs.
+            key: messages with the same topic and key leave in the order they were numbered, each after
+                the one before it was confirmed.
+            delay: send it no earlier than this; it keeps its place in its key's order.
+            cause: the message this one follows from. Known inside a handler, unless the handler takes
+                a batch.
+            ordered: also make concurrent transactions that stage under this key wait for each other, so
+                that numbers follow commit order. The wait ends with the other transaction; two that
+                stage under several keys in different orders can deadlock.
 
         Raises:
-            UnusableMessage: a topic, type or key that no database can keep.
+            UnusableMessage: a topic, type or key that no database can store.
             ConfigurationError: nobody publishes this topic and no handler consumes it; or several
                 messages are being handled and `cause` is missing.
             SchemaError: a table is missing; the message contains the command to run.
 
-        Guarantee: the row commits or rolls back with your writes; once committed it is sent at least
+        Guarantee: the row commits or rolls back with your writes. Once committed it is sent at least
         once, always under this id.
         """
         message = Outgoing(
-            topic=topic, body=body, type=type, key=key, headers=headers,
+            topic, body, type=type, key=key, headers=headers,
             content_type=content_type, delay=delay, cause=cause, ordered=ordered,
         )  # fmt: skip
         return self.stage_many(tx, [message])[0]
 
-    async def stage_async(
-        self,
-        tx: Any,
-        topic: str,
-        body: Body,
-        *,
-        type: str | None = None,  # noqa: A002
-        key: str | None = None,
-        headers: HeaderPairs = (),
-        content_type: str | None = None,
-        delay: timedelta | None = None,
-        cause: Message[Any] | None = None,
-        ordered: bool = False,
-    ) -> str:
-        """The twin of `stage` for async connections and sessions."""
-        message = Outgoing(
-            topic=topic, body=body, type=type, key=key, headers=headers,
-            content_type=content_type, delay=delay, cause=cause, ordered=ordered,
-        )  # fmt: skip
-        return (await self.stage_many_async(tx, [message]))[0]
+    @twin_of(stage)
+    async def stage_async(self, tx: Any, *args: Any, **kwargs: Any) -> str:
+        """`stage` for async connections and sessions."""
+        return (await self.stage_many_async(tx, [Outgoing(*args, **kwargs)]))[0]
 
     def stage_many(self, tx: Any, messages: Sequence[Outgoing]) -> list[str]:
-        """As `stage` for many messages, in one statement and in their order."""
+        """Stage many messages in one statement, in the order given."""
         executor = borrow(tx, schema=self._schema)
-        return run(executor, self.staging(executor.dialect, messages))
+        return run(executor, self.staging, executor.dialect, messages)
 
     async def stage_many_async(self, tx: Any, messages: Sequence[Outgoing]) -> list[str]:
-        """The twin of `stage_many` for async connections and sessions."""
-        executor = borrow_async(tx, schema=self._schema)
-        return await run_async(executor, self.staging(executor.dialect, messages))
+        """`stage_many` for async connections and sessions."""
+        executor = borrow(tx, is_async=True, schema=self._schema)
+        return await run_async(executor, self.staging, executor.dialect, messages)
 
-    def staging(
-        self, dialect: Dialect, messages: Sequence[Outgoing], *, otherwise: str | None = None
-    ) -> Steps[list[str]]:
-        """The steps of `stage_many`, for a transaction that is open.
+    async def staging(
+        self,
+        db: Transaction,
+        dialect: Dialect,
+        messages: Sequence[Outgoing],
+        *,
+        otherwise: str | None = None,
+    ) -> list[str]:
+        """Stage messages in a transaction that is already open.
 
         Args:
-            otherwise: the route of what has nowhere to go, instead of an error.
+            otherwise: the route for messages that have nowhere to go; without it they are an error.
         """
         if not messages:
             return []
@@ -284,32 +199,37 @@ class Outbox:
         causes = [cause_of(message.cause) for message in messages]
         locks = sorted({_lock(message) for message in messages if message.ordered})
         if locks and dialect.has("stage_lock"):
-            yield dialect.statement("stage_lock", {}, {"lock": locks})
-        ids = [_own_id(*cause) for cause in causes]
-        yield dialect.statement(
-            "stage_notify" if self._notify and dialect.has("stage_notify") else "stage",
-            {"key_id": self._columns.key_id},
-            {
-                "id": ids,
-                "topic": [message.topic for message in messages],
-                "type": [message.type for message in messages],
-                "key": [message.key for message in messages],
-                "content_type": [kind for _, kind in bodies],
-                "headers": [
-                    self._columns.headers(_headers(message, cause))
-                    for message, (_, cause) in zip(messages, causes, strict=True)
-                ],
-                "payload": [self._columns.payload(payload) for payload, _ in bodies],
-                "cause_consumer": [
-                    own_run.consumer if own_run else cause.consumer if cause else None
-                    for own_run, cause in causes
-                ],
-                "cause_id": [None if cause is None else str(cause.id) for _, cause in causes],
-                "delay_s": [
-                    message.delay.total_seconds() if message.delay else 0.0 for message in messages
-                ],
-                "route": routes,
-            },
+            await db.execute(dialect.statement("stage_lock", {}, {"lock": locks}))
+        ids = [_id_of(*cause) for cause in causes]
+        await db.execute(
+            dialect.statement(
+                "stage_notify" if self._notify and dialect.has("stage_notify") else "stage",
+                {"key_id": self._columns.key_id},
+                {
+                    "id": ids,
+                    "topic": [message.topic for message in messages],
+                    "type": [message.type for message in messages],
+                    "key": [message.key for message in messages],
+                    "content_type": [kind for _, kind in bodies],
+                    "headers": [
+                        self._columns.headers(self._headers(message, message_id, cause))
+                        for message, message_id, (_, cause) in zip(
+                            messages, ids, causes, strict=True
+                        )
+                    ],
+                    "payload": [self._columns.payload(payload) for payload, _ in bodies],
+                    "cause_consumer": [
+                        handling.consumer if handling else cause.consumer if cause else None
+                        for handling, cause in causes
+                    ],
+                    "cause_id": [None if cause is None else str(cause.id) for _, cause in causes],
+                    "delay_s": [
+                        message.delay.total_seconds() if message.delay else 0.0
+                        for message in messages
+                    ],
+                    "route": routes,
+                },
+            )
         )
         if self.staged is not None:
             self.staged()
@@ -322,12 +242,21 @@ class Outbox:
             check_duration("delay", message.delay)
             if message.ordered and message.key is None:
                 raise ConfigurationError(
-                    "ordered=True needs a key: it keeps the order of one key's messages."
+                    "ordered=True needs a key: it orders the messages of one key."
                 )
             for what in ("topic", "type", "key", "content_type"):
                 text: str | None = getattr(message, what)
                 if text is not None:
                     checked_text(text, what)
+
+    def _headers(self, message: Outgoing, message_id: str, cause: Message[Any] | None) -> Headers:
+        headers, passed = Headers(message.headers), passed_on(cause)
+        given = {name.lower() for name in headers.names()}
+        if self._tracing is not None and "traceparent" not in given:
+            self._tracing.created(passed, message.topic, message_id, cause)
+        return Headers(
+            (*headers, *((name, value) for name, value in passed.items() if name not in given))
+        )
 
     def _route_of(self, message: Outgoing, otherwise: str | None) -> str:
         if isinstance(self._route, str):
@@ -335,35 +264,24 @@ class Outbox:
         found = self._route(message.topic, message.type)
         if found is None and otherwise is None:
             raise ConfigurationError(
-                f"Nobody publishes topic {message.topic!r} and no handler consumes it: name it in "
+                f"Nobody publishes topic {message.topic!r} and no handler consumes it: list it in "
                 "app.publish(…, topics=[…]), or register a handler."
             )
         return otherwise or "" if found is None else found
 
 
-def _own_id(own_run: Run | None, cause: Message[Any] | None) -> str:
-    return time_ordered_id() if own_run is None or cause is None else own_run.next_id(cause)
-
-
-def _headers(message: Outgoing, cause: Message[Any] | None) -> Headers:
-    headers = Headers(message.headers)
-    given = {name.lower() for name in headers.names()}
-    return Headers(
-        (
-            *headers,
-            *((name, value) for name, value in passed_on(cause).items() if name not in given),
-        )
-    )
+def _id_of(handling: Run | None, cause: Message[Any] | None) -> str:
+    return time_ordered_id() if handling is None or cause is None else handling.next_id(cause)
 
 
 def _lock(message: Outgoing) -> int:
-    """The number of a key's lock: 63 bits, since 64 would be signed on one database only."""
+    """Return the number of a key's lock: 63 bits, because only some databases take 64 unsigned."""
     name = f"{len(message.topic)}:{message.topic}{message.key}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.sha256(name).digest()[:8]) >> 1
 
 
 def encoded(message: Outgoing) -> tuple[bytes, str | None]:
-    """The payload of a message, and its content type."""
+    """Return the payload of a message and its content type."""
     if isinstance(message.body, bytes):
         return message.body, message.content_type
     return as_json(message.body), message.content_type or "application/json"
@@ -371,7 +289,7 @@ def encoded(message: Outgoing) -> tuple[bytes, str | None]:
 
 CloudEvents = Literal["binary", "structured"]
 _ALL = "*"
-#: Rows for whichever App of the database has a consumer: the App that staged them has none.
+#: Rows for whichever App on this database has a consumer; the App that staged them has none.
 LOCAL = "local"
 _UNHANDLED = " (no handler)"
 _NAME_BYTES = 200
@@ -380,16 +298,16 @@ _CONSUMER_BYTES = 60
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Messages of some topics go to one destination.
+    """Sends messages of some topics to one destination.
 
     Args:
-        destination: None for the consumers of this app itself.
-        topics: with `others`, those that go elsewhere. To the consumers of the app itself everything
-            goes that was staged for them: there they say what is taken that was staged without a route.
-        others: every topic but `topics`.
+        destination: None for the consumers of this app.
+        topics: the topics that take this route; with `others`, the topics that do not. On the route to
+            the app's own consumers, topics only say which rows staged without a route it takes.
+        others: every topic except `topics`.
         cloudevents: how a message is wrapped; None leaves it as it was staged.
         source: the CloudEvents source.
-        name: what the rows that go this way have in their column `route`.
+        name: what rows on this route have in their `route` column.
     """
 
     destination: Destination | None
@@ -400,7 +318,7 @@ class Route:
     name: str = LOCAL
 
     def names(self, topic: str) -> bool:
-        """Say whether a topic is one of its own."""
+        """Whether a topic takes this route."""
         return (topic in self.topics) is not self.others
 
 
@@ -415,10 +333,10 @@ class _Published:
 
 
 class Routes:
-    """The destinations of one app; a topic goes to one of them.
+    """The destinations of one app. Each topic goes to exactly one.
 
     Args:
-        arrives: says whether a topic comes from a broker that this app consumes.
+        arrives: whether a topic comes from a broker that this app consumes.
     """
 
     def __init__(self, handlers: Handlers, arrives: Callable[[str], bool]) -> None:
@@ -437,10 +355,10 @@ class Routes:
         source: str | None,
         name: str | None = None,
     ) -> None:
-        """Send topics to a destination; None or "*" sends every topic that no other route names.
+        """Send topics to a destination; None or "*" sends every topic without a route of its own.
 
         Raises:
-            ConfigurationError: a topic has a destination already, or an option is out of range.
+            ConfigurationError: a topic already has a destination, or an option is out of range.
         """
         if cloudevents not in (None, "binary", "structured"):
             raise ConfigurationError(
@@ -469,7 +387,7 @@ class Routes:
             self._named.append(_Published(destination, listed, False, cloudevents, source, name))
 
     def of(self, topic: str, kind: str | None) -> str | None:
-        """The name of the route that a message takes; None when it has nowhere to go."""
+        """Return the name of the route a message takes; None if it has nowhere to go."""
         published = self._published(topic)
         if published is not None and not isinstance(published.destination, Local):
             return self._name(published)
@@ -480,7 +398,7 @@ class Routes:
         return None if published is None else LOCAL
 
     def all(self) -> list[Route]:
-        """Return the routes that a relay of this app serves."""
+        """Return the routes that this app's relay serves."""
         routes = [
             Route(
                 published.destination,
@@ -507,7 +425,7 @@ class Routes:
 
     @property
     def local(self) -> str:
-        """The route of what goes to this app's own consumers: named by them, which no other App has."""
+        """The route to this app's own consumers. It contains their names, which no other App shares."""
         count, name = self._local
         if count != len(self._handlers):
             name = _within(
@@ -517,11 +435,11 @@ class Routes:
         return name
 
     def adopts(self, route: str, topic: str, kind: str | None, cause_consumer: str | None) -> bool:
-        """Say whether rows that are on no route of this app are for its own consumers.
+        """Whether this app's consumers take rows whose route it does not know.
 
-        They are when they were staged for one of these consumers, by a release that had others beside
-        it or had no handler for them; or by a handler of this app, before rows had a route; or for
-        whoever consumes them, and their topic does not come to this app from a broker too.
+        True in three cases: an earlier release with other consumers, or without a handler for them,
+        staged the rows for one of these consumers; or a handler of this app staged them before rows had
+        routes; or they are for whoever consumes them, and their topic does not also come from a broker.
         """
         consumers = self._handlers.consumers()
         if not self._handlers.matching(topic, kind):
@@ -543,7 +461,7 @@ class Routes:
         return tuple(topic for published in self._named for topic in published.topics)
 
     def _consumed(self) -> list[str]:
-        """The topics that handlers name, and those that only this app's routes name."""
+        """Return the topics that handlers name, plus those that only this app's routes name."""
         named = (topic for topic in self._named_topics() if self._handlers.consumes(topic))
         return list(dict.fromkeys((*self._handlers.topics(), *named)))
 
@@ -552,7 +470,7 @@ class Routes:
         return published is None or isinstance(published.destination, Local)
 
     def _takes_unrouted(self, topic: str) -> bool:
-        """Nobody said where these rows go: what also comes from a broker may have been meant for that."""
+        """Whether to take rows without a route. If the topic also comes from a broker, they may be meant for it."""
         return self._is_local(topic) and (
             self._published(topic) is not None or not self._arrives(topic)
         )
@@ -572,7 +490,7 @@ class Routes:
         if found is None:
             assert not isinstance(published.destination, Local)
             kind, colon, where = published.destination.publisher().name.partition(":")
-            # the hosts of a cluster in any order
+            # a cluster's hosts may be listed in any order
             found = kind + colon + ",".join(sorted(where.split(",")))
             if published.cloudevents is not None:
                 found = f"{found} {published.cloudevents} {published.source}"
@@ -582,15 +500,15 @@ class Routes:
 
 def _check_name(name: str, destination: Destination | Local) -> None:
     if isinstance(destination, Local):
-        raise ConfigurationError("name= is for brokers: the route of Local is that of the App.")
+        raise ConfigurationError("name= is for brokers: Local always uses the App's own route.")
     if not name or len(name.encode()) > _NAME_BYTES or name.startswith(LOCAL):
         raise ConfigurationError(
-            f"name is {name!r}: use a text of 1 to {_NAME_BYTES} bytes that does not begin with {LOCAL!r}."
+            f"invalid route name {name!r}: use 1 to {_NAME_BYTES} bytes that do not begin with {LOCAL!r}."
         )
 
 
 def _short(consumer: str) -> str:
-    """A consumer within a route's name."""
+    """A consumer's name as part of a route name."""
     plain = consumer.isascii() and consumer.isprintable() and not set(consumer) & {",", " "}
     if plain and len(consumer) <= _CONSUMER_BYTES:
         return consumer
@@ -598,7 +516,7 @@ def _short(consumer: str) -> str:
 
 
 def _within(consumers: str) -> str:
-    """The route's name with as many of the consumers as fit: each of them is enough to know the App by."""
+    """Return a route name with as many consumers as fit: any one of them identifies the App."""
     if not consumers:
         return LOCAL
     name = f"{LOCAL}:{consumers}"
@@ -613,34 +531,40 @@ def _bounded(name: str) -> str:
     return f"{found[: _NAME_BYTES - 17].decode('utf-8', 'ignore')} {digest}"
 
 
-# below the ordinals of whatever a handler stages: each death of a message has an id of its own
+# below the ordinals of anything a handler stages, so that each death of a message gets its own id
 _DEATH = -2
-# these name the dead message, not the letter about it
+# these identify the dead message, not the letter about it
 _IDENTITY = ("message-id", "ce_id", "ce-id", "cloudevents:id", "cloudevents_id")
 
 
-class DeadLetters:
-    """Stages dead letters of handlers with `dead_letter_topic=`.
+def letter_id(consumer: str, message_id: str, attempts: int) -> str:
+    """Return the id of the letter about a message that became dead after so many attempts."""
+    return derived_id(consumer, message_id, _DEATH - attempts)
 
-    Guarantee: the letter is staged if, and only if, the row becomes dead: one transaction.
+
+class DeadLetters:
+    """Stages dead letters for handlers with `dead_letter_topic=`.
+
+    Guarantee: the letter is staged in the transaction that makes the row dead, or not at all.
     """
 
     def __init__(self, handlers: Handlers, outbox: Outbox) -> None:
         self._handlers = handlers
         self._outbox = outbox
 
-    def staged(
+    async def staged(
         self,
+        db: Transaction,
         dialect: Dialect,
         consumer: str,
         message: Message[Any],
         *,
         attempts: int,
         error_type: str,
-    ) -> Steps[None]:
-        """Stage the letter of a message that has just become dead; for a transaction that is open.
+    ) -> None:
+        """Stage the letter of a message that has just become dead, in a transaction that is open.
 
-        It has the payload, key, type and headers of the message, and says in headers who gave it up.
+        The letter has the message's payload, key, type and headers, plus headers that say who gave it up.
         """
         found = self._handlers.matching(message.topic, message.type, consumer)
         topic = found[0].options.dead_letter_topic if found else None
@@ -648,7 +572,7 @@ class DeadLetters:
             return
         letter = Outgoing(
             topic=topic,
-            # a tombstone's letter is empty
+            # a tombstone becomes an empty letter
             body=message.payload or b"",
             type=message.type,
             key=message.key,
@@ -656,7 +580,7 @@ class DeadLetters:
             headers=_letter_headers(message, consumer, attempts, error_type),
         )
         with Run(consumer, (message,), first=_DEATH - attempts):
-            yield from self._outbox.staging(dialect, [letter], otherwise=LOCAL)
+            await self._outbox.staging(db, dialect, [letter], otherwise=LOCAL)
 
 
 def _letter_headers(
@@ -669,6 +593,6 @@ def _letter_headers(
         ("dead-letter-topic", message.topic),
         ("dead-letter-consumer", consumer),
         ("dead-letter-attempts", str(attempts)),
-        # not the text: it may hold what the codec hides
+        # not the error text: it may contain what the codec hides
         ("dead-letter-error-type", error_type),
     ]

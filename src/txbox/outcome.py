@@ -1,4 +1,4 @@
-"""What became of a delivery, and what state a row is in."""
+"""What became of a delivery, and the state of an inbox row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """What became of a delivery; all but IN_PROGRESS are to be acknowledged."""
+    """What became of a delivery. Acknowledge all of them except IN_PROGRESS."""
 
     PROCESSED = "processed"  # the handler's transaction has committed
-    DUPLICATE = "duplicate"  # finished before: nothing ran
-    FAILED = "failed"  # the handler failed; parked in the table, which retries it
+    DUPLICATE = "duplicate"  # already finished; nothing ran
+    FAILED = (
+        "failed"  # the handler failed; the message is parked and will be retried from the table
+    )
     DEAD = "dead"  # given up: a dead letter
-    QUARANTINED = "quarantined"  # no usable id, another payload, too large: set aside
+    QUARANTINED = "quarantined"  # set aside: no usable id, a different payload, or too large
     IN_PROGRESS = "in_progress"  # another transaction holds it: do not acknowledge
     DEFERRED = "deferred"  # the table owns it and will process it
     UNMATCHED = "unmatched"  # no handler consumes this topic and type
@@ -28,17 +30,17 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a message for one consumer, and what its handler returned where that is kept."""
+    """What became of a message for one consumer, and what its handler returned, if that is kept."""
 
     outcome: Outcome
-    #: Which run of the handler this was, from 1; 0 when none ran.
+    #: Which attempt this was, from 1; 0 if the handler did not run.
     attempt: int = 0
-    #: What the handler returned, as JSON; None when nothing is kept.
+    #: What the handler returned, as JSON; None if results are not kept.
     json: bytes | None = None
 
     @property
     def result(self) -> Any:
-        """What the handler returned, read back; None when nothing is kept."""
+        """What the handler returned, parsed; None if results are not kept."""
         return None if self.json is None else json.loads(self.json)
 
 
@@ -53,5 +55,5 @@ class Status(StrEnum):
     DISCARDED = "discarded"
 
 
-#: What carries nothing of its own, and is made once.
+#: Carries no data, so one instance serves all.
 DUPLICATE = Answer(Outcome.DUPLICATE)

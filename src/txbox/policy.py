@@ -1,12 +1,17 @@
-"""Policies: frozen values that say how long, how often and how much; every limit has its default here."""
+"""Policies: frozen values that say how long, how often and how much. Every limit has its default here."""
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import time, timedelta
+from typing import Literal, cast
 
 from txbox.errors import ConfigurationError
+from txbox.message import parsed
 
 
 def _check(condition: bool, policy: object, field: str, allowed: str) -> None:
@@ -53,13 +58,13 @@ class RetryPolicy:
     """When a failed message is tried again, and when it is given up.
 
     Args:
-        max_attempts: failures before the message is dead, 1 or more.
+        max_attempts: failures after which the message is dead, 1 or more.
         base: the longest wait after the first failure.
-        factor: growth of that bound from failure to failure, 1.0 or more.
-        cap: the bound never grows past this.
+        factor: how much that bound grows with each failure, 1.0 or more.
+        cap: the bound never exceeds this.
         max_age: a failure this long after arrival is final; None for no limit.
 
-    The wait is drawn evenly between zero and the bound ("full jitter"), so that messages which
+    The wait is drawn uniformly between zero and the bound ("full jitter"), so that messages that
     failed together do not come back together.
     """
 
@@ -78,19 +83,19 @@ class RetryPolicy:
 
     def delay_s(self, failures: int) -> float:
         """Draw the wait in seconds after the given number of failures (1 or more)."""
-        # the exponent is bounded so that a huge max_attempts cannot overflow a float
+        # the exponent is capped so that a huge max_attempts cannot overflow a float
         bound = self.base.total_seconds() * self.factor ** min(failures - 1, 64)
         return random.uniform(0.0, min(bound, self.cap.total_seconds()))  # jitter, not a secret
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """How rows are taken from the table.
+    """How rows are leased from the table.
 
     Args:
-        duration: after this long without a heartbeat a row may be rescued.
-        max_starts: runs that never ended before the message is dead ("killed its process").
-        batch: rows leased together, 1 to 1,000; more where the next transaction takes more.
+        duration: a row without a heartbeat for this long may be rescued.
+        max_starts: starts without an end after which the message is dead ("killed its process").
+        batch: rows leased together, 1 to 1,000; raised if the next transaction takes more.
     """
 
     duration: timedelta = timedelta(minutes=5)
@@ -113,19 +118,20 @@ class Retention:
     """How long finished rows are kept.
 
     Args:
-        processed: age by completion time after which processed and discarded rows may be pruned;
-            it must be longer than the longest replay of any of your brokers.
-        batch: most rows deleted in one transaction; it begins with fewer, and adapts to the time they take.
+        processed: processed and discarded rows may be pruned this long after they finished. It must
+            exceed the longest replay any of your brokers can make.
+        batch: most rows deleted in one transaction. Pruning starts with fewer and adapts to how long they take.
         every: pause between two prune runs of `txbox run`.
-        window: from when to when, by the UTC clock of the database, `txbox run` and `txbox maintain` may
-            prune: `(time(1), time(5))`, or over midnight; None for always.
-        partition: the time that one partition holds, in a table that is partitioned by the time in its
-            ids: a whole number of hours.
-        ahead: how many partitions are made ahead, 1 to 100.
-        quarantine: how long a quarantine row is kept after it was accepted or discarded; one that waits for a
-            decision is never deleted.
-        quarantine_bytes: of the payloads in the quarantine together; beyond it the oldest are dropped, and
-            their rows stay.
+        window: when `txbox run` and `txbox maintain` may prune, by the database's clock in UTC:
+            `(time(1), time(5))`. It may span midnight; None for always.
+        partition: the time one partition covers, if the table is partitioned by the time in its
+            ids; a whole number of hours.
+        ahead: how many partitions are created in advance, 1 to 100.
+        quarantine: how long a quarantine row is kept after it was accepted or discarded. A row that
+            awaits a decision is never deleted.
+        quarantine_bytes: limit for all payloads in the quarantine together. Beyond it the oldest are
+            dropped; their rows stay.
+        activity: how long the counts per minute are kept; an hour or more.
     """
 
     processed: timedelta = timedelta(days=30)
@@ -136,11 +142,14 @@ class Retention:
     ahead: int = 7
     quarantine: timedelta = timedelta(days=30)
     quarantine_bytes: int = 256 * 1024 * 1024
+    activity: timedelta = timedelta(hours=48)
 
     def __post_init__(self) -> None:
         _check_durations(self, "processed", "every", "partition", "quarantine")
         _check_counts(self, 1, "batch", most=100_000)
         _check_counts(self, 0, "quarantine_bytes")
+        _check_durations(self, "activity")
+        _check(self.activity >= timedelta(hours=1), self, "activity", "an hour or more")
         _check(
             self.window is None or _are_utc_times(self.window),
             self,
@@ -162,13 +171,13 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class GapPolicy:
-    """What a consumer with `sequence=` does about versions that are missing.
+    """What a consumer with `sequence=` does about missing versions.
 
     Args:
-        first: the version that a key begins with; smaller ones are never waited for. None takes
-            whatever comes first as the beginning.
-        wait: how long a message waits for the versions before it that have not arrived; then the
-            event SequenceGap is raised, and it is processed.
+        first: the version a key starts with; smaller ones are never waited for. None starts with
+            whatever arrives first.
+        wait: how long a message waits for missing earlier versions. After that, the event
+            SequenceGap is raised and the message is processed.
     """
 
     first: int | None = 1
@@ -185,11 +194,11 @@ class RelayPolicy:
 
     Args:
         batch: rows leased and published together, 1 to 10,000.
-        lease: after this long the rows of a relay that went away may be sent by another.
-        confirm_within: how long a batch waits for its confirmations, each 500 messages of a larger
-            one; less than half of the lease.
-        poll: the longest pause between two looks at an empty outbox.
-        retry: when a message that was refused is sent again, and when it is given up.
+        lease: rows of a relay that went away may be sent by another after this long.
+        confirm_within: how long a batch waits for its confirmations, for each 500 messages of a
+            larger one; less than half the lease.
+        poll: the longest pause between two polls of an empty outbox.
+        retry: when a refused message is sent again, and when it is given up.
         keep_sent: how long sent rows are kept; zero deletes them at once.
     """
 
@@ -205,9 +214,7 @@ class RelayPolicy:
     def __post_init__(self) -> None:
         _check_counts(self, 1, "batch", most=10_000)
         _check_durations(self, "lease", "confirm_within", "poll")
-        _check(
-            self.confirm_within < self.lease / 2, self, "confirm_within", "under half of the lease"
-        )
+        _check(self.confirm_within < self.lease / 2, self, "confirm_within", "under half the lease")
         _check(type(self.retry) is RetryPolicy, self, "retry", "a RetryPolicy")
         _check_durations(self, "keep_sent", zero=True)
 
@@ -217,10 +224,10 @@ class Batching:
     """How many deliveries a lane takes at once.
 
     Args:
-        messages: deliveries, 1 to 10,000. In flight are at most three batches for each lane, and about
-            a thousand deliveries where that is more than three batches.
-        payload_bytes: sum of payloads after which a batch is closed; about twice that is in flight.
-        duration: what a transaction of several messages may take; slower handlers get smaller batches.
+        messages: deliveries, 1 to 10,000. At most three batches per lane are in flight, or about a
+            thousand deliveries if that is more.
+        payload_bytes: a batch is closed when its payloads exceed this; about twice as much is in flight.
+        duration: how long a transaction of several messages may take; slower handlers get smaller batches.
     """
 
     messages: int = 100
@@ -239,16 +246,16 @@ class Limits:
 
     Args:
         payload_bytes: a larger payload is quarantined.
-        quarantined_bytes: a payload larger than even this is cut to it in the quarantine.
-        headers_bytes: larger headers are quarantined.
-        error_bytes: error text and traceback are cut to this.
-        lock_timeout: the longest wait for another transaction that holds the same message id; an
-            App that is given no Limits takes half of its lease where that is shorter.
+        quarantined_bytes: a payload larger than this is truncated in the quarantine.
+        headers_bytes: a message with larger headers is quarantined.
+        error_bytes: error text and traceback are truncated to this.
+        lock_timeout: the longest wait for another transaction that holds the same message id. By
+            default an App uses half its lease if that is shorter.
         conflict_retries: immediate retries after a deadlock or serialization failure.
-        unavailable_for: how long `process` waits for the database before it raises; a worker waits on.
-        connections: how many lanes of one worker work in a transaction at a time, each on a connection; the
-            others wait for their turn. None: 16, or the largest `concurrency` of a handler with a
-            transaction where that is more. A worker needs a few beside: see docs/howto/service.md.
+        unavailable_for: how long `process` waits for the database before it raises; a worker keeps waiting.
+        connections: how many lanes of one worker may be in a transaction at a time, each on its own
+            connection; the others wait. None: 16, or the largest `concurrency` of a transactional
+            handler if that is more. A worker needs a few more: see docs/howto/service.md.
     """
 
     payload_bytes: int = 1024 * 1024
@@ -262,7 +269,7 @@ class Limits:
 
     @classmethod
     def within(cls, lease: Lease) -> Limits:
-        """The defaults, with a claim that gives up before a short lease runs out."""
+        """The defaults, with a lock timeout short enough that a claim gives up before a short lease expires."""
         return cls(lock_timeout=min(cls().lock_timeout, lease.duration / 2))
 
     def __post_init__(self) -> None:
@@ -274,11 +281,159 @@ class Limits:
             _check_counts(self, 1, "connections")
 
 
+#: Headers that HTTP, gateways and webhook schemes authenticate with. They open doors elsewhere, so no row keeps them
+#: and no relay forwards them. Matched by name, not by pattern: a handler's `page-token` is harmless.
+CREDENTIAL_HEADERS = frozenset(
+    {
+        "authorization", "proxy-authorization", "x-authorization", "x-forwarded-authorization", "cookie", "cookie2",
+        "set-cookie", "set-cookie2", "x-api-key", "api-key", "apikey", "x-apikey", "ocp-apim-subscription-key",
+        "x-auth-token", "x-access-token", "access-token", "x-id-token", "x-refresh-token", "x-session-token",
+        "x-csrf-token", "x-xsrf-token", "x-functions-key", "x-goog-api-key", "x-goog-iap-jwt-assertion",
+        "x-amz-security-token", "x-amzn-oidc-accesstoken", "x-amzn-oidc-data", "x-vault-token",
+        "x-ms-token-aad-access-token", "x-ms-token-aad-id-token", "x-ms-token-aad-refresh-token",
+        "x-forwarded-access-token", "cf-access-jwt-assertion",
+        "cf-access-client-secret", "private-token", "job-token", "x-gitlab-token", "x-github-token", "x-secret",
+        "x-webhook-secret", "x-webhook-token", "x-telegram-bot-api-secret-token", "x-slack-signature",
+        "x-hub-signature", "x-hub-signature-256", "stripe-signature", "webhook-signature", "svix-signature",
+        "x-shopify-hmac-sha256", "x-twilio-signature", "x-signature", "x-webhook-signature", "password",
+    }
+)  # fmt: skip
+#: Shown in place of what a rule hides.
+HIDDEN = "***"
+_WITHHELD_ERROR = "(withheld: a rule of App(redact=…) failed on this text)"
+_WITHHELD_JSON = b'"(withheld: App(redact=...) names fields in it, but it is not valid JSON)"'
+
+
+@dataclass(frozen=True, slots=True)
+class Redaction:
+    """What operators, logs and stored error texts never show. Handlers, hashes and brokers see everything.
+
+    Args:
+        headers: headers whose values are hidden, in addition to credentials, which are always hidden.
+        fields: JSON paths to hide: "body.card.number" in payloads, "result.token" in what handlers
+            returned. A path applies to every element of a list; "*" matches any name. Everything below
+            the path is hidden. A payload that is not JSON is hidden entirely.
+        errors: what to hide in error texts, tracebacks and reasons: regular expressions, or a callable
+            from text to text. The callable may be applied to its own result.
+
+    If a rule fails, the whole text is withheld.
+    """
+
+    headers: Sequence[str] = ()
+    fields: Sequence[str] = ()
+    errors: Callable[[str], str] | Sequence[str | re.Pattern[str]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("headers", "fields"):
+            given = getattr(self, name)
+            _check(_are_texts(given), self, name, "a sequence of texts")
+        for path in self.fields:
+            root, *names = path.split(".")
+            fits = root in ("body", "result") and all(names)
+            _check(fits, self, "fields", "paths such as 'body.card.number' or 'result.token'")
+        if not callable(self.errors):
+            _check(not isinstance(self.errors, str), self, "errors", "a callable or a sequence")
+            try:
+                compiled = tuple(re.compile(pattern) for pattern in self.errors)
+            except (TypeError, re.error) as error:
+                raise ConfigurationError(
+                    f"invalid regular expression in Redaction.errors {self.errors!r}: {error}."
+                ) from None
+            object.__setattr__(self, "errors", compiled)
+
+    def header(self, name: str, value: str | None) -> str | None:
+        """Return the value of a header as it may be shown."""
+        lower = name.lower()
+        hidden = lower in CREDENTIAL_HEADERS or any(lower == rule.lower() for rule in self.headers)
+        return HIDDEN if hidden and value is not None else value
+
+    def error(self, text: str) -> str:
+        """Return an error text as it may be stored, logged and shown."""
+        try:
+            if callable(self.errors):
+                shown = self.errors(text)
+                return shown if isinstance(cast("object", shown), str) else _WITHHELD_ERROR
+            for pattern in self.errors:
+                text = cast("re.Pattern[str]", pattern).sub(HIDDEN, text)
+        except Exception:  # noqa: BLE001
+            # a rule is user code: show nothing it could not check, and still record the failure at hand
+            return _WITHHELD_ERROR
+        return text
+
+    def json(self, what: Literal["body", "result"], data: bytes) -> tuple[bytes, bool]:
+        """Return a payload or result as it may be shown, and whether anything in it is hidden."""
+        paths = [path.split(".")[1:] for path in self.fields if path.partition(".")[0] == what]
+        if not paths:
+            return data, False
+        if [] in paths:
+            return json.dumps(HIDDEN).encode(), True
+        try:
+            value, hidden = parsed(data), False
+            for path in paths:
+                hidden |= _hide(value, path)
+            # written anew: of a duplicate name only the value that was checked is left
+            return json.dumps(value, ensure_ascii=False).encode(), hidden
+        except (ValueError, RecursionError):
+            return _WITHHELD_JSON, True
+
+    def was_shown(self, payload: bytes) -> bool:
+        """Say whether a payload was copied from what is shown: what a rule names is hidden in it."""
+        paths = [path.split(".")[1:] for path in self.fields if path.startswith("body")]
+        if not paths:
+            return False
+        try:
+            value = parsed(payload)
+        except (ValueError, RecursionError):
+            return False
+        withheld = value in (HIDDEN, json.loads(_WITHHELD_JSON))
+        return withheld or any(HIDDEN in _found(value, path) for path in paths)
+
+
+def _found(value: object, path: Sequence[str]) -> list[object]:
+    """What stands where a path leads."""
+    if not path:
+        return [value]
+    inner: list[object] = []
+    if isinstance(value, list):
+        for item in cast("list[object]", value):
+            inner += _found(item, path)
+    elif isinstance(value, dict):
+        found = cast("dict[str, object]", value)
+        for name in [*found] if path[0] == "*" else [path[0]] if path[0] in found else []:
+            inner += _found(found[name], path[1:])
+    return inner
+
+
+def _hide(value: object, path: Sequence[str]) -> bool:
+    hidden = False
+    if isinstance(value, list):
+        for item in cast("list[object]", value):
+            hidden |= _hide(item, path)
+    if not isinstance(value, dict):
+        return hidden
+    found = cast("dict[str, object]", value)
+    for name in [*found] if path[0] == "*" else [path[0]] if path[0] in found else []:
+        if len(path) == 1:
+            found[name] = HIDDEN
+            hidden = True
+        else:
+            hidden |= _hide(found[name], path[1:])
+    return hidden
+
+
+def _are_texts(given: object) -> bool:
+    return (
+        isinstance(given, Sequence)
+        and not isinstance(given, str)
+        and all(isinstance(item, str) and item for item in cast("Sequence[object]", given))
+    )
+
+
 def check_policies(**given: tuple[object, type]) -> None:
-    """Check that each argument is None or its policy, which stands beside it.
+    """Check that each argument is None or an instance of the policy given with it.
 
     Raises:
-        ConfigurationError: one is something else.
+        ConfigurationError: an argument is something else.
     """
     for name, (value, policy) in given.items():
         if value is not None and not isinstance(value, policy):
@@ -286,7 +441,7 @@ def check_policies(**given: tuple[object, type]) -> None:
 
 
 def check_duration(name: str, given: object) -> None:
-    """Check an argument that is a timedelta or None.
+    """Check that an argument is a timedelta or None.
 
     Raises:
         ConfigurationError: it is something else.

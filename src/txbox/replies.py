@@ -1,4 +1,4 @@
-"""Replies: what a handler returns is staged in its own transaction, to the topic that the sender waits on.
+"""Replies: what a handler returns is staged in its transaction, for the topic the sender waits on.
 
 Source: https://www.enterpriseintegrationpatterns.com/patterns/messaging/ReturnAddress.html
 """
@@ -11,20 +11,20 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from txbox.handlers import HandlerOptions, is_async_function
+from txbox.handlers import HandlerOptions, Run, is_async_function
 from txbox.message import Message
-from txbox.outbox import Outbox, Outgoing, Run, cause_of, encoded
+from txbox.outbox import Outbox, Outgoing, cause_of, encoded
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# beyond the ordinals of anything that the handler itself stages: the reply's id does not depend on those
+# beyond any ordinal the handler itself can reach, so the reply's id does not depend on what else was staged
 _REPLY = 1 << 64
 
 
 def replying(function: F, options: HandlerOptions, outbox: Outbox) -> F:
-    """Wrap a handler so that what it returns is staged as a reply; None is no reply.
+    """Wrap a handler so that its return value is staged as a reply; None means no reply.
 
-    Guarantee: two replies to a message have one id if, and only if, they say the same.
+    Guarantee: two replies to one message have the same id if, and only if, their content is the same.
     """
     if options.reply_to is None:
         return function
@@ -59,7 +59,7 @@ def _caused_by(message: Message[Any], reply: Outgoing) -> Run:
 def _reply(message: Message[Any], answer: Any, options: HandlerOptions) -> Outgoing | None:
     run, _ = cause_of(None)
     if run is not None and run.replied is not None:
-        # a replay replies what was replied before
+        # a replay sends the same reply as before
         answer = json.loads(run.replied)
     if answer is None:
         return None
@@ -68,7 +68,7 @@ def _reply(message: Message[Any], answer: Any, options: HandlerOptions) -> Outgo
         return None
     headers: tuple[tuple[str, str], ...] = ()
     if message.headers.text("correlation-id") is None:
-        # a requester that named nothing else knows its request by its id
+        # a requester without a correlation id knows its request by the message id
         headers = (("correlation-id", str(message.id)),)
     return Outgoing(
         topic=str(topic), body=answer, key=message.key, headers=headers, cause=message,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.setting import Setting, opened
-from tests.conftest import NewDatabase
+from tests.support.databases import NewDatabase
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, Producer
 
-from tests.brokers.kafka_support import (
+from tests.support.brokers.kafka import (
     PROTOCOLS,
     MockCluster,
     committed,
@@ -20,7 +20,7 @@ from tests.brokers.kafka_support import (
     produce,
     take,
 )
-from tests.runtime.support import eventually
+from tests.support.waiting import eventually
 from txbox import Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
@@ -113,32 +113,36 @@ def test_a_topic_made_again_has_other_weak_ids(kafka_bootstrap: str) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_only_the_gapless_front_is_committed(kafka_bootstrap: str, protocol: str) -> None:
-    topic, own = new_topic(kafka_bootstrap), new_group()
+    topic, group_id = new_topic(kafka_bootstrap), new_group()
     produce(kafka_bootstrap, topic, range(6))
-    with opened(Kafka(kafka_bootstrap, group=own, options=PROTOCOLS[protocol]), topic) as source:
+    with opened(
+        Kafka(kafka_bootstrap, group=group_id, options=PROTOCOLS[protocol]), topic
+    ) as source:
         found = take(source, 6)
         source.settle([found[0], found[1], found[4], found[2], found[5]])
-    assert committed(kafka_bootstrap, own, topic) == 3
-    with opened(Kafka(kafka_bootstrap, group=own, options=PROTOCOLS[protocol]), topic) as source:
+    assert committed(kafka_bootstrap, group_id, topic) == 3
+    with opened(
+        Kafka(kafka_bootstrap, group=group_id, options=PROTOCOLS[protocol]), topic
+    ) as source:
         again = take(source, 3)
         assert [message_of(one).origin["offset"] for one in again] == [3, 4, 5]
         source.settle(found)  # of an assignment that is over: ignored
-    assert committed(kafka_bootstrap, own, topic) == 3
+    assert committed(kafka_bootstrap, group_id, topic) == 3
 
 
 def test_gaps_of_transactions_are_no_gaps(kafka_bootstrap: str) -> None:
-    topic, own = new_topic(kafka_bootstrap), new_group()
+    topic, group_id = new_topic(kafka_bootstrap), new_group()
     producer = Producer({"bootstrap.servers": kafka_bootstrap, "transactional.id": topic})
     producer.init_transactions(20)
     for body, end in ((b"1", "commit"), (b"2", "abort"), (b"3", "commit")):
         producer.begin_transaction()
         producer.produce(topic, body)
         getattr(producer, f"{end}_transaction")(20)
-    with opened(Kafka(kafka_bootstrap, group=own), topic) as source:
+    with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
         found = take(source, 2)
         assert [message_of(one).payload for one in found] == [b"1", b"3"]
         source.settle(found)
-    with opened(Kafka(kafka_bootstrap, group=own), topic) as source:
+    with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
         assert nothing_comes(source)
 
 
@@ -161,20 +165,20 @@ def mock_cluster() -> Iterator[MockCluster]:
     ],
 )
 def test_a_commit_refused_by_a_rebalance_stops_nobody(mock_cluster: MockCluster, code: int) -> None:
-    topic, own = mock_cluster.topic(), new_group()
+    topic, group_id = mock_cluster.topic(), new_group()
     produce(mock_cluster.bootstrap, topic, range(3))
-    with opened(Kafka(mock_cluster.bootstrap, group=own), topic) as source:
+    with opened(Kafka(mock_cluster.bootstrap, group=group_id), topic) as source:
         found = take(source, 3)
         mock_cluster.refuse_commits(code)
         source.settle(found[:1])  # refused: nothing is raised
         source.settle(found[1:2])
-    assert committed(mock_cluster.bootstrap, own, topic) <= 2
+    assert committed(mock_cluster.bootstrap, group_id, topic) <= 2
 
 
 def test_nobody_waits_for_the_answer_to_a_commit(mock_cluster: MockCluster) -> None:
-    topic, own = mock_cluster.topic(), new_group()
+    topic, group_id = mock_cluster.topic(), new_group()
     produce(mock_cluster.bootstrap, topic, range(3))
-    with opened(Kafka(mock_cluster.bootstrap, group=own), topic) as source:
+    with opened(Kafka(mock_cluster.bootstrap, group=group_id), topic) as source:
         found = take(source, 3)
         mock_cluster.answer_after(5_000)
         asked_at = time.monotonic()
@@ -182,13 +186,13 @@ def test_nobody_waits_for_the_answer_to_a_commit(mock_cluster: MockCluster) -> N
         source.tend([])
         assert time.monotonic() - asked_at < 4
         mock_cluster.answer_after(0)
-    assert committed(mock_cluster.bootstrap, own, topic) == 3
+    assert committed(mock_cluster.bootstrap, group_id, topic) == 3
 
 
 def test_a_refused_commit_is_said_and_asked_for_again(mock_cluster: MockCluster) -> None:
-    topic, own = mock_cluster.topic(), new_group()
+    topic, group_id = mock_cluster.topic(), new_group()
     produce(mock_cluster.bootstrap, topic, range(3))
-    with opened(Kafka(mock_cluster.bootstrap, group=own), topic) as source:
+    with opened(Kafka(mock_cluster.bootstrap, group=group_id), topic) as source:
         found = take(source, 3)
         mock_cluster.refuse_commits(KafkaError.TOPIC_AUTHORIZATION_FAILED)
         source.settle(found)
@@ -197,14 +201,14 @@ def test_a_refused_commit_is_said_and_asked_for_again(mock_cluster: MockCluster)
             try:
                 source.receive(100, 0.1)
             except BrokerUnavailable as error:
-                return "did not take the commit" in str(error)
+                return "did not accept the commit" in str(error)
             return False
 
         eventually(is_said, "BrokerUnavailable")
 
         def is_committed() -> bool:
             source.receive(100, 0.1)
-            return committed(mock_cluster.bootstrap, own, topic) == 3
+            return committed(mock_cluster.bootstrap, group_id, topic) == 3
 
         eventually(is_committed, "the commit")
 

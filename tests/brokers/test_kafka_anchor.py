@@ -14,11 +14,12 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.brokers.kafka_support import Nothing, committed, new_topic, produce
-from tests.databases import Raw
-from tests.runtime.support import eventually, running, worker
-from tests.servers import server_urls
-from tests.shop import AT_ONCE, CONSUMER, add_effect, create_effects
+from tests.support.brokers.kafka import Nothing, committed, new_topic, produce
+from tests.support.databases import Raw
+from tests.support.servers import server_urls
+from tests.support.shop import AT_ONCE, CONSUMER, add_effect, create_effects
+from tests.support.waiting import eventually
+from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.base import Anchor, Delivery
 from txbox.brokers.kafka import Kafka
@@ -71,7 +72,7 @@ class Service:
     def effects(self) -> dict[int, int]:
         with Raw(self.url) as raw:
             found = raw.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
-        return {int(own): int(count) for own, count in found}
+        return {int(row): int(count) for row, count in found}
 
     def has(self, count: int) -> None:
         """Each of the first so many messages has one effect."""
@@ -128,9 +129,9 @@ class Backup:
 
 @pytest.fixture
 def backup(postgresql_url: str) -> Iterator[Backup]:
-    own = Backup(postgresql_url)
-    yield own
-    own.close()
+    made = Backup(postgresql_url)
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)
@@ -307,7 +308,7 @@ def test_partitions_that_move_keep_their_anchors(
     assert len(anchors) == 4
     assert sum(int(state) for (state,) in anchors) == produced + 20
     # nothing is read again without a reason
-    assert not [own for own in caplog.records if "reads" in own.getMessage()]
+    assert not [record for record in caplog.records if "reads" in record.getMessage()]
 
 
 # -- the anchors ------------------------------------------------------------------------------
@@ -321,25 +322,25 @@ def test_two_writers_never_move_an_anchor_back(database_url: str) -> None:
     assert start.position is None
     seen: list[list[int]] = [[], []]
 
-    def write(own: int) -> None:
+    def write(message_id: int) -> None:
         # the zombie's positions lag behind; both are facts
-        for position in range(10 - own * 3, 60, 2):
+        for position in range(10 - message_id * 3, 60, 2):
             moves = {name: (max(position, 1), start) for name in names}
             while True:
                 try:
-                    after = stores[own].advance(moves)
+                    after = stores[message_id].advance(moves)
                 except StoreError:
                     continue
                 break
-            seen[own].append(min(anchor.position or 0 for anchor in after.values()))
+            seen[message_id].append(min(anchor.position or 0 for anchor in after.values()))
 
-    threads = [threading.Thread(target=write, args=(own,)) for own in range(2)]
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    for own in range(2):
-        assert seen[own] == sorted(seen[own])
+    for each in range(2):
+        assert seen[each] == sorted(seen[each])
     final = stores[1].read(names)
     assert {anchor.position for anchor in final.values()} == {59}
     # numbers, not text
@@ -406,7 +407,9 @@ class Memory:
 
 
 def offsets(deliveries: Sequence[Delivery]) -> list[int]:
-    return [own.message.origin["offset"] for own in deliveries if own.message is not None]
+    return [
+        delivery.message.origin["offset"] for delivery in deliveries if delivery.message is not None
+    ]
 
 
 @contextmanager
@@ -449,10 +452,10 @@ def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
         source.settle(after)
     assert list(progress.positions.values()) == [10]
     consumer = Consumer({"bootstrap.servers": kafka_bootstrap, "group.id": group})
-    (own,) = consumer.committed([TopicPartition(topic, 0)], timeout=20)
+    (positions,) = consumer.committed([TopicPartition(topic, 0)], timeout=20)
     consumer.close()
-    assert own.offset == 10
-    mark, _, floor = str(own.metadata).rpartition(" ")
+    assert positions.offset == 10
+    mark, _, floor = str(positions.metadata).rpartition(" ")
     assert (mark.rpartition(" ")[0], floor) == ("txbox anchored", "0")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.brokers.kafka_support import (
+from tests.support.brokers.kafka import (
     PROTOCOLS,
     MakeRaw,
     committed,
@@ -23,10 +23,10 @@ from tests.brokers.kafka_support import (
     said,
     service,
 )
-from tests.databases import Raw
-from tests.runtime.support import eventually
-from tests.servers.control import ThrowawayKafka
-from tests.shop import create_effects, statuses
+from tests.support.databases import Raw
+from tests.support.servers.control import ThrowawayKafka
+from tests.support.shop import create_effects, statuses
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.brokers
 
@@ -37,8 +37,8 @@ _SESSION = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500}
 def bootstrap(request: pytest.FixtureRequest) -> str:
     """Of the shared broker; KIP-848 groups take one whose settings make dead members missed soon."""
     if request.node.callspec.params["protocol"] == "kip-848":
-        own: ThrowawayKafka = request.getfixturevalue("own_kafka")
-        return own.bootstrap
+        server: ThrowawayKafka = request.getfixturevalue("throwaway_kafka")
+        return server.bootstrap
     shared: str = request.getfixturevalue("kafka_bootstrap")
     return shared
 
@@ -74,10 +74,10 @@ class Load:
 def test_kafka_rebalance_mid_batch(
     protocol: str, bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
-    topic, own, database = new_topic(bootstrap, 6), new_group(), raw(postgresql_url)
+    topic, group_id, database = new_topic(bootstrap, 6), new_group(), raw(postgresql_url)
     create_effects(database)
     plan = {
-        "url": postgresql_url, "bootstrap": bootstrap, "group": own, "topic": topic,
+        "url": postgresql_url, "bootstrap": bootstrap, "group": group_id, "topic": topic,
         "handle_s": 0.01, "options": options_of(protocol),
     }  # fmt: skip
     load = Load(bootstrap, topic, database)
@@ -97,7 +97,7 @@ def test_kafka_rebalance_mid_batch(
         load.more()
         each_once(database, range(load.produced))
         assert leaves.wait(20) == 0
-        eventually(lambda: lag(bootstrap, own, topic, 6) == 0, "all is committed")
+        eventually(lambda: lag(bootstrap, group_id, topic, 6) == 0, "all is committed")
     assert statuses(database) == {"processed": load.produced}
     assert set(notes(database).values()) == {1}
     # the third died while it held partitions: it gave nothing back
@@ -111,10 +111,10 @@ def test_kafka_rebalance_mid_batch(
 def test_a_frozen_worker_commits_nothing_of_what_it_lost(
     protocol: str, bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
-    topic, own, database = new_topic(bootstrap, 4), new_group(), raw(postgresql_url)
+    topic, group_id, database = new_topic(bootstrap, 4), new_group(), raw(postgresql_url)
     create_effects(database)
     plan = {
-        "url": postgresql_url, "bootstrap": bootstrap, "group": own, "topic": topic,
+        "url": postgresql_url, "bootstrap": bootstrap, "group": group_id, "topic": topic,
         "handle_s": 0.02, "options": options_of(protocol),
     }  # fmt: skip
     load = Load(bootstrap, topic, database)
@@ -126,12 +126,12 @@ def test_a_frozen_worker_commits_nothing_of_what_it_lost(
         frozen_at = len(one.read_bytes())
         load.more()
         each_once(database, range(load.produced))  # the other has taken over, after the session
-        eventually(lambda: lag(bootstrap, own, topic, 4) == 0, "all is committed")
+        eventually(lambda: lag(bootstrap, group_id, topic, 4) == 0, "all is committed")
         freezes.send_signal(signal.SIGCONT)
         eventually(lambda: said(one, "on_lost:done"), "the loss is noticed")
         load.more()
         each_once(database, range(load.produced))
-        eventually(lambda: lag(bootstrap, own, topic, 4) == 0, "all is committed")
+        eventually(lambda: lag(bootstrap, group_id, topic, 4) == 0, "all is committed")
     assert statuses(database) == {"processed": load.produced}
     since = one.read_bytes()[frozen_at:].decode().splitlines()
     lost = next(at for at, line in enumerate(since) if line.startswith("on_lost "))
@@ -144,17 +144,17 @@ def test_a_frozen_worker_commits_nothing_of_what_it_lost(
 def test_a_handler_slower_than_the_poll_interval_runs_once(
     kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
     create_effects(database)
     produce(kafka_bootstrap, topic, ["slow", "next"])
     plan = {
-        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": group_id, "topic": topic,
         "handle_s": 8.0, "lease_s": 30, "options": _SESSION | {"max.poll.interval.ms": 6000},
     }  # fmt: skip
     output = tmp_path / "one"
     with service(plan, output):
         each_once(database, ["slow", "next"])
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 2, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 2, "the commit")
     assert handled(output) == ["slow", "next"]
     assert len(said(output, "handling")) == 2
     assert len(said(output, "on_assign", "on_revoke", "on_lost")) == 1  # no rebalance
@@ -165,17 +165,17 @@ def test_a_handler_slower_than_the_poll_interval_runs_once(
 def test_a_killed_worker_loses_and_doubles_nothing(
     point: str, kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
     create_effects(database)
     produce(kafka_bootstrap, topic, range(30))
     # static membership: the successor need not wait until the dead member's session ends
     plan = {
-        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
-        "options": {"group.instance.id": own},
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": group_id, "topic": topic,
+        "options": {"group.instance.id": group_id},
     }  # fmt: skip
     with service(plan, tmp_path / "1", (point, 2)) as process:
         assert process.wait(20) == -signal.SIGKILL
     with service(plan, tmp_path / "2"):
         each_once(database, range(30))
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 30, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 30, "the commit")
     assert set(notes(database).values()) == {1}

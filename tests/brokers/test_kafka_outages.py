@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers.kafka_support import (
+from tests.support.brokers.kafka import (
     MakeRaw,
     committed,
     each_once,
@@ -25,10 +25,10 @@ from tests.brokers.kafka_support import (
     said,
     service,
 )
-from tests.databases import Raw
-from tests.runtime.support import eventually
-from tests.servers.control import ThrowawayKafka, ThrowawayKafkaCluster, ThrowawayPostgres
-from tests.shop import create_effects, statuses
+from tests.support.databases import Raw
+from tests.support.servers.control import ThrowawayKafka, ThrowawayKafkaCluster, ThrowawayPostgres
+from tests.support.shop import create_effects, statuses
+from tests.support.waiting import eventually
 from txbox import App
 
 pytestmark = pytest.mark.brokers
@@ -61,14 +61,14 @@ def feeding(bootstrap: str, topic: str, pause_s: float = 0.1) -> Iterator[list[i
 def test_a_database_that_is_away_costs_neither_messages_nor_membership(
     kafka_bootstrap: str, tmp_path: Path
 ) -> None:
-    topic, own, output = new_topic(kafka_bootstrap, 2), new_group(), tmp_path / "one"
+    topic, group_id, output = new_topic(kafka_bootstrap, 2), new_group(), tmp_path / "one"
     with ThrowawayPostgres() as server:
         with App(server.url) as app:
             app.init()
         with Raw(server.url) as database:
             create_effects(database)
         plan = {
-            "url": server.url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+            "url": server.url, "bootstrap": kafka_bootstrap, "group": group_id, "topic": topic,
             "handle_s": 0.02, "lease_s": 10,
             # away for longer than both
             "options": {"session.timeout.ms": 6000, "max.poll.interval.ms": 6000},
@@ -85,7 +85,9 @@ def test_a_database_that_is_away_costs_neither_messages_nor_membership(
             server.start()
             with Raw(server.url) as database:
                 each_once(database, range(150))
-                eventually(lambda: lag(kafka_bootstrap, own, topic, 2) == 0, "all is committed")
+                eventually(
+                    lambda: lag(kafka_bootstrap, group_id, topic, 2) == 0, "all is committed"
+                )
                 assert statuses(database) == {"processed": 150}
                 # an attempt counts when the handler failed
                 assert database.rows("SELECT DISTINCT attempts, error_type FROM txbox_inbox") == [
@@ -100,24 +102,30 @@ def test_a_database_that_is_away_costs_neither_messages_nor_membership(
 
 
 def test_consumption_goes_on_after_the_broker_was_killed_and_restarted(
-    own_kafka: ThrowawayKafka, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+    throwaway_kafka: ThrowawayKafka, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
-    topic, own, database = new_topic(own_kafka.bootstrap, 2), new_group(), raw(postgresql_url)
+    topic, group_id, database = (
+        new_topic(throwaway_kafka.bootstrap, 2),
+        new_group(),
+        raw(postgresql_url),
+    )
     create_effects(database)
     plan = {
-        "url": postgresql_url, "bootstrap": own_kafka.bootstrap, "group": own, "topic": topic,
+        "url": postgresql_url, "bootstrap": throwaway_kafka.bootstrap, "group": group_id, "topic": topic,
         "handle_s": 0.01,
     }  # fmt: skip
     output = tmp_path / "one"
-    produce(own_kafka.bootstrap, topic, range(300))
+    produce(throwaway_kafka.bootstrap, topic, range(300))
     with service(plan, output) as process:
         eventually(lambda: len(handled(output)) > 30, "work")
-        own_kafka.stop(immediate=True)
+        throwaway_kafka.stop(immediate=True)
         assert len(notes(database)) < 300  # in the middle
-        own_kafka.start()
-        produce(own_kafka.bootstrap, topic, range(300, 340))
+        throwaway_kafka.start()
+        produce(throwaway_kafka.bootstrap, topic, range(300, 340))
         each_once(database, range(340))
-        eventually(lambda: lag(own_kafka.bootstrap, own, topic, 2) == 0, "all is committed")
+        eventually(
+            lambda: lag(throwaway_kafka.bootstrap, group_id, topic, 2) == 0, "all is committed"
+        )
         assert process.poll() is None
     assert statuses(database) == {"processed": 340}
 
@@ -125,11 +133,11 @@ def test_consumption_goes_on_after_the_broker_was_killed_and_restarted(
 def test_a_drained_worker_has_committed_what_is_settled_and_nothing_else(
     kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
     create_effects(database)
     produce(kafka_bootstrap, topic, range(60))
     plan = {
-        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": group_id, "topic": topic,
         "handle_s": 0.05,
     }  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
@@ -142,10 +150,10 @@ def test_a_drained_worker_has_committed_what_is_settled_and_nothing_else(
     settled = database.value(
         "SELECT count(*) FROM txbox_inbox WHERE status = 'processed' OR has_payload"
     )
-    assert committed(kafka_bootstrap, own, topic) == settled < 60
+    assert committed(kafka_bootstrap, group_id, topic) == settled < 60
     with service(plan | {"handle_s": 0.0}, two):
         each_once(database, range(60))
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 60, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 60, "the commit")
     # the rest came again, and only the rest
     assert sorted(map(int, handled(one) + handled(two))) == list(range(60))
     assert len(said(one, "handling") + said(two, "handling")) == 60
@@ -155,13 +163,16 @@ def test_a_drained_worker_has_committed_what_is_settled_and_nothing_else(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_broker_of_three_is_killed_under_load_and_another_restarted(
-    own_kafka_cluster: ThrowawayKafkaCluster, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+    throwaway_kafka_cluster: ThrowawayKafkaCluster,
+    postgresql_url: str,
+    raw: MakeRaw,
+    tmp_path: Path,
 ) -> None:
-    cluster, database = own_kafka_cluster, raw(postgresql_url)
-    topic, own = new_topic(cluster.bootstrap, 6, copies=3), new_group()
+    cluster, database = throwaway_kafka_cluster, raw(postgresql_url)
+    topic, group_id = new_topic(cluster.bootstrap, 6, copies=3), new_group()
     create_effects(database)
     plan = {
-        "url": postgresql_url, "bootstrap": cluster.bootstrap, "group": own, "topic": topic,
+        "url": postgresql_url, "bootstrap": cluster.bootstrap, "group": group_id, "topic": topic,
         "handle_s": 0.005, "options": {"session.timeout.ms": 10_000},
     }  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
@@ -184,7 +195,7 @@ def test_one_broker_of_three_is_killed_under_load_and_another_restarted(
             cluster.start(other)
             goes_on(f"work after broker {other} was restarted")
         each_once(database, fed)
-        eventually(lambda: lag(cluster.bootstrap, own, topic, 6) == 0, "all is committed")
+        eventually(lambda: lag(cluster.bootstrap, group_id, topic, 6) == 0, "all is committed")
     assert statuses(database) == {"processed": len(fed)}
     assert handled(one)
     assert handled(two)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.brokers.kafka_support import MockCluster, opened, produce
-from tests.runtime.support import eventually
+from tests.support.brokers.kafka import MockCluster, opened, produce
+from tests.support.waiting import eventually
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.errors import BrokerUnavailable

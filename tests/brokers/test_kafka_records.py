@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from tests.brokers.kafka_support import (
+from tests.support.brokers.kafka import (
     MakeRaw,
     committed,
     each_once,
@@ -20,8 +20,9 @@ from tests.brokers.kafka_support import (
     produce,
     take,
 )
-from tests.runtime.support import eventually, running, worker
-from tests.shop import AT_ONCE, CONSUMER, add_effect, create_effects, quarantined, statuses
+from tests.support.shop import AT_ONCE, CONSUMER, add_effect, create_effects, quarantined, statuses
+from tests.support.waiting import eventually
+from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.kafka import Kafka
 from txbox.worker import Worker
@@ -48,8 +49,8 @@ def one_worker(
 
 def transaction(producer: Producer, topic: str, ids: range, end: str) -> None:
     producer.begin_transaction()
-    for own in ids:
-        producer.produce(topic, b"{}", headers=[("message-id", str(own).encode())])
+    for message_id in ids:
+        producer.produce(topic, b"{}", headers=[("message-id", str(message_id).encode())])
     assert producer.flush(20) == 0
     getattr(producer, f"{end}_transaction")(20)
 
@@ -58,7 +59,7 @@ def test_the_front_passes_over_aborted_messages_and_markers(
     kafka_bootstrap: str, sqlite_url: str, raw: MakeRaw
 ) -> None:
     """Offsets: 0-4 and the marker 5, 6-10 aborted and the marker 11, 12-16 and the marker 17, 18 plain."""
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
     create_effects(database)
     producer = Producer({"bootstrap.servers": kafka_bootstrap, "transactional.id": topic})
     producer.init_transactions(20)
@@ -66,44 +67,44 @@ def test_the_front_passes_over_aborted_messages_and_markers(
     transaction(producer, topic, range(5, 10), "abort")
     transaction(producer, topic, range(10, 15), "commit")
     seen: list[Message[Any]] = []
-    with running(one_worker(sqlite_url, kafka_bootstrap, topic, own, seen)):
+    with running(one_worker(sqlite_url, kafka_bootstrap, topic, group_id, seen)):
         each_once(database, [*range(5), *range(10, 15)])
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 17, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 17, "the commit")
         produce(kafka_bootstrap, topic, ["plain"])
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 19, "the next commit")
-    assert [own.origin["offset"] for own in seen] == [0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 18]
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 19, "the next commit")
+    assert [entry.origin["offset"] for entry in seen] == [0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 18]
     # nothing of it comes again
-    with running(one_worker(sqlite_url, kafka_bootstrap, topic, own, seen)):
+    with running(one_worker(sqlite_url, kafka_bootstrap, topic, group_id, seen)):
         produce(kafka_bootstrap, topic, ["later"])
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 20, "the last commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 20, "the last commit")
     assert len(seen) == 12
     assert statuses(database) == {"processed": 12}
 
 
 def test_a_gap_does_not_let_the_front_pass_an_open_message(kafka_bootstrap: str) -> None:
-    topic, own = new_topic(kafka_bootstrap), new_group()
+    topic, group_id = new_topic(kafka_bootstrap), new_group()
     producer = Producer({"bootstrap.servers": kafka_bootstrap, "transactional.id": topic})
     producer.init_transactions(20)
     transaction(producer, topic, range(2), "commit")  # 0, 1 and the marker 2
     transaction(producer, topic, range(2, 4), "abort")  # 3, 4 and the marker 5
     transaction(producer, topic, range(4, 6), "commit")  # 6, 7 and the marker 8
-    with opened(Kafka(kafka_bootstrap, group=own), topic) as source:
+    with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
         found = take(source, 4)
         source.settle([found[0], found[2], found[3]])
-    assert committed(kafka_bootstrap, own, topic) == 1
-    with opened(Kafka(kafka_bootstrap, group=own), topic) as source:
+    assert committed(kafka_bootstrap, group_id, topic) == 1
+    with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
         found = take(source, 3)
         source.settle([found[0]])
-    assert committed(kafka_bootstrap, own, topic) == 2
-    with opened(Kafka(kafka_bootstrap, group=own), topic) as source:
+    assert committed(kafka_bootstrap, group_id, topic) == 2
+    with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
         source.settle(take(source, 2))
-    assert committed(kafka_bootstrap, own, topic) == 8
+    assert committed(kafka_bootstrap, group_id, topic) == 8
 
 
 def test_a_service_gets_tombstones_and_every_header(
     kafka_bootstrap: str, sqlite_url: str, raw: MakeRaw
 ) -> None:
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
     create_effects(database)
     producer = Producer({"bootstrap.servers": kafka_bootstrap})
     pairs: list[tuple[str, bytes | None]] = [
@@ -117,9 +118,9 @@ def test_a_service_gets_tombstones_and_every_header(
     producer.produce(topic, None, key=b"customer-1", headers=pairs)  # type: ignore[arg-type]
     assert producer.flush(20) == 0
     seen: list[Message[Any]] = []
-    with running(one_worker(sqlite_url, kafka_bootstrap, topic, own, seen)):
+    with running(one_worker(sqlite_url, kafka_bootstrap, topic, group_id, seen)):
         each_once(database, ["gone-1"])
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 1, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 1, "the commit")
     (message,) = seen
     assert (message.payload, message.key) == (None, "customer-1")
     assert list(message.headers) == pairs
@@ -128,7 +129,7 @@ def test_a_service_gets_tombstones_and_every_header(
 def test_ids_that_are_no_text_are_quarantined_and_their_neighbours_processed(
     kafka_bootstrap: str, sqlite_url: str, raw: MakeRaw
 ) -> None:
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
     create_effects(database)
     producer = Producer({"bootstrap.servers": kafka_bootstrap})
     produce(kafka_bootstrap, topic, ["before"])
@@ -137,8 +138,8 @@ def test_ids_that_are_no_text_are_quarantined_and_their_neighbours_processed(
         producer.produce(topic, b"{}", headers=headers)
     assert producer.flush(20) == 0
     produce(kafka_bootstrap, topic, ["after"])
-    with running(one_worker(sqlite_url, kafka_bootstrap, topic, own, [])):
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 6, "the commit")
+    with running(one_worker(sqlite_url, kafka_bootstrap, topic, group_id, [])):
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 6, "the commit")
     assert notes(database) == {"before": 1, "after": 1}
     assert sum(seen for _, seen in quarantined(database)) == 4
 
@@ -147,13 +148,13 @@ def test_a_header_whose_name_is_no_text_does_not_stop_the_partition(
     kafka_bootstrap: str, sqlite_url: str, raw: MakeRaw
 ) -> None:
     """No Python client can write one; those of other languages can."""
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
     create_effects(database)
     produce(kafka_bootstrap, topic, ["before"])
     produce_raw(kafka_bootstrap, topic, b"{}", b"\xff\xfename", b"value")
     produce(kafka_bootstrap, topic, ["after"])
-    with running(one_worker(sqlite_url, kafka_bootstrap, topic, own, [])):
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 3, "the commit")
+    with running(one_worker(sqlite_url, kafka_bootstrap, topic, group_id, [])):
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 3, "the commit")
     assert notes(database) == {"before": 1, "after": 1}
     ((reason, seen),) = quarantined(database)
     assert "UTF-8" in reason

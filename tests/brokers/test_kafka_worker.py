@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
-from tests.brokers.kafka_support import (
+from tests.support.brokers.kafka import (
     MakeRaw,
     MockCluster,
     committed,
@@ -31,10 +31,11 @@ from tests.brokers.kafka_support import (
     said,
     service,
 )
-from tests.databases import Raw
-from tests.runtime.support import eventually, running, worker
-from tests.servers import ROOT
-from tests.shop import CONSUMER, add_effect, create_effects, quarantined, statuses
+from tests.support.databases import Raw
+from tests.support.servers import ROOT
+from tests.support.shop import CONSUMER, add_effect, create_effects, quarantined, statuses
+from tests.support.waiting import eventually
+from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.kafka import Kafka
 from txbox.events import Event, MessageDuplicate
@@ -49,21 +50,21 @@ pytestmark = pytest.mark.brokers
 def test_operator_replays_topic(
     kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
     create_effects(database)
     produce(kafka_bootstrap, topic, range(20))
-    plan = {"url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic}
+    plan = {"url": postgresql_url, "bootstrap": kafka_bootstrap, "group": group_id, "topic": topic}
     one, two = tmp_path / "one", tmp_path / "two"
     with service(plan, one) as process:
         each_once(database, range(20))
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 20, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 20, "the commit")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    rewind(kafka_bootstrap, own, topic)
+    rewind(kafka_bootstrap, group_id, topic)
     produce(kafka_bootstrap, topic, ["after"])
     with service(plan, two):
         each_once(database, [*range(20), "after"])
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 21, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 21, "the commit")
     assert handled(two) == ["after"]
     again = [line.split()[2] for line in said(two, "event") if "MessageDuplicate" in line]
     assert sorted(map(int, again)) == list(range(20))
@@ -112,12 +113,12 @@ class Refusing(Consumer):
                 self.cluster.accept_commits()
             self.taken.extend([self] * len(partitions))
 
-        own = {"on_assign": on_assign, "on_lost": on_lost, "on_revoke": on_revoke}
-        super().subscribe(topics, **callbacks | own)
+        made = {"on_assign": on_assign, "on_lost": on_lost, "on_revoke": on_revoke}
+        super().subscribe(topics, **callbacks | made)
 
-    def commit(self, **own: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def commit(self, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         try:
-            answered = super().commit(**own)
+            answered = super().commit(**options)
         except KafkaException:
             if self.during is not None:
                 self.during.append("refused")
@@ -153,7 +154,7 @@ def test_what_a_refused_commit_leaves_behind_is_a_duplicate(
     for name, value in values.items():
         monkeypatch.setattr(Refusing, name, value, raising=False)
     monkeypatch.setattr("confluent_kafka.Consumer", Refusing)
-    topic, own, database = mock_cluster.topic(), new_group(), raw(sqlite_url)
+    topic, group_id, database = mock_cluster.topic(), new_group(), raw(sqlite_url)
     create_effects(database)
     duplicates: list[str] = []
 
@@ -172,7 +173,7 @@ def test_what_a_refused_commit_leaves_behind_is_a_duplicate(
             "partition.assignment.strategy": "range", "session.timeout.ms": 6000,
             "heartbeat.interval.ms": 300,
         }  # fmt: skip
-        app.consume(Kafka(mock_cluster.bootstrap, group=own, options=options))
+        app.consume(Kafka(mock_cluster.bootstrap, group=group_id, options=options))
         return worker(app)
 
     fed = 0
@@ -207,7 +208,7 @@ def test_what_a_refused_commit_leaves_behind_is_a_duplicate(
         each_once(database, range(fed))
         # the redelivery did happen
         eventually(lambda: duplicates, "a duplicate")
-        eventually(lambda: committed(mock_cluster.bootstrap, own, topic) == fed, "the commit")
+        eventually(lambda: committed(mock_cluster.bootstrap, group_id, topic) == fed, "the commit")
     assert set(notes(database).values()) == {1}
     assert statuses(database) == {"processed": fed}
 
@@ -220,19 +221,19 @@ def test_the_order_of_a_key_is_kept(
     lanes: int, kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
 ) -> None:
     """One lane: the order of the partition. Several: that of each key, while keys overtake one another."""
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(postgresql_url)
     create_effects(database)
     # more than the first window, whose messages run one at a time anyway
     keys = {f"k{number % 8}-{number}": f"k{number % 8}" for number in range(400)}
     produce(kafka_bootstrap, topic, keys, keys)
     plan = {
-        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": own, "topic": topic,
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": group_id, "topic": topic,
         "concurrency": lanes, "handle_s": 0.002,
     }  # fmt: skip
     output = tmp_path / "one"
     with service(plan, output):
         each_once(database, keys)
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 400, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 400, "the commit")
     done = handled(output)
     if lanes == 1:
         assert done == list(keys)
@@ -252,7 +253,7 @@ def test_the_order_of_a_key_is_kept(
 def test_without_an_id_a_message_is_quarantined_or_weakly_known(
     weak: bool, kafka_bootstrap: str, sqlite_url: str, raw: MakeRaw
 ) -> None:
-    topic, own, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
+    topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
     create_effects(database)
     app = App(sqlite_url)
 
@@ -260,13 +261,13 @@ def test_without_an_id_a_message_is_quarantined_or_weakly_known(
     def handle(message: Message[Any], tx: Any) -> None:
         add_effect(tx, message.id)
 
-    app.consume(Kafka(kafka_bootstrap, group=own))
+    app.consume(Kafka(kafka_bootstrap, group=group_id))
     producer = Producer({"bootstrap.servers": kafka_bootstrap})
     producer.produce(topic, b"{}")
     producer.produce(topic, b"{}")
     assert producer.flush(20) == 0
     with running(worker(app)):
-        eventually(lambda: committed(kafka_bootstrap, own, topic) == 2, "the commit")
+        eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 2, "the commit")
     assert len(notes(database)) == (2 if weak else 0)
     assert [seen for _, seen in quarantined(database)] == ([] if weak else [2])
     assert all(one.startswith("weak:") for one in notes(database))
@@ -282,8 +283,8 @@ def test_the_example(kafka_bootstrap: str, tmp_path: Path) -> None:
         "ORDERS_GROUP": topic, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), *sys.path]),
     }  # fmt: skip
 
-    def command(*own: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, *own], cwd=tmp_path, env=environment)
+    def command(*words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment)
 
     example = str(ROOT / "examples" / "kafka_service.py")
     url = "sqlite:///kafka_service.db"

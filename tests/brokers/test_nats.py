@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from nats.js.api import ConsumerConfig
 
-from tests.brokers.example_runs import booked, example
-from tests.brokers.rigs import Alone, Note
-from tests.brokers.rigs.nats import NatsRig
-from tests.runtime.support import eventually
-from tests.servers.control import ThrowawayNats
+from tests.support.brokers.example_runs import booked, example
+from tests.support.brokers.rigs import Alone, Note
+from tests.support.brokers.rigs.nats import NatsRig
+from tests.support.servers.control import ThrowawayNats
+from tests.support.waiting import eventually
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.nats import Nats
@@ -42,8 +42,8 @@ class Stream(NatsRig):
 
 @pytest.fixture
 def stream(nats_url: str) -> Iterator[Stream]:
-    with Stream(nats_url) as own:
-        yield own
+    with Stream(nats_url) as opened_stream:
+        yield opened_stream
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def closing() -> Iterator[Callable[[Nats], Nats]]:
         return source
 
     yield keep
-    for own in sources:
-        own.close()
+    for each in sources:
+        each.close()
 
 
 def received(source: Nats, count: int = 1) -> list[Delivery]:
@@ -113,31 +113,31 @@ def test_several_topics_and_wildcards(stream: Stream, closing: Any) -> None:
     source = closing(stream.source())
     source.open(topics, Alone(), Alone())
     found = received(source, 2)
-    assert sorted(the_message(own).topic for own in found) == topics
+    assert sorted(the_message(row).topic for row in found) == topics
     source.settle(found)
     assert stream.outstanding(f"shop-{stream.stream}_paid") == 0
     everything = closing(stream.source(stream=stream.stream, durable="all"))
     everything.open(["*"], Alone(), Alone())
-    assert [the_message(own).topic for own in received(everything, 2)] == [
+    assert [the_message(delivery).topic for delivery in received(everything, 2)] == [
         stream.topic,
         f"{stream.stream}.sent.eu",
     ]
 
 
-def test_a_server_that_is_away_at_first(own_nats: ThrowawayNats, closing: Any) -> None:
-    stream = Stream(own_nats.url)
+def test_a_server_that_is_away_at_first(throwaway_nats: ThrowawayNats, closing: Any) -> None:
+    stream = Stream(throwaway_nats.url)
     stream.create()
     stream.publish(Note("m1"))
-    own_nats.stop()
+    throwaway_nats.stop()
     source = closing(stream.opened(ack_wait=SECOND))
     with pytest.raises(BrokerUnavailable):
         source.receive(1, 0)
-    own_nats.start()
+    throwaway_nats.start()
     mine = received(source)
-    own_nats.stop()
+    throwaway_nats.stop()
     with pytest.raises(BrokerUnavailable):
         source.settle(mine)
-    own_nats.start()
+    throwaway_nats.start()
     # a new connection acknowledges what came by the old one
     source.settle(mine)
     assert stream.outstanding() == 0
@@ -183,7 +183,7 @@ def test_what_can_never_work_is_refused(
 
 
 def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> None:
-    for own in (
+    for each in (
         ConsumerConfig(durable_name="limited", max_deliver=3, filter_subject=stream.topic),
         ConsumerConfig(durable_name="other", filter_subject=f"{stream.stream}.sent"),
         ConsumerConfig(
@@ -191,9 +191,9 @@ def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> Non
         ),
         ConsumerConfig(durable_name="bare", headers_only=True, filter_subject=stream.topic),
     ):
-        stream.do(partial(Stream.add_consumer, stream, own))
-        with pytest.raises(ConfigurationError, match=str(own.durable_name)):
-            closing(stream.source(durable=own.durable_name)).open([stream.topic], Alone(), Alone())
+        stream.do(partial(Stream.add_consumer, stream, each))
+        with pytest.raises(ConfigurationError, match=str(each.durable_name)):
+            closing(stream.source(durable=each.durable_name)).open([stream.topic], Alone(), Alone())
     fine = ConsumerConfig(durable_name="fine", ack_wait=6, filter_subject=stream.topic)
     stream.do(lambda js: js.add_consumer(stream.stream, fine))
     source = closing(stream.opened(durable="fine"))

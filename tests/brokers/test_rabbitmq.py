@@ -14,7 +14,7 @@ import pytest
 from aio_pika.abc import AbstractChannel
 from pamqp.commands import Basic
 
-from tests.brokers.rabbitmq_support import (
+from tests.support.brokers.rabbitmq import (
     HOSTILE,
     STAND_IN,
     declare,
@@ -28,8 +28,8 @@ from tests.brokers.rabbitmq_support import (
     publish_plain,
     received,
 )
-from tests.runtime.support import eventually
-from tests.servers.control import ThrowawayRabbitMQ
+from tests.support.servers.control import ThrowawayRabbitMQ
+from tests.support.waiting import eventually
 from txbox import ConfigurationError
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.errors import BrokerUnavailable
@@ -40,9 +40,9 @@ pytestmark = pytest.mark.brokers
 
 @pytest.fixture
 def queue(rabbitmq_url: str) -> Iterator[str]:
-    own = declare(rabbitmq_url)
-    yield own
-    on_server(rabbitmq_url, lambda channel: channel.queue_delete(own))
+    queue_name = declare(rabbitmq_url)
+    yield queue_name
+    on_server(rabbitmq_url, lambda channel: channel.queue_delete(queue_name))
 
 
 # -- what a delivery becomes -----------------------------------------------------------------------
@@ -106,8 +106,8 @@ def test_type_and_key_of_a_cloud_event(rabbitmq_url: str, queue: str) -> None:
     publish(rabbitmq_url, queue, note("m1", headers=headers))
     publish(rabbitmq_url, queue, note("m2", headers={**headers, "type": "order.sent"}))
     with opened_source(rabbitmq_url, queue) as source:
-        messages = [own.message for own in received(source, 2)]
-    assert [(own.type, own.key) for own in messages if own] == [
+        messages = [delivery.message for delivery in received(source, 2)]
+    assert [(message.type, message.key) for message in messages if message] == [
         ("order.paid", "account-7"), ("order.sent", "account-7"),
     ]  # fmt: skip
 
@@ -125,10 +125,10 @@ def test_what_no_client_can_decode_is_a_problem_and_the_rest_goes_on(
         assert ids([first, by_value, last]) == ["m1", "m3", "m4"]
         assert by_value.message is not None
         assert by_value.message.headers.get("value") == HOSTILE
-        for own, raw in ((by_property, b"property"), (by_name, b"name")):
-            assert own.message is None
-            assert "cannot be decoded" in str(own.problem)
-            assert (own.topic, own.raw) == (queue, raw)
+        for delivery, raw in ((by_property, b"property"), (by_name, b"name")):
+            assert delivery.message is None
+            assert "cannot be decoded" in str(delivery.problem)
+            assert (delivery.topic, delivery.raw) == (queue, raw)
         source.settle([first, by_property, by_name, by_value, last])
     assert left(rabbitmq_url, queue) == 0
 
@@ -165,7 +165,7 @@ def test_only_what_is_settled_is_gone(rabbitmq_url: str, kind: str) -> None:
     with opened_source(rabbitmq_url, queue) as source:
         again = received(source, 3)
         assert sorted(ids(again)) == ["m4", "m5", "m7"]
-        assert all(own.redelivered for own in again)
+        assert all(row_id.redelivered for row_id in again)
         source.settle(again)
     assert left(rabbitmq_url, queue) == 0
     on_server(rabbitmq_url, lambda channel: channel.queue_delete(queue))
@@ -187,7 +187,10 @@ def test_several_queues(rabbitmq_url: str, queue: str) -> None:
     publish(rabbitmq_url, other, note("b"))
     with opened_source(rabbitmq_url, queue, other) as source:
         deliveries = received(source, 2)
-        assert {(own.topic, *ids([own])) for own in deliveries} == {(queue, "a"), (other, "b")}
+        assert {(delivery.topic, *ids([delivery])) for delivery in deliveries} == {
+            (queue, "a"),
+            (other, "b"),
+        }
         source.settle(deliveries)
     on_server(rabbitmq_url, lambda channel: channel.queue_delete(other))
 
@@ -234,13 +237,13 @@ def test_a_consumer_that_vanished_silently_is_noticed(rabbitmq_url: str, queue: 
         assert source._link is not link
 
 
-def test_a_server_that_hangs_is_left(own_rabbitmq: ThrowawayRabbitMQ) -> None:
+def test_a_server_that_hangs_is_left(throwaway_rabbitmq: ThrowawayRabbitMQ) -> None:
     """No frames come and nothing is closed: only the heartbeats tell."""
-    declare(own_rabbitmq.url, name="orders")
-    publish(own_rabbitmq.url, "orders", note("m1"))
-    pid = own_rabbitmq._pid()
+    declare(throwaway_rabbitmq.url, name="orders")
+    publish(throwaway_rabbitmq.url, "orders", note("m1"))
+    pid = throwaway_rabbitmq._pid()
     assert pid is not None
-    with opened_source(f"{own_rabbitmq.url}?heartbeat=1", "orders") as source:
+    with opened_source(f"{throwaway_rabbitmq.url}?heartbeat=1", "orders") as source:
         received(source, 1)
         link = source._link
         assert link is not None
@@ -252,7 +255,7 @@ def test_a_server_that_hangs_is_left(own_rabbitmq: ThrowawayRabbitMQ) -> None:
         (delivery,) = received(source, 1)
         assert delivery.redelivered
         source.settle([delivery])
-    assert left(own_rabbitmq.url, "orders") == 0
+    assert left(throwaway_rabbitmq.url, "orders") == 0
 
 
 # -- what can never work -----------------------------------------------------------------------------
@@ -261,11 +264,11 @@ def test_a_server_that_hangs_is_left(own_rabbitmq: ThrowawayRabbitMQ) -> None:
 @pytest.mark.parametrize(
     ("url", "options", "said"),
     [
-        ("amqp://127.0.0.1/", {"no_ack": True}, "refuses no_ack="),
+        ("amqp://127.0.0.1/", {"no_ack": True}, "does not take no_ack="),
         ("amqp://127.0.0.1/", {"prefetch": 0}, "prefetch is 0"),
-        ("amqp://127.0.0.1/", {"queues": []}, "no queue to consume"),
-        ("amqp://127.0.0.1/", {"queues": [""]}, "no name of a queue"),
-        ("amqp://127.0.0.1/", {"colour": 1}, "knows no option 'colour'"),
+        ("amqp://127.0.0.1/", {"queues": []}, "no queues to consume"),
+        ("amqp://127.0.0.1/", {"queues": [""]}, "not a valid queue name"),
+        ("amqp://127.0.0.1/", {"colour": 1}, "has no option 'colour'"),
         ("amqp://127.0.0.1/?heartbeat=0", {}, "heartbeat=0"),
         ("http://user:secret@127.0.0.1/", {}, "amqp://user:password@host"),
     ],

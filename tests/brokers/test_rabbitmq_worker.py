@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pamqp.commands import Basic
 
-from tests.brokers.rabbitmq_support import (
+from tests.support.brokers.rabbitmq import (
     STAND_IN,
     declare,
     left,
@@ -25,11 +25,12 @@ from tests.brokers.rabbitmq_support import (
     publish_plain,
     shop_on,
 )
-from tests.databases import Raw
-from tests.runtime.support import eventually, running, worker
-from tests.servers import ROOT
-from tests.servers.control import ThrowawayRabbitMQ
-from tests.shop import quarantined, statuses
+from tests.support.databases import Raw
+from tests.support.servers import ROOT
+from tests.support.servers.control import ThrowawayRabbitMQ
+from tests.support.shop import quarantined, statuses
+from tests.support.waiting import eventually
+from tests.support.workers import running, worker
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.events import ConsumptionPaused
 
@@ -38,9 +39,9 @@ pytestmark = pytest.mark.brokers
 
 @pytest.fixture
 def queue(rabbitmq_url: str) -> Iterator[str]:
-    own = declare(rabbitmq_url)
-    yield own
-    on_server(rabbitmq_url, lambda channel: channel.queue_delete(own))
+    queue_name = declare(rabbitmq_url)
+    yield queue_name
+    on_server(rabbitmq_url, lambda channel: channel.queue_delete(queue_name))
 
 
 # -- with the worker ---------------------------------------------------------------------------------
@@ -59,16 +60,16 @@ def test_undecodable_headers_are_quarantined(
 
 
 @pytest.mark.parametrize("mode", ["inline", "stored"])
-@pytest.mark.parametrize("own", [{}, {"type": "a\0b"}, {"message_id": "a\0b"}])
+@pytest.mark.parametrize("settings", [{}, {"type": "a\0b"}, {"message_id": "a\0b"}])
 def test_what_no_database_keeps(
-    rabbitmq_url: str, queue: str, postgresql_url: str, mode: Any, own: dict[str, Any]
+    rabbitmq_url: str, queue: str, postgresql_url: str, mode: Any, settings: dict[str, Any]
 ) -> None:
     properties: dict[str, Any] = {
         "message_id": "m1", "content_type": "a\0b", "correlation_id": "a\0b", "reply_to": "\ufffe",
         "headers": {"a\0b": "c\0d", "nested": {"a\0b": ["\0", 1.5]}},
     }  # fmt: skip
     publish_plain(
-        rabbitmq_url, queue, (Basic.Properties(**_amqp_names({**properties, **own})), b"1")
+        rabbitmq_url, queue, (Basic.Properties(**_amqp_names({**properties, **settings})), b"1")
     )
     publish(rabbitmq_url, queue, note("m2"))
     with (
@@ -82,26 +83,26 @@ def test_what_no_database_keeps(
 
 
 def _amqp_names(properties: dict[str, Any]) -> dict[str, Any]:
-    return {("message_type" if name == "type" else name): own for name, own in properties.items()}
+    return {("message_type" if name == "type" else name): each for name, each in properties.items()}
 
 
 # -- a server that is away ---------------------------------------------------------------------------
 
 
 def test_a_server_that_is_away_at_the_start_is_waited_for(
-    own_rabbitmq: ThrowawayRabbitMQ, sqlite_url: str
+    throwaway_rabbitmq: ThrowawayRabbitMQ, sqlite_url: str
 ) -> None:
-    declare(own_rabbitmq.url, name="orders")
-    publish(own_rabbitmq.url, "orders", note("m1"))
-    own_rabbitmq.stop()
+    declare(throwaway_rabbitmq.url, name="orders")
+    publish(throwaway_rabbitmq.url, "orders", note("m1"))
+    throwaway_rabbitmq.stop()
     with (
-        shop_on(sqlite_url, RabbitMQ(own_rabbitmq.url), "orders") as shop,
+        shop_on(sqlite_url, RabbitMQ(throwaway_rabbitmq.url), "orders") as shop,
         running(worker(shop.app)) as codes,
     ):
         (paused, *_) = eventually(lambda: shop.emitted(ConsumptionPaused))
         assert "cannot be reached" in paused.reason
         assert "guest" not in paused.reason
-        own_rabbitmq.start()
+        throwaway_rabbitmq.start()
         eventually(lambda: shop.effects() == 1)
         assert codes == []
 
@@ -115,8 +116,8 @@ def test_the_example(rabbitmq_url: str, tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT / "examples"),
     }  # fmt: skip
 
-    def command(*own: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, *own], cwd=tmp_path, env=environment)
+    def command(*words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment)
 
     example = str(ROOT / "examples" / "rabbitmq_service.py")
     assert command(example, "declare").wait(30) == 0

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.brokers.example_runs import booked, example
-from tests.brokers.rigs import Alone
-from tests.brokers.rigs.redis import GROUP, RedisRig
-from tests.runtime.support import eventually
-from tests.servers.control import ThrowawayRedis
+from tests.support.brokers.example_runs import booked, example
+from tests.support.brokers.rigs import Alone
+from tests.support.brokers.rigs.redis import GROUP, RedisRig
+from tests.support.servers.control import ThrowawayRedis
+from tests.support.waiting import eventually
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.redis import RedisStreams
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.brokers
 
 class Stream(RedisRig):
     def add(self, own_id: str | bytes | None, payload: bytes = b"{}", **fields: Any) -> bytes:
-        own = {} if own_id is None else {"message-id": own_id}
-        entry: bytes = self.client.xadd(self.topic, {**own, "payload": payload, **fields})
+        made = {} if own_id is None else {"message-id": own_id}
+        entry: bytes = self.client.xadd(self.topic, {**made, "payload": payload, **fields})
         return entry
 
     def pending(self) -> int:
@@ -43,8 +43,8 @@ class Stream(RedisRig):
 
 @pytest.fixture
 def stream(redis_url: str) -> Iterator[Stream]:
-    with Stream(redis_url) as own:
-        yield own
+    with Stream(redis_url) as opened_stream:
+        yield opened_stream
 
 
 def received(source: RedisStreams, count: int = 100) -> list[Delivery]:
@@ -112,10 +112,11 @@ def test_weak_ids_come_from_the_clock_of_the_server(stream: Stream) -> None:
     stream.client.xadd(stream.topic, {"payload": "a"}, id="5-1")
     made = stream.add(None)
     source = stream.opened(incarnation="2")
-    chosen, own = received(source)
+    chosen, deliveries = received(source)
     assert "weak_id" not in the_message(chosen).origin
     assert (
-        message_id(the_message(own), weak=True) == f"weak:redis:2:0:{stream.topic}:{made.decode()}"
+        message_id(the_message(deliveries), weak=True)
+        == f"weak:redis:2:0:{stream.topic}:{made.decode()}"
     )
     source.close()
 
@@ -163,24 +164,24 @@ def test_own_pending_entries_that_were_trimmed_are_acknowledged(stream: Stream) 
 
 def test_several_streams_never_exceed_what_was_asked_for(redis_url: str) -> None:
     streams = [Stream(redis_url) for _ in range(3)]
-    for own in streams:
-        own.create()
+    for each in streams:
+        each.create()
         for number in range(10):
-            own.add(f"m{number}")
+            each.add(f"m{number}")
     source = streams[0].source()
-    source.open([own.topic for own in streams], Alone(), Alone())
+    source.open([each.topic for each in streams], Alone(), Alone())
     found: list[Delivery] = []
     while len(found) < 30:
         batch = source.receive(4, 0.1)
         assert 1 <= len(batch) <= 4
         found += batch
     source.settle(found)
-    assert [own.pending() for own in streams] == [0, 0, 0]
+    assert [each.pending() for each in streams] == [0, 0, 0]
     source.close()
-    for own in streams:
+    for each in streams:
         # the consumer has left the group
-        assert own.client.xinfo_consumers(own.topic, GROUP) == []
-        own.remove()
+        assert each.client.xinfo_consumers(each.topic, GROUP) == []
+        each.remove()
 
 
 def test_a_deleted_stream_is_read_from_its_beginning(stream: Stream) -> None:
@@ -197,20 +198,20 @@ def test_a_deleted_stream_is_read_from_its_beginning(stream: Stream) -> None:
     source.close()
 
 
-def test_a_server_that_is_away_at_first(own_redis: ThrowawayRedis) -> None:
-    stream = Stream(own_redis.url)
+def test_a_server_that_is_away_at_first(throwaway_redis: ThrowawayRedis) -> None:
+    stream = Stream(throwaway_redis.url)
     stream.create()
     stream.add("m0")
-    own_redis.stop()
+    throwaway_redis.stop()
     source = stream.opened()
     with pytest.raises(BrokerUnavailable):
         source.receive(1, 0)
-    own_redis.start()
+    throwaway_redis.start()
     (delivery,) = received(source)
-    own_redis.stop()
+    throwaway_redis.stop()
     with pytest.raises(BrokerUnavailable):
         source.settle([delivery])
-    own_redis.start()
+    throwaway_redis.start()
     # it was not acknowledged: it comes again
     (again,) = received(source)
     assert again.redelivered
@@ -235,7 +236,7 @@ def test_what_can_never_work_is_refused(stream: Stream) -> None:
     with pytest.raises(ConfigurationError, match="by name"):
         stream.source().open(["*"], Alone(), Alone())
     stream.client.set(stream.topic, "text")
-    with pytest.raises(ConfigurationError, match="no stream"):
+    with pytest.raises(ConfigurationError, match="not a stream"):
         stream.opened()
     with pytest.raises(ConfigurationError, match="password"):
         RedisStreams(stream.address, group=GROUP, username="nobody", password="wrong").open(

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from tests.brokers.rigs import Note, Pairs
-from tests.brokers.rigs.sqs import ACCESS, SqsRig
-from tests.databases import Raw
-from tests.runtime.support import eventually, running, worker
-from tests.servers import ROOT
-from tests.shop import CONSUMER, Shop, add_effect, opened
+from tests.support.brokers.rigs import Note, Pairs
+from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
+from tests.support.databases import Raw
+from tests.support.servers import ROOT
+from tests.support.shop import CONSUMER, Shop, add_effect, opened
+from tests.support.waiting import eventually
+from tests.support.workers import running, worker
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.sqs import SQS
@@ -62,8 +63,8 @@ def queue(sqs_url: str) -> Queue:
 
 @pytest.fixture
 def lite(sqlite_url: str) -> Iterator[Shop]:
-    with opened(sqlite_url) as own:
-        yield own
+    with opened(sqlite_url) as shop:
+        yield shop
 
 
 def handler(
@@ -90,8 +91,8 @@ def test_a_message_with_everything(sqs_url: str) -> None:
             "odd": {"DataType": "Binary.png", "BinaryValue": b"\xff\x00\xfe"},
         },
     )  # fmt: skip
-    opened_ = Open(queue.source())
-    (delivery,) = opened_.receive(1)
+    opened_source = Open(queue.source())
+    (delivery,) = opened_source.receive(1)
     message = delivery.message
     assert message is not None
     assert (message.topic, message.key, message.type) == (queue.topic, "account-7", "order.paid")
@@ -106,19 +107,23 @@ def test_a_message_with_everything(sqs_url: str) -> None:
     assert message.origin["deduplication_id"] == "d-1"
     assert message.origin["weak_id"].startswith("arn:aws:sqs:")
     assert not delivery.redelivered
-    opened_.source.settle([delivery])
+    opened_source.source.settle([delivery])
     assert queue.counts() == (0, 0)
-    opened_.source.close()
+    opened_source.source.close()
 
 
 def test_a_deduplication_id_is_an_id_on_request_only(sqs_url: str) -> None:
     queue = Queue(sqs_url, fifo=True)
     queue.add(None, MessageGroupId="g", MessageDeduplicationId="d-1")
     queue.add("own", MessageGroupId="h", MessageDeduplicationId="d-2")
-    opened_ = Open(queue.source(deduplication_ids=True))
-    found = {own.message.key: own.message.id for own in opened_.receive(2) if own.message}
+    opened_source = Open(queue.source(deduplication_ids=True))
+    found = {
+        delivery.message.key: delivery.message.id
+        for delivery in opened_source.receive(2)
+        if delivery.message
+    }
     assert found == {"g": "d-1", "h": None}
-    opened_.source.close()
+    opened_source.source.close()
     hashing = Queue(sqs_url, fifo=True, ContentBasedDeduplication="true")
     with pytest.raises(ConfigurationError, match="hashes the content"):
         Open(hashing.source(deduplication_ids=True))
@@ -137,14 +142,14 @@ def test_batches_bounds_and_several_queues(sqs_url: str) -> None:
     assert source.tend_every_s is None
     source.open((), NOBODY, NOBODY)
     assert source.redelivery_s == 600.0
-    topics = [own.topic for own in source.receive(3, 0.0)]
+    topics = [each.topic for each in source.receive(3, 0.0)]
     assert len(topics) <= 3
     for _ in range(2):
-        topics += [own.topic for own in source.receive(20, 0.5)]
+        topics += [each.topic for each in source.receive(20, 0.5)]
     assert calm.topic in topics, "a busy queue does not starve a calm one"
     deadline = time.monotonic() + 10
     while len(topics) < 26 and time.monotonic() < deadline:
-        topics += [own.topic for own in source.receive(100, 0.5)]
+        topics += [each.topic for each in source.receive(100, 0.5)]
     assert (busy.counts(), calm.counts()) == ((0, 25), (0, 1))
     source.close()
     # given back at once, not after ten minutes
@@ -152,84 +157,84 @@ def test_batches_bounds_and_several_queues(sqs_url: str) -> None:
 
 
 def test_an_empty_queue_is_not_asked_all_the_time(queue: Queue) -> None:
-    opened_ = Open(queue.source())
+    opened_source = Open(queue.source())
     calls: list[str] = []
-    opened_.source._client.meta.events.register(
+    opened_source.source._client.meta.events.register(
         "before-call.sqs.ReceiveMessage", lambda **_: calls.append("")
     )
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
-        opened_.source.receive(10, 0.0)
+        opened_source.source.receive(10, 0.0)
     assert 1 <= len(calls) <= 5
-    opened_.source.close()
+    opened_source.source.close()
 
 
 def test_what_became_visible_again_is_deleted_by_its_newest_handle(sqs_url: str) -> None:
     queue = Queue(sqs_url, visible_s=1, fifo=True)
     queue.add("m-1", MessageGroupId="g", MessageDeduplicationId="d")
-    opened_ = Open(queue.source())
-    (delivery,) = opened_.receive(1)
+    opened_source = Open(queue.source())
+    (delivery,) = opened_source.receive(1)
     first = delivery.tag.handle
 
     def received_again() -> bool:
-        assert list(opened_.source.receive(10, 0.5)) == [], "it is still being worked on"
+        assert list(opened_source.source.receive(10, 0.5)) == [], "it is still being worked on"
         return bool(delivery.tag.handle != first)
 
     eventually(received_again)
-    opened_.source.settle([delivery])
+    opened_source.source.settle([delivery])
     assert queue.counts() == (0, 0)
 
 
 def test_partial_failures_are_retried_once_then_left(queue: Queue) -> None:
     for number in range(12):
         queue.add(f"m-{number}")
-    opened_ = Open(queue.source())
-    deliveries = opened_.receive(12)
+    opened_source = Open(queue.source())
+    deliveries = opened_source.receive(12)
     good = deliveries[3].tag.handle
     deliveries[3].tag.handle = "never a handle"
     deletes: list[int] = []
-    opened_.source._client.meta.events.register(
+    opened_source.source._client.meta.events.register(
         "provide-client-params.sqs.DeleteMessageBatch",
         lambda params, **_: deletes.append(len(params["Entries"])),
     )
     with pytest.raises(BrokerError, match="1 of 12"):
-        opened_.source.settle(deliveries)
+        opened_source.source.settle(deliveries)
     assert deletes == [10, 2, 1]
     assert queue.counts() == (0, 1)
     # a handle that is gone is not extended for ever
     deliveries[3].tag.handle = "never a handle"
-    opened_.source.tend(deliveries[3:4])
+    opened_source.source.tend(deliveries[3:4])
     assert deliveries[3].tag.gone
     deliveries[3].tag.handle = good
-    opened_.source.settle(deliveries[3:4])
+    opened_source.source.settle(deliveries[3:4])
     assert queue.counts() == (0, 0)
 
 
 def test_nothing_is_extended_beyond_twelve_hours(queue: Queue) -> None:
     queue.add("m-1")
-    opened_ = Open(queue.source(visibility=timedelta(hours=12)))
-    (delivery,) = opened_.receive(1)
+    opened_source = Open(queue.source(visibility=timedelta(hours=12)))
+    (delivery,) = opened_source.receive(1)
     asked: list[int] = []
-    opened_.source._client.meta.events.register(
+    opened_source.source._client.meta.events.register(
         "provide-client-params.sqs.ChangeMessageVisibilityBatch",
         lambda params, **_: asked.append(params["Entries"][0]["VisibilityTimeout"]),
     )
     for hours, gone in ((4, False), (11.5, False), (12, True)):
         delivery.tag.received_at = time.monotonic() - hours * 3600
-        opened_.source.tend([delivery])
+        opened_source.source.tend([delivery])
         assert delivery.tag.gone is gone
-    assert [round(own, -1) for own in asked] == [8 * 3600, 1800]
-    opened_.source.settle([delivery])
+    assert [round(each, -1) for each in asked] == [8 * 3600, 1800]
+    opened_source.source.settle([delivery])
 
 
 def test_what_came_before_a_failure_is_handed_out(
     sqs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Queue(sqs_url), Queue(sqs_url)
-    for own in (first, second):
-        own.add("m-1")
-    opened_ = Open(SQS(first.topic, second.topic, endpoint_url=sqs_url, **ACCESS))
-    receive_from, calls = opened_.source._receive_from, 0
+    for each in (first, second):
+        each.add("m-1")
+    opened_source = Open(SQS(first.topic, second.topic, endpoint_url=sqs_url, **ACCESS))
+    receive_from, calls = opened_source.source._receive_from, 0
 
     def failing(*given: Any) -> list[Delivery]:
         nonlocal calls
@@ -238,18 +243,18 @@ def test_what_came_before_a_failure_is_handed_out(
             raise BrokerUnavailable("away")
         return receive_from(*given)
 
-    monkeypatch.setattr(opened_.source, "_receive_from", failing)
-    found = [*opened_.source.receive(10, 0.0)]
+    monkeypatch.setattr(opened_source.source, "_receive_from", failing)
+    found = [*opened_source.source.receive(10, 0.0)]
     assert len(found) == 1, "it would be held back as in flight, and nobody would work on it"
-    found += opened_.receive(1)
-    assert {own.topic for own in found} == {first.topic, second.topic}
-    opened_.source.settle(found)
+    found += opened_source.receive(1)
+    assert {row.topic for row in found} == {first.topic, second.topic}
+    opened_source.source.settle(found)
 
 
 def test_a_body_that_is_no_text_is_a_problem(queue: Queue) -> None:
-    opened_ = Open(queue.source())
-    own = {"MessageId": "m", "ReceiptHandle": "r", "Body": "\ud800 lone", "Attributes": {}}
-    delivery = opened_.source._delivery(opened_.source._queues[0], own)
+    opened_source = Open(queue.source())
+    made = {"MessageId": "m", "ReceiptHandle": "r", "Body": "\ud800 lone", "Attributes": {}}
+    delivery = opened_source.source._delivery(opened_source.source._queues[0], made)
     assert delivery is not None
     assert delivery.message is None
     assert delivery.problem is not None
@@ -278,16 +283,16 @@ def test_what_is_missing_is_said(sqs_url: str, monkeypatch: pytest.MonkeyPatch) 
         Open(SQS("never-made", **options))
     with pytest.raises(ConfigurationError, match="name them"):
         Open(SQS(**options), ["*"])
-    with pytest.raises(ConfigurationError, match="name each"):
+    with pytest.raises(ConfigurationError, match="list each"):
         SQS("*", **options)
-    with pytest.raises(ConfigurationError, match="boto3 makes no SQS client"):
+    with pytest.raises(ConfigurationError, match="boto3 cannot create an SQS client"):
         Open(SQS("orders", no_such_option=1))
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
-    with pytest.raises(ConfigurationError, match="no credentials"):
+    with pytest.raises(ConfigurationError, match="No credentials"):
         Open(SQS("orders", endpoint_url=sqs_url, region_name="x"))
     with pytest.raises(ConfigurationError, match="region"):
         Open(SQS("orders"))
@@ -304,15 +309,15 @@ def test_an_unreachable_server_is_waited_for() -> None:
 
 def test_a_queue_that_was_there_is_waited_for(queue: Queue) -> None:
     """A server that comes back, or a queue that is made anew, is no wrong configuration."""
-    own = Open(queue.source())
+    source = Open(queue.source())
     queue.remove()
     with pytest.raises(BrokerUnavailable, match=r"NonExistentQueue|QueueDoesNotExist"):
-        own.source.receive(10, 0.5)
+        source.source.receive(10, 0.5)
     queue.create()
     queue.add("m-1")
-    (delivery,) = own.receive(1)
-    own.source.settle([delivery])
-    own.source.close()
+    (delivery,) = source.receive(1)
+    source.source.settle([delivery])
+    source.source.close()
     assert queue.outstanding() == 0
 
 
@@ -329,8 +334,8 @@ def test_groups_keep_their_order(sqs_url: str, lite: Shop) -> None:
     with running(worker(lite.app)):
         eventually(lambda: lite.effects() == 20)
     for group in ("g0", "g1", "g2"):
-        own = [call for call in lite.calls if call.startswith(group)]
-        assert own == sorted(own)
+        messages = [call for call in lite.calls if call.startswith(group)]
+        assert messages == sorted(messages)
 
 
 def test_the_example(sqs_url: str, sqlite_url: str, raw: Callable[[str], Raw]) -> None:

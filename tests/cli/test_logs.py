@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cli.conftest import Command
+from tests.support.command import Command
 
 #: An App whose module lets everything speak that may, and then one handler's task on the loop.
 SHOP = """

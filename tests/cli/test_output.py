@@ -10,8 +10,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from txbox.admin.views import age, counted
 from txbox.cli.options import duration
-from txbox.cli.output import age, counted, print_json, print_table, shown
+from txbox.cli.output import print_json, print_table, shown
 from txbox.errors import redacted
 
 
@@ -63,7 +64,7 @@ def test_durations_without_a_unit_are_refused(text: str) -> None:
 
 
 def test_ages_and_counts_for_people() -> None:
-    assert [age(own) for own in (None, 0, 59.9, 61, 3600, 90061)] == [
+    assert [age(number) for number in (None, 0, 59.9, 61, 3600, 90061)] == [
         "", "0s", "59s", "1m 1s", "1h", "1d 1h",
     ]  # fmt: skip
     assert [counted(1), counted(1234, "row")] == ["1 message", "1,234 rows"]
@@ -104,7 +105,7 @@ def on_a_terminal(
         ],
     )  # fmt: skip
     shown_there = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    return [own.rstrip() for own in shown_there.splitlines() if own.strip()]
+    return [line.rstrip() for line in shown_there.splitlines() if line.strip()]
 
 
 def test_a_table_wider_than_the_terminal_breaks_no_id_and_no_name(

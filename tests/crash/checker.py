@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.crash.service import AMOUNT, MAX_ATTEMPTS, Job
-from tests.databases import Raw
+from tests.support.databases import Raw
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ def check(raw: Raw, job: Job, *, unended: int, may_die: bool = False) -> Checked
         unended: the runs that never ended, of killed workers above all.
         may_die: a dead letter without an effect is a good end too.
     """
-    of_each = [_check(raw, job, str(own.id), unended, may_die) for own in job.messages]
-    effects = [own.effects for own in of_each]
+    of_each = [_check(raw, job, str(message.id), unended, may_die) for message in job.messages]
+    effects = [count.effects for count in of_each]
     balance = raw.value("SELECT balance FROM account WHERE name = ?", (job.consumer,))
     notes = job.notes()
     failures = notes.count("outcome failed") + notes.count("outcome dead")
@@ -36,7 +36,7 @@ def check(raw: Raw, job: Job, *, unended: int, may_die: bool = False) -> Checked
         "I5 balance": balance != sum(effects) * AMOUNT,
         "I8 failures": failures > attempts,
     }
-    wrong = [name for own in of_each for name in own.wrong]
+    wrong = [name for count in of_each for name in count.wrong]
     wrong += [name for name, is_wrong in found.items() if is_wrong]
     odd = [number for number in effects if number != 1]
     return Checked((odd or effects)[0], of_each[0].status, tuple(dict.fromkeys(wrong)))

@@ -12,12 +12,11 @@ from typing import Protocol
 
 import pytest
 
-from tests.conftest import require
 from tests.crash import runs
 from tests.crash.report import REPORT
 from tests.crash.runs import Case, Ended
 from tests.crash.service import TABLES, Mode
-from tests.databases import BY_NAME, Database, Raw
+from tests.support.databases import BY_NAME, Database, Raw, require
 
 # rescue is waited for most of the time: more cases at once than cores
 _WORKERS = 6
@@ -53,8 +52,8 @@ def crash_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         return made[product]
 
     yield url
-    for product, own in made.items():
-        BY_NAME[product].drop(own)
+    for product, each in made.items():
+        BY_NAME[product].drop(each)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,12 +23,13 @@ from tests.crash.service import (
     service,
     work_until_quiet,
 )
-from tests.databases import Raw
+from tests.support.databases import Raw
 from txbox import App, Message
-from txbox.drive import drive
 from txbox.handlers import Handler
-from txbox.processing.transaction import End, HandlerTransaction, TransactionResult, handled
-from txbox.steps import Begin, Commit, Statement, Steps, at
+from txbox.processing.calls import handled
+from txbox.processing.failure import Recorder
+from txbox.processing.transaction import Claim, End, HandlerTransaction, TransactionResult
+from txbox.session import Session, Statement, at, drive
 from txbox.store import claims, failures, leases
 from txbox.store.codec import Arrival
 from txbox.store.inbox import InboxStore
@@ -74,49 +76,50 @@ def _consume(job: Job) -> None:
 class _OwnTransaction(HandlerTransaction):
     """Commits the inbox row first and the handler's writes afterwards."""
 
-    def run(
+    async def run(
         self,
+        db: Session,
         handler: Handler,
         arrivals: Sequence[Arrival],
-        claim: tuple[Statement, ...],
-        token: str,
+        claim: Claim,
         *,
-        keep: bool,
-        checks: Sequence[Statement] = (),
-        returned: list[Any] | None = None,
         group: int = 0,
-    ) -> Steps[TransactionResult]:
-        ran = TransactionResult(End.COMMITTED)
-        ids = [own.message_id for own in arrivals]
-        results = yield Begin(claim)
-        won = claims.claimed(self.store, claim, results)
+        returned: list[Any] | None = None,
+    ) -> TransactionResult:
+        ran, token = TransactionResult(End.COMMITTED), secrets.token_hex(16)
+        ids = [row.message_id for row in arrivals]
+        claiming = self.claiming(handler, arrivals, claim, token)
+        results = await db.begin(claiming)
+        won = claims.claimed(self.store, claiming, results)
         fresh = None if won is None else won.ids
-        ran.existing = yield from self.store.classify(handler.consumer, ids)
+        ran.existing = await self.store.classify(db, handler.consumer, ids)
         if fresh is None:
-            fresh = {own for own, row in ran.existing.items() if row.token == token}
+            fresh = {each for each, row in ran.existing.items() if row.token == token}
         ran.fresh = fresh
-        mine = [own for own in arrivals if own.message_id in fresh]
-        yield claims.close(self.store, token)
+        mine = [row for row in arrivals if row.message_id in fresh]
+        await db.execute(claims.close(self.store, token))
         if mine and self.store.dialect.has("complete"):
-            yield claims.complete(
-                self.store,
-                handler.consumer,
-                [own.message_id for own in mine],
-                token=token,
-                keep=keep,
+            await db.execute(
+                claims.complete(
+                    self.store,
+                    handler.consumer,
+                    [row.message_id for row in mine],
+                    token=token,
+                    keep=handler.keeps_payload,
+                )
             )
-        yield Commit()
+        await db.commit()
         if mine and returned is None:
-            yield Begin()
-            yield from handled(handler, mine)
-            yield Commit()
+            await db.begin()
+            await handled(db, handler, mine)
+            await db.commit()
         return ran
 
 
 def _own_transaction(job: Job) -> App:
     app = service(job)
-    own = _OwnTransaction(app.store, app.limits, app.lease)
-    app.protocol.deliveries.transaction = app.protocol.rows.transaction = own
+    recorder = Recorder(app.store, app.events, app.limits)
+    app.protocol.transaction = _OwnTransaction(app.store, app.limits, app.lease, recorder)
     return app
 
 
@@ -263,11 +266,12 @@ def _late_failure(job: Job, *, unconditional: bool) -> None:
 def _passes_before_record(app: App) -> int:
     """BEGIN of the claim is pass 1 once the schema was checked; that of the record is pass 2."""
     assert app.database.sync is not None
-    drive(app.database.sync, app.check_schema())
+    drive(app.database.sync, app.check_schema)
     return 2
 
 
-def _record_unconditionally(
+async def _record_unconditionally(
+    db: Session,
     store: InboxStore,
     consumer: str,
     arrival: Arrival,
@@ -276,21 +280,23 @@ def _record_unconditionally(
     *,
     token: str,
     dying: object = None,
-) -> Steps[Any]:
-    yield Begin()
-    yield Statement(
-        "record_unconditionally",
-        "UPDATE txbox_inbox SET status = 'failed', attempts = attempts + 1, next_attempt_at = received_at,"
-        " lease_until = NULL, token = NULL, payload = :payload, has_payload = :yes"
-        " WHERE consumer = :consumer AND message_id = :message_id",
-        {
-            "consumer": consumer,
-            "message_id": arrival.message_id,
-            "payload": arrival.message.payload,
-            "yes": True,
-        },
+) -> Any:
+    await db.begin()
+    await db.execute(
+        Statement(
+            "record_unconditionally",
+            "UPDATE txbox_inbox SET status = 'failed', attempts = attempts + 1, next_attempt_at = received_at,"
+            " lease_until = NULL, token = NULL, payload = :payload, has_payload = :yes"
+            " WHERE consumer = :consumer AND message_id = :message_id",
+            {
+                "consumer": consumer,
+                "message_id": arrival.message_id,
+                "payload": arrival.message.payload,
+                "yes": True,
+            },
+        )
     )
-    yield Commit()
+    await db.commit()
     return _Recorded()
 
 
@@ -314,9 +320,13 @@ def _zombie(job: Job, *, fenced: bool) -> None:
         connections = app.database.sync
         (leased,) = drive(
             connections,
-            leases.lease(
-                app.store, job.consumer, token="zombie", limit=1, lease=app.lease, suspect=False
-            ),
+            leases.lease,
+            app.store,
+            job.consumer,
+            token="zombie",
+            limit=1,
+            lease=app.lease,
+            suspect=False,
         )
         with Raw(job.url) as raw:
             raw.execute(
@@ -327,7 +337,7 @@ def _zombie(job: Job, *, fenced: bool) -> None:
             job.note(f"outcome {outcome}")
         wrong = patch.object(claims, "claim_leased", _unfenced(claims.claim_leased))
         with nullcontext() if fenced else wrong:
-            settled = drive(connections, app.protocol.run_leased(handler, leased, "zombie"))
+            settled = drive(connections, app.protocol.run_leased, handler, leased, "zombie")
         job.note(f"zombie {settled.outcome}")
         work_until_quiet(app, job)
 

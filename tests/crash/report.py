@@ -22,11 +22,11 @@ class Swept:
 
     @property
     def kills(self) -> int:
-        return sum(own.killed for own in self.ended)
+        return sum(outcome.killed for outcome in self.ended)
 
     @property
     def wrong(self) -> Counter[str]:
-        return Counter(name for own in self.ended for name in own.checked.wrong)
+        return Counter(name for outcome in self.ended for name in outcome.checked.wrong)
 
 
 class Report:
@@ -42,14 +42,14 @@ class Report:
 
     def lines(self, *, full: bool) -> Iterator[str]:
         """The tables as text; `full` adds a line for every point."""
-        real = [own for own in self._swept if own.consumer == "txbox"]
+        real = [each for each in self._swept if each.consumer == "txbox"]
         if real:
             yield ""
             yield "crash sweep: kill -9 at every point, redelivery, then the invariants"
             if full:
                 yield from _points(real)
             yield from _summary(real)
-        wrong = [own for own in self._swept if own.consumer in MUTANTS]
+        wrong = [each for each in self._swept if each.consumer in MUTANTS]
         if wrong:
             yield ""
             yield "wrong consumers, and the real one put through the same"
@@ -57,19 +57,19 @@ class Report:
 
     def _mutants(self, wrong: Sequence[Swept]) -> Iterator[str]:
         yield f"  {'consumer':<38} {'database':<11} {'cases':>5} {'caught':>6}  by"
-        for own in wrong:
-            caught = sum(bool(case.checked.wrong) for case in own.ended)
-            by = ", ".join(f"{name} x{count}" for name, count in own.wrong.most_common())
-            title = CONSUMERS[own.consumer].title
-            yield f"  {title:<38} {own.database:<11} {len(own.ended):>5} {caught:>6}  {by or 'NOT CAUGHT'}"
-            if caught and own.kills:
-                where = [f"{e.case.point}#{e.case.nth}" for e in own.ended if e.checked.wrong]
+        for row in wrong:
+            caught = sum(bool(case.checked.wrong) for case in row.ended)
+            by = ", ".join(f"{name} x{count}" for name, count in row.wrong.most_common())
+            title = CONSUMERS[row.consumer].title
+            yield f"  {title:<38} {row.database:<11} {len(row.ended):>5} {caught:>6}  {by or 'NOT CAUGHT'}"
+            if caught and row.kills:
+                where = [f"{e.case.point}#{e.case.nth}" for e in row.ended if e.checked.wrong]
                 yield f"  {'':<63} at {', '.join(where)}"
-            mode, sound = MUTANTS[own.consumer]
+            mode, sound = MUTANTS[row.consumer]
             for control in self._swept:
                 if (control.consumer, control.database, control.mode) == (
                     sound,
-                    own.database,
+                    row.database,
                     mode,
                 ):
                     bad = sum(bool(case.checked.wrong) for case in control.ended)
@@ -82,22 +82,22 @@ class Report:
                         )
                     )
                     yield (
-                        f"    {CONSUMERS[sound].title:<36} {own.database:<11} {len(control.ended):>5} {bad:>6}  {ends}"
+                        f"    {CONSUMERS[sound].title:<36} {row.database:<11} {len(control.ended):>5} {bad:>6}  {ends}"
                     )
 
 
 def _points(real: Sequence[Swept]) -> Iterator[str]:
-    for mode in dict.fromkeys(own.mode for own in real):
-        columns = [own for own in real if own.mode == mode]
+    for mode in dict.fromkeys(row.mode for row in real):
+        columns = [row for row in real if row.mode == mode]
         yield ""
-        yield f"  {mode + ': point':<32}" + "".join(f"{own.database:>14}" for own in columns)
-        points = list(dict.fromkeys(e.case.point for own in columns for e in own.ended))
+        yield f"  {mode + ': point':<32}" + "".join(f"{column.database:>14}" for column in columns)
+        points = list(dict.fromkeys(e.case.point for column in columns for e in column.ended))
         for point in points:
-            yield f"  {point:<32}" + "".join(f"{_cell(own, point):>14}" for own in columns)
+            yield f"  {point:<32}" + "".join(f"{_cell(column, point):>14}" for column in columns)
 
 
-def _cell(own: Swept, point: str | None) -> str:
-    here = [ended for ended in own.ended if ended.case.point == point]
+def _cell(row: Swept, point: str | None) -> str:
+    here = [ended for ended in row.ended if ended.case.point == point]
     if not here:
         return "-"
     bad = sorted({name for ended in here for name in ended.checked.wrong})
@@ -113,12 +113,12 @@ def _summary(real: Sequence[Swept]) -> Iterator[str]:
         f"  {'mode':<9} {'database':<11} {'points':>6} {'cases':>6} {'kills':>6} {'effects':>8}"
         f" {'lost':>5} {'doubled':>8} {'wrong':>6} {'seconds':>8}"
     )
-    for own in real:
-        effects = sum(ended.checked.effects for ended in own.ended)
+    for row in real:
+        effects = sum(ended.checked.effects for ended in row.ended)
         yield (
-            f"  {own.mode:<9} {own.database:<11} {len({e.case.point for e in own.ended}):>6} {len(own.ended):>6}"
-            f" {own.kills:>6} {effects:>8} {own.wrong['I2 lost']:>5} {own.wrong['I1 doubled']:>8}"
-            f" {sum(bool(e.checked.wrong) for e in own.ended):>6} {own.took_s:>8.1f}"
+            f"  {row.mode:<9} {row.database:<11} {len({e.case.point for e in row.ended}):>6} {len(row.ended):>6}"
+            f" {row.kills:>6} {effects:>8} {row.wrong['I2 lost']:>5} {row.wrong['I1 doubled']:>8}"
+            f" {sum(bool(e.checked.wrong) for e in row.ended):>6} {row.took_s:>8.1f}"
         )
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from tests.crash import mutants
 from tests.crash.checker import Checked, check
 from tests.crash.service import Job, Mode
-from tests.databases import Raw
-from txbox import steps
+from tests.support.databases import Raw
+from txbox import session
 from txbox.testing import kill_at
 
 _WORKER_WITHIN_S = 60
@@ -65,7 +65,7 @@ def points_of(case: Case) -> list[tuple[str, int]]:
 
     def work() -> None:
         passed: list[str] = []
-        steps.crash_point = passed.append
+        session.crash_point = passed.append
         mutants.CONSUMERS[case.consumer].work(job)
         Path(record).write_text(json.dumps(passed))
 

@@ -10,15 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.databases import Raw
+from tests.support.databases import Raw
 from txbox import App, Lease, Message, RetryPolicy
-from txbox.drive import drive
 from txbox.handlers import Handler
 from txbox.outcome import Answer
-from txbox.processing.in_flight import Holder
-from txbox.steps import Begin, Steps, at
+from txbox.processing.waiting import Holder
+from txbox.session import Session, Statements, at, drive
 from txbox.testing import drain
-from txbox.worker.ahead import Prepared, carried_on
+from txbox.worker.lane import Prepared
 
 Mode = Literal["inline", "retried", "stored", "batched", "pipelined", "ahead"]
 MODES: tuple[Mode, ...] = ("inline", "retried", "stored", "batched", "pipelined", "ahead")
@@ -55,9 +54,11 @@ class Job:
     @property
     def messages(self) -> list[Message[Any]]:
         """What the broker delivers: one message, or a batch whose second one fails at its first attempt."""
-        own = f"payment-{self.consumer}"
-        ids = [own, f"{own}-culprit", f"{own}-third"] if self.batched else [own]
-        return [Message(id=own, topic="payments", payload=b'{"amount": 7}') for own in ids]
+        name = f"payment-{self.consumer}"
+        ids = [name, f"{name}-culprit", f"{name}-third"] if self.batched else [name]
+        return [
+            Message(id=message_id, topic="payments", payload=b'{"amount": 7}') for message_id in ids
+        ]
 
     @property
     def batched(self) -> bool:
@@ -134,13 +135,11 @@ def receive(app: App, job: Job) -> None:
     if job.batched:
         (handler,) = app.handlers
         assert app.database.sync is not None
-        taken = (
-            _ahead(app, handler, job)
-            if job.mode == "ahead"
-            else app.intake.take(handler, job.messages)
-        )
-        settled = drive(app.database.sync, taken)
-        outcomes = [own.outcome for own in settled]
+        if job.mode == "ahead":
+            settled = drive(app.database.sync, _ahead, app, handler, job)
+        else:
+            settled = drive(app.database.sync, app.intake.take, handler, job.messages)
+        outcomes = [answer.outcome for answer in settled]
     else:
         outcomes = [app.process(job.message)]
     for outcome in outcomes:
@@ -157,27 +156,28 @@ class _Last:
         self.holder = Holder()
         self.ahead: Prepared | None = None
 
-    def begin(self) -> Begin | None:
+    def begin(self, db: Session) -> Statements | None:
         last = self._job.messages[2:]
-        self.ahead = Prepared([], self._app.intake.take(self._handler, last, holder=self.holder))
-        return self.ahead.begin
+        operation = self._app.intake.take(db, self._handler, last, holder=self.holder)
+        self.ahead = Prepared(db, [], operation)
+        return self.ahead.statements
 
     def put_back(self) -> None:
         if self.ahead is not None:
-            self.ahead.steps.close()
+            self.ahead.close()
         self.ahead = None
 
 
-def _ahead(app: App, handler: Handler, job: Job) -> Steps[list[Answer]]:
+async def _ahead(db: Session, app: App, handler: Handler, job: Job) -> list[Answer]:
     """Take the last message behind the COMMIT of the first two, as a lane does."""
     last = _Last(app, handler, job)
-    first = app.intake.take(handler, job.messages[:2], holder=last.holder)
-    settled: list[Answer] = yield from carried_on(first, next(first), last)
+    with db.followed_by(last):
+        settled = await app.intake.take(db, handler, job.messages[:2], holder=last.holder)
     if last.ahead is None:
         # nothing was committed, or more was to be done
-        last.begin()
+        last.begin(db)
     assert last.ahead is not None
-    settled += yield from carried_on(last.ahead.steps, last.ahead.first)
+    settled += await last.ahead.answers()
     return settled
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.crash.conftest import Sweep
 from tests.crash.mutants import MUTANTS
 from tests.crash.service import MODES, Mode
-from tests.databases import Database
+from tests.support.databases import Database
 
 # what every sweep must at least have met, whatever a database passes besides
 _ALWAYS = {
@@ -50,13 +50,15 @@ def test_crash_sweep(database_kind: Database, mode: Mode, sweep: Sweep) -> None:
     ended = sweep(database_kind.name, mode, "txbox")
 
     wrong = [
-        f"{own.case.point}#{own.case.nth}: {own.checked}" for own in ended if own.checked.wrong
+        f"{outcome.case.point}#{outcome.case.nth}: {outcome.checked}"
+        for outcome in ended
+        if outcome.checked.wrong
     ]
     assert not wrong, "\n".join(wrong)
-    assert all(own.checked.effects == 1 for own in ended)
-    missed = [f"{own.case.point}#{own.case.nth}" for own in ended if not own.killed]
+    assert all(outcome.checked.effects == 1 for outcome in ended)
+    missed = [f"{outcome.case.point}#{outcome.case.nth}" for outcome in ended if not outcome.killed]
     assert not missed, f"never killed at {missed}"
-    points = {str(own.case.point) for own in ended}
+    points = {str(outcome.case.point) for outcome in ended}
     assert points >= _ALWAYS | _ALSO[mode]
     # a claim of one message may be a statement of its own
     assert any(point.startswith("after:claim") for point in points)
@@ -66,10 +68,10 @@ def test_crash_sweep(database_kind: Database, mode: Mode, sweep: Sweep) -> None:
 def test_wrong_consumer_is_caught(database_kind: Database, mutant: str, sweep: Sweep) -> None:
     mode, sound = MUTANTS[mutant]
 
-    caught = [own for own in sweep(database_kind.name, mode, mutant) if own.checked.wrong]
+    caught = [each for each in sweep(database_kind.name, mode, mutant) if each.checked.wrong]
 
     assert caught
-    assert all({"I1 doubled", "I2 lost"} & set(own.checked.wrong) for own in caught), caught
+    assert all({"I1 doubled", "I2 lost"} & set(each.checked.wrong) for each in caught), caught
     if sound != "txbox":  # which is swept above
         sound_ended = sweep(database_kind.name, mode, sound)
-        assert not [own.checked for own in sound_ended if own.checked.wrong]
+        assert not [each.checked for each in sound_ended if each.checked.wrong]

@@ -24,7 +24,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     found: dict[str, argparse.ArgumentParser] = {"demo": make_demo_parser()}
     for name, parser in _below(make_parser()):
         nested = list(_below(parser))
-        found.update({f"{name} {own}": inner for own, inner in nested})
+        found.update({f"{name} {command}": inner for command, inner in nested})
         if not nested:
             found.setdefault(name, parser)
     return found
@@ -50,11 +50,11 @@ def _problem(line: str) -> str | None:
     words = shlex.split(line, comments=True)
     match words:
         case ["make", *targets]:
-            unknown = {own for own in targets if "=" not in own} - _TARGETS
+            unknown = {target for target in targets if "=" not in target} - _TARGETS
             return f"no make target {unknown}" if unknown else None
         case ["pip", "install", *what]:
-            for own in what:
-                for extra in re.findall(r"txbox\[([\w,]+)\]", own):
+            for each in what:
+                for extra in re.findall(r"txbox\[([\w,]+)\]", each):
                     unknown = set(extra.split(",")) - set(_PROJECT["optional-dependencies"])
                     if unknown:
                         return f"no extra {unknown}"
@@ -68,7 +68,7 @@ def _problem(line: str) -> str | None:
 
 def _txbox_problem(words: list[str]) -> str | None:
     name = " ".join(words[:2]) if " ".join(words[:2]) in _commands() else words[0]
-    given = [own.partition("=")[0] for own in words if own.startswith("--")]
+    given = [word.partition("=")[0] for word in words if word.startswith("--")]
     if name.startswith("-"):
         return None if set(given) <= _options(make_parser()) else f"no option {given}"
     if name == "schema":
@@ -80,21 +80,21 @@ def _txbox_problem(words: list[str]) -> str | None:
 
 
 def test_shell_blocks_are_commands_that_exist() -> None:
-    for own in all_pages():
-        for block in own.blocks():
+    for each in all_pages():
+        for block in each.blocks():
             if block.language == "sh":
                 for line in block.text.replace("\\\n", " ").splitlines():
                     if line.strip() and not line.startswith("#"):
                         problem = _problem(line)
-                        assert problem is None, f"{own.name}: {line!r}: {problem}"
+                        assert problem is None, f"{each.name}: {line!r}: {problem}"
 
 
 def test_commands_in_sentences_exist() -> None:
-    for own in all_pages():
-        for line in _INLINE.findall(own.prose):
+    for each in all_pages():
+        for line in _INLINE.findall(each.prose):
             if line != "txbox COMMAND --help":
                 problem = _problem(line.replace("…", "x"))
-                assert problem is None, f"{own.name}: {line!r}: {problem}"
+                assert problem is None, f"{each.name}: {line!r}: {problem}"
 
 
 def test_every_command_has_a_heading_and_its_options_are_described() -> None:

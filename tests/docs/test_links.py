@@ -10,26 +10,26 @@ from tests.docs.pages import ROOT, Page, all_pages, page
 _PAGES = all_pages()
 
 
-@pytest.mark.parametrize("own", _PAGES, ids=lambda own: own.name)
-def test_links_resolve(own: Page) -> None:
-    for link in own.links():
+@pytest.mark.parametrize("linked", _PAGES, ids=lambda each: each.name)
+def test_links_resolve(linked: Page) -> None:
+    for link in linked.links():
         if "://" in link or link.startswith("mailto:"):
             continue
         target, _, anchor = link.partition("#")
-        path = (own.path.parent / target).resolve() if target else own.path
-        assert path.exists(), f"{own.name} links {link}, which is not there"
-        assert path.is_relative_to(ROOT), f"{own.name} links {link}, outside of the repository"
+        path = (linked.path.parent / target).resolve() if target else linked.path
+        assert path.exists(), f"{linked.name} links {link}, which is not there"
+        assert path.is_relative_to(ROOT), f"{linked.name} links {link}, outside of the repository"
         if anchor:
-            assert anchor in Page(path).anchors(), f"{own.name} links {link}: no such heading"
+            assert anchor in Page(path).anchors(), f"{linked.name} links {link}: no such heading"
 
 
 def test_every_page_is_linked_from_the_index() -> None:
     index = page("docs/index.md")
     linked = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links()}
     missing = [
-        own.name
-        for own in _PAGES
-        if own.path.is_relative_to(ROOT / "docs") and own.path not in linked
+        each.name
+        for each in _PAGES
+        if each.path.is_relative_to(ROOT / "docs") and each.path not in linked
     ]
     assert missing == ["docs/index.md"]
 

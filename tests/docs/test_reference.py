@@ -6,33 +6,39 @@ import dataclasses
 import inspect
 import re
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.docs.pages import page
 from txbox import App, errors, events, outcome, policy
+from txbox.admin import doctor
+from txbox.admin.doctor import CODES
 from txbox.handlers import HandlerOptions
 
 HANDLERS = page("docs/reference/handlers.md")
 EVENTS = page("docs/reference/events.md")
 ERRORS = page("docs/reference/errors.md")
 TABLES = page("docs/reference/tables.md")
+DOCTOR = page("docs/reference/doctor.md")
 
 
 def _classes(module: ModuleType, root: type) -> list[type]:
     return [
-        own
-        for own in vars(module).values()
-        if inspect.isclass(own) and own.__module__ == module.__name__ and issubclass(own, root)
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and issubclass(value, root)
     ]
 
 
 def _policies() -> list[type]:
     return [
-        own
-        for own in vars(policy).values()
-        if dataclasses.is_dataclass(own) and isinstance(own, type)
+        value
+        for value in vars(policy).values()
+        if dataclasses.is_dataclass(value) and isinstance(value, type)
     ]
 
 
@@ -46,12 +52,12 @@ def _shown(value: object) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
     if dataclasses.is_dataclass(value):
-        own = ", ".join(
+        text = ", ".join(
             f"{field.name}={_shown(getattr(value, field.name))}"
             for field in dataclasses.fields(value)
             if getattr(value, field.name) != field.default
         )
-        return f"{type(value).__name__}({own})"
+        return f"{type(value).__name__}({text})"
     return repr(value).replace("'", '"')
 
 
@@ -65,36 +71,53 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def test_every_event_has_a_heading_with_its_fields() -> None:
-    wanted = {own.__name__ for own in _classes(events, events.Event)}
+    wanted = {cls.__name__ for cls in _classes(events, events.Event)}
     assert wanted <= set(EVENTS.headings())
-    for own in _classes(events, events.Event):
-        section = EVENTS.text.partition(f"### {own.__name__}\n")[2].partition("\n### ")[0]
-        for field in own.__annotations__:
-            assert f"`{field}`" in section, f"{own.__name__}.{field} is not described"
+    for cls in _classes(events, events.Event):
+        section = EVENTS.text.partition(f"### {cls.__name__}\n")[2].partition("\n### ")[0]
+        for field in cls.__annotations__:
+            assert f"`{field}`" in section, f"{cls.__name__}.{field} is not described"
 
 
 def test_events_page_names_no_event_that_is_not_there() -> None:
     named = {
         heading for heading in EVENTS.headings() if re.fullmatch(r"([A-Z][a-z]+){1,3}", heading)
     }
-    assert {own for own in named if own != "Events"} <= {
-        own.__name__ for own in _classes(events, events.Event)
+    assert {each for each in named if each != "Events"} <= {
+        cls.__name__ for cls in _classes(events, events.Event)
     }
+
+
+def test_every_finding_has_a_heading_and_its_severity() -> None:
+    sections = dict(re.findall(r"^### ([a-z-]+)\n(\w+)\.", DOCTOR.text, re.MULTILINE))
+    assert {code: found.lower() for code, found in sections.items()} == CODES
+
+
+def test_every_code_is_used_and_every_used_one_is_known() -> None:
+    package = Path(inspect.getfile(doctor)).parent
+    used = {
+        code
+        for file in package.glob("*.py")
+        if file.name != "finding.py"
+        for code in re.findall(r'"([a-z]+(?:-[a-z]+)+)"', file.read_text())
+    }
+    assert set(CODES) <= used
+    assert used <= set(CODES)
 
 
 def test_every_error_has_a_heading() -> None:
     headings = set(ERRORS.headings())
-    for own in _classes(errors, Exception):
-        assert own.__name__ in headings, f"{own.__name__} has no heading"
+    for cls in _classes(errors, Exception):
+        assert cls.__name__ in headings, f"{cls.__name__} has no heading"
     for fault in errors.Fault:
         assert f"`{fault.name}`" in ERRORS.text
 
 
-@pytest.mark.parametrize("own", _policies(), ids=lambda own: own.__name__)
-def test_policy_fields_stand_in_the_table_with_their_defaults(own: type) -> None:
+@pytest.mark.parametrize("policy_class", _policies(), ids=lambda each: each.__name__)
+def test_policy_fields_stand_in_the_table_with_their_defaults(policy_class: type) -> None:
     rows = {row[0]: row[1] for row in _rows(HANDLERS.text) if len(row) >= 2}
-    for field in dataclasses.fields(own):
-        name = f"`{own.__name__}.{field.name}`"
+    for field in dataclasses.fields(policy_class):
+        name = f"`{policy_class.__name__}.{field.name}`"
         assert name in rows, f"{name} is not in the table of policies"
         assert rows[name] == _shown(field.default), f"{name} is {_shown(field.default)}"
 
@@ -119,8 +142,8 @@ def test_app_arguments_are_described() -> None:
 
 def test_outcomes_and_statuses_are_described() -> None:
     concepts = page("docs/concepts.md").text
-    for own in (*outcome.Outcome, *outcome.Status):
-        assert f"`{own.value}`" in concepts or f"`{own.name}`" in concepts, own
+    for each in (*outcome.Outcome, *outcome.Status):
+        assert f"`{each.value}`" in concepts or f"`{each.name}`" in concepts, each
 
 
 def test_every_table_and_column_is_described() -> None:

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.servers import ROOT
+from tests.support.servers import ROOT
 
 EXAMPLES = ROOT / "examples"
 

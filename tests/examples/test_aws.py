@@ -76,10 +76,10 @@ def test_lambda_keeps_the_order_of_a_group(tmp_path: Path, postgresql_url: str) 
 
     script = tmp_path / "held.py"
     example = (ROOT / "examples" / "aws_lambda_sqs.py").read_text()
-    own = example.replace("VALUES (?, ?)", "VALUES (%s, %s)").replace(
+    text = example.replace("VALUES (?, ?)", "VALUES (%s, %s)").replace(
         '"orders", c', '"orders.fifo", c'
     )
-    (tmp_path / "aws_lambda_sqs.py").write_text(own)
+    (tmp_path / "aws_lambda_sqs.py").write_text(text)
     script.write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + _HELD)
     with psycopg.connect(postgresql_url) as other:
         other.execute("CREATE TABLE booking (order_id INTEGER, amount INTEGER)")

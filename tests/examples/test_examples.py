@@ -60,7 +60,7 @@ def test_service(tmp_path: Path) -> None:
         "o-2": '{"id": 2, "amount": 6, "later": true}',
         "o-3": '{"id": 3, "amount": 0}',
     }
-    for own, order in orders.items():
+    for each, order in orders.items():
         send = (
             "send",
             "orders",
@@ -69,7 +69,7 @@ def test_service(tmp_path: Path) -> None:
             "--type",
             "order.paid",
             "--id",
-            own,
+            each,
             "--data",
             order,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.programs import database_for, rows, started
-from tests.webhook.senders import SECRET, github
+from tests.support.webhook.senders import SECRET, github
 
 BODY = b'{"id": 1, "amount": 5}'
 PAID = {"Authorization": "Bearer t0ken", "X-Event-Type": "order.paid"}
@@ -45,10 +45,10 @@ def url(tmp_path: Path) -> str:
 @pytest.fixture
 def server(tmp_path: Path, url: str) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # requests wait until it is up
-        own = listener.fileno()
+        number = listener.fileno()
         env = {"TXBOX_DATABASE_URL": url, "API_TOKEN": "t0ken", "WEBHOOK_SECRET": SECRET}
-        uvicorn = ("uvicorn", "--fd", str(own), "--log-level", "warning", "fastapi_webhook:api")
-        with started(tmp_path, *uvicorn, env=env, keep=[own]) as process:
+        uvicorn = ("uvicorn", "--fd", str(number), "--log-level", "warning", "fastapi_webhook:api")
+        with started(tmp_path, *uvicorn, env=env, keep=[number]) as process:
             yield Server(listener.getsockname()[1])
             process.terminate()
             assert process.wait(30) in (0, -15)  # uvicorn raises the signal again when it is done
@@ -84,7 +84,7 @@ def test_the_caller_sends_again_while_the_database_is_away(tmp_path: Path) -> No
         "WEBHOOK_SECRET": SECRET,
     }
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        own = listener.fileno()
-        uvicorn = ("uvicorn", "--fd", str(own), "--log-level", "warning", "fastapi_webhook:api")
-        with started(tmp_path, *uvicorn, env=env, keep=[own]):
+        number = listener.fileno()
+        uvicorn = ("uvicorn", "--fd", str(number), "--log-level", "warning", "fastapi_webhook:api")
+        with started(tmp_path, *uvicorn, env=env, keep=[number]):
             assert Server(listener.getsockname()[1]).order("o-1")[0] == 503

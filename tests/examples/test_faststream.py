@@ -11,9 +11,9 @@ import aio_pika
 import pytest
 from pamqp.commands import Basic
 
-from tests.brokers.rabbitmq_support import declare, left, on_server, publish, publish_plain
 from tests.examples.programs import database_for, rows, started
-from tests.runtime.support import eventually
+from tests.support.brokers.rabbitmq import declare, left, on_server, publish, publish_plain
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.brokers
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.scenarios.process import Plan, WorkerProcess
-from tests.shop import Shop, paid, row
+from tests.support.scenario_process import Plan, WorkerProcess
+from tests.support.shop import Shop, paid, row
 from txbox import Outcome
 
 PAYLOAD = b'{"cents": 100}'
@@ -16,8 +16,8 @@ PAYLOAD = b'{"cents": 100}'
 
 def killed_at(shop: Shop, point: str, **plan: object) -> None:
     """Deliver "a" to a process that dies at a point."""
-    own = Plan(shop.url, deliveries=[("a", PAYLOAD)], crash=point, **plan)  # type: ignore[arg-type]
-    with WorkerProcess(own) as worker:
+    made = Plan(shop.url, deliveries=[("a", PAYLOAD)], crash=point, **plan)  # type: ignore[arg-type]
+    with WorkerProcess(made) as worker:
         said = worker.rest()
         assert worker.ended() == -signal.SIGKILL, worker.errors
     assert [line for line in said if "acked" in line] == []
@@ -30,8 +30,8 @@ def redelivered(shop: Shop) -> Outcome:
 
 def check_processed_once(shop: Shop, starts: int = 0) -> None:
     assert shop.effects("a") == 1
-    own = shop.row("a")
-    assert (own.status, own.attempts, own.starts, own.has_payload) == (
+    inbox_row = shop.row("a")
+    assert (inbox_row.status, inbox_row.attempts, inbox_row.starts, inbox_row.has_payload) == (
         "processed",
         0,
         starts,
@@ -88,8 +88,8 @@ def test_stuck_message_recovery(shop: Shop) -> None:
         said = worker.rest()
         assert worker.ended() == -signal.SIGKILL, worker.errors
     assert [line["outcome"] for line in said if "acked" in line] == [Outcome.DEFERRED]
-    own = shop.row("a")
-    assert (own.status, own.starts, own.has_payload) == ("processing", 1, True)
+    inbox_row = shop.row("a")
+    assert (inbox_row.status, inbox_row.starts, inbox_row.has_payload) == ("processing", 1, True)
     shop.handler(mode="stored")
     assert shop.deliver(paid("a", PAYLOAD)) is Outcome.DEFERRED  # the table owns it, nobody else
 
@@ -97,8 +97,12 @@ def test_stuck_message_recovery(shop: Shop) -> None:
     while not (rescued := shop.rescue()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [(one.message_id, one.starts, one.dead) for one in rescued] == [("a", 1, False)]
-    own = shop.row("a")
-    assert (own.status, own.starts, own.error_type) == ("failed", 1, "LeaseExpired")
+    inbox_row = shop.row("a")
+    assert (inbox_row.status, inbox_row.starts, inbox_row.error_type) == (
+        "failed",
+        1,
+        "LeaseExpired",
+    )
 
     assert shop.work() == []  # its run never ended: it is taken alone
     assert shop.work(suspect=True) == [Outcome.PROCESSED]
@@ -112,7 +116,11 @@ def test_message_that_kills_its_process_runs_out_of_starts(shop: Shop) -> None:
         assert len(shop.lease(suspect=start > 1)) == 1
         shop.raw.execute("UPDATE txbox_inbox SET lease_until = received_at")
         shop.rescue(max_starts=3)
-    own = shop.row("a")
-    assert (own.status, own.error_type, own.has_payload) == ("dead", "KilledItsProcess", True)
+    inbox_row = shop.row("a")
+    assert (inbox_row.status, inbox_row.error_type, inbox_row.has_payload) == (
+        "dead",
+        "KilledItsProcess",
+        True,
+    )
     assert shop.work(suspect=True) == []
     assert shop.effects() == 0

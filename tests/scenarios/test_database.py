@@ -17,15 +17,14 @@ import pymysql
 import pytest
 
 import txbox
-from tests.conftest import NewDatabase, require
-from tests.databases import Database, Raw, representatives
-from tests.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
-from tests.shop import CONSUMER, Shop, add_effect, execute, opened, paid, row
+from tests.support.databases import Database, NewDatabase, Raw, representatives, require
+from tests.support.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
+from tests.support.shop import CONSUMER, Shop, add_effect, execute, opened, paid, row
 from txbox import Inbox, Limits, Message, Outcome, StoreError, StoreUnavailable
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, TransactionRetried
 
-SERVERS = [own.name for own in representatives() if own.concurrent_writers]
+SERVERS = [database.name for database in representatives() if database.concurrent_writers]
 
 _OWN: dict[str, Callable[[], ThrowawayPostgres | ThrowawayMariaDB | ThrowawayMySQL]] = {
     "postgresql": ThrowawayPostgres,
@@ -99,9 +98,12 @@ def test_database_unavailable(away: Away) -> None:
                 away.back()
         assert resumed.is_set()
         with Raw(away.url) as raw:
-            own = Shop(away.url, raw, shop.app)
-            assert (own.row("during").attempts, own.effects("during")) == (0, 1)
-            assert (own.effects("before"), raw.value("SELECT count(*) FROM txbox_attempt")) == (
+            other_shop = Shop(away.url, raw, shop.app)
+            assert (other_shop.row("during").attempts, other_shop.effects("during")) == (0, 1)
+            assert (
+                other_shop.effects("before"),
+                raw.value("SELECT count(*) FROM txbox_attempt"),
+            ) == (
                 1,
                 0,
             )
@@ -246,12 +248,12 @@ def test_serialization_failure_that_does_not_end_becomes_an_attempt(
         "postgresql": "DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '40001'; END $$",
         "mysql": "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213",
     }
-    with opened(new_database(product), limits=Limits(conflict_retries=2)) as own:
-        own.handler(lambda message, tx: execute(tx, raises[own.raw.product]))
-        assert own.deliver(paid("a")) is Outcome.FAILED
-        assert own.calls == ["a"] * 3
-        assert len(own.emitted(TransactionRetried)) == 2
-        assert own.row("a").attempts == 1
+    with opened(new_database(product), limits=Limits(conflict_retries=2)) as shop:
+        shop.handler(lambda message, tx: execute(tx, raises[shop.raw.product]))
+        assert shop.deliver(paid("a")) is Outcome.FAILED
+        assert shop.calls == ["a"] * 3
+        assert len(shop.emitted(TransactionRetried)) == 2
+        assert shop.row("a").attempts == 1
 
 
 def test_serialization_failure_of_the_callers_snapshot_in_accept(shop: Shop) -> None:
@@ -337,8 +339,13 @@ def test_statement_timeout(shop: Shop, database_kind: Database) -> None:
 
     shop.handler(waits)
     assert shop.deliver(paid("a")) is Outcome.FAILED
-    own = shop.row("a")
-    assert (own.status, own.attempts, own.has_payload, shop.effects()) == ("failed", 1, True, 0)
+    inbox_row = shop.row("a")
+    assert (inbox_row.status, inbox_row.attempts, inbox_row.has_payload, shop.effects()) == (
+        "failed",
+        1,
+        True,
+        0,
+    )
     shop.make_due()
     if shop.raw.product == "mysql":
         shop.raw.execute(f"SET SESSION {off}")
@@ -352,14 +359,14 @@ def test_claim_waits_for_a_rival_no_longer_than_the_lock_timeout(
 ) -> None:
     """In progress: nothing recorded, nothing acknowledged. (SQLite has one writer, no locks of rows.)"""
     limits = Limits(lock_timeout=timedelta(seconds=1))
-    with opened(new_database(product), limits=limits) as own:
-        own.handler()
-        rival = callers[own.raw.product][0](own.url)
+    with opened(new_database(product), limits=limits) as shop:
+        shop.handler()
+        rival = callers[shop.raw.product][0](shop.url)
         execute(rival, "BEGIN")
         assert Inbox(CONSUMER).accept(rival, paid("a"))
-        assert own.deliver(paid("a")) is Outcome.IN_PROGRESS
-        assert (own.calls, row(own.raw, "a")) == ([], None)
+        assert shop.deliver(paid("a")) is Outcome.IN_PROGRESS
+        assert (shop.calls, row(shop.raw, "a")) == ([], None)
         rival.rollback()
         rival.close()
-        assert own.deliver(paid("a")) is Outcome.PROCESSED
-        assert own.effects("a") == 1
+        assert shop.deliver(paid("a")) is Outcome.PROCESSED
+        assert shop.effects("a") == 1

@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
-import txbox.steps
-from tests.scenarios.process import Plan, WorkerProcess
-from tests.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid, quarantined, statuses
+import txbox.session
+from tests.support.scenario_process import Plan, WorkerProcess
+from tests.support.shop import (
+    CONSUMER,
+    TOPIC,
+    Shop,
+    add_effect,
+    opened,
+    paid,
+    quarantined,
+    statuses,
+)
 from txbox import App, Message, Outcome
 from txbox.events import MessageDuplicate, MessageProcessed, MessageQuarantined, TransactionRetried
 
@@ -45,7 +54,7 @@ def check_one_waits_for_the_other(first: WorkerProcess, second: WorkerProcess) -
 def test_duplicate_storm(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.handler()
     names: list[str] = []
-    monkeypatch.setattr(txbox.steps, "crash_point", names.append)
+    monkeypatch.setattr(txbox.session, "crash_point", names.append)
     with ThreadPoolExecutor(8) as threads:
         outcomes = Counter(threads.map(lambda _: shop.deliver(paid("a", PAYLOAD)), range(1000)))
     assert outcomes == {Outcome.PROCESSED: 1, Outcome.DUPLICATE: 999}
@@ -176,7 +185,7 @@ def test_rival_that_rolls_back_leaves_the_message_to_the_next(shop: Shop) -> Non
         assert inside.wait(30)
         rest = [threads.submit(other.process, paid("a")) for other in (second, third)]
         leave.set()
-        outcomes = Counter(own.result(60) for own in (one, *rest))
+        outcomes = Counter(future.result(60) for future in (one, *rest))
     # the failure is recorded by a transaction of its own: a rival may come before it or after it
     assert outcomes[Outcome.PROCESSED] <= 1
     assert set(outcomes) <= {Outcome.PROCESSED, Outcome.DUPLICATE, Outcome.FAILED, Outcome.DEFERRED}

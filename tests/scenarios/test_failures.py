@@ -6,7 +6,7 @@ import hashlib
 from datetime import timedelta
 from typing import Any
 
-from tests.shop import Shop, as_id, execute, paid, quarantined, statuses
+from tests.support.shop import Shop, as_id, execute, paid, quarantined, statuses
 from txbox import Message, Outcome, Reject, Retry, RetryPolicy
 from txbox.events import MessageDead, MessageFailed
 from txbox.store.dialect import as_time
@@ -35,15 +35,15 @@ def fails_times(count: int) -> Any:
 def test_business_logic_failure(shop: Shop) -> None:
     shop.handler(fails_times(2), retry=RetryPolicy(base=timedelta(hours=1), cap=timedelta(hours=2)))
     assert shop.deliver(paid("a", PAYLOAD)) is Outcome.FAILED
-    own = shop.row("a")
-    assert (own.status, own.attempts, own.has_payload, own.error_type) == (
+    row = shop.row("a")
+    assert (row.status, row.attempts, row.has_payload, row.error_type) == (
         "failed",
         1,
         True,
         "ValueError",
     )
-    assert own.error is not None
-    assert own.error.startswith("no account, attempt 1\n")
+    assert row.error is not None
+    assert row.error.startswith("no account, attempt 1\n")
     assert "fails_times" not in shop.raw.value("SELECT fingerprint FROM txbox_inbox")
     assert (
         shop.raw.value("SELECT fingerprint FROM txbox_inbox")
@@ -61,8 +61,8 @@ def test_business_logic_failure(shop: Shop) -> None:
 
     shop.make_due()
     assert shop.work() == [Outcome.PROCESSED]
-    own = shop.row("a")
-    assert (own.status, own.attempts, own.starts, own.has_payload) == ("processed", 2, 0, False)
+    row = shop.row("a")
+    assert (row.status, row.attempts, row.starts, row.has_payload) == ("processed", 2, 0, False)
     assert shop.effects("a") == 1
 
 
@@ -71,8 +71,8 @@ def test_retry_cap_and_dead_lettering(shop: Shop) -> None:
     assert shop.deliver(paid("a", PAYLOAD)) is Outcome.FAILED
     assert shop.work() == [Outcome.FAILED]
     assert shop.work() == [Outcome.DEAD]
-    own = shop.row("a")
-    assert (own.status, own.attempts, own.has_payload) == ("dead", 3, True)
+    row = shop.row("a")
+    assert (row.status, row.attempts, row.has_payload) == ("dead", 3, True)
     (dead,) = shop.emitted(MessageDead)
     assert (dead.message_id, dead.attempt, dead.error_type) == ("a", 3, "ValueError")
     assert dead.error == "no account, attempt 3"
@@ -94,11 +94,11 @@ def test_poison_message(shop: Shop) -> None:
 
     shop.handler(chokes, retry=RetryPolicy(max_attempts=2, base=timedelta(0)))
     good = [f"good-{number}" for number in range(6)]
-    for own in good[:3]:
-        assert shop.deliver(paid(own)) is Outcome.PROCESSED
+    for message_id in good[:3]:
+        assert shop.deliver(paid(message_id)) is Outcome.PROCESSED
     assert shop.deliver(paid("bad", b"poison")) is Outcome.FAILED
-    for own in good[3:]:
-        assert shop.deliver(paid(own)) is Outcome.PROCESSED
+    for message_id in good[3:]:
+        assert shop.deliver(paid(message_id)) is Outcome.PROCESSED
     assert shop.work() == [Outcome.DEAD]
     assert statuses(shop.raw) == {"processed": 6, "dead": 1}
     (hashed, error, payload) = shop.raw.rows(
@@ -107,7 +107,7 @@ def test_poison_message(shop: Shop) -> None:
     assert bytes(hashed) == hashlib.sha256(b"poison").digest()
     assert bytes(payload) == b"poison"
     assert str(error).startswith("cannot digest this\n")
-    assert [shop.effects(own) for own in good] == [1] * 6
+    assert [shop.effects(message_id) for message_id in good] == [1] * 6
     assert shop.effects("bad") == 0
 
 
@@ -133,8 +133,8 @@ def test_reject_is_dead_at_once(shop: Shop) -> None:
 
     shop.handler(rejects)
     assert shop.deliver(paid("a")) is Outcome.DEAD
-    own = shop.row("a")
-    assert (own.status, own.attempts, own.error_type, own.has_payload) == (
+    row = shop.row("a")
+    assert (row.status, row.attempts, row.error_type, row.has_payload) == (
         "dead",
         1,
         "Reject",

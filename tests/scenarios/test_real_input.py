@@ -7,9 +7,9 @@ import random
 import signal
 from pathlib import Path
 
-from tests.scenarios.process import Plan, WorkerProcess
-from tests.servers import ROOT
-from tests.shop import Shop, effects, statuses
+from tests.support.scenario_process import Plan, WorkerProcess
+from tests.support.servers import ROOT
+from tests.support.shop import Shop, effects, statuses
 from txbox import Outcome
 
 EVENTS = 324
@@ -32,7 +32,7 @@ def deliveries() -> list[Delivery]:
 
 def test_real_events_with_duplicates_and_kills(shop: Shop, tmp_path: Path) -> None:
     events = deliveries()
-    assert len({own for own, _ in events}) == len(events) == EVENTS
+    assert len({event for event, _ in events}) == len(events) == EVENTS
     order = events * 3
     random.Random(20261120).shuffle(order)
 
@@ -46,8 +46,8 @@ def test_real_events_with_duplicates_and_kills(shop: Shop, tmp_path: Path) -> No
     assert run_until_killed(plan, None, tmp_path) == len(unacked)
 
     counts = shop.raw.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
-    found = {own.decode() if isinstance(own, bytes) else own: count for own, count in counts}
-    assert set(found) == {own for own, _ in events}, "lost"
+    found = {each.decode() if isinstance(each, bytes) else each: count for each, count in counts}
+    assert set(found) == {event for event, _ in events}, "lost"
     assert set(found.values()) == {1}, "doubled"
     assert statuses(shop.raw) == {"processed": EVENTS}
     assert shop.raw.value("SELECT count(*) FROM txbox_quarantine") == 0

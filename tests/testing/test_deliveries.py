@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.databases import Raw, representatives
-from tests.testing.ledger import TABLE, lines, message, service
-from txbox import App, ConfigurationError, Message, Outcome, steps
+from tests.support.databases import Raw, representatives
+from tests.support.ledger import TABLE, lines, message, service
+from txbox import App, ConfigurationError, Message, Outcome, session
 from txbox.testing import (
     Crashed,
     another_process,
@@ -32,15 +32,15 @@ from txbox.testing import (
 
 @pytest.fixture
 def db(database_url: str) -> Iterator[Raw]:
-    with Raw(database_url) as own:
-        own.execute(TABLE)
-        yield own
+    with Raw(database_url) as view:
+        view.execute(TABLE)
+        yield view
 
 
 @pytest.fixture
 def app(database_url: str, db: Raw) -> Iterator[App]:
-    with service(App(database_url)) as own:
-        yield own
+    with service(App(database_url)) as served:
+        yield served
 
 
 def test_deliver_runs_the_real_protocol(app: App, db: Raw) -> None:
@@ -94,10 +94,10 @@ def test_every_crash_point_of_a_delivery_is_survived(app: App, db: Raw) -> None:
 
     for number, point in enumerate(points):
         nth = points[: number + 1].count(point)
-        own = message(f"crash-{number:02}")
+        sent = message(f"crash-{number:02}")
         with pytest.raises(Crashed), crash_at(point, nth):
-            deliver(app, own)
-        assert deliver(app, own) in (Outcome.PROCESSED, Outcome.DUPLICATE)
+            deliver(app, sent)
+        assert deliver(app, sent) in (Outcome.PROCESSED, Outcome.DUPLICATE)
 
     assert len(lines(db)) == 2 + len(points)
     assert len({line[0] for line in lines(db)}) == 2 + len(points)
@@ -108,7 +108,7 @@ def test_crash_at_a_point_that_is_not_passed_fails_the_test(app: App) -> None:
         deliver(app, message("a"))
     with pytest.raises(ConfigurationError, match="nth is 0"), crash_at("before:begin", 0):
         deliver(app, message("b"))
-    assert steps.crash_point is None
+    assert session.crash_point is None
 
 
 def test_meanwhile_overtakes_without_threads(app: App, db: Raw) -> None:
@@ -131,7 +131,7 @@ def test_a_worker_kills_itself_where_the_environment_says(
     database_url: str, db: Raw, point: str, nth: int, effects: int
 ) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.testing.worker", database_url],
+        [sys.executable, "-m", "tests.support.ledger_worker", database_url],
         env={**os.environ, "TXBOX_CRASH_AT": point, "TXBOX_CRASH_NTH": str(nth)},
         check=False,
         timeout=60,
@@ -144,14 +144,14 @@ def test_a_worker_kills_itself_where_the_environment_says(
 def test_the_environment_must_name_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TXBOX_CRASH_AT", raising=False)
     install_from_environment()
-    assert steps.crash_point is None
+    assert session.crash_point is None
     monkeypatch.setenv("TXBOX_CRASH_AT", "before:begin")
     monkeypatch.setenv("TXBOX_CRASH_NTH", "first")
     with pytest.raises(ConfigurationError, match="TXBOX_CRASH_NTH"):
         install_from_environment()
 
 
-@pytest.mark.parametrize("name", [own.name for own in representatives()])
+@pytest.mark.parametrize("name", [database.name for database in representatives()])
 def test_race_and_drain_have_async_twins(new_database: Callable[[str], str], name: str) -> None:
     url = new_database(name)
     runs: list[object] = []
@@ -160,8 +160,8 @@ def test_race_and_drain_have_async_twins(new_database: Callable[[str], str], nam
         async with App(url) as app:
 
             @app.handler("orders", consumer="billing")
-            async def take(own: Message[Any], tx: Any) -> None:
-                runs.append(own.id)
+            async def take(taken: Message[Any], tx: Any) -> None:
+                runs.append(taken.id)
 
             outcomes = await race_async(app, message("a"), 4)
             assert sorted(outcomes) == sorted([Outcome.PROCESSED] + 3 * [Outcome.DUPLICATE])

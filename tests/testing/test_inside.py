@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ import sqlalchemy as sa
 from sqlalchemy import event, orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from tests.databases import Raw, representatives
-from tests.testing.ledger import TABLE, message, service
+from tests.support.databases import Raw, representatives
+from tests.support.ledger import TABLE, message, service
 from txbox import App, ConfigurationError, Message, Outcome
 from txbox.testing import Crashed, crash_at, crash_points, deliver, deliver_async, drain, inside
 
@@ -42,15 +43,15 @@ def engine_of(url: str) -> sa.Engine:
     if scheme == "sqlite":
         # SQLAlchemy's recipe for savepoints on SQLite: the driver begins nothing by itself
         event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
-        event.listen(engine, "begin", lambda own: own.exec_driver_sql("BEGIN"))
+        event.listen(engine, "begin", lambda each: each.exec_driver_sql("BEGIN"))
     return engine
 
 
 @contextmanager
 def plain_driver(url: str) -> Iterator[tuple[Any, Rows]]:
     """A driver's connection with a transaction open, rolled back at the end."""
-    with Raw(url) as own:
-        tx = own._connection
+    with Raw(url) as view:
+        tx = view._connection
         if isinstance(tx, psycopg.Connection):
             tx.autocommit = False
         elif isinstance(tx, sqlite3.Connection):
@@ -58,7 +59,7 @@ def plain_driver(url: str) -> Iterator[tuple[Any, Rows]]:
         else:
             tx.autocommit(False)
             tx.begin()
-        yield tx, own.rows
+        yield tx, view.rows
         tx.rollback()
 
 
@@ -86,8 +87,8 @@ def sqlalchemy_session(url: str) -> Iterator[tuple[Any, Rows]]:
 
 @pytest.fixture(params=[plain_driver, sqlalchemy_connection, sqlalchemy_session])
 def fixture(request: pytest.FixtureRequest) -> Fixture:
-    own: Fixture = request.param
-    return own
+    opened: Fixture = request.param
+    return opened
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_an_error_of_the_database_costs_only_the_savepoint(url: str, fixture: Fi
     app = App(url)
 
     @app.handler("orders", consumer="billing")
-    def take(own: Message[Any], tx: Any) -> None:
+    def take(taken: Message[Any], tx: Any) -> None:
         if isinstance(tx, (sa.Connection, orm.Session)):
             tx.execute(sa.text("INSERT INTO ledger (message_id, attempt) VALUES ('x', NULL)"))
         else:
@@ -152,15 +153,17 @@ def test_an_error_of_the_database_costs_only_the_savepoint(url: str, fixture: Fi
 
 def test_every_crash_point_is_survived_inside(url: str, fixture: Fixture) -> None:
     app = service(App(url))
+    # who is paused is asked every few seconds, and not for each message
+    app.pauses.stale_at = math.inf
 
     with fixture(url) as (tx, rows):
         points = crash_points(app, message("first"), tx=tx)
         for number, point in enumerate(points):
-            own = message(f"crash-{number:02}")
+            sent = message(f"crash-{number:02}")
             nth = points[: number + 1].count(point)
             with pytest.raises(Crashed), crash_at(point, nth):
-                deliver(app, own, tx=tx)
-            assert deliver(app, own, tx=tx) in (Outcome.PROCESSED, Outcome.DUPLICATE)
+                deliver(app, sent, tx=tx)
+            assert deliver(app, sent, tx=tx) in (Outcome.PROCESSED, Outcome.DUPLICATE)
         assert "before:close" in points
         assert rows("SELECT count(*), count(DISTINCT message_id) FROM ledger") == [
             (1 + len(points), 1 + len(points))
@@ -171,7 +174,7 @@ def test_a_session_that_ends_the_savepoint_is_caught(url: str) -> None:
     app = App(url)
 
     @app.handler("orders", consumer="billing")
-    def take(own: Message[Any], tx: Any) -> None:
+    def take(taken: Message[Any], tx: Any) -> None:
         tx.commit()
 
     with sqlalchemy_session(url) as (tx, rows):
@@ -183,8 +186,8 @@ def test_a_flush_that_fails_is_the_handlers_failure(url: str) -> None:
     app = App(url)
 
     @app.handler("orders", consumer="billing")
-    def take(own: Message[Any], tx: orm.Session) -> None:
-        tx.add(Line(message_id=str(own.id), attempt=None if own.id == "bad" else 1))
+    def take(taken: Message[Any], tx: orm.Session) -> None:
+        tx.add(Line(message_id=str(taken.id), attempt=None if taken.id == "bad" else 1))
 
     with sqlalchemy_session(url) as (tx, rows):
         assert deliver(app, message("bad"), tx=tx) is Outcome.FAILED
@@ -196,7 +199,7 @@ def test_a_flush_that_fails_is_the_handlers_failure(url: str) -> None:
         assert (status, error_type.rpartition(".")[2]) == ("failed", "IntegrityError")
 
 
-@pytest.mark.parametrize("name", [own.name for own in representatives()])
+@pytest.mark.parametrize("name", [database.name for database in representatives()])
 def test_an_async_session_and_an_async_driver(
     new_database: Callable[[str], str], name: str
 ) -> None:
@@ -215,15 +218,16 @@ def test_an_async_session_and_an_async_driver(
         if scheme == "sqlite":
             sync = engine.sync_engine
             event.listen(sync, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
-            event.listen(sync, "begin", lambda own: own.exec_driver_sql("BEGIN"))
+            event.listen(sync, "begin", lambda each: each.exec_driver_sql("BEGIN"))
         app = App(url)
 
         @app.handler("orders", consumer="billing")
-        async def take(own: Message[Any], tx: sa_async.AsyncSession) -> None:
+        async def take(taken: Message[Any], tx: sa_async.AsyncSession) -> None:
             await tx.execute(
-                sa.text("INSERT INTO ledger (message_id, attempt) VALUES (:id, 1)"), {"id": own.id}
+                sa.text("INSERT INTO ledger (message_id, attempt) VALUES (:id, 1)"),
+                {"id": taken.id},
             )
-            if own.id == "bad":
+            if taken.id == "bad":
                 raise ValueError("as asked")
 
         async with engine.connect() as connection:
@@ -250,7 +254,7 @@ def test_an_async_session_and_an_async_driver(
 def test_a_connection_without_a_transaction_is_refused(sqlite_url: str) -> None:
     app = service(App(sqlite_url))
     tx = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
-    with pytest.raises(ConfigurationError, match="in no transaction"):
+    with pytest.raises(ConfigurationError, match="not in a transaction"):
         inside(app, tx)
     tx.close()
 

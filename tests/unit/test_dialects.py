@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping
+from importlib.resources import files
 
 import pytest
 
@@ -16,21 +18,10 @@ STYLES: tuple[Style, ...] = ("numeric", "format", "qmark", "named")
 
 #: What only PostgreSQL sets inside of a claim: SQLite waits at BEGIN, MySQL in a statement of its own.
 SETTINGS = {"lock_timeout_ms", "idle_ms"}
-#: Where MySQL needs two statements, they share the parameters of PostgreSQL's one.
-SPLIT: Mapping[str, str] = {
-    "lease": "lease_take",
-    "lease_ordered": "lease_take",
-    "lease_suspect": "lease_take",
-    "lease_next": "lease_take",
-    "rescue": "rescue_take",
-    "heartbeat": "heartbeat_take",
-    "claim_leased": "complete",
-    "relay_lease": "relay_take",
-}
-#: A second statement is bound to rows that the first one locked.
-SECONDS = {*SPLIT.values(), "prune_take"}
 #: SQLite's claims need no token: arm writes it, and RETURNING names what is new.
-WITHOUT_TOKEN = {"claim", "claim_kept", "claim_leased", "claim_replay", "accept", "store"}
+WITHOUT_TOKEN = {
+    "claim", "claim_single", "claim_kept", "claim_leased", "claim_replay", "claim_rehearsal", "accept", "store",
+}  # fmt: skip
 #: MySQL has no way from key to key in an index.
 FROM_KEY_TO_KEY = {"window", "after", "keyless"}
 
@@ -46,7 +37,17 @@ def parameters(name: str, query: str) -> set[str]:
 
 @pytest.mark.parametrize("name", TWINS)
 def test_the_same_queries_in_the_same_order(name: str) -> None:
-    assert tuple(dialect(name).queries) == NAMES
+    seconds = set(dialect(name).seconds.values())
+    assert tuple(query for query in dialect(name).queries if query not in seconds) == NAMES
+
+
+@pytest.mark.parametrize("name", [REFERENCE, *TWINS])
+def test_a_fragment_is_used_more_than_once(name: str) -> None:
+    text = files("txbox.store").joinpath(f"{name}.sql").read_text()
+    uses = Counter(re.findall(r"\[(\w+)", text))
+    assert all(uses[each] > 1 for each in re.findall(r"^-- fragment: (\w+)", text, re.MULTILINE))
+    for query, sql in dialect(name).queries.items():
+        assert set(re.findall(r"\[(\w+)", sql)) <= {"canary"}, query
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -56,9 +57,10 @@ def test_the_same_parameters(name: str, query: str) -> None:
         return
     expected = parameters(REFERENCE, query)
     found = parameters(name, query)
-    second = SPLIT.get(query)
+    # where two statements do what elsewhere one does, they share its parameters
+    second = dialect(name).seconds.get(query) or ("complete" if query == "claim_leased" else None)
     if second is not None and dialect(name).has(second):
-        found |= {own for own in parameters(name, second) if own in expected}
+        found |= {parameter for parameter in parameters(name, second) if parameter in expected}
     if query.startswith("claim"):
         expected -= SETTINGS
     if name == "sqlite" and query in WITHOUT_TOKEN:
@@ -68,20 +70,24 @@ def test_the_same_parameters(name: str, query: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_second_statements_know_no_other_parameters(name: str) -> None:
-    known = {
-        "lease_take": {"consumer", "token", "lease_s", "rows.message_id"},
-        "heartbeat_take": {"consumer", "lease_s", "rows.message_id"},
-        "rescue_take": {"max_starts", "rows.consumer", "rows.message_id"},
-        "prune_take": {"rows.consumer", "rows.message_id"},
-        "complete": {"consumer", "token", "keep", "rows.message_id"},
-        "relay_take": {"token", "lease_s", "rows.id"},
+def test_a_second_statement_is_bound_to_rows_that_the_first_one_locked() -> None:
+    """Its rows are the first columns of those; the rest of its parameters are the first one's."""
+    mysql = dialect("mysql")
+    assert set(mysql.seconds.values()) == {
+        query for query in mysql.queries if query.endswith("_take")
     }
-    assert set(known) == SECONDS
-    for query, expected in known.items():
-        if dialect(name).has(query):
-            assert parameters(name, query) == expected
+    assert not dialect(REFERENCE).seconds
+    assert not dialect("sqlite").seconds
+    for first, second in mysql.seconds.items():
+        assert "FOR UPDATE" in mysql.queries[first]
+        found = parameters("mysql", second)
+        # what both are given is what the one statement of PostgreSQL knows; it leases what it stores at once
+        given = parameters(REFERENCE, first) or {"consumer", "token", "lease_s"}
+        assert {row for row in found if not row.startswith("rows.")} <= given, first
+        rows = list(dict.fromkeys(re.findall(r":rows\.(\w+)", mysql.queries[second])))
+        columns = re.findall(r"CONVERT\((?:\w+\.)?(\w+)", mysql.queries[first])
+        assert rows == columns[: len(rows)], first
+    assert parameters("mysql", "complete") == {"consumer", "token", "keep", "rows.message_id"}
 
 
 @pytest.mark.parametrize("name", [REFERENCE, *TWINS])
@@ -119,8 +125,8 @@ def test_no_parameter_is_left(name: str, style: Style) -> None:
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_regions_repeat_for_each_row(name: str, count: int) -> None:
-    own = dialect(name)
-    for query, sql in own.queries.items():
+    queries = dialect(name)
+    for query, sql in queries.queries.items():
         columns = set(re.findall(r":rows\.(\w+)", sql))
         if not columns:
             assert "{" not in sql, f"{query} repeats nothing"
@@ -128,33 +134,33 @@ def test_regions_repeat_for_each_row(name: str, count: int) -> None:
         outside = re.sub(r"\{[^{}]*\}", "", sql)
         assert ":rows." not in outside, f"{query} names a row outside of braces"
         rows = {column: [f"{column} {index}" for index in range(count)] for column in columns}
-        statement = own.statement(query, {}, rows)
+        statement = queries.statement(query, {}, rows)
         assert "{" not in statement.sql
         assert "}" not in statement.sql
         _, names = native(statement.sql, "qmark")
-        bound = [own for own in names if own.startswith("rows.")]
-        assert {statement.params[own] for own in bound} == {
+        bound = [each for each in names if each.startswith("rows.")]
+        assert {statement.params[each] for each in bound} == {
             value for values in rows.values() for value in values
         }
 
 
 @pytest.mark.parametrize("name", [REFERENCE, *TWINS])
 def test_the_canary_is_an_identifier(name: str) -> None:
-    own = dialect(name)
-    for query in own.queries:
-        if own.has(query):
-            sql = own.statement(query, {}, None, canary="0" * 32).sql
+    queries = dialect(name)
+    for query in queries.queries:
+        if queries.has(query):
+            sql = queries.statement(query, {}, None, canary="0" * 32).sql
             assert "[canary]" not in sql
-    if not own.refuses_commit:
-        assert own.statement("close", canary="ab").sql == "RELEASE SAVEPOINT txbox_ab"
+    if not queries.refuses_commit:
+        assert queries.statement("close", canary="ab").sql == "RELEASE SAVEPOINT txbox_ab"
 
 
 def test_a_database_that_cannot_refuse_a_commit_completes_its_claims() -> None:
     for name in (REFERENCE, *TWINS):
-        own = dialect(name)
-        assert own.has("complete") is not own.refuses_commit
-        assert own.has("rescue_broken") is not own.refuses_commit
-        assert own.has("arm") or name == REFERENCE
+        queries = dialect(name)
+        assert queries.has("complete") is not queries.refuses_commit
+        assert queries.has("rescue_broken") is not queries.refuses_commit
+        assert queries.has("arm") or name == REFERENCE
 
 
 def test_sqlite_uses_nothing_newer_than_its_oldest_version() -> None:

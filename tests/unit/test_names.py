@@ -18,7 +18,7 @@ RETIRED = frozenset(
 # in the name of a file or a class these say nothing of what it does
 EMPTY = ("manager", "helper", "util", "common", "service", "factory", "usecase")
 FILES = sorted(
-    path for folder in ("src", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
     if ".venv" not in path.parts and "node_modules" not in path.parts
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_the_check_sees_a_name_wherever_it_is_given() -> None:
     assert {line for name, line in _names(ast.parse(source)) if name == "own"} == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("folder", ["src", "benchmarks", "examples"])
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
 def test_no_retired_name_is_used(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from txbox.admin.queries import Audit, Queries
+from txbox.admin.tables import InboxFilter
 from txbox.connections.base import Database
 from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
 from txbox.events import Events
 from txbox.handlers import Handler, Handlers
 from txbox.identity import payload_hash
+from txbox.outbox import Routes
 from txbox.outcome import Outcome, Status
-from txbox.policy import Limits
+from txbox.policy import Lease, Limits, RelayPolicy, Retention
 from txbox.processing.attempt import InboxProtocol
-from txbox.steps import Discard, Steps, Wait
-from txbox.store.audit import Audit
+from txbox.session import Session
 from txbox.store.codec import Arrival
-from txbox.store.filters import RowFilter
 from txbox.store.inbox import InboxStore
-from txbox.store.rows import InboxRows
 
 T = TypeVar("T")
 #: Called after each batch with the number of messages done so far.
@@ -61,7 +62,7 @@ class Replayed:
     stored: int = 0
     duplicates: int = 0
     skipped: int = 0
-    failures: tuple[ReplayFailure, ...] = field(default=())
+    failures: tuple[ReplayFailure, ...] = ()
 
 
 class Application(Protocol):
@@ -73,62 +74,65 @@ class Application(Protocol):
     handlers: Handlers
     events: Events
     limits: Limits
+    lease: Lease
+    retention: Retention
+    relaying: RelayPolicy
 
-    def check_schema(self) -> Steps[None]: ...
+    @property
+    def routes(self) -> Routes | None:
+        """None when there is a database and no App around it."""
+        ...
+
+    async def check_schema(self, db: Session) -> None: ...
 
 
+@dataclass(slots=True, kw_only=True)
 class Replay:
-    """One replay: reads in batches, and runs or copies what it reads.
+    """One replay: reads in batches, and runs or copies what it reads; without an audit it is a dry run.
 
-    Args:
-        drive: carries steps out on any connection.
-        run: carries steps out on a sync or an async connection, as the handler is.
+    Attributes:
+        drive: carries an operation out on any connection.
+        run: the same on a sync or an async connection, as its first argument, a handler, is.
     """
 
-    def __init__(
-        self,
-        app: Application,
-        rows: InboxRows,
-        drive: Callable[[Steps[Any]], Any],
-        run: Callable[[Handler, Steps[Any]], Any],
-    ) -> None:
-        self._app = app
-        self._rows = rows
-        self._drive = drive
-        self._run = run
+    app: Application
+    queries: Queries
+    drive: Callable[..., Any]
+    run: Callable[..., Any]
+    where: InboxFilter
+    as_consumer: str | None
+    audit: Audit | None
+    counts: Counter[str] = field(default_factory=Counter[str])
+    failures: list[ReplayFailure] = field(default_factory=list[ReplayFailure])
 
-    def run(
-        self,
-        where: RowFilter,
-        as_consumer: str | None,
-        audit: Audit | None,
-        progress: Progress | None,
-    ) -> Replayed:
-        """Replay what the filter means; without an audit it is a dry run."""
-        self._check(where, as_consumer)
-        if as_consumer is None:
-            where = replace(where, status=Status.PROCESSED)
-        assert where.consumer is not None
-        upto: int = self._drive(self._rows.newest_arrival(where.consumer))
-        total = Replayed(dry_run=audit is None)
-        after = -1
+    def carried_out(self, progress: Progress | None) -> Replayed:
+        """Replay what the filter means."""
+        self._check()
+        if self.as_consumer is None:
+            self.where = replace(self.where, status=Status.PROCESSED)
+        newest = self.drive(
+            self.queries.page, InboxFilter(consumer=self.where.consumer), limit=1
+        ).rows
+        upto, after = newest[0].arrival if newest else 0, -1
         while True:
-            found = self._drive(self._rows.kept(where, after=after, limit=_BATCH))
+            found = self.drive(self.queries.kept, self.where, after=after, limit=_BATCH)
             batch = [leased for leased in found if leased.number <= upto]
             if not batch:
                 break
             after = batch[-1].number
-            arrivals = [leased.arrival for leased in batch]
-            total = replace(total, count=total.count + len(arrivals))
-            if audit is not None and as_consumer is not None:
-                total = self._copied(total, where, as_consumer, arrivals, audit)
-            elif audit is not None:
-                total = self._rerun(total, where, arrivals, audit)
+            self.counts["count"] += len(batch)
+            if self.audit is not None:
+                arrivals = [leased.arrival for leased in batch]
+                if self.as_consumer is None:
+                    self._run_again(arrivals, self.audit)
+                else:
+                    self._copy(arrivals, self.as_consumer, self.audit)
             if progress is not None:
-                progress(total.count)
-        return total
+                progress(self.counts["count"])
+        return Replayed(dry_run=self.audit is None, failures=tuple(self.failures), **self.counts)
 
-    def _check(self, where: RowFilter, as_consumer: str | None) -> None:
+    def _check(self) -> None:
+        where, as_consumer = self.where, self.as_consumer
         if where.consumer is None:
             raise ConfigurationError("A replay is of one consumer: say which.")
         for name in ("error_type", "fingerprint", "older_than"):
@@ -144,7 +148,7 @@ class Replay:
             raise ConfigurationError(
                 f"Consumer {as_consumer!r} has these messages already: leave the other consumer out to run them again."
             )
-        known = self._app.handlers.consumers()
+        known = self.app.handlers.consumers()
         needed = where.consumer if as_consumer is None else as_consumer
         if needed not in known and (as_consumer is None or known):
             raise ConfigurationError(
@@ -152,75 +156,51 @@ class Replay:
                 + (f"this app has {', '.join(sorted(known))}." if known else "a replay needs the App.")
             )  # fmt: skip
 
-    def _rerun(
-        self, total: Replayed, where: RowFilter, arrivals: Sequence[Arrival], audit: Audit
-    ) -> Replayed:
-        self._drive(self._rows.announce(audit, "replay", where, len(arrivals)))
-        assert where.consumer is not None
-        processed = failed = 0
-        failures = [*total.failures]
+    def _run_again(self, arrivals: Sequence[Arrival], audit: Audit) -> None:
+        self.drive(self.queries.announce, audit, "replay", self.where, len(arrivals))
         for arrival in arrivals:
-            handler = self._handler(arrival, where.consumer)
-            if handler is None:
-                continue
-            outcome = self._run(handler, self._app.protocol.replay(handler, arrival)).outcome
-            processed += outcome is Outcome.PROCESSED
-            if outcome is Outcome.FAILED:
-                failed += 1
-                if len(failures) < _FAILURES_NAMED:
-                    failures.append(self._failure(where.consumer, arrival.message_id))
-        return replace(
-            total,
-            processed=total.processed + processed,
-            failed=total.failed + failed,
-            skipped=total.skipped + len(arrivals) - processed - failed,
-            failures=tuple(failures),
-        )
+            outcome = Outcome.DEFERRED
+            handler = self._handler(arrival, str(self.where.consumer))
+            if handler is not None:
+                outcome = self.run(handler, self.app.protocol.replay, handler, arrival).outcome
+            done = outcome in (Outcome.PROCESSED, Outcome.FAILED)
+            self.counts[str(outcome) if done else "skipped"] += 1
+            if outcome is Outcome.FAILED and len(self.failures) < _FAILURES_NAMED:
+                self.failures.append(self._failure(arrival.message_id))
 
-    def _failure(self, consumer: str, message_id: str) -> ReplayFailure:
-        shown, _ = self._drive(self._rows.shown(consumer, message_id, reveal=False))
-        last = shown.history[-1] if shown and shown.history else None
+    def _failure(self, message_id: str) -> ReplayFailure:
+        named = InboxFilter(consumer=self.where.consumer, message_id=message_id)
+        (row,) = self.drive(self.queries.shown, named, reveal=False)
+        last = row.history[-1] if row.history else None
         return ReplayFailure(
             message_id=message_id,
             error_type=None if last is None else last.error_type,
             error=(last.error or "").partition("\n")[0] if last is not None else None,
         )
 
-    def _copied(
-        self,
-        total: Replayed,
-        where: RowFilter,
-        consumer: str,
-        arrivals: Sequence[Arrival],
-        audit: Audit,
-    ) -> Replayed:
-        taken = [
-            converted
-            for arrival in arrivals
-            if (converted := self._as(consumer, arrival)) is not None
-        ]
+    def _copy(self, arrivals: Sequence[Arrival], consumer: str, audit: Audit) -> None:
+        converted = [self._as(consumer, arrival) for arrival in arrivals]
+        taken = [arrival for arrival in converted if arrival is not None]
+        token = secrets.token_hex(16)
         fresh: int = 0
         if taken:
-            fresh = self._drive(
-                again(self._rows.copy, consumer, taken, audit, where, token=secrets.token_hex(16))
+            fresh = self.drive(
+                again, self.queries.copy, consumer, taken, audit, self.where, token=token
             )
-        return replace(
-            total,
-            stored=total.stored + fresh,
-            duplicates=total.duplicates + len(taken) - fresh,
-            skipped=total.skipped + len(arrivals) - len(taken),
-        )
+        self.counts["stored"] += fresh
+        self.counts["duplicates"] += len(taken) - fresh
+        self.counts["skipped"] += len(arrivals) - len(taken)
 
     def _as(self, consumer: str, arrival: Arrival) -> Arrival | None:
         """The message as another consumer would have received it; None when that one does not take it."""
-        if not len(self._app.handlers):
+        if not len(self.app.handlers):
             return arrival
         handler = self._handler(arrival, consumer)
         if handler is None:
             return None
         try:
             if handler.options.message_id is not None:
-                return handler.arrival(arrival.message, self._app.limits)
+                return handler.arrival(arrival.message, self.app.limits)
         except UnusableMessage:
             return None
         # hashed by the rule of its new consumer: else a live copy would look like another payload
@@ -229,18 +209,20 @@ class Replay:
 
     def _handler(self, arrival: Arrival, consumer: str) -> Handler | None:
         message = arrival.message
-        found = self._app.handlers.matching(message.topic, message.type, consumer)
+        found = self.app.handlers.matching(message.topic, message.type, consumer)
         return found[0] if found else None
 
 
-def again(operation: Callable[..., Steps[T]], *args: Any, **options: Any) -> Steps[T]:
+async def again(
+    db: Session, operation: Callable[..., Awaitable[T]], *args: Any, **options: Any
+) -> T:
     """Repeat a small transaction that lost against others."""
     for tried in range(10):
         try:
-            return (yield from operation(*args, **options))
+            return await operation(db, *args, **options)
         except StoreError as error:
             if error.fault not in (Fault.CONFLICT, Fault.LOCK_TIMEOUT) or tried == 9:
                 raise
-            yield Discard()
-            yield Wait(_CONFLICT_PAUSE_S * (tried + 1))
+            db.discard()
+            await db.wait(_CONFLICT_PAUSE_S * (tried + 1))
     raise AssertionError("the last try returned or raised")

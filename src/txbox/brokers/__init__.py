@@ -1,1 +1,1 @@
-"""Sources of messages and publishers: one file or package for each broker, which imports no other."""
+"""Message sources and publishers: one file or package per broker. None imports another."""

@@ -1,26 +1,30 @@
-"""What a source of messages is: receive a batch, settle it, and little else."""
+"""The protocols of sources and publishers, and what their implementations share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from txbox.errors import BrokerError
+from txbox.errors import BrokerError, ConfigurationError, MessageRefused
 from txbox.events import Event
 from txbox.message import Message
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """A message together with the right to acknowledge it.
+    """A message, together with the right to acknowledge it.
 
     Args:
-        message: None when the bytes are no message; then `problem` says why, for people, and `raw`
-            keeps what came (or its beginning, when it was too long to keep).
-        topic: where it came from; consumers of this topic hear of a problem.
-        tag: the source's own handle, for nobody else.
+        message: None when the bytes are not a message. Then `problem` says why, for people, and `raw`
+            keeps the bytes (only their beginning if they are too long).
+        topic: where it came from; a problem is reported to the consumers of this topic.
+        tag: private to the source.
         redelivered: the broker says that an earlier delivery was not acknowledged.
+        received_at: by `time.monotonic`.
     """
 
     message: Message[Any] | None
@@ -29,32 +33,33 @@ class Delivery:
     problem: str | None = None
     raw: bytes = b""
     redelivered: bool = False
+    received_at: float = field(default_factory=time.monotonic)
 
     @property
     def size_bytes(self) -> int:
-        """What it weighs against the bound on deliveries in flight."""
+        """What it counts against the limit on bytes in flight."""
         return len((self.message.payload or b"") if self.message is not None else self.raw)
 
 
 class Progress(Protocol):
-    """Where a source without a broker keeps how far it has come: a row in the database.
+    """Where a source without a broker stores its progress: a row in the database.
 
-    Only one process at a time holds it, for a few seconds after each `acquire`. Every method raises
-    StoreError; `load` reads what was saved last, by whomever.
+    One process at a time holds it, for a few seconds after each `acquire`. Every method may raise
+    StoreError. `load` returns what was saved last, whoever saved it.
     """
 
     @property
     def lease_s(self) -> float:
-        """Seconds for which `acquire` holds."""
+        """How long `acquire` holds, in seconds."""
         ...
 
     def acquire(self) -> bool:
-        """Take or renew the lease; False while another process holds it."""
+        """Take or renew the lease; False if another process holds it."""
         ...
 
     def load(self) -> str | None: ...
     def save(self, state: str) -> bool:
-        """Store the state; False when the lease was lost, and nothing was stored."""
+        """Store the state; False if the lease was lost, in which case nothing is stored."""
         ...
 
     def release(self) -> None: ...
@@ -62,19 +67,19 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Up to where the work of one partition is in the database, and which database said so.
+    """How far one partition's work has got in the database, and which database said so.
 
     Args:
-        position: everything below it is committed there; None when no position is stored.
-        history: another text when commits may be missing although the position is not: another
-            server, or a database that was started again or restored.
+        position: everything below it is committed there; None if no position is stored.
+        history: changes when commits may be missing even though the position is not: on another
+            server, or after the database was restarted or restored.
     """
 
     position: int | None
     history: str
 
     def is_missing_in(self, later: Anchor) -> bool:
-        """Say whether the database may have lost what was committed since this was read."""
+        """Whether the database may have lost commits since this anchor was read."""
         if self.history != later.history:
             return True
         return self.position is not None and (
@@ -83,41 +88,41 @@ class Anchor:
 
 
 class Anchors(Protocol):
-    """Positions kept in the database; any process may read and advance them. Raises StoreError.
+    """Positions kept in the database. Any process may read and advance them. Methods raise StoreError.
 
-    Guarantee: a stored position never goes back, but with the whole database.
+    Guarantee: a stored position never goes back, unless the whole database does.
     """
 
     def read(self, names: Sequence[str]) -> Mapping[str, Anchor]:
-        """Return the anchor of every name."""
+        """Return the anchor for each name."""
         ...
 
     def advance(self, moves: Mapping[str, tuple[int, Anchor]]) -> Mapping[str, Anchor]:
-        """Store positions in a transaction of their own; returns the anchors as they are then.
+        """Store positions in a transaction of their own; returns the anchors as they are afterwards.
 
         Args:
-            moves: name → the new position, and the anchor as it was known before what lies between
-                was committed. Where that anchor is missing in the database, nothing is stored.
+            moves: name → the new position, and the anchor known before the messages in between were
+                committed. If the database no longer has that anchor, nothing is stored.
         """
         ...
 
 
 @runtime_checkable
 class Anchored(Protocol):
-    """A Progress that keeps anchors, too; that of a worker does."""
+    """A Progress that keeps anchors too, as a worker's does."""
 
     @property
     def anchors(self) -> Anchors: ...
 
 
 class InFlight(Protocol):
-    """The deliveries that a source has handed out and that are not settled yet; and who hears of them."""
+    """The deliveries a source has handed out that are not settled yet, and a way to report events."""
 
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
-        """Wait until all in-flight deliveries that match are done, at most so long; returns the done.
+        """Wait until all matching in-flight deliveries are done, or the time is up; returns those done.
 
-        For a source that is about to lose them (a partition revoked): what is returned is for the
-        source to acknowledge now, `settle` will not be called for it.
+        For a source that is about to lose them (a partition is revoked). The source must acknowledge
+        what is returned now; `settle` will not be called for it.
         """
         ...
 
@@ -126,128 +131,175 @@ class InFlight(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a broker's own settings say of a topic; what is None is not known, or there is no such thing.
+
+    Args:
+        found: False when the broker has no such topic, stream or queue.
+        replay_s: for how long it can deliver again what was acknowledged, when somebody asks it to;
+            infinite when nothing bounds that.
+        kept_s: after how long it drops what nobody has received yet.
+        redelivery_s: after how long an unacknowledged delivery goes to another.
+        deliveries_max: after how many deliveries it gives a message up.
+        acknowledged: False when a delivery counts as acknowledged.
+        duplicates_s: for how long it takes a message that is published again for the same.
+        said: field → its own settings behind it, as it names them.
+        unknown: what it does not tell, and why; a sentence each.
+    """
+
+    topic: str
+    found: bool = True
+    replay_s: float | None = None
+    kept_s: float | None = None
+    redelivery_s: float | None = None
+    deliveries_max: int | None = None
+    acknowledged: bool = True
+    duplicates_s: float | None = None
+    said: Mapping[str, str] = field(default_factory=dict[str, str])
+    unknown: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Examinable(Protocol):
+    """A source or destination whose broker can be asked for its settings."""
+
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Ask for the settings of each topic, by a connection of its own: nothing needs to be open.
+
+        Changes nothing, and receives no message.
+
+        Raises:
+            BrokerUnavailable: nobody answers.
+            ConfigurationError: the broker refuses this user, or the options.
+        """
+        ...
+
+
 class Source(Protocol):
     """Where deliveries come from. All methods are called from one thread, the source's own.
 
-    `receive`, `tend` and `settle` may raise BrokerUnavailable, or the StoreError of their progress:
-    they are called again later. Any other exception stops the worker.
+    A subclass implements only what differs. `receive`, `tend` and `settle` may raise BrokerUnavailable,
+    or the StoreError of their progress; they are then called again later. Any other exception stops
+    the worker.
 
-    Guarantee: a delivery that was not settled comes again after a crash.
+    Guarantee: after a crash, a delivery that was not settled is delivered again.
     """
 
     @property
     def name(self) -> str:
-        """The source for people and metrics, stable across restarts; its progress is kept under it."""
+        """Identifies the source to people and in metrics. Stable across restarts: progress is kept under it."""
         ...
 
     @property
     def topics(self) -> Sequence[str] | None:
-        """The only topics it can deliver; None when it delivers those it is asked for."""
-        ...
+        """The only topics it can deliver; None if it delivers whatever it is asked for."""
+        return None
 
     @property
     def exhausted(self) -> bool:
-        """True when nothing more will ever come; a source that follows is never exhausted."""
-        ...
+        """Whether it will never deliver anything again. A source that follows is never exhausted."""
+        return False
 
     @property
     def tend_every_s(self) -> float | None:
-        """How often `tend` must be called at least; None for a source that needs none."""
-        ...
+        """How often `tend` must be called at least; None if the source does not need it."""
+        return None
 
     @property
     def redelivery_s(self) -> float | None:
-        """After how long the broker gives an unsettled delivery to another; None when never, or not known yet.
+        """When the broker hands an unsettled delivery to another consumer; None for never, or not known yet.
 
-        Where `tend_every_s` is a number, the time without `tend`; else the time since the delivery,
-        which no run may outlast. Asked before and after `open`.
+        If `tend_every_s` is a number, this is the time without `tend`. Otherwise it is the time since
+        delivery, which no run may exceed. Read before and after `open`.
         """
-        ...
+        return None
 
     def keeps_order(self, topic: str) -> bool:
-        """Say whether the messages of a key come to one consumer at a time, in their order (SEMANTICS 5.1)."""
-        ...
+        """Whether a key's messages go to one consumer at a time, in order (SEMANTICS 5.1)."""
+        return False
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        """Connect or look, without waiting for messages.
+        """Connect, without waiting for messages.
 
         Args:
-            topics: what to deliver; "*" means all there is. A source with one stream of its own
-                may ignore it.
-            progress: for a source without a broker that remembers.
-            in_flight: for a source that can lose what it has handed out.
+            topics: what to deliver; "*" means everything. A source that is a single stream may ignore
+                it.
+            progress: for a source without a broker that remembers its position.
+            in_flight: for a source that can lose deliveries it has handed out.
 
         Raises:
-            ConfigurationError: it can never work like this.
+            ConfigurationError: it can never work this way.
         """
         ...
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        """Return what is there, up to `messages_max`; wait at most `wait_s` seconds for the first.
+        """Return what has arrived, up to `messages_max`; wait at most `wait_s` seconds for the first.
 
-        The first `messages_max` is the most that will ever be in flight. While deliveries are in flight
-        `wait_s` is zero, and the call comes up to 2,000 times a second.
+        The first `messages_max` is the most that will ever be in flight. While deliveries are in flight,
+        `wait_s` is zero and `receive` is called up to 2,000 times a second.
         """
         ...
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
-        """Keep what is in flight ours, without receiving: extend it, stay a member of the group.
+        """Keep what is in flight ours without receiving: extend it, or stay a member of the group.
 
-        Called while handlers run longer, or the database is away longer, than the broker waits.
+        Called while handlers run, or the database is away, for longer than the broker waits. The default
+        does nothing: the broker either waits indefinitely or offers no extension.
         """
-        ...
+        return
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        """Acknowledge deliveries, in any order; a source with a cursor moves it over the gapless front only.
+        """Acknowledge deliveries, in any order. A source with a cursor moves it only past what is settled without gaps.
 
         Raises:
-            BrokerError: `failed` of them are not acknowledged and come again.
+            BrokerError: `failed` of them were not acknowledged and will be delivered again.
         """
         ...
 
     def close(self) -> None:
-        """Give everything back; what was not settled stays for the next who opens it."""
+        """Give everything back; what was not settled is left for whoever opens it next."""
         ...
 
 
 class Publisher(Protocol):
-    """Where staged messages leave. All methods are called from one thread, the relay's own.
+    """Where staged messages are sent. All methods are called from one thread, the relay's.
 
-    Guarantee: a message that `publish` reported as confirmed survives a restart of the broker, as
-    far as the broker's own settings for durability go; anything else is sent again under the same id.
+    Guarantee: a message that `publish` reported as confirmed survives a restart of the broker, if the
+    broker's own durability settings provide that. Anything else is sent again under the same id.
     """
 
     @property
     def name(self) -> str:
-        """The publisher for people and metrics."""
+        """Identifies the publisher to people and in metrics."""
         ...
 
     @property
     def event_prefix(self) -> str:
-        """What the transport binding of CloudEvents puts before an attribute in a header: "ce_", "ce-"…"""
+        """The header prefix of CloudEvents attributes in the transport's binding: "ce_", "ce-"…"""
         ...
 
     def publish(
         self, messages: Sequence[Message[Any]], within_s: float
     ) -> Sequence[BrokerError | None]:
-        """Send messages and wait for the broker's confirmation of each; connects when it must.
+        """Send messages and wait for the broker to confirm each; connect first if necessary.
 
         Args:
-            messages: with `id`, `topic`, `payload`, `headers` and, where known, `type`, `key`,
-                `content_type` and `time`. The id leaves as `message-id`, natively where the broker
-                has such a property and as a header else.
-            within_s: what has not been confirmed by then is an error.
+            messages: with `id`, `topic`, `payload`, `headers` and, if known, `type`, `key`,
+                `content_type` and `time`. The id is sent as `message-id`: natively if the broker has
+                such a property, as a header otherwise.
+            within_s: whatever has not been confirmed by then is an error.
 
-        Returns: for each message None when the broker has confirmed it; MessageRefused when it can
-            never take it; another BrokerError when it has not confirmed it this time.
+        Returns: for each message None if the broker confirmed it, MessageRefused if it can never
+            accept it, or another BrokerError if it did not confirm it this time.
 
         Raises:
-            BrokerUnavailable: the broker cannot be reached; nothing is known of any of them.
+            BrokerUnavailable: the broker cannot be reached, and no message's fate is known.
         """
         ...
 
     def close(self) -> None:
-        """Give connections back. Nothing is pending: `publish` waits for every answer."""
+        """Close connections. Nothing is pending, because `publish` waits for every answer."""
         ...
 
 
@@ -255,9 +307,77 @@ class Destination(Protocol):
     """What `App.publish` takes: a broker that messages can be sent to."""
 
     def publisher(self) -> Publisher:
-        """Make a publisher with connections of its own; does no I/O.
+        """Create a publisher with its own connections; does no I/O.
 
         Raises:
-            ConfigurationError: an option with which a confirmation would not mean that it is kept.
+            ConfigurationError: with one of the options, a confirmation would not mean that the message is kept.
         """
         ...
+
+
+class Batch:
+    """The messages of one `publish` call, and what the broker said about each.
+
+    Args:
+        broker: its name, for people.
+        within_s: unconfirmed is the initial answer; whatever is not answered in time keeps it.
+    """
+
+    def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
+        self.messages = messages
+        self.answers: list[BrokerError | None] = [
+            BrokerError(f"{broker} has not confirmed the message for {message.topic!r} within {within_s:g} s.")
+            for message in messages
+        ]  # fmt: skip
+        #: The broker has answered for at least one message, so it is reachable.
+        self.heard = False
+
+    def entries(
+        self, entry_of: Callable[[Message[Any]], Entry], topic: str | None = None
+    ) -> Iterator[tuple[int, Entry]]:
+        """Yield each message (or those of one topic) in the client's form, with its index.
+
+        A message that cannot be converted gets its refusal as the answer instead.
+        """
+        for at, message in enumerate(self.messages):
+            if topic is None or message.topic == topic:
+                try:
+                    entry = entry_of(message)
+                except MessageRefused as refusal:
+                    self.answers[at] = refusal
+                else:
+                    yield at, entry
+
+    def answer(self, at: int, error: BrokerError | None) -> None:
+        """Record the broker's answer to a message; None if it is confirmed."""
+        self.heard = True
+        self.answers[at] = error
+
+
+def parts(
+    entries: Iterable[Entry], size_of: Callable[[Entry], int], count_max: int, bytes_max: int
+) -> Iterator[list[Entry]]:
+    """Split entries, in order, into parts of limited count and size. A single entry may exceed the size."""
+    part: list[Entry] = []
+    bytes_in_part = 0
+    for entry in entries:
+        size = size_of(entry)
+        if part and (len(part) == count_max or bytes_in_part + size > bytes_max):
+            yield part
+            part, bytes_in_part = [], 0
+        part.append(entry)
+        bytes_in_part += size
+    if part:
+        yield part
+
+
+def refuse(given: Iterable[str], refused: Mapping[str, str], sentence: str) -> None:
+    """Raise ConfigurationError for an option that users may not set.
+
+    Args:
+        refused: each such option, and why.
+        sentence: a template with {option} and {why}.
+    """
+    for option in given:
+        if option in refused:
+            raise ConfigurationError(sentence.format(option=option, why=refused[option]))

@@ -1,4 +1,4 @@
-"""CloudEvents JSON Lines from a file, a directory or standard input; how far it came lives in the database."""
+"""CloudEvents JSON Lines from a file, a directory or standard input; progress is kept in the database."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.brokers.cloudevents import message_of
-from txbox.errors import ConfigurationError, UnusableMessage
+from txbox.brokers.base import Delivery, InFlight, Progress, Source
+from txbox.brokers.envelope import EVENT, FILE
+from txbox.errors import ConfigurationError
 
 _RECEIVED_BYTES = 8 * 1024 * 1024
 _SAVE_S = 0.5
 _POLL_S = 0.1
 _WAIT_FOR_LEASE_S = 0.5
-#: What is kept of a line that is too long.
+#: How much of an overlong line is kept.
 RAW_KEPT_BYTES = 64 * 1024
 _CHUNK_BYTES = 256 * 1024
 _HEAD_BYTES = 256
 
 
-class File:
-    """Reads CloudEvents JSON Lines: `id`, `source`, `type`, `subject` (the key), `time`, `data`.
+class File(Source):
+    """Reads CloudEvents JSON Lines: one structured event per line.
 
     Args:
         path: a file; a directory, whose files are read in the order of their names; or "-" for
             standard input.
-        topic: the topic of its messages; without one, the file's name without its last suffix.
+        topic: the topic of its messages; by default the file's name without its last suffix.
         follow: keep reading as the file grows or is replaced, or files are added to the directory.
-        name: under which the progress is kept, instead of the path. Two services that read one
-            file and share one database need two names.
-        pattern: the files of a directory that are read.
-        line_bytes: a longer line is quarantined with its beginning.
+        name: what the progress is kept under, instead of the path. Two services that read the same
+            file and share a database need different names.
+        pattern: which files of a directory are read.
+        line_bytes: a longer line is quarantined, with only its beginning.
 
-    The payload is the value of `data` as raw JSON bytes. A line that is no CloudEvent is quarantined.
-    With `follow`, a last line without its newline is still being written and waits for it.
+    A line that is not a CloudEvent is quarantined. With `follow`, a last line without a newline is still
+    being written, and waits for it.
 
-    Guarantee: a line is passed over for good only after it and all lines before it are settled; a
-    crash reads again what was settled in the last half second, and the inbox takes it as duplicates.
-    One process at a time reads; another takes over seconds after it is gone. A file that was
-    truncated or replaced is read from its beginning. Standard input keeps no progress.
+    Guarantee: progress moves past a line only after it and all lines before it are settled. After a
+    crash, what was settled in the last half second is read again and is a duplicate. One process reads
+    at a time; another takes over seconds after it is gone. A file that was truncated or replaced is
+    read from its beginning. Standard input keeps no progress.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class File:
     ) -> None:
         self._stdin = os.fspath(path) == "-"
         if self._stdin and topic is None:
-            raise ConfigurationError('File("-") has no name to take a topic from: pass topic=.')
+            raise ConfigurationError('File("-") has no name to derive a topic from: pass topic=.')
         if line_bytes < 1:
             raise ConfigurationError(f"line_bytes is {line_bytes}: it must be 1 or more.")
         self.path = Path(path).absolute()
@@ -79,33 +79,24 @@ class File:
 
     @property
     def name(self) -> str:
-        return f"file:{self._topic or self._own_topic or '*'}:{self._kept_under}"
+        return f"file:{','.join(self.topics or '*')}:{self._kept_under}"
 
     @property
     def topics(self) -> Sequence[str] | None:
-        topic = self._topic or self._own_topic
-        return None if topic is None else (topic,)
-
-    @property
-    def _own_topic(self) -> str | None:
-        return None if self.path.is_dir() else self.path.stem
+        if not self._topic and self.path.is_dir():
+            return None
+        return (self._topic or self.path.stem,)
 
     @property
     def exhausted(self) -> bool:
         return self._ended and self._holding
 
-    tend_every_s: float | None = None
-    redelivery_s: float | None = None
-
-    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
-        """A file is read from its beginning, by one process at a time."""
+    def keeps_order(self, topic: str) -> bool:
+        """A file is read from beginning to end, by one process at a time."""
         return True
 
     def open(
-        self,
-        topics: Sequence[str],  # noqa: ARG002  # one stream, one topic
-        progress: Progress,
-        in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes a line away
+        self, topics: Sequence[str], progress: Progress, in_flight: InFlight | None = None
     ) -> None:
         self._holding = self._ended = self._dirty = False
         self._lease_at = 0.0
@@ -131,9 +122,6 @@ class File:
                 return found
             time.sleep(min(left_s, _POLL_S if self._holding else _WAIT_FOR_LEASE_S))
 
-    def tend(self, deliveries: Sequence[Delivery]) -> None:
-        """Nothing: a line waits as long as it takes."""
-
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
             cursor, span = delivery.tag
@@ -154,7 +142,7 @@ class File:
     # -- the lease and what it protects -------------------------------------------------------
 
     def _leased(self) -> bool:
-        """Take or renew the lease in time; whoever gets it anew continues where the last one came to."""
+        """Take or renew the lease when due. A new holder continues where the last one stopped."""
         progress, now = self._progress, time.monotonic()
         if progress is None or now < self._lease_at:
             return self._holding
@@ -211,12 +199,12 @@ class File:
         if self._stdin:
             self._ended = self._cursors["-"].ended
         else:
-            # a partly full batch says no more than that some file has ended
+            # a partly filled batch only means that some file has ended
             self._ended = not found and not self._follow
         return found
 
     def _current(self) -> list[Cursor]:
-        """The streams in reading order, those of new files included."""
+        """Return the streams in reading order, including new files."""
         if self._stdin:
             return list(self._cursors.values())
         paths = sorted(self.path.glob(self._pattern)) if self.path.is_dir() else [self.path]
@@ -238,7 +226,7 @@ class File:
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            # moved away a moment ago; when it comes back it is a new file
+            # moved away just now; if it comes back, it is a new file
             return None
         found = os.fstat(fd)
         cursor = Cursor(path, self._topic or path.stem, self._line_bytes, fd, inode=found.st_ino)
@@ -247,7 +235,7 @@ class File:
         return cursor
 
     def _reopen(self, path: Path, cursor: Cursor) -> None:
-        """Look again at a file that was read to its end and closed."""
+        """Check a file that was read to its end and closed."""
         try:
             found = path.stat()
         except FileNotFoundError:
@@ -260,7 +248,7 @@ class File:
             self._cursors[path.name] = opened
 
     def _at_end(self, cursor: Cursor) -> None:
-        """A stream has nothing more for now: follow its path to a new file, or close it."""
+        """At the end of a stream: close it, or follow its path to a new file."""
         if cursor.path is None or cursor.waiting:
             return
         if self.path.is_dir() and not cursor.buffer and cursor.cut is None:
@@ -274,7 +262,7 @@ class File:
         except FileNotFoundError:
             return
         if found.st_ino != cursor.inode and cursor.buffer:
-            # nobody will write the rest of its last line
+            # the rest of its last line will never be written
             cursor.last = True
         elif found.st_ino != cursor.inode or found.st_size < cursor.start + len(cursor.buffer):
             cursor.close()
@@ -291,18 +279,18 @@ class File:
                 problem=f"The line at byte {line.start} of {where} is longer than {self._line_bytes} bytes "
                 "(line_bytes of File): only its beginning is kept.",
             )  # fmt: skip
-        try:
-            message = message_of(line.content, cursor.topic, {"file": where, "offset": line.start})
-        except UnusableMessage as error:
-            return Delivery(
-                None, cursor.topic, tag, problem=f"Byte {line.start} of {where}: {error}", raw=line.content,
-            )  # fmt: skip
-        return Delivery(message, cursor.topic, tag)
+        delivery = FILE.delivery(
+            cursor.topic, line.content, (), tag=tag, content_type=EVENT,
+            origin={"file": where, "offset": line.start},
+        )  # fmt: skip
+        if delivery.problem is not None:
+            delivery.problem = f"Byte {line.start} of {where}: {delivery.problem}"
+        return delivery
 
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """One delivered line: where it ends (byte offset), and whether it is settled."""
+    """One delivered line: the byte offset where it ends, and whether it is settled."""
 
     end: int
     settled: bool = False
@@ -310,7 +298,7 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """What was read of a line; of one that is too long at least its beginning."""
+    """A line that was read; of an overlong one, at least the beginning."""
 
     start: int  # the offset of its first byte
     content: bytes
@@ -320,25 +308,25 @@ class Line:
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """Reads one stream line by line and knows the end of its gapless settled front."""
+    """Reads one stream line by line, and tracks the offset below which everything is settled."""
 
     path: Path | None  # None: standard input
     topic: str
-    limit: int  # bytes of a line
+    limit: int  # bytes per line
     fd: int
     inode: int = 0
     start: int = 0  # the offset of buffer[0]
     front: int = 0  # all lines before this offset are settled
     buffer: bytearray = field(default_factory=bytearray)
-    scanned: int = 0  # so many bytes of buffer hold no newline
-    cut: tuple[int, bytes] | None = None  # an endless line: its offset and its beginning
+    scanned: int = 0  # so many bytes of buffer contain no newline
+    cut: tuple[int, bytes] | None = None  # an overlong line: its offset and beginning
     waiting: deque[Span] = field(default_factory=deque[Span])
-    head: str = ""  # of the settled part when the file was closed
-    ended: bool = False  # the last read met the end
-    last: bool = False  # the file was replaced: its end also ends a line
+    head: str = ""  # of the settled part, when the file was closed
+    ended: bool = False  # the last read hit the end
+    last: bool = False  # the file was replaced, so its end also ends a line
 
     def next_line(self, *, final: bool) -> Line | None:
-        """Return the next line that is not blank, or None at the end; `final`: the end also ends a line."""
+        """Return the next non-blank line, or None at the end; with `final`, the end also ends a line."""
         while True:
             newline = self.buffer.find(b"\n", self.scanned)
             if newline >= 0:
@@ -361,7 +349,7 @@ class Cursor:
             self.buffer.clear()
             self.scanned = 0
         if self.path is None and not select.select([self.fd], [], [], 0)[0]:
-            # a pipe with nothing in it yet: reading would wait
+            # an empty pipe: reading would block
             return False
         chunk = os.read(self.fd, _CHUNK_BYTES)
         self.buffer += chunk
@@ -378,7 +366,7 @@ class Cursor:
             start, content = self.cut
             self.cut = None
         if not too_long and not content.strip():
-            # a blank line is settled together with the line before it
+            # a blank line is settled along with the line before it
             if self.waiting:
                 self.waiting[-1].end = self.start
             else:
@@ -394,13 +382,13 @@ class Cursor:
             self.front = self.waiting.popleft().end
 
     def state(self) -> list[object]:
-        """What identifies the file's settled part: its inode, its length and its beginning."""
+        """Return what identifies the file's settled part: its inode, length and beginning."""
         if self.fd >= 0:
             self.head = _head(self.fd, self.front)
         return [self.inode, self.front, self.head]
 
     def resume(self, state: list[object], size: int) -> None:
-        """Continue after the settled part, if this is still the file that `state` was of, now `size` bytes."""
+        """Continue after the settled part, if `state` belongs to this file, whose size is `size` bytes."""
         inode, front, head = state
         if (
             isinstance(front, int)

@@ -1,32 +1,34 @@
-"""The built-in source: messages that `app.send` and `txbox send` put into the inbox itself."""
+"""The built-in source: messages that `app.send` and `txbox send` write directly into the inbox."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Delivery, InFlight, Progress, Source
 
 
-class Local:
-    """Says that work comes from the table, and needs no broker.
+class Local(Source):
+    """A source for apps whose work comes from the table alone, without a broker.
 
-    Its messages are the pending rows of the inbox: `app.send(message)` and `txbox send` insert one row
-    for each consumer of the topic, and every worker of such a consumer takes rows from the table
-    anyway, along with the retries. So this source itself receives nothing and is exhausted at once;
-    `app.consume(Local())` makes an app runnable that has no other source.
+    Its messages are pending rows of the inbox: `app.send(message)` and `txbox send` insert one row for
+    each consumer of the topic. Every worker takes rows of its consumers from the table anyway, along
+    with the retries. So this source receives nothing itself and is exhausted at once;
+    `app.consume(Local())` makes an app without any other source runnable.
 
-    Guarantee: a message that `app.send` has returned from is on disk for every consumer of its topic.
+    Guarantee: once `app.send` returns, the message is on disk for every consumer of its topic.
     """
 
-    name = "local"
-    topics: Sequence[str] | None = None
-    exhausted = True
-    tend_every_s: float | None = None
-    redelivery_s: float | None = None
+    @property
+    def name(self) -> str:
+        return "local"
 
-    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
-        """The table keeps it."""
+    @property
+    def exhausted(self) -> bool:
+        return True
+
+    def keeps_order(self, topic: str) -> bool:
+        """The table keeps the order."""
         return True
 
     def open(
@@ -34,12 +36,9 @@ class Local:
     ) -> None:
         pass
 
-    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:  # noqa: ARG002  # never any
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         time.sleep(wait_s)
         return ()
-
-    def tend(self, deliveries: Sequence[Delivery]) -> None:
-        pass
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         pass

@@ -7,16 +7,8 @@ import sys
 from collections.abc import Sequence
 
 import txbox
-from txbox.cli import (
-    commands_change,
-    commands_look,
-    commands_outbox,
-    commands_quarantine,
-    commands_relay,
-    commands_run,
-    commands_schema,
-    commands_work,
-)
+from txbox.admin import InboxFilter, OutboxFilter, QuarantineFilter
+from txbox.cli import change, doctor, look, relay, run, schema, ui, work, workers
 from txbox.cli.options import HelpFormatter, Parser, common
 from txbox.cli.output import print_error
 from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
@@ -34,14 +26,22 @@ _EXAMPLES = {
     "relay": ["relay shop:app"],
     "maintain": ["maintain --app shop:app --once"],
     "status": ["status --app shop:app"],
+    "doctor": ["doctor --app shop:app", "doctor --app shop:app --json --fail-on warning"],
     "list": ["list --app shop:app --status dead --older-than 1h"],
     "show": ["show billing evt-1 --app shop:app", "show billing '/shop e3' --app shop:app --reveal"],
+    "explain": ["explain evt-1 --app shop:app"],
     "retry": ["retry billing evt-1 --app shop:app", "retry --error-type TimeoutError --app shop:app"],
+    "edit": ["edit billing evt-1 --payload fixed.json --reason 'wrong currency' --app shop:app"],
     "discard": ["discard billing evt-1 --reason 'test data' --app shop:app"],
+    "rehearse": ["rehearse billing evt-1 --payload fixed.json --app shop:app"],
     "replay": ["replay billing evt-1 --app shop:app"],
     "prune": ["prune --dry-run --app shop:app"],
     "rescue": ["rescue --app shop:app"],
     "send": ["send orders --data '{\"cents\": 100}' --app shop:app"],
+    "workers": ["workers --app shop:app"],
+    "pause": ["pause billing --reason 'the bank is down' --app shop:app"],
+    "resume": ["resume billing --app shop:app"],
+    "top": ["top --app shop:app", "top --once --json --app shop:app"],
     "outbox list": ["outbox list --status dead --app shop:app"],
     "outbox show": ["outbox show 0192f0c1 --app shop:app"],
     "outbox retry": ["outbox retry --topic letters --app shop:app"],
@@ -50,10 +50,24 @@ _EXAMPLES = {
     "quarantine show": ["quarantine show billing evt-1 --app shop:app"],
     "quarantine accept": ["quarantine accept billing evt-1 --app shop:app"],
     "quarantine discard": ["quarantine discard billing evt-1 --app shop:app"],
+    "ui": ["ui --app shop:app --users users.txt", "ui --database sqlite:///shop.db --grant change"],
     "schema check": ["schema check --app shop:app"],
     "schema apply": ["schema apply --app shop:app"],
     "schema print": ["schema print --dialect postgresql"],
 }  # fmt: skip
+_TABLES = {
+    "outbox": (
+        "list, show, retry, discard or reroute outgoing messages",
+        """What list, show, retry and discard do for the inbox, for messages that are to be sent: due, delayed (staged
+        for later), leased (by a relay), failed (waits for its next attempt), dead, sent (where
+        RelayPolicy.keep_sent keeps them), discarded. `txbox status` counts them.""",
+    ),
+    "quarantine": (
+        "look at messages that were set aside, and accept or discard them",
+        """Messages that were set aside: without a usable id, too large, or a known id with another payload. Nobody
+        processes them until they are accepted.""",
+    ),
+}
 _INTERRUPTED = 130
 # insufficient_privilege; access denied to a database, a table, a column, a routine
 _NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
@@ -115,17 +129,26 @@ def make_parser() -> Parser:
         dest="command", metavar="COMMAND", title="commands", parser_class=_Command
     )
     shared = common()
-    for module in (
-        commands_schema,
-        commands_run,
-        commands_relay,
-        commands_look,
-        commands_change,
-        commands_outbox,
-        commands_quarantine,
-        commands_work,
-    ):
+    for module in (schema, run, relay):
         module.add(commands, shared)
+    look.add_status(commands, shared)
+    doctor.add(commands, shared)
+    look.add(commands, shared, InboxFilter)
+    look.add_explain(commands, shared)
+    change.add(commands, shared, InboxFilter)
+    change.add_edit(commands, shared)
+    change.add_rehearse(commands, shared)
+    change.add_replay(commands, shared)
+    for kind in (OutboxFilter, QuarantineFilter):
+        verbs = "|".join(("list", "show", *kind.table.changes))
+        told, described = _TABLES[kind.table.name]
+        table = commands.add_parser(kind.table.name, help=told, description=described)
+        below = table.add_subparsers(dest="verb", required=True, metavar=verbs)
+        look.add(below, shared, kind)
+        change.add(below, shared, kind)
+    work.add(commands, shared)
+    workers.add(commands, shared)
+    ui.add(commands, shared)
     return parser
 
 

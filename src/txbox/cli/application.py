@@ -10,15 +10,15 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from txbox.admin import Admin
 from txbox.app import App
-from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError, TxboxError
-from txbox.steps import Steps
+from txbox.session import Operation, drive, drive_async
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # of `txbox schema`: apply is init by another name, and print connects to nothing
 _MAKING = frozenset({"apply", "print"})
@@ -147,9 +147,9 @@ def _missing(module: str, name: str, found: object) -> str:
     )
 
 
-def perform(app: App, steps: Steps[T]) -> T:
-    """Carry steps out on whatever connections the App has."""
+def perform(app: App, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Carry an operation out on whatever connections the App has."""
     if app.database.sync is not None:
-        return drive(app.database.sync, steps)
+        return drive(app.database.sync, operation, *args, **kwargs)
     assert app.database.asynchronous is not None
-    return asyncio.run(drive_async(app.database.asynchronous, steps))
+    return asyncio.run(drive_async(app.database.asynchronous, operation, *args, **kwargs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -13,12 +14,24 @@ _log = logging.getLogger("txbox")
 _BACKLOG = 2048
 
 
-def listening(host: str, port: int, option: str, what: str) -> socket.socket:
+def listening(host: str, port: int, option: str, what: str, *needs: str) -> socket.socket:
     """Bind and listen, and say where.
 
+    Args:
+        needs: modules that it is served with, beside the server.
+
     Raises:
-        ConfigurationError: the port is taken, or this machine has no such address.
+        ConfigurationError: the port is taken, this machine has no such address, or what serves it is not
+            installed.
     """
+    try:
+        # needed later: what is missing is said now, and once
+        for module in ("txbox.worker.serving", *needs):
+            importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{what} cannot be served without {error.name}: run pip install 'txbox[http]'."
+        ) from error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)

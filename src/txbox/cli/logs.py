@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from txbox.errors import ConfigurationError
+from txbox.observers.logging import current_trace
 
 _log = logging.getLogger("txbox")
 #: Client libraries, which log each failed try at WARNING or ERROR, some with a traceback.
@@ -98,6 +99,7 @@ class _JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             **({} if record.name == "txbox" else {"logger": record.name}),
             **said,
+            **current_trace(),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

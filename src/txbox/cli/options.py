@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from txbox.admin.tables import Filter
+from txbox.admin.views import duration_of
 from txbox.cli.output import print_error
-from txbox.errors import redacted
-from txbox.outcome import Status
-from txbox.store.filters import RowFilter
+from txbox.errors import ConfigurationError, redacted
 from txbox.worker.signals import GRACE
-
-_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,12 +45,22 @@ class HelpFormatter(argparse.HelpFormatter):
 
 def duration(text: str) -> timedelta:
     """Read 30s, 5m, 2h, 7d, or a sum like 1h30m."""
-    parts = _DURATION.findall(text)
-    if not parts or "".join(f"{number}{unit}" for number, unit in parts) != text:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no duration: write a number with its unit, like 30s, 5m, 2h or 7d"
-        )
-    return timedelta(seconds=sum(float(number) * _UNITS_S[unit] for number, unit in parts))
+    try:
+        return duration_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def header_of(pair: str) -> tuple[str, str]:
+    """Read NAME=VALUE.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    name, separator, value = pair.partition("=")
+    if not separator or not name:
+        raise ConfigurationError(f"--header takes NAME=VALUE, and {pair!r} is none.")
+    return name, value
 
 
 def count(text: str) -> int:
@@ -100,56 +107,70 @@ def common() -> argparse.ArgumentParser:
     return parent
 
 
-def add_filter(
-    parser: argparse.ArgumentParser,
-    *names: str,
-    statuses: Sequence[str] = tuple(Status),
-    since: str = "received",
-) -> None:
-    """Add the filter options that the command's query knows."""
-    group = parser.add_argument_group("filter (all that are given must match)")
-    helps = {
-        "consumer": "messages of this consumer",
-        "topic": "messages of this topic",
-        "type": "messages of this type",
-        "route": "messages that go this way, as `txbox status` shows it",
-        "key": "messages with this ordering key",
-        "error_type": "whose last error has this type",
-        "fingerprint": "whose last error has this fingerprint",
-    }
-    for name in names:
-        option = f"--{name.replace('_', '-')}"
-        if name == "status":
-            group.add_argument(
-                option, choices=[str(status) for status in statuses], help="messages in this status"
-            )
-        elif name == "older_than":
-            group.add_argument(
-                option,
-                type=duration,
-                metavar="AGE",
-                help=f"{since} longer ago than this (90s, 5m, 2h, 7d)",
-            )
-        else:
-            group.add_argument(option, metavar="TEXT", help=helps[name])
-
-
-def filter_of(args: argparse.Namespace) -> RowFilter:
-    """The filter that was given; options the command does not have are open."""
-    return RowFilter(
-        consumer=getattr(args, "consumer", None),
-        status=getattr(args, "status", None),
-        topic=getattr(args, "topic", None),
-        type=getattr(args, "type", None),
-        key=getattr(args, "key", None),
-        error_type=getattr(args, "error_type", None),
-        fingerprint=getattr(args, "fingerprint", None),
-        older_than=getattr(args, "older_than", None),
-    )
-
-
 def add_audit(parser: argparse.ArgumentParser) -> None:
-    """Add who and why."""
+    """Add who changes something, and why."""
     group = parser.add_argument_group("audit (each change is recorded in txbox_audit)")
     group.add_argument("--actor", metavar="NAME", help="who changes this (default: user@host)")
     group.add_argument("--reason", metavar="TEXT", help="why")
+
+
+#: Filter options, in the order in which help lists them; a command has those of its table's filter.
+_FILTERS = {
+    "consumer": "messages of this consumer",
+    "status": "messages in this status",
+    "topic": "messages of this topic",
+    "route": "messages that go this way, as `txbox status` shows it",
+    "type": "messages of this type",
+    "key": "messages with this ordering key",
+    "error_type": "whose last error has this type",
+    "fingerprint": "whose last error has this fingerprint",
+    "hash": "whose payload has this hash; the first digits of it are enough",
+    "older_than": "received, or staged, longer ago than this (90s, 5m, 2h, 7d)",
+}
+
+
+def add_filter(
+    parser: argparse.ArgumentParser,
+    kind: type[Filter[Any, Any]],
+    names: Sequence[str] | None = None,
+    *,
+    statuses: Sequence[str] | None = None,
+) -> None:
+    """Add the filter options that a table knows.
+
+    Args:
+        names: only these of them.
+        statuses: only these of the table's.
+    """
+    group = parser.add_argument_group("filter (all that are given must match)")
+    known = {field.name for field in dataclasses.fields(kind)} if names is None else names
+    choices = [str(status) for status in statuses or kind.table.statuses]
+    given: dict[str, dict[str, Any]] = {
+        "status": {"choices": choices},
+        "route": {"metavar": "TEXT", "type": route},
+        "hash": {"metavar": "HEX"},
+        "older_than": {"metavar": "AGE", "type": duration},
+    }
+    for name, told in _FILTERS.items():
+        # what has one status only needs no filter
+        if name in known and (name != "status" or len(choices) > 1):
+            option = f"--{name.replace('_', '-')}"
+            group.add_argument(option, help=told, **given.get(name, {"metavar": "TEXT"}))
+
+
+def route(text: str) -> str:
+    """Read a route as people write it: any is none."""
+    return "" if text == "any" else text
+
+
+def filter_of(args: argparse.Namespace) -> Filter[Any, Any]:
+    """The filter that was given; options the command does not have are open."""
+    given = {
+        field.name: getattr(args, field.name, None)
+        for field in dataclasses.fields(args.kind)
+        if field.name in _FILTERS
+    }
+    if given["status"] == "all":
+        given["status"] = None
+    found: Filter[Any, Any] = args.kind(**given)
+    return found

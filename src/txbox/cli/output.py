@@ -5,26 +5,20 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from unicodedata import combining, east_asian_width
 
+from txbox.admin.views import CONTROL, View, age, filled
 from txbox.errors import redacted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# ids and error texts come from strangers: nothing of theirs may steer the terminal
-# and what cannot be seen makes no two ids look alike: soft hyphens, zero-width characters, marks of direction, tags
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
-    r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
-)
-
-Cell = str | int | float | datetime | None
+    from txbox.admin.views import Cell, Record
 
 
 def shown(value: Cell) -> str:
@@ -33,30 +27,26 @@ def shown(value: Cell) -> str:
         return ""
     if isinstance(value, datetime):
         return value.strftime("%Y-%m-%d %H:%M:%S")
+    if isinstance(value, timedelta):
+        return age(value.total_seconds())
     text = str(value).replace("\n", " ").replace("\t", " ")
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def age(seconds: float | None) -> str:
-    """A length of time for people: 42s, 5m 10s, 3h 12m, 2d 4h."""
-    if seconds is None:
-        return ""
-    left = int(seconds)
-    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
-    for index, (unit, size) in enumerate(units):
-        if left >= size:
-            text = f"{left // size}{unit}"
-            if index + 1 < len(units):
-                smaller, smaller_size = units[index + 1]
-                rest = left % size // smaller_size
-                return f"{text} {rest}{smaller}" if rest else text
-            return text
-    return "0s"
+def clipped(text: str, width: int, *, right: bool = False) -> str:
+    """A text in exactly so many columns of a terminal: filled up with blanks, or cut, with an ellipsis.
 
-
-def counted(number: int, noun: str = "message") -> str:
-    """1 message, 2 messages."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    Args:
+        right: what is shorter stands to the right.
+    """
+    sizes = [2 if east_asian_width(each) in "WF" else not combining(each) for each in text]
+    if sum(sizes) > width:
+        while sum(sizes) > width - 1:
+            sizes.pop()
+        text = f"{text[: len(sizes)]}…"[: max(width, 0)]
+        sizes.append(1)
+    blanks = " " * (width - sum(sizes))
+    return blanks + text if right else text + blanks
 
 
 def print_json(value: Any) -> None:
@@ -66,7 +56,7 @@ def print_json(value: Any) -> None:
 
 def _json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return as_json(value)
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, timedelta):
@@ -74,6 +64,21 @@ def _json(value: Any) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     raise TypeError(f"{type(value).__name__} is not printed as JSON")
+
+
+def as_json(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass; bytes as text where they are, else as `…_base64`."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, bytes):
+            try:
+                item = item.decode()
+            except UnicodeDecodeError:
+                found[f"{field.name}_base64"] = item
+                item = None
+        found[field.name] = item
+    return found
 
 
 def print_line(text: str) -> None:
@@ -84,33 +89,24 @@ def print_error(text: str) -> None:
     print(f"txbox: {redacted(text)}", file=sys.stderr)
 
 
-def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, title: str | None = None
-) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
     """A table: with rich on a terminal where it is installed, plain and aligned otherwise.
 
     Columns of numbers stand to the right; a column without any value is left out.
     """
-    kept = [
-        index
-        for index in range(len(columns))
-        if index == 0 or any(row[index] not in (None, "") for row in rows)
-    ]
-    heads = [columns[index] for index in kept]
-    cells = [[shown(row[index]) for index in kept] for row in rows]
+    heads, values = filled(View(tuple(columns), [tuple(row) for row in rows]))
+    cells = [[shown(value) for value in row] for row in values]
     right = [
-        bool(rows) and all(isinstance(row[index], (int, float, type(None))) for row in rows)
-        for index in kept
+        bool(values) and all(isinstance(row[index], (int, float, type(None))) for row in values)
+        for index in range(len(heads))
     ]
-    if not (sys.stdout.isatty() and _print_rich(heads, cells, right, title)):
-        _print_plain(heads, cells, right, title)
+    if not (sys.stdout.isatty() and _print_rich(heads, cells, right)):
+        _print_plain(heads, cells, right)
 
 
 def _print_plain(
-    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool], title: str | None
+    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]
 ) -> None:
-    if title:
-        print(title)
     lines = [[head.upper() for head in heads], *cells]
     widths = [max(len(line[index]) for line in lines) for index in range(len(heads))]
     for line in lines:
@@ -122,7 +118,7 @@ def _print_plain(
 
 
 def _print_rich(
-    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool], title: str | None
+    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]
 ) -> bool:
     try:
         from rich import box
@@ -136,11 +132,9 @@ def _print_rich(
     widths = [max(cell_len(line[index]) for line in (heads, *cells)) for index in range(len(heads))]
     # a blank at both edges, two and a line between columns
     if _across([*widths[:-1], min(widths[-1], _FOLDED)], 3) + 2 > console.width:
-        if title:
-            console.print(Text(title, "italic"))
         _print_stacked(console, heads, cells, widths, right)
         return True
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, (head, to_right) in enumerate(zip(heads, right, strict=True)):
         table.add_column(
             head,
@@ -210,24 +204,16 @@ _STYLES = {
 }
 
 
-def print_record(pairs: Sequence[tuple[str, Cell]]) -> None:
-    """Names and values, one a line; what has no value is left out."""
+def print_record(pairs: Record) -> None:
+    """Names and values, one a line."""
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
-        if value not in (None, ""):
-            print(f"{name.ljust(width)}  {shown(value)}")
+        print(f"{name.ljust(width)}  {shown(value)}")
 
 
 def printable_lines(text: str) -> str:
     """Text of several lines for the terminal, without control characters."""
     return "\n".join(shown(line) for line in text.splitlines())
-
-
-def described(size_bytes: int | None, *, revealed: bool) -> str:
-    """How large a payload is, and how to see it."""
-    if size_bytes is None:
-        return "empty (a tombstone)"
-    return f"{size_bytes} bytes" + ("" if revealed else " (--reveal prints it)")
 
 
 def readable(payload: bytes) -> str:
@@ -236,16 +222,6 @@ def readable(payload: bytes) -> str:
         return printable_lines(payload.decode())
     except UnicodeDecodeError:
         return payload.hex(" ")
-
-
-def payload_as_json(payload: bytes | None) -> dict[str, Any]:
-    """Text as `payload`, other bytes as `payload_base64`."""
-    if payload is None:
-        return {"payload": None}
-    try:
-        return {"payload": payload.decode()}
-    except UnicodeDecodeError:
-        return {"payload": None, "payload_base64": payload}
 
 
 def interactive() -> bool:

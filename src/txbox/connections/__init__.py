@@ -1,4 +1,4 @@
-"""Which adapter speaks to which driver's objects; adapters are imported when first needed."""
+"""Which adapter handles which driver's objects. Adapters are imported on first use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from txbox.connections.base import CallersAsyncConnection, CallersConnection, Database
+from txbox.connections.base import Database, Executor
 from txbox.errors import ConfigurationError
 
-# one line a driver: the package that its classes live in → module, extra
+# one line per driver: the top-level package of its classes → module, extra
 _ADAPTERS = {
     "sqlite3": ("sqlite", "sqlite"),
     "aiosqlite": ("sqlite", "sqlite"),
@@ -36,36 +36,36 @@ _SCHEMES = {
     "sqlite": "sqlite",
 }
 
-# a name or address, or an IPv6 address in brackets; perhaps a port
+# a name or address, or a bracketed IPv6 address; optionally a port
 _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]*)(:\d{0,5})?")
 
-# a file that somebody means: no user, option or space in it
+# something meant as a file: it has no user, option or space
 _PATH = re.compile(r"[^@:?=\s]*(/[^@:?=\s]*|\.(db|db3|sqlite|sqlite3))", re.IGNORECASE)
 
 _known: dict[type[Any], ModuleType] = {}
 
 
 def open_database(target: Any, *, schema: str | None = None) -> Database:
-    """Return where connections come from, without connecting.
+    """Return the source of connections for a target, without connecting.
 
     Args:
-        target: a URL, or a pool, engine or sessionmaker of the user's own.
+        target: a URL, or the user's own pool, engine or sessionmaker.
 
     Raises:
-        ConfigurationError: an unknown scheme or object, or a driver that is not installed.
+        ConfigurationError: unknown scheme or object, or the driver is not installed.
     """
     if isinstance(target, str):
         scheme, separator, _ = target.partition("://")
         if not separator and _PATH.fullmatch(target):
             raise ConfigurationError(
-                f"{target!r} looks like a path, and App takes a URL: for this SQLite file use sqlite:///{target}."
+                f"{target!r} looks like a path, but App takes a URL: for this SQLite file use sqlite:///{target}."
             )
         if not separator or scheme.lower() not in _SCHEMES:
             # without a scheme it may be a password
             wrong = (
-                f"{scheme!r} is no database URL scheme that txbox knows"
+                f"unsupported database URL scheme {scheme!r}"
                 if separator
-                else "This is no database URL"
+                else "This is not a database URL"
             )
             raise ConfigurationError(
                 f"{wrong}: use postgresql://user@host/name, mysql://user@host/name or sqlite:///file.db."
@@ -78,7 +78,7 @@ def open_database(target: Any, *, schema: str | None = None) -> Database:
 
 
 def _check_readable(url: str) -> None:
-    """Refuse a URL whose password would be read as a host, a port, a path or a fragment."""
+    """Refuse a URL whose password would be parsed as a host, port, path or fragment."""
     if url.lower().startswith("sqlite:"):
         return
     try:
@@ -87,28 +87,25 @@ def _check_readable(url: str) -> None:
         readable = all(map(_HOST.fullmatch, hosts)) and " " not in parts.netloc
         readable = readable and not parts.fragment and "@" not in parts.path
     except ValueError:
-        # the error of the standard library quotes the part that may be a password
+        # the standard library's error quotes the part that may be a password
         readable = False
     if not readable:
         raise ConfigurationError(
-            "The database URL cannot be read: percent-encode special characters of the user, password and "
+            "The database URL cannot be parsed: percent-encode special characters in the user, password and "
             "database name (/ is %2F, @ is %40, # is %23, ? is %3F, [ is %5B, a space is %20)."
         )
 
 
-def borrow(tx: Any, *, schema: str | None = None) -> CallersConnection:
-    """Adapt the caller's connection or session, for statements in the transaction it is in.
+def borrow(tx: Any, *, is_async: bool = False, schema: str | None = None) -> Executor:
+    """Adapt the caller's connection or session, for statements in its current transaction.
+
+    Args:
+        is_async: accept only async connections and sessions; otherwise only sync ones.
 
     Raises:
-        ConfigurationError: an unknown or async object, or one that is not in a transaction.
+        ConfigurationError: unknown object, of the other kind, or not in a transaction.
     """
-    executor: CallersConnection = _adapter(tx).borrow(tx, schema=schema)
-    return executor
-
-
-def borrow_async(tx: Any, *, schema: str | None = None) -> CallersAsyncConnection:
-    """The async twin of `borrow`; it takes async connections and sessions only."""
-    executor: CallersAsyncConnection = _adapter(tx).borrow_async(tx, schema=schema)
+    executor: Executor = _adapter(tx).borrow(tx, is_async=is_async, schema=schema)
     return executor
 
 
@@ -119,7 +116,7 @@ def _adapter(target: Any) -> ModuleType:
         return known
     if any("Cursor" in ancestor.__name__ for ancestor in kind.__mro__):
         raise ConfigurationError(
-            f"A {kind.__module__}.{kind.__qualname__} is a cursor: pass the connection that it belongs to."
+            f"A {kind.__module__}.{kind.__qualname__} is a cursor: pass the connection it belongs to."
         )
     for ancestor in kind.__mro__:
         package = ancestor.__module__.partition(".")[0]
@@ -142,9 +139,9 @@ def _load(module: str) -> ModuleType:
             f"The driver {error.name} is not installed: run pip install 'txbox[{extra}]'."
         ) from error
     except ImportError as error:
-        # from 2.1 on SQLAlchemy neither installs it nor imports its asyncio without it
+        # since 2.1 SQLAlchemy does not install greenlet, and cannot import its asyncio part without it
         if module != "sqlalchemy" or find_spec("greenlet") is not None:
             raise
         raise ConfigurationError(
-            "txbox uses SQLAlchemy with greenlet, which is not installed: run pip install 'txbox[sqlalchemy]'."
+            "txbox needs greenlet with SQLAlchemy, and it is not installed: run pip install 'txbox[sqlalchemy]'."
         ) from error

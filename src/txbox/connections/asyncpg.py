@@ -1,15 +1,15 @@
 """asyncpg: a URL, a pool, or the caller's connection; async only.
 
-The transaction is asyncpg's own object, so that `tx.transaction()` in a handler is a savepoint. A
-handler that sends ROLLBACK itself is in autocommit from there on: close then finds another token,
-and the message is dead ("transaction broken"), never acknowledged as processed (SEMANTICS 2.2).
+The transaction is asyncpg's own object, so `tx.transaction()` in a handler is a savepoint. A handler
+that sends ROLLBACK itself is in autocommit from then on. Close then finds another token, and the
+message is dead ("transaction broken"), never acknowledged as processed (SEMANTICS 2.2).
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -18,7 +18,8 @@ import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
 from txbox.connections.base import (
-    Idle,
+    Executor,
+    Pool,
     check_committed,
     finished,
     is_marked,
@@ -29,12 +30,12 @@ from txbox.connections.base import (
     unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
-from txbox.steps import Result, Statement
+from txbox.session import Connection, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 _CLOSE_S = 2.0
-# the server says these as its last word; asyncpg notices the closed socket a moment later
+# the server's last words; asyncpg notices the closed socket only a moment later
 _FATAL = frozenset({"57P01", "57P02", "57P05"})
 _STRINGS = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
 _PARENTHESES = re.compile(r"\([^()]*\)")
@@ -49,18 +50,18 @@ def open_url(url: str, *, schema: str | None = None) -> AsyncpgDatabase:
     dsn = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
     if parts.path in ("", "/") and "dbname" not in options and "database" not in options:
         raise ConfigurationError(
-            f"The URL {redacted(url)} names no database: write postgresql+asyncpg://host/name."
+            f"The URL {redacted(url)} names no database: use postgresql+asyncpg://host/name."
         )
     return AsyncpgDatabase(redacted(url), schema, dsn=dsn, prepare=prepare)
 
 
 def open_object(target: Any, *, schema: str | None = None) -> AsyncpgDatabase:
-    """Use a pool of the user's."""
+    """Use the user's pool."""
     if isinstance(target, asyncpg.Pool):
         return AsyncpgDatabase("an asyncpg.Pool", schema, pool=target)
     raise ConfigurationError(
         f"App() cannot use a {type(target).__qualname__}: pass a URL or an asyncpg pool; "
-        "a single connection belongs into Inbox.accept_async(tx, …)."
+        "a single connection belongs in Inbox.accept_async(tx, …)."
     )
 
 
@@ -84,29 +85,24 @@ class AsyncpgDatabase:
         self.dsn = dsn
         self.host = urlsplit(dsn).hostname
         self.prepare = prepare
-        self.asynchronous = _AsyncConnections(self, pool)
+        self.asynchronous = _Connections(self, pool)
 
     def close(self) -> None:
-        self.asynchronous.idle.clear()
+        self.asynchronous.clear()
 
     async def close_async(self) -> None:
         self.close()
         await finished(self.asynchronous.closing)
 
 
-class _AsyncConnections:
+class _Connections(Pool["AsyncpgConnection"]):
     def __init__(self, database: AsyncpgDatabase, pool: Any) -> None:
+        super().__init__(is_async=True)
         self._database = database
         self._pool = pool
-        self.idle: Idle[AsyncpgConnection] = Idle()
         self.closing: set[asyncio.Task[None]] = set()
 
-    async def acquire(self) -> AsyncpgConnection:
-        if self._pool is None:
-            loop = asyncio.get_running_loop()
-            waiting = self.idle.take(lambda connection: connection.loop is loop)
-            if waiting is not None:
-                return waiting
+    async def _opened(self) -> AsyncpgConnection:
         try:
             raw: Any = await (self._connect() if self._pool is None else self._pool.acquire())
         except _ERRORS as error:
@@ -120,26 +116,54 @@ class _AsyncConnections:
 
     async def release(self, connection: AsyncpgConnection) -> None:
         if self._pool is None:
-            self.idle.give(connection)
+            await super().release(connection)
             return
         try:
             await self._pool.release(connection.native)
         except _ERRORS:
-            # the reset failed and asyncpg has dropped the connection; the transaction was over already
+            # the reset failed and asyncpg dropped the connection; the transaction was already over
             return
 
 
-class AsyncpgConnection:
+def _telling(kind: Any, told: Callable[[str], None]) -> Any:
+    """A class of connections that tell each statement before it is sent."""
+
+    def telling(name: str) -> Any:
+        def method(self: Any, query: str, *args: Any, **kwargs: Any) -> Any:
+            told(query)
+            return getattr(kind, name)(self, query, *args, **kwargs)
+
+        return method
+
+    named = (
+        "execute", "executemany", "fetch", "fetchval", "fetchrow", "fetchmany", "cursor", "prepare",
+        "copy_from_query",
+    )  # fmt: skip
+    methods = {name: telling(name) for name in named if hasattr(kind, name)}
+    return type(kind)(kind.__name__, (kind,), {"__slots__": (), **methods})
+
+
+class AsyncpgConnection(Connection):
     """A connection whose transactions txbox begins and ends, bound to the event loop that opened it."""
+
+    is_async = True
 
     def __init__(self, raw: Any, sql_dialect: Dialect, closing: set[asyncio.Task[None]]) -> None:
         self.native = raw
         self._closing = closing
-        self.loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._dialect = sql_dialect
         self._transaction: Any = None
         self._fatal = False
         self._watched = False
+
+    def usable(self) -> bool:
+        return not self.lost and self._loop is asyncio.get_running_loop()
+
+    def watch(self, told: Callable[[str], None]) -> None:
+        # a pool lends a proxy, which calls the methods of the class of what is behind it
+        raw = getattr(self.native, "_con", self.native)
+        raw.__class__ = _telling(type(raw), told)
 
     def left(self) -> bool:
         return self._watched and not self.lost and not is_marked(self.native)
@@ -161,7 +185,7 @@ class AsyncpgConnection:
         except _ERRORS as error:
             raise self._failure(error) from error
 
-    # each statement outside of `begin` is a transaction
+    # outside `begin`, each statement is its own transaction
     read = execute
 
     async def savepoint(self) -> None:
@@ -179,12 +203,12 @@ class AsyncpgConnection:
         except _ERRORS as error:
             raise self._failure(error) from error
 
-    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
+    async def begin(self, statements: Statements) -> list[Result]:
         transaction = self.native.transaction(isolation="read_committed")
         try:
             await transaction.start()
         except _ERRORS as error:
-            # asyncpg believes itself in a transaction now: this connection cannot begin another
+            # asyncpg now believes it is in a transaction: this connection cannot begin another
             self._fatal = True
             raise self._failure(error) from error
         self._transaction = transaction
@@ -192,12 +216,14 @@ class AsyncpgConnection:
         self._watched = is_marked(self.native)
         return results
 
-    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+    async def commit(self, statements: Statements) -> list[Result]:
         results = [await self.execute(statement) for statement in statements]
         self._transaction = None
         try:
-            # as asyncpg's own commit does, which would not tell what was answered
-            getattr(self.native, "_con", self.native)._top_xact = None  # noqa: SLF001
+            # what asyncpg's own commit does, which would hide the server's answer; a pool takes a dead
+            # connection back at once and leaves its proxy empty
+            if (raw := getattr(self.native, "_con", self.native)) is not None:
+                raw._top_xact = None  # noqa: SLF001
             check_committed(await self.native.execute("COMMIT"))
         except (*_ERRORS, StoreError) as error:
             found = error if isinstance(error, StoreError) else self._failure(error)
@@ -208,7 +234,7 @@ class AsyncpgConnection:
     async def rollback(self) -> None:
         transaction, self._transaction = self._transaction, None
         if transaction is None:
-            # COMMIT was refused, which ended the transaction
+            # a refused COMMIT already ended the transaction
             return
         try:
             await transaction.rollback()
@@ -216,17 +242,17 @@ class AsyncpgConnection:
             raise self._failure(error) from error
 
     def discard(self) -> None:
-        if self.loop.is_closed():
-            # nothing of a closed loop works any more; the kernel closes the socket with its object
+        if self._loop.is_closed():
+            # nothing works on a closed loop; the kernel closes the socket along with its object
             return
-        if _running_loop() is not self.loop:
-            self.loop.call_soon_threadsafe(self._terminate)
+        if _running_loop() is not self._loop:
+            self._loop.call_soon_threadsafe(self._terminate)
         elif self._transaction is None:
             self._terminate()
         else:
-            # a cancelled handler left a query behind: terminate() would also drop asyncpg's request to
+            # a cancelled handler left a query running: terminate() would also drop asyncpg's request to
             # cancel it, and the server would hold the transaction's locks until the query ends
-            task = self.loop.create_task(self._cancelled_and_closed())
+            task = self._loop.create_task(self._cancelled_and_closed())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -236,11 +262,11 @@ class AsyncpgConnection:
         try:
             await self.native.close(timeout=_CLOSE_S)
         except _ERRORS:
-            # asyncpg has aborted the connection instead
+            # asyncpg aborted the connection instead
             return
 
     def _terminate(self) -> None:
-        # also gives the place in a pool free, which a connection that died has done by itself
+        # this also frees the place in a pool; a connection that died has already done so
         if not _closed(self.native):
             self.native.terminate()
 
@@ -252,14 +278,16 @@ class AsyncpgConnection:
         return found
 
 
-class AsyncBorrowed:
+class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
+
+    is_async = True
 
     def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
         self._tx = tx
         self.dialect = sql_dialect
 
-    async def execute(self, statement: Statement) -> Result:
+    async def _execute(self, statement: Statement) -> Result:
         try:
             return await _executed(self._tx, statement)
         except _ERRORS as error:
@@ -268,23 +296,20 @@ class AsyncBorrowed:
             raise found or store_error(error, self.dialect, code=None, lost=lost) from error
 
 
-def borrow(tx: Any, *, schema: str | None = None) -> Any:  # noqa: ARG001  # every adapter's shape
-    """Refuse: asyncpg is async only."""
-    raise sync_async_mismatch(tx, wants="async")
-
-
-def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
+def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
+    if not is_async:
+        raise sync_async_mismatch(tx, wants="async")
     if not isinstance(tx, (asyncpg.Connection, PoolConnectionProxy)):
         raise ConfigurationError(
-            f"A {type(tx).__qualname__} is no asyncpg connection: pass the one your transaction is on."
+            f"A {type(tx).__qualname__} is not an asyncpg connection: pass the one your transaction is on."
         )
     if not tx.is_in_transaction():
         raise not_in_transaction(tx)
-    return AsyncBorrowed(tx, dialect("postgresql", schema))
+    return Borrowed(tx, dialect("postgresql", schema))
 
 
 def translated(error: BaseException, sql_dialect: Dialect) -> StoreError | None:
-    """Put an asyncpg error into txbox's words; None when it is none, or says that asyncpg was misused."""
+    """Translate an asyncpg error; None if it is not one, or if it says that asyncpg was misused."""
     if not isinstance(error, asyncpg.PostgresError):
         return None
     constraint = getattr(error, "constraint_name", None)
@@ -297,7 +322,7 @@ def translated(error: BaseException, sql_dialect: Dialect) -> StoreError | None:
 
 async def _executed(raw: Any, statement: Statement) -> Result:
     if not statement.sql:
-        # this database has nothing to do at this point
+        # nothing to do here on this database
         return Result((), 0)
     sql, names = native(statement.sql, "numeric")
     values = [statement.params[name] for name in names]
@@ -311,7 +336,7 @@ async def _executed(raw: Any, statement: Statement) -> Result:
 
 @lru_cache(maxsize=512)
 def _returns_rows(sql: str) -> bool:
-    """Say which of asyncpg's two calls a statement needs: one returns rows, the other the count."""
+    """Whether a statement needs the asyncpg call that returns rows, rather than the one that returns a count."""
     text, nested = _STRINGS.sub("''", sql), 1
     while nested:
         text, nested = _PARENTHESES.subn(" ", text)
@@ -325,7 +350,7 @@ def _closed(raw: Any) -> bool:
     try:
         return bool(raw.is_closed())
     except asyncpg.InterfaceError:
-        # the pool has taken it back: it does so when a connection dies
+        # the pool took it back, as it does when a connection dies
         return True
 
 

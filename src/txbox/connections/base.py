@@ -1,41 +1,66 @@
-"""What an adapter of a driver provides, and the idle connections of adapters that open their own."""
+"""What a driver's adapter provides, the pool behind most of them, and the translation of drivers' errors."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import sqlite3
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from weakref import WeakSet
 
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
-from txbox.forks import forgets_parent
-from txbox.steps import (
-    AsyncConnections,
-    AsyncExecutor,
-    Connections,
-    Executor,
-    Raised,
-    Result,
-    Statement,
-)
+from txbox.session import Connection, Connections, Raised, Result, Statement, at
 from txbox.store.dialect import Dialect
 
-C = TypeVar("C", bound="Owned")
+C = TypeVar("C", bound=Connection)
 
 _MARK = "default_transaction_read_only"
 
 _PRODUCTS = {"postgresql": "PostgreSQL", "mysql": "MySQL", "sqlite": "SQLite"}
 
 
-class Database(Protocol):
-    """Where the connections of one app come from.
+# -- forks ------------------------------------------------------------------------------------
 
-    `sync` serves `def` handlers and `asynchronous` serves `async def` handlers; None where the
-    object the user gave cannot. Nothing here connects before the first `acquire`.
+
+class Inherited(Protocol):
+    """Holds locks, connections or work of threads that a forked child must not take over from its parent."""
+
+    def forget_parent(self) -> None:
+        """Start afresh. Called in a child before anything else runs there."""
+        ...
+
+
+_inherited: WeakSet[Inherited] = WeakSet()
+
+
+def forgets_parent(inherited: Inherited) -> None:
+    """Register an object to start afresh in every child forked while it lives."""
+    _inherited.add(inherited)
+
+
+def _forked() -> None:
+    for inherited in list(_inherited):
+        inherited.forget_parent()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
+
+
+# -- databases --------------------------------------------------------------------------------
+
+
+class Database(Protocol):
+    """Where an app's connections come from.
+
+    `sync` serves `def` handlers and `asynchronous` serves `async def` handlers. Either is None if the
+    object given by the user does not support it. Nothing connects before the first `acquire`.
     """
 
     @property
@@ -50,7 +75,7 @@ class Database(Protocol):
     @property
     def sync(self) -> Connections | None: ...
     @property
-    def asynchronous(self) -> AsyncConnections | None: ...
+    def asynchronous(self) -> Connections | None: ...
     def close(self) -> None: ...
     async def close_async(self) -> None: ...
 
@@ -64,79 +89,89 @@ class Listening(Protocol):
 
 @runtime_checkable
 class Notifies(Protocol):
-    """A Database that can tell of what other processes commit."""
+    """A Database that can notify about other processes' commits."""
 
     def listener(self, channel: str, heard: Callable[[], None]) -> Listening | None: ...
 
 
-class CallersConnection(Executor, Protocol):
-    """A connection whose transaction is the caller's."""
+class Executor(ABC):
+    """A connection in the caller's transaction. It executes statements and nothing else."""
 
-    @property
-    def dialect(self) -> Dialect: ...
+    is_async: bool
+    dialect: Dialect
+
+    async def execute(self, statement: Statement) -> Result:
+        """Run one statement.
+
+        Raises:
+            StoreError: the driver's error, translated.
+        """
+        at(f"before:{statement.name}")
+        result = await self._execute(statement)
+        at(f"after:{statement.name}")
+        return result
+
+    @abstractmethod
+    async def _execute(self, statement: Statement) -> Result: ...
 
 
-class CallersAsyncConnection(AsyncExecutor, Protocol):
-    """The awaitable twin of `CallersConnection`."""
+class Pool(ABC, Generic[C]):
+    """Connections that txbox opens itself. The most recently used idle one is taken first.
 
-    @property
-    def dialect(self) -> Dialect: ...
-
-
-class Owned(Protocol):
-    """A connection that an adapter opened itself."""
-
-    @property
-    def lost(self) -> bool: ...
-    def discard(self) -> None: ...
-
-
-class Idle(Generic[C]):
-    """Connections that wait for their next transaction, newest first.
-
-    A connection never crosses a fork: a child process starts with none.
+    Connections never cross a fork: a child process starts with none.
     """
 
-    def __init__(self, kept: int = 16) -> None:
+    def __init__(self, *, is_async: bool, kept: int = 16) -> None:
+        self.is_async = is_async
         self._kept = kept
-        self._waiting: deque[C] = deque()
+        self._idle: deque[C] = deque()
         self._lock = threading.Lock()
         self._inherited: list[C] = []
         forgets_parent(self)
 
     def forget_parent(self) -> None:
-        # the parent still uses these sockets: keep them without a goodbye
-        self._inherited += self._waiting
-        self._waiting.clear()
+        # the parent still uses these sockets: keep the objects alive, so that nothing closes them
+        self._inherited += self._idle
+        self._idle.clear()
         self._lock = threading.Lock()
 
-    def take(self, usable: Callable[[C], bool] = lambda _: True) -> C | None:
+    async def acquire(self) -> C:
+        return self._taken() or await self._opened()
+
+    async def release(self, connection: C) -> None:
+        if not connection.lost:
+            with self._lock:
+                if len(self._idle) < self._kept:
+                    self._idle.append(connection)
+                    return
+        connection.discard()
+
+    @abstractmethod
+    async def _opened(self) -> C:
+        """Connect.
+
+        Raises:
+            StoreUnavailable: it failed.
+        """
+
+    def _taken(self) -> C | None:
         with self._lock:
-            while self._waiting:
-                connection = self._waiting.pop()
-                if not connection.lost and usable(connection):
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.usable():
                     return connection
                 connection.discard()
         return None
 
-    def give(self, connection: C) -> None:
-        if connection.lost:
-            connection.discard()
-            return
-        with self._lock:
-            if len(self._waiting) < self._kept:
-                self._waiting.append(connection)
-                return
-        connection.discard()
-
     def clear(self) -> None:
+        """Close the idle connections."""
         with self._lock:
-            while self._waiting:
-                self._waiting.pop().discard()
+            while self._idle:
+                self._idle.pop().discard()
 
 
 def sync_async_mismatch(tx: Any, *, wants: str) -> ConfigurationError:
-    """The error for a sync object in an async call, or the reverse."""
+    """Return the error for a sync object in an async call, or the reverse."""
     verb = (
         "accept_async / stage_async / process_async"
         if wants == "async"
@@ -148,18 +183,18 @@ def sync_async_mismatch(tx: Any, *, wants: str) -> ConfigurationError:
 
 
 def not_in_transaction(tx: Any) -> ConfigurationError:
-    """The error for a caller's connection that would commit each statement by itself."""
+    """Return the error for a caller's connection that would commit each statement separately."""
     return ConfigurationError(
-        f"This {type(tx).__qualname__} is in autocommit mode and in no transaction: begin one, so that the inbox row "
-        "and your writes commit together."
+        f"This {type(tx).__qualname__} is in autocommit mode and not in a transaction: begin one, so that the inbox "
+        "row and your writes commit together."
     )
 
 
-# what a wrong user, password or database name brings: SQLSTATE, or MySQL's number
+# a wrong user, password or database name: SQLSTATE, or MySQL's number
 _REFUSALS = frozenset({"28P01", "28000", "3D000", "1044", "1045", "1049", "1698"})
-# no server said anything: no code, or one of MySQL's client
+# no server answered: no code, or one of MySQL's client codes
 _NO_ANSWER = frozenset({None, "2003", "2005"})
-# the values that MySQL, and syntax errors of all, quote: a value may hold quotes itself
+# values quoted in MySQL's messages, and in anyone's syntax errors; a value may itself contain quotes
 _QUOTED_VALUE = re.compile(
     r"""'.*'(?= for (?:key|column|function)| at line)|(?<=near )(?:"[^"]*"|'.*')"""
 )
@@ -173,13 +208,13 @@ def store_error(
     constraint: str | None = None,
     lost: bool = False,
 ) -> StoreError:
-    """Put a driver's error into txbox's words: its class, code and constraint, and what the server said.
+    """Translate a driver's error: its class, code and constraint, and what the server said.
 
-    Of the server's words only the primary message, without the values that it quotes: never its detail.
+    Only the server's primary message is kept, without the values it quotes; never its detail.
     """
     fault = Fault.UNAVAILABLE if lost else dialect.fault(code)
     if fault is Fault.OTHER and code is not None and code.startswith("SQLITE_"):
-        # an extended code means at least what its primary code means
+        # an extended code implies its primary code
         fault = dialect.fault("_".join(code.split("_")[:2]))
     kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
     said = server_message(error)
@@ -193,18 +228,18 @@ def store_error(
 
 
 def server_message(error: BaseException) -> str:
-    """The first line of what the server said, with no value that it quotes and no password; "" for nothing."""
+    """Return the first line of the server's message without quoted values and passwords; "" if there is none."""
     told: object = getattr(getattr(error, "diag", None), "message_primary", None)
     cause = error.__cause__
     if told is None and cause is not None and hasattr(cause, "sqlstate") and cause.args:
-        told = cause.args[0]  # asyncpg's, behind SQLAlchemy
+        told = cause.args[0]  # asyncpg's, wrapped by SQLAlchemy
     if told is None and error.args:
         numbered = len(error.args) > 1 and isinstance(error.args[0], int)
         told = error.args[1 if numbered else 0]
     line = str(told or "").strip().partition("\n")[0]
     state = str(getattr(error, "sqlstate", None) or getattr(cause, "sqlstate", None) or "")
     if state.startswith("22"):
-        # data exceptions quote what could not be read
+        # data exceptions quote the value they could not parse
         line = re.sub(r'".*"', '"…"', line)
     return redacted(_QUOTED_VALUE.sub("'…'", line))
 
@@ -212,15 +247,15 @@ def server_message(error: BaseException) -> str:
 def unreachable(
     name: str, error: BaseException, check: str, *, code: str | None, host: str | None = None
 ) -> StoreUnavailable:
-    """The error for a database that no connection was made to.
+    """Return the error for a database that could not be connected to.
 
     Args:
         name: the database, without its password.
-        check: what the user may look at.
-        host: which is looked up, to tell a wrong name from a server that is away.
+        check: what the user should check.
+        host: looked up to tell a wrong name from a server that is down.
     """
     said = server_message(error) or type(error).__name__
-    # libpq gives no SQLSTATE for a connection that fails, but says whether the server asked for a password
+    # libpq gives no SQLSTATE for a failed connection, but it does tell whether a password was requested
     tried = getattr(error, "pgconn", None)
     refused = tried is not None and (tried.used_password or tried.needs_password)
     return StoreUnavailable(
@@ -237,7 +272,7 @@ def _is_unknown(host: str | None) -> bool:
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
-        # EAI_AGAIN and others are trouble with the name server
+        # EAI_AGAIN and others mean trouble with the name server
         return error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
     except (OSError, UnicodeError):
         return False
@@ -245,9 +280,9 @@ def _is_unknown(host: str | None) -> bool:
 
 
 def dbapi_error(error: BaseException, dialect: Dialect) -> StoreError:
-    """`store_error` for any DB-API driver, for the adapters that stand on drivers of the user's choice."""
+    """`store_error` for any DB-API driver, used by adapters on top of a driver of the user's choice."""
     if error.args and isinstance(error.args[0], int):
-        # MySQL's number says more than its SQLSTATE; 0 is the driver's, for a connection it lost
+        # MySQL's number is more specific than its SQLSTATE; the driver uses 0 for a connection it lost
         code = str(error.args[0]) if error.args[0] else None
     else:
         code = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
@@ -256,23 +291,23 @@ def dbapi_error(error: BaseException, dialect: Dialect) -> StoreError:
     constraint = next(
         (found for report in reports if (found := getattr(report, "constraint_name", None))), None
     )
-    # without any code the driver never got an answer from the server
+    # without any code, the driver never got an answer from the server
     lost = code is None and type(error).__name__ in ("OperationalError", "InterfaceError")
     return store_error(error, dialect, code=code, constraint=constraint, lost=lost)
 
 
-def of_own(error: StoreError) -> StoreError:
-    """The error of a statement of txbox's, which is known to be right: SQLite has no code for a missing table."""
+def of_valid_sql(error: StoreError) -> StoreError:
+    """Our own SQL is valid, so SQLite's generic error means a missing table or column."""
     if error.code == "SQLITE_ERROR":
         error.fault = Fault.SCHEMA
     return error
 
 
 def check_committed(answer: str | None) -> None:
-    """Look at the server's answer to COMMIT; None where a driver does not show it.
+    """Check the server's answer to COMMIT; None if the driver does not expose it.
 
     Raises:
-        StoreError: it was ROLLBACK, since the transaction had failed (SEMANTICS 2.2).
+            StoreError: it was ROLLBACK, because the transaction had failed (SEMANTICS 2.2).
     """
     if answer is not None and answer != "COMMIT":
         raise StoreError(
@@ -283,29 +318,29 @@ def check_committed(answer: str | None) -> None:
 
 
 def refused_commit(error: StoreError) -> bool:
-    """Say whether an error of COMMIT proves that nothing was persisted (SEMANTICS 2.6)."""
+    """Whether an error of COMMIT proves that nothing was persisted (SEMANTICS 2.6)."""
     if error.fault in (Fault.GUARD, Fault.ABORTED, Fault.CONFLICT, Fault.DUPLICATE):
         return True
     code = error.code or ""
     return code.startswith("SQLITE_CONSTRAINT") or (len(code) == 5 and code.startswith("23"))
 
 
-#: A statement that succeeds last proves that the transaction has not failed: a driver does not show that
-#: its COMMIT was answered with ROLLBACK (SEMANTICS 2.2).
+#: If this succeeds as the last statement, the transaction has not failed. Needed where a driver does not show that
+#: COMMIT was answered with ROLLBACK (SEMANTICS 2.2).
 PROBE = Statement("probe", "SELECT 1", {})
-#: Around handlers of one batch whose failures are to stay apart.
+#: Around the handlers of one batch whose failures must not affect each other.
 SAVEPOINT = Statement("savepoint", "SAVEPOINT txbox_handler", {})
 RELEASE = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_handler", {})
 ROLLBACK_TO = Statement("rollback_to_savepoint", "ROLLBACK TO SAVEPOINT txbox_handler", {})
-# there is no such savepoint, or no transaction, any more: SQLSTATE, MySQL's number, SQLite's code
-# for every wrong statement
+# the savepoint, or the transaction, no longer exists: SQLSTATE, MySQL's number, and SQLite's code
+# for any invalid statement
 _NO_SAVEPOINT = frozenset({"3B001", "25P01", "1305", "SQLITE_ERROR"})
 
 
 def not_released(error: StoreError, lost: bool) -> StoreError | Raised:
-    """What it means that a savepoint could not be released or rolled back to.
+    """Classify the failure to release a savepoint or roll back to it.
 
-    A transaction that a swallowed error has failed is the failure of the handler's last calls alone.
+    If the transaction failed because of a swallowed error, only the handler calls since the savepoint are to blame.
     """
     if error.code in _NO_SAVEPOINT:
         return handler_left("its savepoint is gone")
@@ -317,11 +352,12 @@ def savepoint_is_gone(error: StoreError) -> bool:
 
 
 def is_marked(driver: Any) -> bool:
-    """Say without a round trip whether a driver's connection is in the transaction of a batch that txbox claimed.
+    """Whether a driver's connection is in the transaction of a batch that txbox claimed, without a round trip.
 
-    PostgreSQL reports `default_transaction_read_only`, which such a claim sets to `on` for its own transaction,
-    by itself. SQLite shows a guard that cannot be committed to no other transaction. MySQL has nothing alike.
-    A connection that is closed counts as marked: its next statement says so.
+    A claim on PostgreSQL sets `default_transaction_read_only` to `on` for its own transaction, and the server
+    reports that setting on every change. On SQLite the guard row, which cannot be committed, is visible to no
+    other transaction. MySQL offers nothing similar. A closed connection counts as marked: its next statement
+    reports the problem.
     """
     pgconn = getattr(driver, "pgconn", None)
     if pgconn is not None:
@@ -339,22 +375,22 @@ def is_marked(driver: Any) -> bool:
 
 
 def begins_marked(driver: Any, statements: Sequence[Statement]) -> bool:
-    """Say whether a transaction that has begun with these statements is one that `is_marked` knows."""
+    """Whether a transaction begun with these statements is one that `is_marked` recognises."""
     if isinstance(getattr(driver, "_conn", driver), sqlite3.Connection):
-        # not asked: it would be one more statement, and there may be no tables yet
+        # no query: that would be one more statement, and there may be no tables yet
         return any(statement.name == "arm" for statement in statements)
     return is_marked(driver)
 
 
 def plain_rows(rows: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:
-    """Rows as tuples, with the buffers that some drivers return for bytes read out."""
+    """Return rows as tuples, with the buffers some drivers return for bytes converted."""
     return [
         tuple(bytes(value) if type(value) is memoryview else value for value in row) for row in rows
     ]
 
 
 def check_closed(statement: Statement, result: Result) -> Result:
-    """Pass a result on, unless it is that of a close which names its guard and found none.
+    """Return the result, unless it is of a close that names its guard but found none.
 
     Raises:
         StoreError: the handler left the transaction that claimed its message.
@@ -365,14 +401,14 @@ def check_closed(statement: Statement, result: Result) -> Result:
 
 
 def handler_left(how: str) -> StoreError:
-    """The error for a handler that ended the transaction or the connection txbox gave it."""
+    """Return the error for a handler that ended the transaction or the connection txbox gave it."""
     return StoreError(
         f"The handler left the transaction that claimed its message: {how}.", fault=Fault.GUARD
     )
 
 
 async def finished(closing: set[asyncio.Task[None]]) -> None:
-    """Wait for connections that are being closed on this event loop."""
+    """Wait for connections being closed on this event loop."""
     loop = asyncio.get_running_loop()
     tasks = [task for task in closing if task.get_loop() is loop]
     if tasks:

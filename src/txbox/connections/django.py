@@ -1,13 +1,13 @@
 """Django's connections: `App(django="default")`, or `django.db.connection` inside the caller's `atomic()`.
 
 A handler runs inside `transaction.atomic(durable=True)` on this thread's connection. Inside Django's
-TestCase the test's own transaction is around it: everything works, and what COMMIT would be is the
-release of a savepoint. Django's transactions are sync only; so are its handlers.
+TestCase, the test's own transaction surrounds it: everything works, except that COMMIT becomes the
+release of a savepoint. Django's transactions are sync only, and so are its handlers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from django.db import Error, InterfaceError, OperationalError, connections, transaction
@@ -17,6 +17,7 @@ from django.utils.connection import ConnectionDoesNotExist, ConnectionProxy
 
 from txbox.connections.base import (
     PROBE,
+    Executor,
     begins_marked,
     check_closed,
     check_committed,
@@ -25,7 +26,7 @@ from txbox.connections.base import (
     is_marked,
     not_in_transaction,
     not_released,
-    of_own,
+    of_valid_sql,
     plain_rows,
     refused_commit,
     store_error,
@@ -33,32 +34,32 @@ from txbox.connections.base import (
     unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.steps import Raised, Result, Statement
+from txbox.session import Connection, Raised, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
 _VENDORS = {"postgresql", "mysql", "sqlite"}
 
 
 class _RolledBack(Exception):
-    """Given to `atomic` to make it roll back."""
+    """Passed to `atomic` to make it roll back."""
 
 
 def open_alias(alias: str, *, schema: str | None = None) -> DjangoDatabase:
-    """Use a database of Django's settings."""
+    """Use a database from Django's settings."""
     return DjangoDatabase(alias, schema)
 
 
 def open_object(target: Any, *, schema: str | None = None) -> DjangoDatabase:
-    """Use the database of a connection; each worker thread has a connection of its own."""
+    """Use a connection's database; each worker thread has its own connection."""
     if isinstance(target, (BaseDatabaseWrapper, ConnectionProxy)):
         return DjangoDatabase(str(target.alias), schema)
     raise ConfigurationError(
-        f"App() cannot use a {type(target).__qualname__}: name a database of settings.DATABASES, App(django='default')."
+        f"App() cannot use a {type(target).__qualname__}: name a database in settings.DATABASES, App(django='default')."
     )
 
 
 class DjangoDatabase:
-    """Where Django's connections come from; settings are read at the first use."""
+    """Where Django's connections come from. Settings are read on first use."""
 
     asynchronous: None = None
 
@@ -71,52 +72,65 @@ class DjangoDatabase:
 
     @property
     def dialect(self) -> Dialect:
-        # asked late: Django's settings may be configured after the App
+        # late, because Django's settings may be configured after the App
         if self._dialect is None:
             self._dialect = _dialect_of(_wrapper(self.alias), self.schema)
         return self._dialect
 
     def close(self) -> None:
-        """Leave the connections open: they are Django's."""
+        """Leave the connections open: they belong to Django."""
 
     async def close_async(self) -> None:
-        """Leave the connections open: they are Django's."""
+        """Leave the connections open: they belong to Django."""
 
 
 class _Connections:
+    is_async = False
+
     def __init__(self, database: DjangoDatabase) -> None:
         self._database = database
 
-    def acquire(self) -> DjangoConnection:
+    async def acquire(self) -> DjangoConnection:
         wrapper = _wrapper(self._database.alias)
         if not wrapper.in_atomic_block:
             # as at the start of a request: an error or CONN_MAX_AGE may have ended this connection
             wrapper.close_if_unusable_or_obsolete()
         try:
-            # here, so that what fails is known to be the connection
+            # done here, so that a failure is known to be the connection's
             wrapper.ensure_connection()
         except Error as error:
             raise _unreachable(error, self._database, wrapper) from error
         return DjangoConnection(wrapper, self._database.dialect)
 
-    def release(self, connection: DjangoConnection) -> None:
+    async def release(self, connection: DjangoConnection) -> None:
         if not connection.native.in_atomic_block:
             connection.native.close_if_unusable_or_obsolete()
 
 
-class DjangoConnection:
+class DjangoConnection(Connection):
     """This thread's connection, in transactions that txbox begins and ends."""
+
+    is_async = False
 
     def __init__(self, wrapper: Any, sql_dialect: Dialect) -> None:
         self.native = wrapper
         self._dialect = sql_dialect
         self._atomic: Any = None
-        #: Around the handlers whose failures are to stay apart.
+        #: Around handlers whose failures must not affect each other.
         self._within: Any = None
         self._nested = False
         self._claims = False
         self._watched = False
         self._fatal = False
+        self._wrapper: Any = None
+
+    def watch(self, told: Callable[[str], None]) -> None:
+        def wrapper(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+            told(str(sql))
+            return execute(sql, params, many, context)
+
+        self.native.execute_wrappers.append(wrapper)
+        self._wrapper = wrapper
 
     def left(self) -> bool:
         if self.native.closed_in_transaction:
@@ -129,7 +143,7 @@ class DjangoConnection:
         if self._fatal or self.native.connection is None or self.native.closed_in_transaction:
             return True
         driver = self.native.connection
-        # psycopg says `closed`, the MySQL drivers say `open`
+        # psycopg has `closed`, the MySQL drivers have `open`
         return bool(getattr(driver, "closed", False)) or not getattr(driver, "open", True)
 
     def translate(self, error: BaseException) -> StoreError | None:
@@ -139,17 +153,17 @@ class DjangoConnection:
         if self.native.closed_in_transaction:
             raise handler_left("it closed its connection")
 
-    def execute(self, statement: Statement) -> Result:
+    async def execute(self, statement: Statement) -> Result:
         self._check_open()
         if statement.name == "rollback_to_claim":
-            # asked of a transaction that Django has marked, too
+            # also allowed in a transaction that Django has marked
             self.native.needs_rollback = False
         try:
             return check_closed(statement, _executed(self.native, statement))
         except (Error, self.native.Database.Error) as error:
             raise self._failure(error) from error
 
-    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+    async def begin(self, statements: Statements) -> list[Result]:
         wrapper = self.native
         self._nested = wrapper.in_atomic_block
         atomic = transaction.atomic(using=wrapper.alias, durable=True)
@@ -167,13 +181,13 @@ class DjangoConnection:
                 self._prepare_transaction()
         except RuntimeError as error:
             raise ConfigurationError(
-                "txbox was asked for a transaction of its own inside an atomic block: call it outside, "
+                "txbox needs a transaction of its own, but was called inside an atomic block: call it outside, "
                 "or use Inbox.accept(django.db.connection, …)."
             ) from error
         except (Error, wrapper.Database.Error) as error:
             raise self._failure(error) from error
         self._claims = any(statement.name.startswith("claim") for statement in statements)
-        results = [self.execute(statement) for statement in statements]
+        results = [await self.execute(statement) for statement in statements]
         self._watched = begins_marked(wrapper.connection, statements)
         return results
 
@@ -189,7 +203,7 @@ class DjangoConnection:
         with self.native.cursor() as cursor:
             cursor.execute(sql)
 
-    def savepoint(self) -> None:
+    async def savepoint(self) -> None:
         inner = transaction.atomic(using=self.native.alias)
         try:
             inner.__enter__()
@@ -197,7 +211,7 @@ class DjangoConnection:
             raise self._failure(error) from error
         self._within = inner
 
-    def release_savepoint(self) -> None:
+    async def release_savepoint(self) -> None:
         self._check_open()
         if self.native.needs_rollback:
             marked = _marked()
@@ -209,12 +223,15 @@ class DjangoConnection:
             # atomic() has rolled back to the savepoint
             raise not_released(self._failure(error), self.lost) from error
 
-    def rollback_to_savepoint(self) -> None:
+    async def rollback_to_savepoint(self) -> None:
         self._check_open()
         try:
             self._leave_inner()
         except (Error, self.native.Database.Error) as error:
             raise not_released(self._failure(error), self.lost) from error
+        if self.native.needs_rollback and self.lost:
+            # the server went away behind the failure; here too, Django says that only a rollback is left
+            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
         if self.native.needs_rollback:
             raise handler_left("its savepoint is gone")
 
@@ -224,17 +241,17 @@ class DjangoConnection:
             rolled_back = _RolledBack()
             inner.__exit__(type(rolled_back), rolled_back, None)
 
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+    async def commit(self, statements: Statements) -> list[Result]:
         if self.native.needs_rollback and not self.native.closed_in_transaction:
             raise _marked()
         if self._nested and self._claims and not statements:
-            # the claim found nothing new, but it armed the guard, which must not stay armed around us
-            self.rollback()
+            # the claim found nothing new but armed the guard, which must not stay armed in the outer transaction
+            await self.rollback()
             return []
-        results = [self.execute(statement) for statement in statements or (PROBE,)]
+        results = [await self.execute(statement) for statement in statements or (PROBE,)]
         if not self._nested:
-            # the transaction stands before these run: an exception of theirs is logged by Django and
-            # must not look like a failed COMMIT
+            # these run after the transaction is committed: Django logs their exceptions, which must not
+            # look like a failed COMMIT
             self.native.run_on_commit = [
                 (ids, call, True) for ids, call, _ in self.native.run_on_commit
             ]
@@ -249,19 +266,23 @@ class DjangoConnection:
             raise found from error
         return results if statements else []
 
-    def rollback(self) -> None:
+    async def rollback(self) -> None:
         try:
             self._leave()
         except (Error, self.native.Database.Error) as error:
             raise self._failure(error) from error
 
     def discard(self) -> None:
+        if self._wrapper is not None:
+            # the thread's connection object stays, and opens another connection
+            self.native.execute_wrappers.remove(self._wrapper)
+            self._wrapper = None
         if self._atomic is None:
             if not self._nested:
                 self.native.close()
             return
         if not self._nested:
-            # closed first, atomic() sends nothing
+            # if closed first, atomic() sends nothing
             self.native.close()
         self._leave()
 
@@ -275,7 +296,7 @@ class DjangoConnection:
     def _failure(self, error: BaseException) -> StoreError:
         found = self.translate(error)
         if found is None:
-            # Django refused by itself: the transaction cannot be used any more
+            # Django itself refused: the transaction cannot be used any more
             found = store_error(error, self._dialect, code=None)
             found.fault = Fault.ABORTED
         self._fatal = self._fatal or found.fault is Fault.UNAVAILABLE
@@ -289,14 +310,16 @@ def _marked() -> StoreError:
     )
 
 
-class Borrowed:
+class Borrowed(Executor):
     """The caller's connection, in the caller's `atomic()`."""
+
+    is_async = False
 
     def __init__(self, wrapper: Any, sql_dialect: Dialect) -> None:
         self._wrapper = wrapper
         self.dialect = sql_dialect
 
-    def execute(self, statement: Statement) -> Result:
+    async def _execute(self, statement: Statement) -> Result:
         try:
             return _executed(self._wrapper, statement)
         except (Error, self._wrapper.Database.Error) as error:
@@ -304,13 +327,15 @@ class Borrowed:
             if found is None:
                 found = store_error(error, self.dialect, code=None)
                 found.fault = Fault.ABORTED
-            raise of_own(found) from error
+            raise of_valid_sql(found) from error
 
 
-def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
+def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
+    if is_async:
+        raise sync_async_mismatch(tx, wants="sync")
     if not isinstance(tx, (BaseDatabaseWrapper, ConnectionProxy)):
         raise ConfigurationError(
-            f"A {type(tx).__qualname__} is no connection: pass django.db.connection, or connections[alias]."
+            f"A {type(tx).__qualname__} is not a connection: pass django.db.connection, or connections[alias]."
         )
     wrapper = _wrapper(str(tx.alias))
     if not wrapper.in_atomic_block and wrapper.get_autocommit():
@@ -318,24 +343,19 @@ def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
     return Borrowed(wrapper, _dialect_of(wrapper, schema))
 
 
-def borrow_async(tx: Any, *, schema: str | None = None) -> Any:  # noqa: ARG001  # every adapter's shape
-    """Refuse: Django's transactions are sync only."""
-    raise sync_async_mismatch(tx, wants="sync")
-
-
 def _wrapper(alias: str) -> Any:
     try:
         return connections[alias]
     except ConnectionDoesNotExist as error:
         raise ConfigurationError(
-            f"There is no database {alias!r} in settings.DATABASES: pass the alias of one, App(django='default')."
+            f"There is no database {alias!r} in settings.DATABASES: pass an existing alias, App(django='default')."
         ) from error
 
 
 def _dialect_of(wrapper: Any, schema: str | None) -> Dialect:
     if wrapper.vendor not in _VENDORS:
         raise ConfigurationError(
-            f"txbox does not know {wrapper.vendor}: use PostgreSQL, MySQL, MariaDB or SQLite."
+            f"txbox does not support {wrapper.vendor}: use PostgreSQL, MySQL, MariaDB or SQLite."
         )
     return dialect(wrapper.vendor, schema)
 
@@ -347,7 +367,7 @@ def _begins_deferred(wrapper: Any) -> bool:
 
 def _executed(wrapper: Any, statement: Statement) -> Result:
     if not statement.sql:
-        # this database has nothing to do at this point
+        # nothing to do here on this database
         return Result((), 0)
     sql, names = native(statement.sql, "format")
     with wrapper.cursor() as cursor:
@@ -357,9 +377,9 @@ def _executed(wrapper: Any, statement: Statement) -> Result:
 
 
 def _committed(wrapper: Any) -> None:
-    """Send COMMIT, where Django's own, which then finds nothing to do, would not tell what was answered."""
+    """Send COMMIT here, because Django's own would hide the answer. Django's then has nothing to do."""
     if wrapper.vendor == "mysql":
-        return  # which has nothing to tell
+        return  # MySQL's answer says nothing more
     cursor = wrapper.connection.cursor()
     try:
         cursor.execute("COMMIT")
@@ -380,7 +400,7 @@ def _unreachable(error: Error, database: DjangoDatabase, wrapper: Any) -> StoreU
 
 
 def _translated(error: BaseException, sql_dialect: Dialect, wrapper: Any) -> StoreError | None:
-    """Put an error of Django's or its driver's into txbox's words; None when it is none."""
+    """Translate an error of Django or its driver; None if it is neither."""
     if isinstance(error, TransactionManagementError):
         return None
     if isinstance(error, wrapper.Database.Error):
@@ -390,7 +410,7 @@ def _translated(error: BaseException, sql_dialect: Dialect, wrapper: Any) -> Sto
     cause = error.__cause__
     if cause is not None and isinstance(cause, wrapper.Database.Error):
         return dbapi_error(cause, sql_dialect)
-    # Django's own: it found the connection closed
+    # Django's own error: it found the connection closed
     return store_error(
         error, sql_dialect, code=None, lost=isinstance(error, (InterfaceError, OperationalError))
     )

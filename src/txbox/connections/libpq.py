@@ -1,6 +1,6 @@
-"""txbox's own statements on a psycopg connection: one pipeline through libpq, own prepared statements.
+"""txbox's own statements on a psycopg connection: one pipeline through libpq, with prepared statements of its own.
 
-psycopg's cursors are for people; a message passes here twice, so this is written for few instructions.
+Every message passes through here twice, so this avoids psycopg's cursors and is written for few instructions.
 
 Source: docs/decisions/0009-round-trips.md
 """
@@ -18,7 +18,7 @@ from psycopg.adapt import Transformer
 from psycopg.waiting import Ready, Wait
 
 from txbox.errors import Fault, StoreError, StoreUnavailable
-from txbox.steps import Begin, Result, Statement, at
+from txbox.session import Result, Statement, Statements, at
 from txbox.store.dialect import native
 
 BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
@@ -33,9 +33,9 @@ _ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
 _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
 _TEXT = 25  # the OID of text
 _IDLE, _UNKNOWN = int(pq.TransactionStatus.IDLE), int(pq.TransactionStatus.UNKNOWN)
-# for the statement of a thread that a handler has left behind
+# time for a thread that a handler left behind to finish its statement
 _TURN_S = 5.0
-# what no COMMIT that failed with it can have committed
+# a COMMIT that failed with one of these cannot have committed
 _DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
 
 R = TypeVar("R")
@@ -43,7 +43,7 @@ Translate = Callable[[BaseException], StoreError | None]
 
 
 class Answer(Result):
-    """A result of libpq; its rows are read when somebody asks for them."""
+    """A result from libpq. Its rows are read only when accessed."""
 
     __slots__ = ("_answer", "_connection")
     _answer: Any
@@ -60,7 +60,7 @@ class Answer(Result):
         if not count:
             return ()
         if all(answer.ftype(field) == _TEXT for field in fields):
-            # the ids that a claim won, on the path of every message
+            # the ids a claim won, on the path of every message
             return [
                 [_text(answer.get_value(row, field)) for field in fields] for row in range(count)
             ]
@@ -73,11 +73,11 @@ class Answer(Result):
         return self._answer.command_tuples or 0
 
 
-class Turns:
-    """Waits for libpq as psycopg itself does: while no other thread or task is using the connection.
+class ExclusiveUse:
+    """Waits for libpq as psycopg does: only while no other thread or task uses the connection.
 
-    A thread or task that a handler has left behind may be. It has a few seconds to end its statement, after
-    which the transaction is given up; and its connection serves nobody else, whatever comes of this one.
+    A thread or task that a handler left behind may still use it. That gets a few seconds to finish its
+    statement; then the transaction is given up. Either way, the connection is not used for anything else.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -88,7 +88,7 @@ class Turns:
         self.refused = False
 
     def taken(self) -> bool:
-        """Say without waiting whether somebody else uses it, has used it, or has begun a transaction on it."""
+        """Whether anybody else uses it, has used it or began a transaction on it; does not wait."""
         raw = self._connection
         return (
             self.met
@@ -128,14 +128,14 @@ class Turns:
         steps.close()
         self.refused = True
         return StoreError(
-            "A thread or task that the handler left behind still uses the connection of its transaction."
+            "A thread or task that the handler left behind still uses its transaction's connection."
         )
 
     def end_other(self) -> None:
-        """Before the connection is closed: end the statement of who did not end it.
+        """Before the connection is closed, cancel a statement that somebody left running on it.
 
-        Else the server would hold the transaction's locks until then, and who still waits for an answer would
-        wait for that of another connection which gets the same number from the kernel.
+        Otherwise the server would hold the transaction's locks until it ends. Worse, whoever still waits
+        for the answer would end up waiting on another connection that the kernel gave the same number.
         """
         if self.refused:
             lock = self._connection.lock
@@ -145,7 +145,7 @@ class Turns:
                 lock.release()
 
     async def end_other_async(self) -> None:
-        """The awaitable twin of `end_other`."""
+        """`end_other` for async connections."""
         if self.refused:
             lock = self._connection.lock
             with suppress(psycopg.Error):
@@ -163,56 +163,56 @@ async def _acquired(lock: asyncio.Lock) -> bool:
 
 
 class _Sent(NamedTuple):
-    """What was sent up to a sync."""
+    """What was sent up to a sync message."""
 
-    statements: Sequence[Statement]
+    statements: Statements
     before: bytes | None
     after: bytes | None
     parsed: list[Statement]
 
 
 class Pipeline:
-    """Sends statements to libpq without waiting in between, and reads all their answers.
+    """Sends statements to libpq without waiting in between, then reads all the answers.
 
     Args:
         prepare: False for poolers that cannot keep prepared statements.
-        translate: puts a psycopg error into txbox's words.
+        translate: translates psycopg errors.
     """
 
     def __init__(self, connection: Any, *, prepare: bool, translate: Translate) -> None:
         self._connection = connection
         self._prepare = prepare
         self._translate = translate
-        # SQL → the name it is prepared under (None: unprepared) and its parameters in order
+        # SQL → the name it is prepared under (None: not prepared) and its parameters in order
         self._plans: dict[str, tuple[bytes | None, tuple[str, ...]]] = {}
         self._named = 0
-        #: What was begun behind a COMMIT, and has not been read.
-        self.ahead: Begin | None = None
+        #: What was begun behind a COMMIT and not read yet.
+        self.ahead: Statements | None = None
         self._ahead = _Sent((), None, None, [])
 
     def forget(self) -> None:
-        """The server has deallocated every prepared statement."""
+        """Forget all plans: the server has deallocated every prepared statement."""
         self._plans.clear()
 
     def send(
         self,
-        statements: Sequence[Statement],
+        statements: Statements,
         *,
         before: bytes | None = None,
         after: bytes | None = None,
         queued: int = 0,
-        then: Callable[[], Begin | None] | None = None,
+        then: Callable[[], Statements | None] | None = None,
     ) -> Generator[Wait, Ready, list[Result]]:
-        """Send the statements between two commands; returns the statements' results.
+        """Send the statements between two commands; returns the results of the statements.
 
         Args:
-            queued: answers to what was sent before in pipeline mode, and is still outstanding.
-            then: asked when everything is on its way. What it returns is begun behind a sync of its own, so
-                that nothing of this one waits for it; `begun` reads its answers.
+            queued: outstanding answers to what was sent earlier in pipeline mode.
+            then: called when everything is on its way. What it returns is begun behind a sync of its own,
+                so that nothing here waits for it; `begun` reads its answers.
 
         Raises:
-            StoreError: of the first that failed; nothing after it was executed.
-            psycopg.Error: of what was sent before; none of the statements was executed.
+            StoreError: the first failure; nothing after it was executed.
+            psycopg.Error: a failure of what was sent earlier; none of the statements was executed.
         """
         pgconn = self._connection.pgconn
         sent = _Sent(statements, before, after, [])
@@ -225,7 +225,7 @@ class Pipeline:
                 at("during:commit")
                 self.ahead = then()
             if self.ahead is not None:
-                self._ahead = _Sent(self.ahead.statements, BEGIN, None, [])
+                self._ahead = _Sent(self.ahead, BEGIN, None, [])
                 self._put(pgconn, self._ahead)
                 yield from _flushed(pgconn)
             answers = yield from _answered(pgconn, last=self.ahead is None)
@@ -238,7 +238,7 @@ class Pipeline:
         return self._read(sent, answers)
 
     def begun(self) -> Generator[Wait, Ready, list[Result]]:
-        """Wait for the statements that were begun behind a COMMIT; returns, and raises, as `send` does."""
+        """Wait for the statements begun behind a COMMIT; returns and raises as `send` does."""
         self.ahead = None
         pgconn = self._connection.pgconn
         try:
@@ -268,7 +268,7 @@ class Pipeline:
         if len(answers) < commands or not _FINE.issuperset([one.status for one in answers]):
             raise self._failure(sent, answers)
         if sent.after is COMMIT and answers[-1].command_status != b"COMMIT":
-            # COMMIT of an aborted transaction answers ROLLBACK, and no error (SEMANTICS 2.2)
+            # the server answers COMMIT of an aborted transaction with ROLLBACK and no error (SEMANTICS 2.2)
             raise StoreError(
                 "The transaction had failed before its COMMIT; nothing was persisted.",
                 fault=Fault.ABORTED,
@@ -304,7 +304,7 @@ class Pipeline:
         params = statement.params
         formats = None
         if "payload" in params or "rows.payload" in params:
-            # in hexadecimal a payload would double
+            # in hexadecimal, a payload would double in size
             formats = [
                 pq.Format.BINARY if params[parameter].__class__ is bytes else pq.Format.TEXT
                 for parameter in names
@@ -332,7 +332,7 @@ class Pipeline:
         answers: Sequence[Any],
         before: bytes | None,
     ) -> list[tuple[Any, bool]]:
-        """Pair the answers of the statements with whether they answer a Parse; BEGIN's is left out."""
+        """Pair each answer with whether it answers a Parse; the answer to BEGIN is left out."""
         kinds: list[bool] = []
         waiting = list(parsed)
         for statement in statements:
@@ -344,9 +344,9 @@ class Pipeline:
         return list(zip(rest, kinds, strict=False))
 
     def _failure(self, sent: _Sent, answers: Sequence[Any]) -> StoreError:
-        """The error of the first command that failed; forgets what was not prepared because of it."""
+        """Return the first command's error; forget the plans that were not prepared because of it."""
         for statement in sent.parsed:
-            # a Parse behind a failure never ran; one before it is only prepared once more
+            # a Parse after a failure never ran; one before it is merely prepared again
             self._plans.pop(statement.sql, None)
         refused = next(
             (one for one in answers if one.status not in (_COMMAND_OK, _TUPLES_OK, _ABORTED)), None
@@ -357,7 +357,7 @@ class Pipeline:
         error = psycopg.errors.error_from_result(refused)
         found = self._translate(error) or StoreError(type(error).__name__)
         if found.fault is Fault.PREPARED:
-            # a pooler, or a DEALLOCATE ALL in the handler, took them: prepare anew
+            # a pooler, or the handler's DEALLOCATE ALL, removed them: prepare again
             self._plans.clear()
         commands = len(sent.statements) + len(sent.parsed) + (sent.before is not None)
         if sent.after is COMMIT and len(answers) > commands and refused is answers[commands]:
@@ -367,14 +367,14 @@ class Pipeline:
 
 
 def nothing() -> Generator[Wait, Ready, None]:
-    """Wait for no answer: for one's turn only."""
+    """Wait for no answer, only for one's turn."""
     yield from ()
 
 
 def collected(pgconn: Any) -> Generator[Wait, Ready, list[Any]]:
-    """Send what is queued in pipeline mode, with a sync; returns every answer, in order, and leaves that mode.
+    """Send what is queued in pipeline mode with a sync; returns every answer in order and leaves that mode.
 
-    Fewer answers than were asked for mean that the server is gone.
+    Fewer answers than expected mean that the server is gone.
     """
     pgconn.pipeline_sync()
     yield from _flushed(pgconn)
@@ -388,10 +388,10 @@ def _flushed(pgconn: Any) -> Generator[Wait, Ready, None]:
 
 
 def _answered(pgconn: Any, *, last: bool) -> Generator[Wait, Ready, list[Any]]:
-    """Every answer up to the next sync; leaves pipeline mode behind the last one."""
+    """Return every answer up to the next sync; leaves pipeline mode after the last one."""
     answers: list[Any] = []
     is_busy, get_result = pgconn.is_busy, pgconn.get_result
-    # each command answers with one result and a null; the sync ends them all
+    # each command answers with one result and a null; a sync ends the whole group
     while True:
         while is_busy():
             yield _READ
@@ -406,7 +406,7 @@ def _answered(pgconn: Any, *, last: bool) -> Generator[Wait, Ready, list[Any]]:
                 pgconn.exit_pipeline_mode()
             return answers
         answers.append(answer)
-        get_result()  # the null, which is there with its result
+        get_result()  # the null, which arrives together with its result
 
 
 def _check_queued(answers: Sequence[Any]) -> None:
@@ -441,7 +441,7 @@ def _dump(value: Any) -> bytes:
 
 
 def _elements(values: list[Any]) -> str:
-    """Write one column of many rows; what all rows share, and plain texts, in few calls."""
+    """Write one column of many rows. Fast paths for a value shared by all rows, and for plain text."""
     first = values[0] if values else None
     if values.count(first) == len(values):
         return ",".join([_element(first)] * len(values))
@@ -454,7 +454,7 @@ def _elements(values: list[Any]) -> str:
             if "\\" not in texts and texts.count('"') == 2 * (len(values) - 1):
                 return f'"{texts}"'
     except TypeError:
-        pass  # there is a None among them
+        pass  # one of them is None
     return ",".join(map(_element, values))
 
 

@@ -1,15 +1,14 @@
-"""MySQL and MariaDB by PyMySQL and asyncmy: a URL, or the caller's connection.
+"""MySQL and MariaDB through PyMySQL and asyncmy: a URL, or the caller's connection.
 
-The server cannot be made to refuse a commit; that a handler left its transaction shows when close
-releases a savepoint that is gone (error 1305).
+These servers cannot be made to refuse a commit. That a handler left its transaction shows when close
+releases a savepoint that no longer exists (error 1305).
 
-Source: docs/decisions/0002-steps.md
+Source: docs/decisions/0031-coroutines.md
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -22,7 +21,8 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
-    Idle,
+    Executor,
+    Pool,
     handler_left,
     not_in_transaction,
     not_released,
@@ -32,17 +32,17 @@ from txbox.connections.base import (
     unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
-from txbox.steps import Result, Statement
+from txbox.session import Connection, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
 _CONNECT_TIMEOUT_S = 10
-# READ COMMITTED has no gap locks; without a strict mode ids and payloads could be cut off silently
+# READ COMMITTED has no gap locks; without strict mode, ids and payloads could be truncated silently
 _SESSION = (
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     "SET SESSION sql_mode = CONCAT_WS(',', NULLIF(@@SESSION.sql_mode, ''), 'STRICT_ALL_TABLES')",
 )
 _OPTIONS = frozenset({"charset", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key"})
-# the server says goodbye with these, or the driver found it gone: the connection is of no more use
+# the server said goodbye, or the driver found it gone: the connection is useless
 _GONE = frozenset(
     {"1053", "1077", "1152", "1158", "1159", "1160", "1161", "1184", "1927", "2006", "2013", "2014", "2055", "4031"}
 )  # fmt: skip
@@ -52,7 +52,7 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
     """Prepare to connect by URL: mysql://user:password@host:3306/name?ssl_ca=ca.pem.
 
     Raises:
-        ConfigurationError: no database name, or an option that is not known.
+        ConfigurationError: no database name, or an unknown option.
     """
     parts = urlsplit(url)
     name = redacted(url)
@@ -62,10 +62,10 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
             f"The URL {name} has an unknown option {unknown[0]!r}: use {', '.join(sorted(_OPTIONS))}."
         )
     if options.pop("charset", "utf8mb4") != "utf8mb4":
-        raise ConfigurationError(f"The URL {name} sets another charset than utf8mb4: leave it out.")
+        raise ConfigurationError(f"The URL {name} sets a charset other than utf8mb4: remove it.")
     database = unquote(parts.path.lstrip("/"))
     if not database:
-        raise ConfigurationError(f"The URL {name} names no database: write mysql://host/name.")
+        raise ConfigurationError(f"The URL {name} names no database: use mysql://host/name.")
     settings: dict[str, Any] = {
         "host": parts.hostname or "localhost",
         "port": parts.port or 3306,
@@ -85,10 +85,10 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
 
 
 def open_object(target: Any, *, schema: str | None = None) -> MysqlDatabase:  # noqa: ARG001 - every adapter takes it
-    """Refuse a connection or pool of the driver's."""
+    """Refuse the driver's connections and pools."""
     raise ConfigurationError(
         f"App() cannot use a {type(target).__module__}.{type(target).__qualname__}: pass a URL or an SQLAlchemy "
-        "Engine; a single connection belongs into Inbox.accept(tx, …)."
+        "Engine; a single connection belongs in Inbox.accept(tx, …)."
     )
 
 
@@ -100,201 +100,86 @@ class MysqlDatabase:
         self.schema = None
         self.settings = settings
         self.dialect = sql_dialect
-        self.sync = _Connections(self)
-        self.asynchronous = _AsyncConnections(self)
+        self.sync = _Connections(self, is_async=False)
+        self.asynchronous = _Connections(self, is_async=True)
 
     def close(self) -> None:
-        self.sync.idle.clear()
-        self.asynchronous.idle.clear()
+        self.sync.clear()
+        self.asynchronous.clear()
 
     async def close_async(self) -> None:
         self.close()
 
 
-class _Connections:
-    def __init__(self, database: MysqlDatabase) -> None:
+class _Connections(Pool["MysqlConnection"]):
+    def __init__(self, database: MysqlDatabase, *, is_async: bool) -> None:
+        super().__init__(is_async=is_async)
         self._database = database
-        self.idle: Idle[PymysqlConnection] = Idle()
 
-    def acquire(self) -> PymysqlConnection:
-        waiting = self.idle.take()
-        if waiting is not None:
-            return waiting
+    async def _opened(self) -> MysqlConnection:
+        database, is_async = self._database, self.is_async
+        driver = _async_driver() if is_async else pymysql
+        errors = (_errors(is_async), TimeoutError) if is_async else _errors(is_async)
         try:
-            raw: Any = pymysql.connect(**self._database.settings)
-            with raw.cursor() as cursor:
-                cursor.execute(_SESSION[1])
-        except pymysql.MySQLError as error:
-            raise _unreachable(error, self._database) from error
-        return PymysqlConnection(raw, self._database.dialect)
-
-    def release(self, connection: PymysqlConnection) -> None:
-        self.idle.give(connection)
-
-
-class _AsyncConnections:
-    def __init__(self, database: MysqlDatabase) -> None:
-        self._database = database
-        self.idle: Idle[AsyncmyConnection] = Idle()
-
-    async def acquire(self) -> AsyncmyConnection:
-        loop = asyncio.get_running_loop()
-        waiting = self.idle.take(lambda connection: connection.loop is loop)
-        if waiting is not None:
-            return waiting
-        asyncmy = _async_driver()
-        try:
-            raw = await asyncmy.connect(**self._database.settings)
-            async with raw.cursor() as cursor:
-                await cursor.execute(_SESSION[1])
-        except (asyncmy.errors.MySQLError, TimeoutError) as error:
-            raise await asyncio.to_thread(_unreachable, error, self._database) from error
-        return AsyncmyConnection(raw, self._database.dialect)
-
-    async def release(self, connection: AsyncmyConnection) -> None:
-        self.idle.give(connection)
+            raw = await _done(driver.connect(**database.settings), is_async)
+            cursor = raw.cursor()
+            await _done(cursor.execute(_SESSION[1]), is_async)
+            await _done(cursor.close(), is_async)
+        except errors as error:
+            if is_async:
+                # this may look a name up, which blocks
+                raise await asyncio.to_thread(_unreachable, error, database) from error
+            raise _unreachable(error, database) from error
+        return MysqlConnection(raw, database.dialect, is_async=is_async)
 
 
-class _Mysql:
-    """What the sync and the async connection share."""
+class MysqlConnection(Connection):
+    """A connection whose transactions txbox begins and ends. One of asyncmy is bound to the loop that opened it."""
 
-    def __init__(self, raw: Any, dialect: Dialect) -> None:
+    def __init__(self, raw: Any, dialect: Dialect, *, is_async: bool) -> None:
         self.native = raw
+        self.is_async = is_async
+        self._loop = asyncio.get_running_loop() if is_async else None
+        self._errors = _errors(is_async)
         self._dialect = dialect
         self._broken = False
 
     @property
     def lost(self) -> bool:
-        return self._broken or not self._is_open
+        return self._broken or not _is_open(self.native, self.is_async)
 
-    @property
-    def _is_open(self) -> bool:
-        raise NotImplementedError
+    def usable(self) -> bool:
+        return not self.lost and (self._loop is None or self._loop is asyncio.get_running_loop())
 
     def translate(self, error: BaseException) -> StoreError | None:
         if type(error).__module__.partition(".")[0] not in ("pymysql", "asyncmy"):
             return None
         found = self._failed(error)
         if found.fault is Fault.GUARD:
-            # the code of a missing savepoint is also that of a missing function of the handler's
+            # a missing savepoint has the same code as a missing function that the handler called
             found.fault = Fault.OTHER
         return found
-
-    def _check_open(self) -> None:
-        if self._broken:
-            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
-        if not self._is_open:
-            raise handler_left("it closed the connection")
-
-    def _failed(self, error: BaseException) -> StoreError:
-        code = _code_of(error)
-        if code in _GONE or not self._is_open:
-            self._broken = True
-        return store_error(error, self._dialect, code=code, lost=self._broken)
-
-    def _commit_failed(self, error: BaseException) -> StoreError:
-        found = self._failed(error)
-        found.definite = refused_commit(found)
-        return found
-
-
-class PymysqlConnection(_Mysql):
-    """A sync connection whose transactions txbox begins and ends."""
-
-    @property
-    def _is_open(self) -> bool:
-        return bool(self.native.open)
-
-    def execute(self, statement: Statement) -> Result:
-        self._check_open()
-        try:
-            return _executed(self.native, statement)
-        except pymysql.MySQLError as error:
-            raise self._failed(error) from error
-
-    def read(self, statement: Statement) -> Result:
-        result = self.execute(statement)
-        # no autocommit: the statement has begun a transaction, whose snapshot must not grow old
-        self.commit(())
-        return result
-
-    def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        self._check_open()
-        try:
-            if self.native.get_autocommit():
-                # an earlier handler's doing: its rollback() would land in autocommit
-                self.native.autocommit(False)
-            self.native.begin()
-        except pymysql.MySQLError as error:
-            raise self._failed(error) from error
-        return [self.execute(statement) for statement in statements]
-
-    def savepoint(self) -> None:
-        self.execute(SAVEPOINT)
-
-    def release_savepoint(self) -> None:
-        self._savepoint(RELEASE)
-
-    def rollback_to_savepoint(self) -> None:
-        self._savepoint(ROLLBACK_TO)
-
-    def _savepoint(self, statement: Statement) -> None:
-        try:
-            self.execute(statement)
-        except StoreError as error:
-            raise not_released(error, self.lost) from error
-
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        results = [self.execute(statement) for statement in statements]
-        self._check_open()
-        try:
-            self.native.commit()
-        except pymysql.MySQLError as error:
-            raise self._commit_failed(error) from error
-        return results
-
-    def rollback(self) -> None:
-        self._check_open()
-        try:
-            self.native.rollback()
-        except pymysql.MySQLError as error:
-            raise self._failed(error) from error
-
-    def discard(self) -> None:
-        # close() would send a goodbye, and wait where the network does not take it
-        self.native._force_close()  # noqa: SLF001
-
-
-class AsyncmyConnection(_Mysql):
-    """The async twin of `PymysqlConnection`, bound to the event loop that opened it."""
-
-    def __init__(self, raw: Any, dialect: Dialect) -> None:
-        super().__init__(raw, dialect)
-        self.loop = asyncio.get_running_loop()
-        self._errors: type[Exception] = _async_driver().errors.MySQLError
-
-    @property
-    def _is_open(self) -> bool:
-        return bool(self.native.connected)
 
     async def execute(self, statement: Statement) -> Result:
         self._check_open()
         try:
-            return await _executed_async(self.native, statement)
+            return await _executed(self.native, statement, self.is_async)
         except self._errors as error:
             raise self._failed(error) from error
 
     async def read(self, statement: Statement) -> Result:
         result = await self.execute(statement)
+        # without autocommit the read began a transaction, whose snapshot must not go stale
         await self.commit(())
         return result
 
-    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
+    async def begin(self, statements: Statements) -> list[Result]:
         self._check_open()
         try:
             if self.native.get_autocommit():
-                await self.native.autocommit(False)
-            await self.native.begin()
+                # an earlier handler switched it on; after rollback() this one would be in autocommit
+                await _done(self.native.autocommit(False), self.is_async)
+            await _done(self.native.begin(), self.is_async)
         except self._errors as error:
             raise self._failed(error) from error
         return [await self.execute(statement) for statement in statements]
@@ -312,87 +197,84 @@ class AsyncmyConnection(_Mysql):
         try:
             await self.execute(statement)
         except StoreError as error:
-            raise not_released(error, self.lost) from error
+            # use its cause, because what is raised may be the same error
+            raise not_released(error, self.lost) from error.__cause__
 
-    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+    async def commit(self, statements: Statements) -> list[Result]:
         results = [await self.execute(statement) for statement in statements]
         self._check_open()
         try:
-            await self.native.commit()
+            await _done(self.native.commit(), self.is_async)
         except self._errors as error:
-            raise self._commit_failed(error) from error
+            found = self._failed(error)
+            found.definite = refused_commit(found)
+            raise found from error
         return results
 
     async def rollback(self) -> None:
         self._check_open()
         try:
-            await self.native.rollback()
+            await _done(self.native.rollback(), self.is_async)
         except self._errors as error:
             raise self._failed(error) from error
 
     def discard(self) -> None:
+        loop = self._loop
+        if loop is None:
+            # close() would send a goodbye, and block if the network does not take it
+            self.native._force_close()  # noqa: SLF001
+            return
         self._broken = True
-        if not self.loop.is_closed() and not _is_ours(self.loop):
-            # another thread's loop: its transports are its own
-            self.loop.call_soon_threadsafe(self.native.close)
-        elif not self.loop.is_closed():
+        if not loop.is_closed() and not _is_ours(loop):
+            # another thread's loop owns the transport
+            loop.call_soon_threadsafe(self.native.close)
+        elif not loop.is_closed():
             self.native.close()
         else:
             _close_orphan(self.native)
 
+    def _check_open(self) -> None:
+        if self._broken:
+            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
+        if self.lost:
+            raise handler_left("it closed the connection")
 
-class Borrowed:
+    def _failed(self, error: BaseException) -> StoreError:
+        code = _code_of(error)
+        if code in _GONE or self.lost:
+            self._broken = True
+        return store_error(error, self._dialect, code=code, lost=self._broken)
+
+
+class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
         self._tx = tx
         self.dialect = sql_dialect
+        self.is_async = is_async
+        self._errors = _errors(is_async)
 
-    def execute(self, statement: Statement) -> Result:
+    async def _execute(self, statement: Statement) -> Result:
         try:
-            return _executed(self._tx, statement)
-        except pymysql.MySQLError as error:
-            code = _code_of(error)
-            raise store_error(error, self.dialect, code=code, lost=not self._tx.open) from error
-
-
-class AsyncBorrowed:
-    """The async twin of `Borrowed`."""
-
-    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-        self._errors: type[Exception] = _async_driver().errors.MySQLError
-
-    async def execute(self, statement: Statement) -> Result:
-        try:
-            return await _executed_async(self._tx, statement)
+            return await _executed(self._tx, statement, self.is_async)
         except self._errors as error:
-            code = _code_of(error)
-            raise store_error(
-                error, self.dialect, code=code, lost=not self._tx.connected
-            ) from error
+            lost = not _is_open(self._tx, self.is_async)
+            raise store_error(error, self.dialect, code=_code_of(error), lost=lost) from error
 
 
-def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
-    if not isinstance(tx, pymysql.connections.Connection):
-        raise sync_async_mismatch(tx, wants="async")
+def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
+    if isinstance(tx, pymysql.connections.Connection) is is_async:
+        raise sync_async_mismatch(tx, wants="sync" if is_async else "async")
     _check_caller(tx)
-    return Borrowed(tx, dialect("mysql", schema))
-
-
-def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
-    if isinstance(tx, pymysql.connections.Connection):
-        raise sync_async_mismatch(tx, wants="sync")
-    _check_caller(tx)
-    return AsyncBorrowed(tx, dialect("mysql", schema))
+    return Borrowed(tx, dialect("mysql", schema), is_async=is_async)
 
 
 def _check_caller(tx: Any) -> None:
     if tx.character_set_name() != "utf8mb4":
         raise ConfigurationError(
-            f"This {type(tx).__qualname__} speaks {tx.character_set_name()}, in which ids become other bytes: "
-            "connect with charset='utf8mb4'."
+            f"This {type(tx).__qualname__} uses the charset {tx.character_set_name()}, which would change the bytes "
+            "of ids: connect with charset='utf8mb4'."
         )
     if tx.get_autocommit() and not tx.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS:
         raise not_in_transaction(tx)
@@ -409,28 +291,39 @@ def _unreachable(error: Exception, database: MysqlDatabase) -> StoreUnavailable:
     )
 
 
-def _executed(connection: Any, statement: Statement) -> Result:
+async def _executed(connection: Any, statement: Statement, is_async: bool) -> Result:
     sql, names = native(statement.sql, "format")
-    with connection.cursor(Cursor) as cursor:
-        cursor.execute(sql, tuple(statement.params[name] for name in names))
-        return Result(cursor.fetchall() if cursor.description else (), cursor.rowcount)
+    cursor = connection.cursor(_async_driver().cursors.Cursor if is_async else Cursor)
+    try:
+        values = tuple(statement.params[name] for name in names)
+        await _done(cursor.execute(sql, values), is_async)
+        rows = await _done(cursor.fetchall(), is_async) if cursor.description else ()
+        return Result(rows, cursor.rowcount)
+    finally:
+        await _done(cursor.close(), is_async)
 
 
-async def _executed_async(connection: Any, statement: Statement) -> Result:
-    sql, names = native(statement.sql, "format")
-    async with connection.cursor(_async_driver().cursors.Cursor) as cursor:
-        await cursor.execute(sql, tuple(statement.params[name] for name in names))
-        return Result(await cursor.fetchall() if cursor.description else (), cursor.rowcount)
+async def _done(answer: Any, is_async: bool) -> Any:
+    return await answer if is_async else answer
+
+
+def _is_open(raw: Any, is_async: bool) -> bool:
+    return bool(raw.connected if is_async else raw.open)
+
+
+def _errors(is_async: bool) -> type[Exception]:
+    errors: type[Exception] = _async_driver().errors.MySQLError if is_async else pymysql.MySQLError
+    return errors
 
 
 def _code_of(error: BaseException) -> str | None:
-    """The server's error number; None when the driver met the error by itself and gave it none."""
+    """Return the server's error number; None if the driver raised the error itself, without a number."""
     number = error.args[0] if error.args else None
     return str(number) if isinstance(number, int) and number else None
 
 
 def _is_ours(loop: asyncio.AbstractEventLoop) -> bool:
-    """Say whether no other thread can be inside the loop."""
+    """Whether no other thread can be inside the loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -438,7 +331,7 @@ def _is_ours(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _close_orphan(raw: Any) -> None:
-    """Close a connection whose event loop is closed: its transport needs the loop to do it."""
+    """Close a connection whose event loop is closed. Its transport would need the loop to do it."""
     transport = raw._transport  # noqa: SLF001
     sock = getattr(transport, "_sock", None)
     if sock is not None:

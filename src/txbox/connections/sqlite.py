@@ -1,20 +1,22 @@
-"""SQLite by sqlite3 and aiosqlite: a URL, or the caller's connection.
+"""SQLite through sqlite3 and aiosqlite: a URL, or the caller's connection.
 
-txbox's own connections stay under sqlite3's legacy transaction control, with implicit BEGIN IMMEDIATE:
-what a handler writes after its own rollback() begins a new transaction, which close refuses, and is not
-committed statement by statement.
+txbox's own connections use sqlite3's legacy transaction control with an implicit BEGIN IMMEDIATE. So
+whatever a handler writes after its own rollback() starts a new transaction, which close refuses,
+instead of being committed statement by statement.
 
-Source: docs/decisions/0002-steps.md
+Source: docs/decisions/0031-coroutines.md
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,23 +24,29 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
-    Idle,
+    Executor,
+    Pool,
     handler_left,
     is_marked,
     not_in_transaction,
     not_released,
-    of_own,
+    of_valid_sql,
     refused_commit,
     store_error,
     sync_async_mismatch,
     unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.steps import Result, Statement
+from txbox.session import Connection, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
+# SQLITE_TRANSACTION, of an authorizer: BEGIN, COMMIT or ROLLBACK
+_TRANSACTION = 22
+_VALUE = re.compile(r"x?'(?:[^']|'')*'|(?<![\w.\"])-?\d+(?:\.\d+)?(?![\w\"])", re.IGNORECASE)
 # how long BEGIN IMMEDIATE waits for the transaction of another connection
 _BUSY_TIMEOUT_S = 10.0
+
+_NAME = attrgetter("name")
 
 
 def open_url(url: str, *, schema: str | None = None) -> SqliteDatabase:
@@ -47,21 +55,21 @@ def open_url(url: str, *, schema: str | None = None) -> SqliteDatabase:
     path = unquote(rest.removeprefix("/"))
     if path in ("", ":memory:"):
         raise ConfigurationError(
-            "An SQLite database in memory belongs to one connection, and txbox needs several: "
-            "name a file, sqlite:///name.db."
+            "An in-memory SQLite database belongs to a single connection, and txbox needs several: "
+            "use a file, sqlite:///name.db."
         )
     if not rest.startswith("/") or "?" in rest:
         raise ConfigurationError(
-            f"The URL {url} has a host or options: write sqlite:///relative.db or sqlite:////absolute.db."
+            f"The URL {url} has a host or options: use sqlite:///relative.db or sqlite:////absolute.db."
         )
     return SqliteDatabase(url, path, dialect("sqlite", schema))
 
 
 def open_object(target: Any, *, schema: str | None = None) -> SqliteDatabase:  # noqa: ARG001 - every adapter takes it
-    """Refuse a single connection: an app needs as many as it runs handlers."""
+    """Refuse a single connection: an app needs one per handler that runs."""
     raise ConfigurationError(
         f"App() cannot use a {type(target).__qualname__}: pass a URL, sqlite:///name.db; "
-        "a single connection belongs into Inbox.accept(tx, …)."
+        "a single connection belongs in Inbox.accept(tx, …)."
     )
 
 
@@ -73,58 +81,36 @@ class SqliteDatabase:
         self.schema = None
         self.path = path
         self.dialect = sql_dialect
-        self.sync = _Connections(self)
-        self.asynchronous = _AsyncConnections(self)
+        self.sync = _Connections(self, is_async=False)
+        self.asynchronous = _Connections(self, is_async=True)
 
     def close(self) -> None:
-        self.sync.idle.clear()
-        self.asynchronous.idle.clear()
+        self.sync.clear()
+        self.asynchronous.clear()
 
     async def close_async(self) -> None:
         self.close()
 
 
-class _Connections:
-    def __init__(self, database: SqliteDatabase) -> None:
+class _Connections(Pool["SqliteConnection"]):
+    def __init__(self, database: SqliteDatabase, *, is_async: bool) -> None:
+        super().__init__(is_async=is_async)
         self._database = database
-        self.idle: Idle[SqliteConnection] = Idle()
 
-    def acquire(self) -> SqliteConnection:
-        waiting = self.idle.take()
-        if waiting is not None:
-            return waiting
+    async def _opened(self) -> SqliteConnection:
+        database = self._database
+        aiosqlite = _aiosqlite() if self.is_async else None
         try:
-            return SqliteConnection(_opened(self._database.path), self._database.dialect)
+            if aiosqlite is None:
+                return SqliteConnection(_opened(database.path), database.dialect)
+            # not by the driver: after a failure its thread replies to a loop that may be closed by then
+            raw = await asyncio.to_thread(_opened, database.path)
         except sqlite3.Error as error:
-            raise _unreachable(error, self._database) from error
-
-    def release(self, connection: SqliteConnection) -> None:
-        self.idle.give(connection)
-
-
-class _AsyncConnections:
-    def __init__(self, database: SqliteDatabase) -> None:
-        self._database = database
-        self.idle: Idle[AsyncSqliteConnection] = Idle()
-
-    async def acquire(self) -> AsyncSqliteConnection:
-        # a connection is bound to its thread, to no event loop: any loop may take it
-        waiting = self.idle.take()
-        if waiting is not None:
-            return waiting
-        aiosqlite = _aiosqlite()
-        try:
-            # not by the driver: after a failure its thread answers to a loop that may be closed by then
-            raw = await asyncio.to_thread(_opened, self._database.path)
-        except sqlite3.Error as error:
-            raise _unreachable(error, self._database) from error
+            raise _unreachable(error, database) from error
         driver = aiosqlite.Connection(lambda: raw, 64)
         # an app that was not closed must not keep the interpreter from exiting
         driver._thread.daemon = True  # noqa: SLF001 - has no public name
-        return AsyncSqliteConnection(await driver, raw, self._database.dialect)
-
-    async def release(self, connection: AsyncSqliteConnection) -> None:
-        self.idle.give(connection)
+        return SqliteConnection(raw, database.dialect, await driver)
 
 
 def _opened(path: str) -> sqlite3.Connection:
@@ -144,11 +130,11 @@ def _opened(path: str) -> sqlite3.Connection:
 
 
 def _make_private(path: str) -> None:
-    """Make a file that is not there for its owner alone: payloads may be personal. Journals take its mode over."""
+    """Create a missing file readable by its owner only: payloads may be personal. Journals inherit its mode."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except OSError:
-        # it is there, or no file, or cannot be made: SQLite says which
+        # it exists, is not a file, or cannot be created: SQLite will say which
         return
 
 
@@ -161,145 +147,65 @@ def _write_ahead(raw: sqlite3.Connection) -> None:
             raise
 
 
-class _Sqlite:
-    """What the sync and the async connection share."""
+class SqliteConnection(Connection):
+    """A connection whose transactions txbox begins and ends.
 
-    def __init__(self, raw: sqlite3.Connection, dialect: Dialect) -> None:
+    Args:
+        driver: aiosqlite's connection over `raw`, whose thread then runs the statements. It is not
+            bound to an event loop.
+    """
+
+    def __init__(self, raw: sqlite3.Connection, dialect: Dialect, driver: Any = None) -> None:
+        self.native = raw if driver is None else driver
+        self.is_async = driver is not None
         self._raw = raw
         self._dialect = dialect
-        self._watched = False
+        self._watched = self._discarded = False
+
+    async def _done(self, answer: Any) -> Any:
+        return await answer if self.is_async else answer
+
+    def watch(self, told: Callable[[str], None]) -> None:
+        def authorize(action: int, name: str | None, *_: str | None) -> int:
+            if action != _TRANSACTION:
+                return sqlite3.SQLITE_OK
+            try:
+                told(str(name))
+            except Exception:  # noqa: BLE001
+                # SQLite hears no exception: the statement fails as one that is not allowed
+                return sqlite3.SQLITE_DENY
+            return sqlite3.SQLITE_OK
+
+        # what is traced has its values filled in
+        self._raw.set_trace_callback(lambda sql: told(_VALUE.sub("?", sql)))
+        self._raw.set_authorizer(authorize)
 
     def left(self) -> bool:
-        # nobody but its user closes a connection to a file
+        # only its user closes a connection to a file
         return self._watched and (self.lost or not is_marked(self._raw))
-
-    def _watch(self, statements: Sequence[Statement]) -> None:
-        # a transaction that claims nothing has no guard to look for
-        self._watched = any(statement.name == "arm" for statement in statements)
 
     @property
     def lost(self) -> bool:
-        return _closed(self._raw)
+        return self._discarded or _closed(self._raw)
 
     def translate(self, error: BaseException) -> StoreError | None:
         if not isinstance(error, sqlite3.Error):
             return None
         found = store_error(error, self._dialect, code=getattr(error, "sqlite_errorname", None))
         if found.fault is Fault.GUARD:
-            # a handler meets the code of close with data of its own
+            # a handler can trigger close's error code with its own data
             found.fault = Fault.OTHER
         return found
 
-    def _check_open(self) -> None:
-        # nobody but its user closes a connection to a file
-        if self.lost:
-            raise handler_left("it closed the connection")
-
-    def _renew(self) -> None:
-        """Undo what an earlier handler set on the connection."""
-        if self._raw.isolation_level != "IMMEDIATE":
-            self._raw.isolation_level = "IMMEDIATE"
-        self._raw.row_factory = None
-        self._raw.text_factory = str
-
-    def _check_transaction(self) -> None:
-        self._check_open()
-        if not self._raw.in_transaction:
-            # a full disk and other errors roll back by themselves as well, and a handler may swallow them
-            raise handler_left("it was rolled back or committed before its end")
-
-    def _failed(self, error: sqlite3.Error) -> StoreError:
-        return _own_failure(error, self._dialect)
-
-    def _commit_failed(self, error: sqlite3.Error) -> StoreError:
-        found = self._failed(error)
-        # after a failed write the disk decides what the next connection will read
-        found.definite = refused_commit(found)
-        return found
-
-
-class SqliteConnection(_Sqlite):
-    """A sync connection whose transactions txbox begins and ends."""
-
-    def __init__(self, raw: sqlite3.Connection, dialect: Dialect) -> None:
-        super().__init__(raw, dialect)
-        self.native = raw
-
-    def execute(self, statement: Statement) -> Result:
-        self._check_open()
-        try:
-            return _executed(self._raw, statement)
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
-
-    def read(self, statement: Statement) -> Result:
-        self._renew()
-        return self.execute(statement)
-
-    def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        self._check_open()
-        self._renew()
-        try:
-            self._raw.execute("BEGIN IMMEDIATE")
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
-        self._watch(statements)
-        return [self.execute(statement) for statement in statements]
-
-    def savepoint(self) -> None:
-        # outside of a transaction it would begin one, and its release would commit
-        self._check_transaction()
-        self._savepoint(SAVEPOINT)
-
-    def release_savepoint(self) -> None:
-        self._savepoint(RELEASE)
-
-    def rollback_to_savepoint(self) -> None:
-        self._savepoint(ROLLBACK_TO)
-
-    def _savepoint(self, statement: Statement) -> None:
-        self._check_open()
-        try:
-            self._raw.execute(statement.sql)
-        except sqlite3.Error as error:
-            raise not_released(self._failed(error), self.lost) from error
-
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        self._check_transaction()
-        results = [self.execute(statement) for statement in statements]
-        try:
-            self._raw.commit()
-        except sqlite3.Error as error:
-            raise self._commit_failed(error) from error
-        return results
-
-    def rollback(self) -> None:
-        self._check_open()
-        try:
-            self._raw.rollback()
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
-
-    def discard(self) -> None:
-        self._raw.close()
-
-
-class AsyncSqliteConnection(_Sqlite):
-    """The async twin of `SqliteConnection`; its statements run in aiosqlite's thread."""
-
-    def __init__(self, driver: Any, raw: sqlite3.Connection, dialect: Dialect) -> None:
-        super().__init__(raw, dialect)
-        self.native = driver
-        self._discarded = False
-
-    @property
-    def lost(self) -> bool:
-        return self._discarded or _closed(self._raw)
-
     async def execute(self, statement: Statement) -> Result:
         self._check_open()
+        return (await self._sent((statement,)))[0]
+
+    async def _sent(self, statements: Statements) -> list[Result]:
         try:
-            return await _executed_async(self.native, statement)
+            return [
+                await _executed(self.native, statement, self.is_async) for statement in statements
+            ]
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
@@ -307,17 +213,19 @@ class AsyncSqliteConnection(_Sqlite):
         self._renew()
         return await self.execute(statement)
 
-    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
+    async def begin(self, statements: Statements) -> list[Result]:
         self._check_open()
         self._renew()
         try:
-            await self.native.execute("BEGIN IMMEDIATE")
+            await self._done(self.native.execute("BEGIN IMMEDIATE"))
         except sqlite3.Error as error:
             raise self._failed(error) from error
-        self._watch(statements)
-        return [await self.execute(statement) for statement in statements]
+        # a transaction that claims nothing has no guard to look for
+        self._watched = "arm" in map(_NAME, statements)
+        return await self._sent(statements)
 
     async def savepoint(self) -> None:
+        # outside a transaction it would begin one, and releasing it would commit
         self._check_transaction()
         await self._savepoint(SAVEPOINT)
 
@@ -330,24 +238,26 @@ class AsyncSqliteConnection(_Sqlite):
     async def _savepoint(self, statement: Statement) -> None:
         self._check_open()
         try:
-            await self.native.execute(statement.sql)
+            await self._done(self.native.execute(statement.sql))
         except sqlite3.Error as error:
             raise not_released(self._failed(error), self.lost) from error
 
-    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+    async def commit(self, statements: Statements) -> list[Result]:
         self._check_transaction()
-        results = [await self.execute(statement) for statement in statements]
-        self._check_open()
+        results = await self._sent(statements)
         try:
-            await self.native.commit()
+            await self._done(self.native.commit())
         except sqlite3.Error as error:
-            raise self._commit_failed(error) from error
+            found = self._failed(error)
+            # after a failed write, what the next connection reads is up to the disk
+            found.definite = refused_commit(found)
+            raise found from error
         return results
 
     async def rollback(self) -> None:
         self._check_open()
         try:
-            await self.native.rollback()
+            await self._done(self.native.rollback())
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
@@ -355,111 +265,110 @@ class AsyncSqliteConnection(_Sqlite):
         if self._discarded:
             return
         self._discarded = True
-        # Asked from a thread without an event loop: else the driver answers to a loop that may be
-        # closed by then.
+        if not self.is_async:
+            self._raw.close()
+            return
+        # From a thread without an event loop, because otherwise the driver would reply to a loop that may
+        # be closed by then.
         threading.Thread(target=self._end, name="txbox discard", daemon=True).start()
 
     def _end(self) -> None:
-        """Have the driver roll back, close and end its thread, after what it still has to do."""
+        """Have aiosqlite finish its queue, roll back, close and end its thread."""
         self.native.stop()
         driver = self.native._thread  # noqa: SLF001 - has no public name
         try:
             while driver.is_alive():
-                # what nobody waits for must not keep its locks; a statement that is queued begins later
+                # statements nobody waits for must not keep their locks; a queued one may start later
                 self._raw.interrupt()
                 driver.join(0.01)
         except sqlite3.ProgrammingError:
             # closed: the driver is about to end
             return
-        # an answer to a closed loop may have ended the driver before its time
+        # a reply to a closed loop may have ended the driver early
         self._raw.close()
 
+    def _check_open(self) -> None:
+        # only its user closes a connection to a file
+        if self._discarded or _closed(self._raw):
+            raise handler_left("it closed the connection")
 
-class Borrowed:
+    def _check_transaction(self) -> None:
+        self._check_open()
+        if not self._raw.in_transaction:
+            # a full disk and other errors also roll back by themselves, and a handler may swallow them
+            raise handler_left("it was rolled back or committed before its end")
+
+    def _renew(self) -> None:
+        """Undo what an earlier handler set on the connection."""
+        if self._raw.isolation_level != "IMMEDIATE":
+            self._raw.isolation_level = "IMMEDIATE"
+        self._raw.row_factory = None
+        self._raw.text_factory = str
+
+    def _failed(self, error: sqlite3.Error) -> StoreError:
+        return _failure(error, self._dialect)
+
+
+class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: sqlite3.Connection, sql_dialect: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
         self._tx = tx
         self.dialect = sql_dialect
+        self.is_async = is_async
 
-    def execute(self, statement: Statement) -> Result:
+    async def _execute(self, statement: Statement) -> Result:
         try:
-            return _executed(self._tx, statement)
+            return await _executed(self._tx, statement, self.is_async)
         except sqlite3.Error as error:
-            raise _own_failure(error, self.dialect) from error
+            raise _failure(error, self.dialect) from error
 
 
-class AsyncBorrowed:
-    """The async twin of `Borrowed`."""
-
-    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-
-    async def execute(self, statement: Statement) -> Result:
-        try:
-            return await _executed_async(self._tx, statement)
-        except sqlite3.Error as error:
-            raise _own_failure(error, self.dialect) from error
-
-
-def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
-    if not isinstance(tx, sqlite3.Connection):
-        raise sync_async_mismatch(tx, wants="async")
+def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
+    if isinstance(tx, sqlite3.Connection) is is_async:
+        raise sync_async_mismatch(tx, wants="sync" if is_async else "async")
     _check_transaction(tx)
-    return Borrowed(tx, dialect("sqlite", schema))
-
-
-def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
-    if isinstance(tx, sqlite3.Connection):
-        raise sync_async_mismatch(tx, wants="sync")
-    _check_transaction(tx)
-    return AsyncBorrowed(tx, dialect("sqlite", schema))
+    return Borrowed(tx, dialect("sqlite", schema), is_async=is_async)
 
 
 def _check_transaction(tx: Any) -> None:
-    # `autocommit` came with Python 3.12; its legacy value is -1
+    # `autocommit` exists since Python 3.12; -1 is its legacy value
     alone = getattr(tx, "autocommit", -1) is True or tx.isolation_level is None
     if alone and not tx.in_transaction:
         raise not_in_transaction(tx)
 
 
-def _executed(connection: sqlite3.Connection, statement: Statement) -> Result:
+async def _executed(connection: Any, statement: Statement, is_async: bool) -> Result:
     sql, names = native(statement.sql, "qmark")
-    cursor = connection.cursor()
-    cursor.row_factory = None
+    opened = connection.cursor()
+    cursor = await opened if is_async else opened
     try:
-        cursor.execute(sql, [statement.params[name] for name in names])
+        cursor.row_factory = None
+        sent = cursor.execute(sql, list(map(statement.params.__getitem__, names)))
+        if is_async:
+            await sent
         if cursor.description is None:
             return Result((), cursor.rowcount)
-        rows = cursor.fetchall()
+        fetched = cursor.fetchall()
+        rows = list(await fetched) if is_async else fetched
         return Result(rows, len(rows))
     finally:
-        cursor.close()
-
-
-async def _executed_async(connection: Any, statement: Statement) -> Result:
-    sql, names = native(statement.sql, "qmark")
-    async with connection.cursor() as cursor:
-        cursor.row_factory = None
-        await cursor.execute(sql, [statement.params[name] for name in names])
-        if cursor.description is None:
-            return Result((), cursor.rowcount)
-        rows = list(await cursor.fetchall())
-        return Result(rows, len(rows))
+        closing = cursor.close()
+        if is_async:
+            await closing
 
 
 def _closed(raw: sqlite3.Connection) -> bool:
     try:
-        raw.total_changes  # noqa: B018 - the one attribute that says so
+        raw.total_changes  # noqa: B018 - the only attribute that tells
     except sqlite3.ProgrammingError:
         return True
     return False
 
 
-def _own_failure(error: sqlite3.Error, dialect: Dialect) -> StoreError:
-    """Put an error of one of txbox's statements into txbox's words."""
-    return of_own(store_error(error, dialect, code=getattr(error, "sqlite_errorname", None)))
+def _failure(error: sqlite3.Error, dialect: Dialect) -> StoreError:
+    """Translate an error of one of txbox's own statements."""
+    return of_valid_sql(store_error(error, dialect, code=getattr(error, "sqlite_errorname", None)))
 
 
 def _unreachable(error: sqlite3.Error, database: SqliteDatabase) -> StoreUnavailable:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from txbox import App, Lease, Message, RelayPolicy, RetryPolicy, steps
+from txbox import App, Lease, Message, RelayPolicy, RetryPolicy, session
 from txbox.brokers.local import Local
 from txbox.demo.naive import COMMITTED, SENDING, WRITTEN, charge, die_if_asked
 
@@ -57,7 +57,7 @@ def _die_when_asked(side: Path) -> None:
             lane.handled = False
             die_if_asked(side, COMMITTED)
 
-    steps.crash_point = pass_point
+    session.crash_point = pass_point
 
 
 def __getattr__(name: str) -> App:

@@ -117,7 +117,8 @@ class Side:
         self.path = directory / self.name
         self.database = self.path.with_suffix(".db")
         self.due = list(due)
-        self.sent = self.booked = self.kills = self.retries = 0
+        self.sent: int = 0
+        self.booked = self.kills = self.retries = 0
         self.receipts: Sequence[str] = ()
         self._command = [sys.executable, "-m", *module]
         self._environment = {**os.environ, DIRECTORY: str(directory)}

@@ -1,15 +1,14 @@
-"""Maintenance: what must be done now and then, each job a function in one table."""
+"""Maintenance: what must be done from time to time. Each job is a function in one table."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from txbox.app import App
-from txbox.drive import drive, drive_async
 from txbox.errors import ConfigurationError
 from txbox.events import LeaseExpired, MessageDead
 from txbox.maintenance.pruning import (
@@ -18,10 +17,11 @@ from txbox.maintenance.pruning import (
     drop_payloads,
     partitions,
     prune,
+    prune_activity,
     prune_outbox,
     prune_quarantine,
 )
-from txbox.steps import Steps
+from txbox.session import Session, Transaction, drive, drive_async
 from txbox.store import leases
 from txbox.store.leases import Rescued
 
@@ -36,57 +36,57 @@ class Job:
 
     Args:
         summary: one line for people.
-        every: the pause between two runs of `txbox run`.
-        run: one run, as steps.
+        every: the pause between two runs in `txbox run`.
+        run: performs one run.
     """
 
     name: str
     summary: str
     every: Callable[[App], timedelta]
-    run: Callable[[App, Task], Steps[Report]]
+    run: Callable[[Session, App, Task], Coroutine[Any, Any, Report]]
 
 
 def run_once(app: App, name: str, task: Task | None = None) -> Report:
     """Run one maintenance job now; returns what it did.
 
     Raises:
-        ConfigurationError: there is no such job.
+        ConfigurationError: no job has this name.
         StoreError, SchemaError: the database refused.
     """
     job = next((candidate for candidate in JOBS if candidate.name == name), None)
     if job is None:
         known = ", ".join(candidate.name for candidate in JOBS)
         raise ConfigurationError(f"There is no maintenance job {name!r}: use one of {known}.")
-    steps = job.run(app, task or Task())
     if app.database.sync is not None:
-        return drive(app.database.sync, steps)
-    return asyncio.run(_driven(app, steps))
+        return drive(app.database.sync, job.run, app, task or Task())
+    return asyncio.run(_driven(app, job, task or Task()))
 
 
-async def _driven(app: App, steps: Steps[Report]) -> Report:
+async def _driven(app: App, job: Job, task: Task) -> Report:
     assert app.database.asynchronous is not None, "a database has sync or async connections"
     try:
-        return await drive_async(app.database.asynchronous, steps)
+        return await drive_async(app.database.asynchronous, job.run, app, task)
     finally:
         # its connections belong to this loop, which ends now
         await app.close_async()
 
 
-def rescue(app: App, task: Task) -> Steps[Report]:
-    """Put rows whose lease ran out back to `failed`, or to `dead` when too many runs never ended.
+async def rescue(db: Session, app: App, task: Task) -> Report:
+    """Return rows whose lease expired to `failed`, or make them `dead` after too many unfinished runs.
 
     Guarantee: never touches a row whose handler holds its transaction.
     """
     rows = dead = 0
     if task.dry_run:
-        raise ConfigurationError("rescue has no dry run: leave --dry-run out.")
+        raise ConfigurationError("rescue has no dry run: remove --dry-run.")
     while not task.stop():
-        rescued = yield from leases.rescue(
+        rescued = await leases.rescue(
+            db,
             app.store,
             consumer=task.consumer,
             max_starts=app.lease.max_starts,
             limit=_RESCUE_BATCH,
-            dying=lambda row: _letter(app, row),
+            dying=lambda db, row: _letter(db, app, row),
         )
         for row in rescued:
             rows, dead = rows + 1, dead + row.dead
@@ -107,10 +107,11 @@ def rescue(app: App, task: Task) -> Steps[Report]:
     return Report("rescue", rows, dead)
 
 
-def _letter(app: App, row: Rescued) -> Steps[None]:
-    message = yield from app.store.kept_message(row.consumer, row.message_id)
+async def _letter(db: Transaction, app: App, row: Rescued) -> None:
+    message = await app.store.kept_message(db, row.consumer, row.message_id)
     if message is not None:
-        yield from app.dead_letters.staged(
+        await app.dead_letters.staged(
+            db,
             app.store.dialect,
             row.consumer,
             message,
@@ -122,13 +123,13 @@ def _letter(app: App, row: Rescued) -> Steps[None]:
 JOBS = (
     Job(
         "rescue",
-        "put rows whose worker went away back to work",
+        "return rows whose worker went away to work",
         lambda app: app.lease.duration / 3,
         rescue,
     ),
     Job(
         "partitions",
-        "make the partitions of the next days",
+        "create the partitions for the coming days",
         lambda app: min(app.retention.every, app.retention.partition / 4),
         partitions,
     ),
@@ -140,19 +141,25 @@ JOBS = (
     ),
     Job(
         "prune-outbox",
-        "delete sent and discarded outgoing messages that were kept for their time",
+        "delete sent and discarded outgoing messages past their retention",
         lambda app: app.retention.every,
         prune_outbox,
     ),
     Job(
         "prune-quarantine",
-        "delete what was accepted or discarded, and bound the payloads of the quarantine",
+        "delete accepted and discarded rows, and limit the payloads in the quarantine",
         lambda app: app.retention.every,
         prune_quarantine,
     ),
     Job(
+        "prune-activity",
+        "fold the counts of each minute into one row, delete old ones, forget workers that are gone",
+        lambda app: app.retention.every,
+        prune_activity,
+    ),
+    Job(
         "drop-payloads",
-        "drop payloads that were kept for a time",
+        "drop payloads that were kept for a limited time",
         lambda app: app.retention.every,
         drop_payloads,
     ),

@@ -1,4 +1,4 @@
-"""Retention as steps: what is deleted when its time is over, by batch or by partition, and partitions made ahead."""
+"""Retention: deletes what is past its time, in batches or by partition, and creates partitions in advance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,48 +15,55 @@ from typing import TypeVar
 from txbox.app import App
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.events import QuarantineTrimmed, RowsPruned
-from txbox.steps import Discard, Rollback, Steps, Wait
-from txbox.store import jobs
+from txbox.session import Session
+from txbox.store import activity, jobs
 from txbox.store import partitions as tables
 from txbox.store.jobs import Batch, JobLease, Walk
 from txbox.store.partitions import Layout, Part
 
-# a batch that takes longer is followed by a smaller one: live messages wait for its CPU and its WAL
+# a batch that takes longer is followed by a smaller one, because live messages wait for its CPU and WAL
 _LONG_S = 0.002
-# below this many rows the round trips to a distant database would count, and only a slow batch is divided
+# with fewer rows, round trips to a distant database would dominate; only a slow batch is made smaller still
 _FIRST_BATCH = 100
-# so that none comes near a tenth of a second
+# keeps every batch well below a tenth of a second
 _SLOW_S = 0.04
 _PAUSE_MAX_S = 1.0
-# a drop stops all who use the inbox, and has them plan anew: of two hundred live messages one may meet it
-_DROP_SHARE = 0.005
-#: The longest rest between two drops, in seconds.
-DROP_PAUSE_MAX_S = 5.0
-# a drain is noticed this soon
+# a detach blocks everyone who uses the inbox and makes them plan again: at most one live message in 200 may meet it
+_DETACH_SHARE = 0.005
+#: The longest pause between two detaches, in seconds.
+DETACH_PAUSE_MAX_S = 5.0
+# how soon a drain is noticed
 _LOOK_S = 0.5
 _JOB_LEASE_S = 60.0
 _TOO_SLOW = (Fault.TIMEOUT, Fault.LOCK_TIMEOUT, Fault.CONFLICT)
 _LOCK_TRIES = 10
+# while we wait for the inbox everyone else queues behind us, so at first wait only as long as a short transaction
+_LOCK_WAIT_MS = 5
+_LOCK_WAIT_MAX_MS = 100
 _NOT_ALLOWED = "42501"
+# nobody writes of a minute that was over so long ago, unless the database was away
+_FOLDED_AFTER_S = 300.0
+# so that somebody may still see what has ended without a word
+_WORKERS_KEPT_S = 3600.0
 
 T = TypeVar("T")
 
 _log = logging.getLogger("txbox.maintenance")
 
-Batches = Callable[[int], Steps[Batch]]
+Batches = Callable[[Session, int], Awaitable[Batch]]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one run is asked for.
+    """What a run is asked to do.
 
     Args:
         consumer: only this one; None for all.
-        older_than: for prune, instead of the retention policy.
+        older_than: for prune, overrides the retention policy.
         dry_run: count only, change nothing.
-        at_any_time: also outside of `Retention.window`: somebody asks for it now.
+        at_any_time: ignore `Retention.window`, because somebody asked for it now.
         on_progress: called after each batch with the rows done so far.
-        stop: asked between batches; True ends the run.
+        stop: checked between batches; True ends the run.
     """
 
     consumer: str | None = None
@@ -69,13 +76,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one run did.
+    """What a run did.
 
     Args:
-        rows: how many rows it changed; for a dry run, would change.
-        dead: of these, how many became dead.
-        skipped: another process was at it, so nothing was done.
-        closed: it is not the time of `Retention.window`, so nothing was done, or not all.
+        rows: how many rows it changed, or in a dry run would change.
+        dead: how many of these became dead.
+        skipped: another process was running it, so nothing was done.
+        closed: outside `Retention.window`, so nothing was done, or not everything.
     """
 
     job: str
@@ -85,48 +92,51 @@ class Report:
     closed: bool = False
 
 
-def prune(app: App, task: Task) -> Steps[Report]:
+async def prune(db: Session, app: App, task: Task) -> Report:
     """Delete processed and discarded rows past the retention, with their attempts.
 
-    In a table that is partitioned by time, whole partitions are dropped. There, rows whose ids are of a
-    time wait until their partition goes, unless a consumer or an age is asked for.
+    In a table partitioned by time, whole partitions are dropped. There, rows whose ids contain a time
+    wait until their partition goes, unless a consumer or an age is given.
 
-    Guarantee: never deletes what is unfinished, dead or quarantined; a crash in between loses
-    nothing, the next run goes on.
+    Guarantee: never deletes anything unfinished, dead or quarantined. A crash loses nothing; the next
+    run continues.
     """
     dialect = app.store.dialect
     older_than_s = (task.older_than or app.retention.processed).total_seconds()
     if task.dry_run:
-        rows = yield from jobs.prunable(dialect, consumer=task.consumer, older_than_s=older_than_s)
+        rows = await jobs.prunable(db, dialect, consumer=task.consumer, older_than_s=older_than_s)
         return Report("prune", rows)
     run = _Run(app, task, "prune")
     if not dialect.has("prune_blocks"):
 
-        def batch(limit: int) -> Steps[Batch]:
-            return jobs.prune(
-                dialect, consumer=task.consumer, older_than_s=older_than_s, limit=limit
+        async def batch(db: Session, limit: int) -> Batch:
+            return await jobs.prune(
+                db, dialect, consumer=task.consumer, older_than_s=older_than_s, limit=limit
             )
 
-        return (yield from run.batches([batch]))
-    if not (yield from run.begin()):
+        return await run.batches(db, [batch])
+    if not await run.begin(db):
         return run.report()
-    found = yield from tables.layout(dialect)
-    if task.consumer is None and found.of_time:
-        if (yield from _drop(run, found, older_than_s)):
-            yield from run.repeat(
-                lambda limit: jobs.prune_orphans(dialect, older_than_s=older_than_s, limit=limit),
+    found = await tables.layout(db, dialect)
+    if task.consumer is None and found.ready_until is not None:
+        if await _drop_days(db, run, found, older_than_s):
+            await run.repeat(
+                db,
+                lambda db, limit: jobs.prune_orphans(
+                    db, dialect, older_than_s=older_than_s, limit=limit
+                ),
                 counted=False,
             )
-        found = yield from tables.layout(dialect)
+        found = await tables.layout(db, dialect)
     whole = task.consumer is not None or task.older_than is not None
     parts = found.parts if whole else _by_batch(app, found, older_than_s)
     walk = Walk(dialect, parts, consumer=task.consumer, older_than_s=older_than_s)
-    yield from run.repeat(walk.batch)
-    return (yield from run.end())
+    await run.repeat(db, walk.batch)
+    return await run.end(db)
 
 
 def _by_batch(app: App, found: Layout, older_than_s: float) -> Sequence[Part]:
-    """The partitions whose rows are deleted one by one: those of no time, and those that had to stay."""
+    """Return the partitions whose rows are deleted individually: those without a time, and those that had to stay."""
     stays_s = older_than_s + app.retention.partition.total_seconds()
     return [
         part
@@ -135,79 +145,92 @@ def _by_batch(app: App, found: Layout, older_than_s: float) -> Sequence[Part]:
     ]
 
 
-def _drop(run: _Run, found: Layout, older_than_s: float) -> Steps[bool]:
-    """Drop the partitions whose time is over and whose rows may all go; says whether any was."""
-    dropped = False
-    took_s = 0.0
+async def _drop_days(db: Session, run: _Run, found: Layout, older_than_s: float) -> bool:
+    """Detach and drop the expired partitions whose rows may all go; returns whether any was dropped.
 
-    def drop(part: Part) -> Steps[bool]:
-        nonlocal took_s
-        started = time.monotonic()
-        done = yield from tables.drop(run.dialect, part, older_than_s=older_than_s)
-        took_s = time.monotonic() - started
-        return done
-
+    Live messages wait for a detach, but nobody waits for the drop after it. What a crash leaves between
+    the two, the next run drops first.
+    """
+    dropped = await _drop_detached(db, run, older_than_s)
+    rest_s = 0.0
     for part in found.of_time:
         if (part.ends_s or 0.0) > found.clock_s - older_than_s:
             break
-        if dropped:
-            yield from run.rest(min(took_s / _DROP_SHARE, DROP_PAUSE_MAX_S))
-        if not (yield from run.may_go_on()):
+        await run.rest(db, rest_s)
+        if not await run.may_go_on(db):
             break
-        rows = yield from tables.rows(run.dialect, part)
-        done = yield from _patiently(run, partial(drop, part))
+        rows = await tables.rows(db, run.dialect, part)
+        done = await _patiently(
+            db,
+            run,
+            partial(tables.detach, dialect=run.dialect, part=part, older_than_s=older_than_s),
+        )
         if done is None:
-            # what is in this one's way is in the way of the others
+            # whatever blocks this one also blocks the others
             break
+        rest_s = 0.0
         if done:
-            dropped = True
+            rest_s = min(run.took_s / _DETACH_SHARE, DETACH_PAUSE_MAX_S)
+            dropped = await _drop_detached(db, run, older_than_s) or dropped
             run.did(rows)
     return dropped
 
 
-def partitions(app: App, task: Task) -> Steps[Report]:
-    """Make the partitions of the next days, where the inbox is partitioned by time; `rows` counts them.
+async def _drop_detached(db: Session, run: _Run, older_than_s: float) -> bool:
+    dropped = False
+    for name in await tables.detached(db, run.dialect):
+        drop = partial(tables.drop, dialect=run.dialect, name=name, older_than_s=older_than_s)
+        dropped = bool(await _patiently(db, run, drop)) or dropped
+    return dropped
 
-    Guarantee: a row whose partition is missing goes to the default partition, and is as safe and as unique
-    there; up to 10,000 of them move to their partition when it is made.
+
+async def partitions(db: Session, app: App, task: Task) -> Report:
+    """Create the partitions for the coming days, if the inbox is partitioned by time; `rows` counts them.
+
+    Guarantee: a row without a partition goes to the default partition, where it is just as safe and
+    unique. Up to 10,000 of them move to their partition when it is created.
     """
     if task.dry_run:
-        raise ConfigurationError("partitions has no dry run: leave --dry-run out.")
+        raise ConfigurationError("partitions has no dry run: remove --dry-run.")
     dialect = app.store.dialect
     if not dialect.has("partitions"):
         return Report("partitions")
-    found = yield from tables.layout(dialect)
+    found = await tables.layout(db, dialect)
     missing = tables.missing(found, app.retention.partition, app.retention.ahead)
     if not missing:
         return Report("partitions")
     run = _Run(app, task, "partitions")
-    if not (yield from run.begin(at_any_time=True)):
+    if not await run.begin(db, at_any_time=True):
         return run.report()
     for first_s, last_s in missing:
-        if not (yield from run.may_go_on()):
+        if not await run.may_go_on(db):
             break
-        done = yield from _patiently(run, partial(tables.make, dialect, first_s, last_s))
+        done = await _patiently(
+            db, run, partial(tables.make, dialect=dialect, first_s=first_s, last_s=last_s)
+        )
         if done is None:
             break
         run.did(int(done == "made"))
         if done == "strays":
             _log.warning(
-                "No partition is made from %s on: too many rows of that time are in the default partition, "
-                "where they stay until they are pruned. `txbox status` shows what is ready.",
+                "No partition can be created from %s on: too many rows of that time are in the default partition, "
+                "where they stay until they are pruned. `txbox status` shows what exists.",
                 tables.moment(first_s),
             )
-    return (yield from run.end())
+    return await run.end(db)
 
 
-def _patiently(run: _Run, work: Callable[[], Steps[T]]) -> Steps[T | None]:
-    """Try for a lock a few times, with growing pauses; None when it is not to be had now."""
+async def _patiently(db: Session, run: _Run, work: Callable[..., Awaitable[T]]) -> T | None:
+    """Try for a lock a few times, with growing waits and pauses; None if it is not available now."""
+    wait_ms = _LOCK_WAIT_MS
     for tried in range(1, _LOCK_TRIES + 1):
-        if not (yield from run.may_go_on()):
+        if not await run.may_go_on(db):
             break
+        started = time.monotonic()
         try:
-            return (yield from work())
+            done = await work(db, wait_ms=wait_ms)
         except StoreError as error:
-            yield Rollback()
+            await db.rollback()
             if error.code == _NOT_ALLOWED:
                 _log.warning(
                     "This role may not add or drop partitions of the inbox: grant it what "
@@ -216,72 +239,101 @@ def _patiently(run: _Run, work: Callable[[], Steps[T]]) -> Steps[T | None]:
                 return None
             if error.fault not in _TOO_SLOW:
                 raise
-        # random, so that it does not meet the same transaction that comes again and again
-        yield Wait(random.uniform(0.05, 0.1) * tried)
-    _log.info("A partition is left to the next run: the inbox was in use all the time.")
+        else:
+            run.took_s = time.monotonic() - started
+            return done
+        wait_ms = min(2 * wait_ms, _LOCK_WAIT_MAX_MS)
+        # random, so that it does not keep meeting the same recurring transaction
+        await db.wait(random.uniform(0.05, 0.1) * tried)
+    _log.info("A partition is left to the next run, because the inbox was in use all the time.")
     return None
 
 
-def prune_outbox(app: App, task: Task) -> Steps[Report]:
-    """Delete outgoing messages that were sent or discarded and have been kept for their time.
+async def prune_outbox(db: Session, app: App, task: Task) -> Report:
+    """Delete outgoing messages that were sent or discarded and are past their retention.
 
-    Sent ones are kept for `RelayPolicy.keep_sent`; where that is zero, those that another policy has
-    left behind are kept as long as discarded ones, for `Retention.processed`.
+    Sent ones are kept for `RelayPolicy.keep_sent`. If that is zero, those left behind by an earlier
+    policy are kept as long as discarded ones, for `Retention.processed`.
 
-    Guarantee: never deletes what is still to be sent, or dead.
+    Guarantee: never deletes anything that is still to be sent, or dead.
     """
     kept = task.older_than or app.retention.processed
     sent_s = (task.older_than or app.relaying.keep_sent or kept).total_seconds()
     dialect, discarded_s = app.store.dialect, kept.total_seconds()
     if task.dry_run:
-        rows = yield from jobs.prunable_outbox(dialect, sent_s=sent_s, discarded_s=discarded_s)
+        rows = await jobs.prunable_outbox(db, dialect, sent_s=sent_s, discarded_s=discarded_s)
         return Report("prune-outbox", rows)
 
-    def batch(limit: int) -> Steps[Batch]:
-        return jobs.prune_outbox(dialect, sent_s=sent_s, discarded_s=discarded_s, limit=limit)
+    async def batch(db: Session, limit: int) -> Batch:
+        return await jobs.prune_outbox(
+            db, dialect, sent_s=sent_s, discarded_s=discarded_s, limit=limit
+        )
 
-    return (yield from _Run(app, task, "prune-outbox").batches([batch]))
+    return await _Run(app, task, "prune-outbox").batches(db, [batch])
 
 
-def prune_quarantine(app: App, task: Task) -> Steps[Report]:
-    """Delete quarantine rows that were decided on and have been kept for their time; bound the payloads of all.
+async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
+    """Delete quarantine rows that were decided on and are past their retention; limit the payloads of the rest.
 
-    Beyond `Retention.quarantine_bytes` the oldest payloads are dropped, with an event, and their rows stay.
+    Beyond `Retention.quarantine_bytes` the oldest payloads are dropped, with an event; their rows stay.
 
-    Guarantee: no row that waits for a decision is deleted.
+    Guarantee: no row that awaits a decision is deleted.
     """
     dialect = app.store.dialect
     older_than_s = (task.older_than or app.retention.quarantine).total_seconds()
     if task.dry_run:
-        rows = yield from jobs.prunable_quarantine(dialect, older_than_s=older_than_s)
+        rows = await jobs.prunable_quarantine(db, dialect, older_than_s=older_than_s)
         return Report("prune-quarantine", rows)
     run = _Run(app, task, "prune-quarantine")
-    if not (yield from run.begin(at_any_time=True)):
+    if not await run.begin(db, at_any_time=True):
         return run.report()
-    yield from run.repeat(
-        lambda limit: jobs.prune_quarantine(dialect, older_than_s=older_than_s, limit=limit)
+    await run.repeat(
+        db,
+        lambda db, limit: jobs.prune_quarantine(
+            db, dialect, older_than_s=older_than_s, limit=limit
+        ),
     )
-    excess = (yield from jobs.quarantine_bytes(dialect)) - app.retention.quarantine_bytes
+    excess = await jobs.quarantine_bytes(db, dialect) - app.retention.quarantine_bytes
     rows = payload_bytes = 0
-    while payload_bytes < excess and (yield from run.may_go_on()):
-        dropped, size = yield from jobs.drop_quarantined(
-            dialect, excess=excess - payload_bytes, limit=_FIRST_BATCH
+    while payload_bytes < excess and await run.may_go_on(db):
+        dropped, size = await jobs.drop_quarantined(
+            db, dialect, excess=excess - payload_bytes, limit=_FIRST_BATCH
         )
         if not dropped:
             break
         rows, payload_bytes = rows + dropped, payload_bytes + size
     if rows:
         app.events.emit(QuarantineTrimmed(rows=rows, payload_bytes=payload_bytes))
-    return (yield from run.end())
+    return await run.end(db)
 
 
-def drop_payloads(app: App, task: Task) -> Steps[Report]:
-    """Drop the payloads that handlers keep for a time (`keep_payload=timedelta(…)`) once it is over.
+async def prune_activity(db: Session, app: App, task: Task) -> Report:
+    """Keep the counts of the minutes small: one row a minute for all processes, none past `Retention.activity`.
 
-    The longest time of a consumer's handlers counts; a consumer with an "always" keeps all.
+    Workers that have not been heard of for an hour are forgotten.
     """
     if task.dry_run:
-        raise ConfigurationError("drop-payloads has no dry run: leave --dry-run out.")
+        raise ConfigurationError("prune-activity has no dry run: leave --dry-run out.")
+    run = _Run(app, task, "prune-activity")
+    if not await run.begin(db, at_any_time=True):
+        return run.report()
+    kept_s = (task.older_than or app.retention.activity).total_seconds()
+    run.did(await activity.prune(db, run.dialect, older_than_s=kept_s, silent_s=_WORKERS_KEPT_S))
+    while await run.may_go_on(db):
+        folded = await activity.fold(db, run.dialect, older_than_s=_FOLDED_AFTER_S)
+        run.did(folded)
+        if not folded:
+            break
+    return await run.end(db)
+
+
+async def drop_payloads(db: Session, app: App, task: Task) -> Report:
+    """Drop payloads that handlers keep for a limited time (`keep_payload=timedelta(…)`) once that is over.
+
+    A consumer's longest time counts; a consumer with an "always" keeps everything.
+    """
+    if task.dry_run:
+        raise ConfigurationError("drop-payloads has no dry run: remove --dry-run.")
     batches: list[Batches] = []
     for consumer, handlers in app.handlers.consumers().items():
         kept = [handler.options.keep_payload for handler in handlers]
@@ -290,17 +342,17 @@ def drop_payloads(app: App, task: Task) -> Steps[Report]:
             batches.append(_dropping(app, consumer, max(times).total_seconds()))
     if not batches:
         return Report("drop-payloads")
-    return (yield from _Run(app, task, "drop-payloads").batches(batches))
+    return await _Run(app, task, "drop-payloads").batches(db, batches)
 
 
 def _dropping(app: App, consumer: str, older_than_s: float) -> Batches:
-    return lambda limit: jobs.drop_payloads(
-        app.store.dialect, consumer=consumer, older_than_s=older_than_s, limit=limit
+    return lambda db, limit: jobs.drop_payloads(
+        db, app.store.dialect, consumer=consumer, older_than_s=older_than_s, limit=limit
     )
 
 
 class _Run:
-    """One run of a job under its lease: its batches, what they did, and whether it may go on."""
+    """One run of a job under its lease: its batches, what they did, and whether it may continue."""
 
     def __init__(self, app: App, task: Task, name: str) -> None:
         self.dialect = app.store.dialect
@@ -313,39 +365,41 @@ class _Run:
         self._any_time = task.at_any_time or app.retention.window is None
         self._closed = False
         self.rows = 0
+        # how long the last success of `_patiently` took, without the attempts before it
+        self.took_s = 0.0
 
-    def begin(self, *, at_any_time: bool = False) -> Steps[bool]:
-        """Take the lease; False when another has it, or it is not the time."""
+    async def begin(self, db: Session, *, at_any_time: bool = False) -> bool:
+        """Take the lease; False if another holds it, or outside the window."""
         self._any_time = self._any_time or at_any_time
-        if not (yield from self._is_time()):
+        if not await self._is_time(db):
             return False
-        self._open = yield from self._lease.acquire()
+        self._open = await self._lease.acquire(db)
         self._look_at = time.monotonic() + _JOB_LEASE_S / 6
         return self._open
 
-    def _is_time(self) -> Steps[bool]:
+    async def _is_time(self, db: Session) -> bool:
         if not self._any_time:
-            second = yield from jobs.second_of_day(self.dialect)
+            second = await jobs.second_of_day(db, self.dialect)
             self._closed = not self._app.retention.open_at(second)
         return not self._closed
 
-    def may_go_on(self) -> Steps[bool]:
-        """Say whether to go on: not stopped, the lease still held, and still in the window."""
+    async def may_go_on(self, db: Session) -> bool:
+        """Whether to continue: not stopped, the lease still held, and still inside the window."""
         if not self._open or self._closed or self._task.stop():
             return False
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + _JOB_LEASE_S / 6
-            self._open = yield from self._lease.acquire()
+            self._open = await self._lease.acquire(db)
             if self._open:
-                yield from self._is_time()
+                await self._is_time(db)
         return self._open and not self._closed
 
-    def rest(self, for_s: float) -> Steps[None]:
-        """Do nothing for a time, or until stopped."""
+    async def rest(self, db: Session, for_s: float) -> None:
+        """Do nothing for a while, or until stopped."""
         until = time.monotonic() + for_s
         while (left_s := until - time.monotonic()) > 0 and not self._task.stop():
-            yield Wait(min(left_s, _LOOK_S))
+            await db.wait(min(left_s, _LOOK_S))
 
     def did(self, rows: int) -> None:
         self.rows += rows
@@ -357,9 +411,9 @@ class _Run:
             self._name, self.rows, skipped=not (self._open or self._closed), closed=self._closed
         )
 
-    def end(self) -> Steps[Report]:
-        """Give the lease back, and tell what was done."""
-        yield from self._lease.release()
+    async def end(self, db: Session) -> Report:
+        """Give the lease back, and report what was done."""
+        await self._lease.release(db)
         if self.rows and self._name in ("prune", "prune-outbox", "prune-quarantine"):
             took_s = time.monotonic() - self._started
             self._app.events.emit(
@@ -367,37 +421,37 @@ class _Run:
             )
         return Report(self._name, self.rows, closed=self._closed)
 
-    def batches(self, batches: Sequence[Batches]) -> Steps[Report]:
-        """A whole run: each kind of batch for as long as it finds something."""
-        if not (yield from self.begin()):
+    async def batches(self, db: Session, batches: Sequence[Batches]) -> Report:
+        """Do a whole run: repeat each kind of batch as long as it finds something."""
+        if not await self.begin(db):
             return self.report()
         for batch in batches:
-            yield from self.repeat(batch)
-        return (yield from self.end())
+            await self.repeat(db, batch)
+        return await self.end(db)
 
-    def _given_back(self) -> Steps[None]:
-        """Give the lease back behind an error, so that the next run need not wait until it is over."""
+    async def _given_back(self, db: Session) -> None:
+        """Give the lease back after an error, so that the next run need not wait for it to expire."""
         try:
-            yield from self._lease.release()
+            await self._lease.release(db)
         except StoreError:
-            # the error that ended the run is the one to tell
-            yield Discard()
+            # the error that ended the run is the one to report
+            db.discard()
 
-    def repeat(self, batch: Batches, *, counted: bool = True) -> Steps[None]:
-        """Repeat a batch until there is no more; its size follows the time it takes."""
+    async def repeat(self, db: Session, batch: Batches, *, counted: bool = True) -> None:
+        """Repeat a batch until there is no more; its size adapts to the time it takes."""
         most = self._app.retention.batch
         limit = min(most, _FIRST_BATCH)
-        while (yield from self.may_go_on()):
+        while await self.may_go_on(db):
             started = time.monotonic()
             try:
-                done = yield from batch(limit)
+                done = await batch(db, limit)
             except StoreError as error:
-                yield Discard()
+                db.discard()
                 if error.fault not in _TOO_SLOW or limit == 1:
-                    yield from self._given_back()
+                    await self._given_back(db)
                     raise
                 limit = max(1, limit // 2)
-                yield Wait(_SLOW_S)
+                await db.wait(_SLOW_S)
                 continue
             took_s = time.monotonic() - started
             if counted:
@@ -409,5 +463,5 @@ class _Run:
                 limit = max(limit // 2, 1 if took_s > _SLOW_S else _FIRST_BATCH)
             elif took_s < long_s / 2 and done.rows == limit:
                 limit = min(most, limit + max(1, limit // 4))
-            # as long a pause as the work took: live traffic gets half of the time at least
-            yield Wait(min(max(took_s, 0.001), _PAUSE_MAX_S))
+            # pause as long as the work took, which leaves live traffic at least half the time
+            await db.wait(min(max(took_s, 0.001), _PAUSE_MAX_S))

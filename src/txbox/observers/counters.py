@@ -1,139 +1,169 @@
-"""Events as counters, in the text format that Prometheus reads."""
+"""Counters and histograms of events, for prometheus_client."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
 
 from txbox import events
+from txbox.errors import ConfigurationError
 from txbox.events import Event, MessageEvent
 
-Labels = Mapping[str, str]
-_Series = tuple[str, tuple[tuple[str, str], ...]]
-
-_HELP = {
-    "txbox_messages_total": "Messages by consumer and by what happened to them.",
-    "txbox_handler_seconds_total": "Seconds from claim to commit, of processed messages.",
-    "txbox_transactions_retried_total": "Deadlocks and serialization failures that were tried again.",
-    "txbox_settle_failures_total": "Deliveries whose acknowledgement failed.",
-    "txbox_pauses_total": "Tries put off because the database (no source) or a source was away.",
-    "txbox_paused_seconds_total": "Seconds that ended pauses took.",
-    "txbox_lost_upstream_total": "Messages that a broker dropped before they could be processed.",
-    "txbox_sources_refused_total": "Sources from which nothing is taken until they are configured otherwise.",
-    "txbox_leases_expired_total": "Rows whose worker went away.",
-    "txbox_rows_pruned_total": "Rows that prune deleted.",
-    "txbox_sequence_gaps_total": "Messages that were processed without a version that did not come.",
-    "txbox_outgoing_total": "Staged messages by publisher and by what became of a try to send them.",
-    "txbox_publish_seconds_total": "Seconds from lease to mark, of batches in which something was sent.",
-    "txbox_relay_pauses_total": "Tries put off because a publisher's broker was away.",
-    "txbox_relay_paused_seconds_total": "Seconds that ended pauses of relays took.",
-}
+try:
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+except ModuleNotFoundError as error:
+    raise ConfigurationError(
+        f"Metrics need {error.name}, which is not installed: run pip install 'txbox[http]'."
+    ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A metric and its values by labels."""
+class _Counted(NamedTuple):
+    """`txbox_<name>_total`: its help text, its labels, and how much each event adds: 1, or one of its fields."""
 
     name: str
-    kind: str
     help: str
-    values: Iterable[tuple[Labels, float]]
+    labels: tuple[str, ...]
+    by: dict[type[Event], int | str]
+
+
+_MESSAGES = [kind for kind in MessageEvent.__subclasses__() if kind.__name__.startswith("Message")]
+_COUNTERS = [
+    _Counted("messages", "Messages by consumer and outcome.",
+         ("consumer", "outcome"), dict.fromkeys(_MESSAGES, 1)),
+    _Counted("transactions_retried", "Deadlocks and serialization failures that were retried.",
+         ("consumer",), {events.TransactionRetried: 1}),
+    _Counted("settle_failures", "Deliveries whose acknowledgement failed.",
+         ("source",), {events.SettleFailed: "count"}),
+    _Counted("pauses", "Attempts postponed because the database (no source) or a source was unavailable.",
+         ("source",), {events.ConsumptionPaused: 1}),
+    _Counted("paused_seconds", "Duration of finished pauses, in seconds.",
+         ("source",), {events.ConsumptionResumed: "paused_s"}),
+    _Counted("lost_upstream", "Messages that a broker dropped before they could be processed.",
+         ("source",), {events.MessagesLost: "count"}),
+    _Counted("sources_refused", "Sources that are not read until they are reconfigured.",
+         ("source",), {events.SourceRefused: 1}),
+    _Counted("leases_expired", "Rows whose worker went away.", ("consumer",), {events.LeaseExpired: 1}),
+    _Counted("rows_pruned", "Rows deleted by prune.", (), {events.RowsPruned: "rows"}),
+    _Counted("sequence_gaps", "Messages processed without a version that did not arrive.",
+         ("consumer",), {events.SequenceGap: 1}),
+    _Counted("outgoing", "Staged messages by publisher and by outcome of an attempt to send them.",
+         ("publisher", "outcome"), {events.OutgoingSent: "count", events.OutgoingFailed: 1, events.OutgoingDead: 1}),
+    _Counted("publish_seconds", "Seconds from lease to mark, for batches in which something was sent.",
+         ("publisher",), {events.OutgoingSent: "duration_s"}),
+    _Counted("relay_pauses", "Attempts postponed because a publisher's broker was unavailable.",
+         ("publisher",), {events.RelayPaused: 1}),
+    _Counted("relay_paused_seconds", "Duration of finished relay pauses, in seconds.",
+         ("publisher",), {events.RelayResumed: "paused_s"}),
+]  # fmt: skip
+
+
+class _Observed(NamedTuple):
+    """`txbox_<name>`, a histogram by consumer: what it says, and which field of which event has its values."""
+
+    name: str
+    help: str
+    event: type[Event]
+    field: str
+    bounds: tuple[float, ...]
+
+
+# from a handler that is nearly nothing to a message that was tried again after an hour
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0, 3600.0,
+)  # fmt: skip
+_HISTOGRAMS = [
+    _Observed("latency_seconds", "Seconds from the receipt of a message to the commit of its handler's transaction.",
+         events.MessageProcessed, "latency_s", _SECONDS),
+    _Observed("handler_seconds", "Seconds that the handler took in a transaction, for all its messages.",
+         events.TransactionCommitted, "handler_s", _SECONDS),
+    _Observed("commit_seconds", "Seconds that the COMMIT of a handler's transaction took.",
+         events.TransactionCommitted, "commit_s", _SECONDS),
+    _Observed("batch_messages", "Messages in a handler's transaction.",
+         events.TransactionCommitted, "messages", (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
+]  # fmt: skip
+
+
+class _Buckets:
+    """The values of one series, by the bounds they lie under; the last bucket has those beyond."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self, bounds: int) -> None:
+        self.counts = [0] * (bounds + 1)
+        self.sum = 0.0
 
 
 class Counters:
-    """Counts events; an observer. Labels are consumers, sources, publishers and outcomes: never ids or topics."""
+    """Counts events. It is both an observer and a collector for a prometheus_client registry.
 
+    Labels are consumers, sources, publishers and outcomes, never ids or topics.
+    """
+
+    # not prometheus_client's Counter and Histogram, which add a `_created` series and store their values wherever
+    # the application has configured multiprocess mode
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[_Series, float] = {}
+        self._counts = [(counted, Counter[tuple[str, ...]]()) for counted in _COUNTERS]
+        self._observed = [(observed, dict[str, _Buckets]()) for observed in _HISTOGRAMS]
+        # most events are of a kind that one or two of them are about
+        self._counts_by: dict[type[Event], list[tuple[_Counted, Counter[tuple[str, ...]]]]] = {}
+        for counted, counts in self._counts:
+            for kind in counted.by:
+                self._counts_by.setdefault(kind, []).append((counted, counts))
+        self._observed_by: dict[type[Event], list[tuple[_Observed, dict[str, _Buckets]]]] = {}
+        for observed, series in self._observed:
+            self._observed_by.setdefault(observed.event, []).append((observed, series))
 
     def __call__(self, event: Event) -> None:
-        consumer = event.consumer or ""
-        match event:
-            case events.LeaseExpired():
-                self.count("leases_expired", consumer=consumer)
-            case events.OutgoingFailed():
-                self.count("outgoing", publisher=event.publisher, outcome="failed")
-            case events.OutgoingDead():
-                self.count("outgoing", publisher=event.publisher, outcome="dead")
-            case events.OutgoingSent():
-                self.count("outgoing", event.count, publisher=event.publisher, outcome="sent")
-                self.count("publish_seconds", event.duration_s, publisher=event.publisher)
-            case events.RelayPaused():
-                self.count("relay_pauses", publisher=event.publisher)
-            case events.RelayResumed():
-                self.count("relay_paused_seconds", event.paused_s, publisher=event.publisher)
-            case events.SequenceGap():
-                self.count("sequence_gaps", consumer=consumer)
-            case MessageEvent() if (name := type(event).__name__).startswith("Message"):
-                outcome = name.removeprefix("Message").lower()
-                self.count("messages", consumer=consumer, outcome=outcome)
-                if isinstance(event, events.MessageProcessed):
-                    self.count("handler_seconds", event.duration_s, consumer=consumer)
-            case events.TransactionRetried():
-                self.count("transactions_retried", consumer=consumer)
-            case events.SettleFailed():
-                self.count("settle_failures", event.count, source=event.source)
-            case events.ConsumptionPaused():
-                self.count("pauses", source=event.source or "")
-            case events.ConsumptionResumed():
-                self.count("paused_seconds", event.paused_s, source=event.source or "")
-            case events.MessagesLost():
-                self.count("lost_upstream", event.count, source=event.source)
-            case events.SourceRefused():
-                self.count("sources_refused", source=event.source)
-            case events.RowsPruned():
-                self.count("rows_pruned", event.rows)
-            case _:
-                pass
+        for counted, counts in self._counts_by.get(type(event), ()):
+            by = counted.by[type(event)]
+            labels = tuple(_label(event, label) for label in counted.labels)
+            with self._lock:
+                counts[labels] += getattr(event, by) if isinstance(by, str) else by
+        for observed, series in self._observed_by.get(type(event), ()):
+            value: float | None = getattr(event, observed.field)
+            if value is None:
+                continue
+            bucket, consumer = bisect_left(observed.bounds, value), event.consumer or ""
+            with self._lock:
+                buckets = series.get(consumer)
+                if buckets is None:
+                    buckets = series[consumer] = _Buckets(len(observed.bounds))
+                buckets.counts[bucket] += 1
+                buckets.sum += value
 
-    def count(self, name: str, by: float = 1, **labels: str) -> None:
-        """Add to `txbox_<name>_total`."""
-        series = _series(name, labels)
-        with self._lock:
-            self._counts[series] = self._counts.get(series, 0) + by
-
-    def value(self, name: str, **labels: str) -> float:
-        """What `txbox_<name>_total` has come to."""
-        with self._lock:
-            return self._counts.get(_series(name, labels), 0)
-
-    def metrics(self) -> list[Metric]:
-        """All counters, also those that have not counted yet."""
-        with self._lock:
-            counts = dict(self._counts)
-        return [
-            Metric(
-                name,
-                "counter",
-                text,
-                [(dict(labels), total) for (of, labels), total in counts.items() if of == name],
+    def collect(self) -> Iterable[Metric]:
+        """Yield all counters and histograms, including those that have not counted yet."""
+        for counted, counts in self._counts:
+            family = CounterMetricFamily(
+                f"txbox_{counted.name}", counted.help, labels=counted.labels
             )
-            for name, text in _HELP.items()
-        ]
-
-
-def render(metrics: Iterable[Metric]) -> str:
-    """Metrics in the text exposition format, version 0.0.4."""
-    lines: list[str] = []
-    for metric in metrics:
-        lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-        for labels, value in metric.values:
-            inside = ",".join(
-                f'{name}="{_escaped(label_value)}"' for name, label_value in labels.items()
+            with self._lock:
+                totals = counts.copy()
+            for labels, count in totals.items():
+                family.add_metric(labels, count)
+            yield family
+        for observed, series in self._observed:
+            histogram = HistogramMetricFamily(
+                f"txbox_{observed.name}", observed.help, labels=("consumer",)
             )
-            lines.append(
-                f"{metric.name}{{{inside}}} {value:.17g}"
-                if inside
-                else f"{metric.name} {value:.17g}"
-            )
-    return "\n".join(lines) + "\n"
+            with self._lock:
+                copied = [
+                    (name, [*buckets.counts], buckets.sum) for name, buckets in series.items()
+                ]
+            bounds = [*map(str, observed.bounds), "+Inf"]
+            for name, found, total in copied:
+                cumulative = list(zip(bounds, map(float, accumulate(found)), strict=True))
+                histogram.add_metric((name,), cumulative, total)
+            yield histogram
 
 
-def _series(name: str, labels: Labels) -> _Series:
-    return f"txbox_{name}_total", tuple(sorted(labels.items()))
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+def _label(event: Event, label: str) -> str:
+    if label == "outcome":
+        # outcomes are the event names without their prefix
+        return type(event).__name__.removeprefix("Message").removeprefix("Outgoing").lower()
+    return getattr(event, label) or ""

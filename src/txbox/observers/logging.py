@@ -1,14 +1,15 @@
-"""Events as structured log lines on the logger `txbox`."""
+"""Writes events as structured log lines to the logger `txbox`."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from dataclasses import fields
-from typing import cast
+from typing import Any, cast
 
 from txbox import events
 from txbox.events import Event
@@ -20,6 +21,7 @@ _LEVELS: dict[type[Event], int] = {
     events.MessageStored: logging.DEBUG,
     events.MessageInFlight: logging.DEBUG,
     events.MessageWaits: logging.DEBUG,
+    events.TransactionCommitted: logging.DEBUG,
     events.OutgoingSent: logging.DEBUG,
     events.TransactionRetried: logging.INFO,
     events.ConsumptionResumed: logging.INFO,
@@ -38,6 +40,8 @@ _LEVELS: dict[type[Event], int] = {
     events.OutgoingDead: logging.ERROR,
     events.SequenceGap: logging.ERROR,
     events.ConsumptionPaused: logging.WARNING,
+    events.ConsumerPaused: logging.WARNING,
+    events.ConsumerResumed: logging.INFO,
     events.SourceRefused: logging.ERROR,
     events.MessagesLost: logging.ERROR,
     events.LeaseExpired: logging.WARNING,
@@ -45,7 +49,7 @@ _LEVELS: dict[type[Event], int] = {
 }
 
 
-#: Trouble that goes on: what it is named by, besides its consumer.
+#: Ongoing trouble, and the field that identifies it besides the consumer.
 _BEGINS: dict[type[Event], str] = {
     events.ConsumptionPaused: "source",
     events.RelayPaused: "publisher",
@@ -59,14 +63,14 @@ _TOLD_EVERY_S = 60.0
 
 
 class _Troubles:
-    """What goes on, and when it was told last: it begins, is told once a minute, and ends."""
+    """Ongoing troubles and when each was last logged: at the beginning, then once a minute."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[type[Event], str | None, str | None], tuple[float, str]] = {}
 
     def level(self, event: Event, level: int) -> tuple[int, str | None]:
-        """Return at which level to tell of it, and, where it ends, what the cause was."""
+        """Return the level to log it at and, if it ends a trouble, what the cause was."""
         kind = type(event)
         begins = _ENDS.get(kind, kind)
         name = _BEGINS.get(begins)
@@ -77,7 +81,7 @@ class _Troubles:
         with self._lock:
             if kind is not begins:
                 _, cause = self._known.pop(key, (now, None))
-                # one that nobody was told of ends as quietly
+                # if its beginning was not logged, its end is not either
                 return (level if cause is not None else logging.DEBUG), cause
             told_at, _ = self._known.get(key, (-math.inf, ""))
             if now - told_at < _TOLD_EVERY_S:
@@ -87,18 +91,19 @@ class _Troubles:
 
 
 class LoggingObserver:
-    """Writes every event as one line: its name, then its fields; behind a handler's failure stands its traceback.
+    """Writes every event as one line: its name, then its fields. A handler's failure is followed by its traceback.
 
-    Every App has one. Given as an observer it takes the place of that.
+    Every App has one; passing one as an observer replaces it.
 
-    What goes on (the database, a source or a broker is away, acknowledgements fail) is told when it begins, then
-    once a minute, and when it ends, with its cause. The tries between are told at DEBUG.
+    Ongoing trouble (the database, a source or a broker is unavailable, acknowledgements fail) is logged when it
+    begins, then once a minute, and with its cause when it ends. Attempts in between are logged at DEBUG.
 
     Args:
-        as_json: one JSON object a line; otherwise `event_name field=value …`.
+        as_json: one JSON object per line; otherwise `event_name field=value …`.
 
-    Ids, topics, counts, durations and the first lines of sanitised errors appear; payloads and
-    headers never do. The fields are also on the log record, as `record.txbox`.
+    Lines contain ids, topics, counts, durations and the first lines of sanitised errors, never payloads or
+    headers. The fields are also on the log record, as `record.txbox`. With a current OpenTelemetry span, JSON lines
+    have its `trace_id` and `span_id`; with App(tracing=…) that is the message's span.
     """
 
     def __init__(self, as_json: bool = False, logger: logging.Logger | None = None) -> None:
@@ -117,18 +122,28 @@ class LoggingObserver:
             if field.repr and (value := getattr(event, field.name)) is not None
         }
         if isinstance(event, (events.ConsumptionPaused, events.ConsumptionResumed)):
-            # None says these in code; a reader of lines needs a name
+            # in code None means these; a reader of log lines needs a name
             values = {"source": "database", "consumer": "all", **values}
         if cause is not None:
             values["reason"] = cause
         if self._json:
-            line = json.dumps({"event": name, **values}, default=str)
+            line = json.dumps({"event": name, **values, **current_trace()}, default=str)
         else:
             line = " ".join([name, *(f"{key}={_shown(value)}" for key, value in values.items())])
         raised: BaseException | None = getattr(event, "exception", None)
         self._log.log(
             level, "%s", line, exc_info=raised, extra={"txbox": {"event": name, **values}}
         )
+
+
+def current_trace() -> dict[str, str]:
+    """The ids of OpenTelemetry's current span, in hexadecimal digits; nothing where there is none."""
+    # looked up and not imported: a program that traces has loaded it
+    tracing: Any = sys.modules.get("opentelemetry.trace")
+    context = None if tracing is None else tracing.get_current_span().get_span_context()
+    if context is None or not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
 def _shown(value: object) -> str:
@@ -141,6 +156,6 @@ def _shown(value: object) -> str:
         if isinstance(value, tuple)
         else str(value)
     )
-    # quoted when a reader could not tell where it ends, or when it could forge a line of its own
+    # quoted if its end would not be obvious, or if it could forge a log line
     plain = text.isascii() and text.isprintable() and text and " " not in text and '"' not in text
     return text if plain else json.dumps(text)

@@ -1,517 +1,62 @@
 """One message or batch, from its claim to its outcome: what follows each way that its transaction can end.
 
-Every path is a generator of steps, so that the same lines serve sync and async handlers, and every
-statement boundary is a crash point. Chapter and verse: SEMANTICS 2 to 4.
+New, leased and replayed messages go through one loop, sync and async, and every statement boundary is a crash
+point. Chapter and verse: SEMANTICS 2 to 4.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from txbox.errors import Fault, StoreError
-from txbox.events import Events, MessageDuplicate, MessageWaits
+from txbox.connections.base import forgets_parent
+from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.events import (
+    Events,
+    MessageDeferred,
+    MessageDuplicate,
+    MessageInFlight,
+    MessageProcessed,
+    MessageQuarantined,
+    MessageWaits,
+    SequenceGap,
+    TransactionCommitted,
+)
 from txbox.handlers import Handler
 from txbox.outcome import DUPLICATE, Answer, Outcome, Status
 from txbox.policy import Batching, Lease, Limits
-from txbox.processing.batch_size import BatchSizes, divides
-from txbox.processing.failure import failure_of
-from txbox.processing.in_flight import AGAIN, GAP_LOOK_S, Holder, InFlight, Turns
-from txbox.processing.patience import persistently
-from txbox.processing.recorder import Letters, Recorder, lost, where
-from txbox.processing.transaction import End, HandlerTransaction, TransactionResult, handled
-from txbox.steps import Begin, Commit, Raised, Steps
+from txbox.processing.calls import handled
+from txbox.processing.failure import BROKEN, Letters, Recorder, where
+from txbox.processing.transaction import NEW, Claim, End, HandlerTransaction, TransactionResult
+from txbox.processing.waiting import Holder, Waiting
+from txbox.session import Raised, Session
 from txbox.store import failures, leases
+from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased
-from txbox.store.inbox import InboxStore
+from txbox.store.dialect import dialect
+from txbox.store.inbox import Existing, InboxStore
 
-
-class Deliveries:
-    """Runs what a source delivers in the transaction that claims it."""
-
-    def __init__(
-        self,
-        transaction: HandlerTransaction,
-        recorder: Recorder,
-        batch_sizes: BatchSizes,
-        turns: Turns,
-    ) -> None:
-        self.transaction = transaction
-        self._recorder = recorder
-        self._batch_sizes = batch_sizes
-        self._turns = turns
-        self._in_flight = turns.in_flight
-        self._store = recorder.store
-        self._events = recorder.events
-        self._limits = recorder.limits
-
-    def deliver(
-        self, handler: Handler, arrivals: Sequence[Arrival], holder: Holder | None = None
-    ) -> Steps[dict[str, Answer]]:
-        """Process deliveries whose ids differ; returns the outcome of each id.
-
-        Ids that another thread of this process works on are waited for, up to the lock time-out.
-
-        Args:
-            holder: who runs one batch behind another, see `in_flight.Holder`.
-
-        Guarantee: PROCESSED and the effects of the handler's transaction are one commit. After a
-        crash anywhere, delivering again processes what was not processed, and nothing twice.
-        """
-        ids = [arrival.message_id for arrival in arrivals]
-        if self._in_flight.enter_all(handler.consumer, ids, holder):
-            try:
-                return (yield from self._claim_and_run(handler, arrivals))
-            finally:
-                self._in_flight.leave(handler.consumer, *ids, holder=holder)
-        return (yield from self._deliver_what_is_free(handler, arrivals, holder))
-
-    def _deliver_what_is_free(
-        self, handler: Handler, arrivals: Sequence[Arrival], holder: Holder | None
-    ) -> Steps[dict[str, Answer]]:
-        """Process first what nobody works on, then the others one by one: who waits for an id holds none."""
-        consumer = handler.consumer
-        settled: dict[str, Answer] = {}
-        mine: list[Arrival] = []
-        busy: list[Arrival] = []
-        keys: set[str] = set()
-        try:
-            for arrival in arrivals:
-                key = arrival.message.key if handler.options.in_order else None
-                if (
-                    key in keys
-                    or self._in_flight.enter(consumer, arrival.message_id, holder) is not None
-                ):
-                    # a message that another thread works on holds its key
-                    busy.append(arrival)
-                    if key is not None:
-                        keys.add(key)
-                else:
-                    mine.append(arrival)
-            if mine:
-                settled.update((yield from self._claim_and_run(handler, mine)))
-        finally:
-            self._in_flight.leave(
-                consumer, *[arrival.message_id for arrival in mine], holder=holder
-            )
-        held: set[str] = set()
-        for arrival in busy:
-            key, own_id = (
-                arrival.message.key if handler.options.in_order else None,
-                arrival.message_id,
-            )
-            if key in held or not (yield from self._turns.entered(consumer, own_id, holder)):
-                settled[own_id] = self._recorder.held(handler, arrival)
-                if key is not None:
-                    held.add(key)
-                continue
-            try:
-                settled.update((yield from self._claim_and_run(handler, [arrival])))
-            finally:
-                self._in_flight.leave(consumer, own_id, holder=holder)
-            if key is not None and not settled[own_id].outcome.settles:
-                held.add(key)
-        return settled
-
-    def _claim_and_run(
-        self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Answer]]:
-        if len(arrivals) == 1:
-            return self._run_alone(handler, arrivals[0])
-        return self._run_together(handler, arrivals)
-
-    def _run_alone(self, handler: Handler, arrival: Arrival) -> Steps[dict[str, Answer]]:
-        """Claim and run one message; retries conflicts, claims again when in doubt, records a failure."""
-        tries = 0
-        while True:
-            ran = yield from self.transaction.fresh(handler, [arrival])
-            if ran.end is End.COMMITTED:
-                self._batch_sizes.of(handler).met(1, 1 - len(ran.fresh))
-                if settled := (yield from self._committed(handler, [arrival], ran)):
-                    return settled
-                continue
-            if ran.end is End.WAITS:
-                if settled := (yield from self._stored_behind(handler, [arrival])):
-                    return settled
-                # it is there already, which the next claim meets
-                continue
-            if ran.end in AGAIN:
-                # a doubt is decided by claiming again on another connection, never by SELECT; while the
-                # database is away that raises, and the budget is patience's
-                tries += 1
-                if (yield from self._turns.again(handler, ran, tries)):
-                    continue
-            if ran.end is End.LOCKED:
-                return {arrival.message_id: self._recorder.held(handler, arrival)}
-            if ran.end is End.AMBIGUOUS or (ran.end in AGAIN and not ran.fresh):
-                # nothing of the handler's is known to have failed, so there is no attempt to record
-                raise lost(ran)
-            # a handler that loses its connection each time, while the next one is there, is a failure too
-            failure = self._recorder.failure(handler, ran)
-            recorded = yield from self._recorder.recorded(handler, arrival, failure, token="")
-            if recorded is not None:
-                return {arrival.message_id: recorded}
-            # the row is somebody else's by now, or that of a COMMIT which took effect whatever was answered:
-            # claim again, which says whose
-
-    def _run_together(
-        self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Answer]]:
-        """Claim and run a batch; isolates the culprit of one that fails, whose neighbours go on."""
-        batch_size = self._batch_sizes.of(handler)
-        waiting: list[Arrival] = list(arrivals)
-        settled: dict[str, Answer] = {}
-        group, doubted = self._batch_sizes.group(handler, batch_size, len(waiting)), False
-        if looked := batch_size.looks_first and self.transaction.looks_up(handler, waiting):
-            settled = yield from self._finished_before(handler, waiting)
-            waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
-        while len(waiting) > 1:
-            ran = yield from self.transaction.fresh(handler, waiting, group)
-            if ran.end is End.BROKEN:
-                batch_size.conflicted(len(waiting))
-            if ran.end is End.COMMITTED:
-                if not looked:
-                    batch_size.met(len(waiting), len(waiting) - len(ran.fresh))
-                settled.update((yield from self._committed(handler, waiting, ran)))
-            elif ran.end is End.WAITS:
-                behind = [arrival for arrival in waiting if arrival.message_id in ran.waiting]
-                settled.update((yield from self._stored_behind(handler, behind)))
-            elif (
-                ran.end in (End.AMBIGUOUS, End.LOST)
-                and not doubted
-                and (yield from self._turns.again(handler, ran, 1))
-            ):
-                doubted = True
-            elif ran.end is End.RAISED and not group and divides(handler):
-                batch_size.failed(len(waiting))
-                group = batch_size.group or len(waiting)
-            elif ran.end is End.BROKEN and (
-                left := (yield from self._recorder.left(handler, waiting, ran))
-            ):
-                settled.update(left)
-            else:
-                settled.update((yield from self._apart(handler, waiting, ran.end)))
-            waiting = [arrival for arrival in waiting if arrival.message_id not in settled]
-        for arrival in waiting:
-            settled.update((yield from self._run_alone(handler, arrival)))
-        return settled
-
-    def _committed(
-        self, handler: Handler, arrivals: Sequence[Arrival], ran: TransactionResult
-    ) -> Steps[dict[str, Answer]]:
-        """The outcome of each message; an id that is missing was pruned between two statements: claim again."""
-        batch_size = self._batch_sizes.of(handler)
-        batch_size.committed(len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed))
-        settled: dict[str, Answer] = {}
-        for arrival in arrivals:
-            if arrival.message_id in ran.fresh:
-                settled[arrival.message_id] = self._recorder.ran(handler, arrival, ran)
-            elif row := ran.existing.get(arrival.message_id):
-                settled[arrival.message_id] = yield from self._recorder.met(handler, arrival, row)
-        return settled
-
-    def _finished_before(
-        self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Answer]]:
-        """Look a batch up before it is claimed, when most of what came last had been finished before."""
-        finished = yield from self.transaction.finished_before(handler, arrivals)
-        self._batch_sizes.of(handler).met(len(arrivals), len(finished))
-        if self._events:
-            for arrival in arrivals:
-                if arrival.message_id in finished:
-                    self._events.emit(MessageDuplicate(**where(handler, arrival)))
-        return dict.fromkeys(finished, DUPLICATE)
-
-    def _apart(
-        self, handler: Handler, arrivals: Sequence[Arrival], end: End
-    ) -> Steps[dict[str, Answer]]:
-        """Divide a batch that failed, from left to right, until the culprit costs only itself.
-
-        After a conflict each message is alone at once: halves would meet the same rows in the same order.
-        """
-        size = 1
-        if end in (End.CONFLICT, End.LOCKED):
-            self._batch_sizes.of(handler).conflicted(len(arrivals))
-        elif end in (End.RAISED, End.REFUSED):
-            size = (len(arrivals) + 1) // 2
-        settled: dict[str, Answer] = {}
-        keys: set[str] = set()
-        for at in range(0, len(arrivals), size):
-            part: list[Arrival] = []
-            for arrival in arrivals[at : at + size]:
-                if handler.options.in_order and arrival.message.key in keys:
-                    settled[arrival.message_id] = self._recorder.held(handler, arrival)
-                else:
-                    part.append(arrival)
-            if not part:
-                continue
-            settled.update((yield from self._claim_and_run(handler, part)))
-            keys.update(
-                arrival.message.key
-                for arrival in part
-                if not settled[arrival.message_id].outcome.settles
-                and arrival.message.key is not None
-            )
-        return settled
-
-    def _stored_behind(
-        self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Answer]]:
-        """Store messages behind what they wait for; returns those that were stored."""
-        by_version = handler.options.sequence is not None
-        try:
-            token, delay_s = secrets.token_hex(16), GAP_LOOK_S if by_version else 0.0
-            storing = self._store.storing(handler.consumer, arrivals, token=token, delay_s=delay_s)
-            results = yield self._store.begin_bounded(self._limits.lock_timeout, storing)
-            fresh = yield from self._store.stored(
-                handler.consumer, arrivals, results[-1], token=token
-            )
-            yield self._store.commit_bounded()
-        except StoreError as error:
-            if error.fault is not Fault.LOCK_TIMEOUT:
-                raise
-            yield from self._store.lock_timed_out()
-            return {
-                arrival.message_id: self._recorder.held(handler, arrival) for arrival in arrivals
-            }
-        if self._events:
-            for arrival in arrivals:
-                if arrival.message_id in fresh:
-                    self._events.emit(MessageWaits(**where(handler, arrival)))
-        return dict.fromkeys(fresh, Answer(Outcome.DEFERRED))
-
-
+# a row is due again this soon, when another thread has its id; a version whose predecessor is missing, whose
+# commit wakes it at once
 _RELEASED_S = 1.0
+_GAP_LOOK_S = 2.0
 
-
-class TableRows:
-    """Runs rows that stand in the table; whoever holds a row's lease token may finish it."""
-
-    def __init__(
-        self,
-        transaction: HandlerTransaction,
-        recorder: Recorder,
-        batch_sizes: BatchSizes,
-        turns: Turns,
-    ) -> None:
-        self.transaction = transaction
-        self._recorder = recorder
-        self._batch_sizes = batch_sizes
-        self._turns = turns
-        self._in_flight = turns.in_flight
-        self._store = recorder.store
-        self._events = recorder.events
-        self._limits = recorder.limits
-
-    def run_leased(self, handler: Handler, leased: Leased, lease_token: str) -> Steps[Answer]:
-        """Process one row that this worker has leased.
-
-        Guarantee: a worker whose lease was given to another can run the handler, it cannot commit.
-        """
-        consumer, arrival = handler.consumer, leased.arrival
-        if not (yield from self._turns.entered(consumer, arrival.message_id)):
-            yield from self._given_back(handler, arrival, lease_token)
-            return Answer(Outcome.IN_PROGRESS)
-        try:
-            if handler.options.transactional:
-                return (yield from self._run_row(handler, arrival, lease_token))
-            return (yield from self._run_untransacted(handler, arrival, lease_token))
-        finally:
-            self._in_flight.leave(consumer, arrival.message_id)
-
-    def run_leased_many(
-        self, handler: Handler, rows: Sequence[Leased], lease_token: str
-    ) -> Steps[list[Answer]]:
-        """Process rows that this worker has leased, in their order, in one transaction where that can be.
-
-        Guarantee: as `run_leased`.
-        """
-        settled: dict[str, Answer] = {}
-        free = [
-            leased.arrival
-            for leased in rows
-            if self._in_flight.enter(handler.consumer, leased.arrival.message_id) is None
-        ]
-        try:
-            if len(free) > 1 and divides(handler, batch=True) and not handler.options.in_order:
-                settled = yield from self._run_rows(handler, free, lease_token)
-        finally:
-            self._in_flight.leave(handler.consumer, *[arrival.message_id for arrival in free])
-        answers: list[Answer] = []
-        for leased in rows:
-            done = settled.get(leased.arrival.message_id)
-            answers.append(done or (yield from self.run_leased(handler, leased, lease_token)))
-        return answers
-
-    def _run_rows(
-        self, handler: Handler, arrivals: Sequence[Arrival], lease_token: str
-    ) -> Steps[dict[str, Answer]]:
-        """Run leased rows together; those that are missing from the answer are to be run alone."""
-        batch_size = self._batch_sizes.of(handler)
-        group = self._batch_sizes.group(handler, batch_size, len(arrivals))
-        while True:
-            started = time.monotonic()
-            ran = yield from self.transaction.leased(handler, arrivals, lease_token, group)
-            if ran.end is End.COMMITTED:
-                batch_size.committed(
-                    len(arrivals), time.monotonic() - ran.claimed_at, len(ran.failed)
-                )
-                return {
-                    arrival.message_id: self._recorder.ran(handler, arrival, ran)
-                    if arrival.message_id in ran.fresh
-                    # the lease ran out and the row is another's
-                    else Answer(Outcome.IN_PROGRESS)
-                    for arrival in arrivals
-                }
-            if ran.end is End.AMBIGUOUS:
-                settled: dict[str, Answer] = {}
-                for arrival in arrivals:
-                    settled[arrival.message_id] = yield from self._decided(
-                        handler, arrival, lease_token, started
-                    )
-                return settled
-            if ran.end in (End.CONFLICT, End.LOCKED):
-                batch_size.conflicted(len(arrivals))
-            if ran.end is End.BROKEN:
-                batch_size.conflicted(len(arrivals))
-                return (yield from self._recorder.left(handler, arrivals, ran, token=lease_token))
-            if ran.end is not End.RAISED or group or not divides(handler):
-                return {}
-            batch_size.failed(len(arrivals))
-            group = batch_size.group or len(arrivals)
-
-    def _run_row(self, handler: Handler, arrival: Arrival, lease_token: str) -> Steps[Answer]:
-        started, tries = time.monotonic(), 0
-        while True:
-            ran = yield from self.transaction.leased(handler, [arrival], lease_token)
-            if ran.end is End.COMMITTED:
-                if ran.fresh:
-                    self._batch_sizes.of(handler).committed(1, time.monotonic() - ran.claimed_at)
-                    return self._recorder.processed(handler, arrival, started, ran)
-                # the fence matched nothing: the lease ran out and the row is another's
-                return Answer(Outcome.IN_PROGRESS)
-            if ran.end is End.WAITS:
-                yield from self._given_back(handler, arrival, lease_token, GAP_LOOK_S)
-                return Answer(Outcome.DEFERRED)
-            if ran.end in (End.CONFLICT, End.LOCKED, End.LOST):
-                tries += 1
-                if (yield from self._turns.again(handler, ran, tries)):
-                    continue
-            unclaimed = ran.end in AGAIN and not ran.fresh
-            if unclaimed or ran.end in (End.AMBIGUOUS, End.LOCKED):
-                return (yield from self._decided(handler, arrival, lease_token, started))
-            failure = self._recorder.failure(handler, ran)
-            recorded = yield from self._recorder.recorded(
-                handler, arrival, failure, token=lease_token
-            )
-            if recorded is None and ran.end is End.REFUSED:
-                # it took effect, whatever was answered
-                return (yield from self._as_it_stands(handler, arrival, started))
-            return recorded or Answer(Outcome.IN_PROGRESS)
-
-    def _given_back(
-        self, handler: Handler, arrival: Arrival, lease_token: str, delay_s: float = _RELEASED_S
-    ) -> Steps[int]:
-        return persistently(
-            lambda: leases.release(
-                self._store,
-                handler.consumer,
-                [arrival.message_id],
-                token=lease_token,
-                delay_s=delay_s,
-            ),
-            self._events,
-            consumer=handler.consumer,
-        )
-
-    def _decided(
-        self, handler: Handler, arrival: Arrival, lease_token: str, started: float
-    ) -> Steps[Answer]:
-        """Decide a doubt by the fenced release: it waits for a commit in flight, then matches nothing."""
-        if (yield from self._given_back(handler, arrival, lease_token)):
-            return Answer(Outcome.DEFERRED)
-        return (yield from self._as_it_stands(handler, arrival, started))
-
-    def _as_it_stands(self, handler: Handler, arrival: Arrival, started: float) -> Steps[Answer]:
-        yield Begin()
-        rows = yield from self._store.classify(handler.consumer, [arrival.message_id])
-        yield Commit()
-        row = rows.get(arrival.message_id)
-        if row is not None and row.status == Status.PROCESSED:
-            return self._recorder.processed(handler, arrival, started)
-        return Answer(Outcome.IN_PROGRESS)
-
-    def _run_untransacted(
-        self, handler: Handler, arrival: Arrival, lease_token: str
-    ) -> Steps[Answer]:
-        """Run a handler outside any transaction and complete its row, fenced, afterwards."""
-        started = time.monotonic()
-        try:
-            returned = yield from handled(handler, [arrival])
-        except Raised as raised:
-            failure = failure_of(raised.error, raised.database_error, handler.options, self._limits)
-            recorded = yield from self._recorder.recorded(
-                handler, arrival, failure, token=lease_token
-            )
-            return recorded or Answer(Outcome.IN_PROGRESS)
-        return (
-            yield from persistently(
-                lambda: self._completed(handler, arrival, lease_token, started, returned),
-                self._events,
-                consumer=handler.consumer,
-            )
-        )
-
-    def _completed(
-        self,
-        handler: Handler,
-        arrival: Arrival,
-        lease_token: str,
-        started: float,
-        returned: list[Any],
-    ) -> Steps[Answer]:
-        ran = yield from self.transaction.finished(handler, arrival, lease_token, returned)
-        if ran.end is not End.COMMITTED:
-            raise lost(ran)
-        if ran.fresh:
-            return self._recorder.processed(handler, arrival, started, ran)
-        # another's by now, or committed by the COMMIT whose answer was lost
-        return (yield from self._as_it_stands(handler, arrival, started))
-
-    def replay(self, handler: Handler, arrival: Arrival) -> Steps[Answer]:
-        """Run a processed message once more; when it fails its row stays `processed` (SEMANTICS 7.4)."""
-        started, tries = time.monotonic(), 0
-        while True:
-            ran = yield from self.transaction.replayed(handler, arrival)
-            if ran.end is End.COMMITTED:
-                if ran.fresh:
-                    return self._recorder.processed(handler, arrival, started)
-                return Answer(Outcome.IN_PROGRESS)
-            if ran.end in (End.CONFLICT, End.LOCKED):
-                tries += 1
-                if (yield from self._turns.again(handler, ran, tries)):
-                    continue
-            if ran.end in (End.AMBIGUOUS, End.LOST, End.LOCKED):
-                raise lost(ran)
-            failure = self._recorder.failure(handler, ran)
-            yield Begin(
-                (
-                    failures.attempt(
-                        self._store, handler.consumer, arrival, failure, status="replay failed"
-                    ),
-                )
-            )
-            yield Commit()
-            return Answer(Outcome.FAILED, arrival.message.attempt)
-
-
-T = TypeVar("T")
+# what nearly every message comes to
+_AT_ONCE = Answer(Outcome.PROCESSED, 1)
+_ANOTHERS = Answer(Outcome.IN_PROGRESS)
 
 
 class InboxProtocol:
-    """Carries messages of one app through its inbox."""
+    """Carries messages of one app through its inbox.
+
+    Args:
+        letters: what is staged with a message that is given up.
+    """
 
     def __init__(
         self,
@@ -528,31 +73,712 @@ class InboxProtocol:
         self.events = events
         self.limits = limits
         self.lease = lease
-        self.in_flight = InFlight()
         self.batch_sizes = BatchSizes(store, batching)
-        recorder = Recorder(store, events, limits, letters)
-        transaction = HandlerTransaction(
-            store, limits, lease, batching=batching, dying=recorder.dying
-        )
-        turns = Turns(self.in_flight, limits, events)
-        self.deliveries = Deliveries(transaction, recorder, self.batch_sizes, turns)
-        self.rows = TableRows(transaction, recorder, self.batch_sizes, turns)
-        # bound, not wrapped: every message passes here
-        self.deliver = self.deliveries.deliver
-        self.run_leased = self.rows.run_leased
-        self.run_leased_many = self.rows.run_leased_many
-        self.replay = self.rows.replay
-        self.met = recorder.met
-        self.held = recorder.held
-        self.quarantine = recorder.quarantine
+        self.waiting = Waiting(limits, events)
+        self.in_flight = self.waiting.in_flight
+        self.persistently = self.waiting.persistently
+        self._recorder = recorder = Recorder(store, events, limits, letters)
+        self.transaction = HandlerTransaction(store, limits, lease, recorder, batching=batching)
 
-    def persistently(
+        #: The schema has been checked, and is known.
+        self.checked = False
+
+    async def check_schema(self, db: Session) -> None:
+        """Check that this release can work with the tables; from then on their schema is known.
+
+        Raises:
+            SchemaError: the message contains the command to run.
+        """
+        current = self.store.dialect
+        state = await tables.check(db, current)
+        if state.schema is not None:
+            # named in full from here on, so that a handler's own search_path cannot hide them
+            self.store.dialect = dialect(current.name, state.schema)
+        self.checked = True
+
+    # -- who comes in -------------------------------------------------------------------------
+
+    async def deliver(
         self,
-        operation: Callable[[], Steps[T]],
-        *,
-        consumer: str | None = None,
-        for_s: float | None = None,
-        stop: Callable[[], bool] | None = None,
-    ) -> Steps[T]:
-        """Repeat an operation until the database answers; see `patience.persistently`."""
-        return persistently(operation, self.events, consumer=consumer, for_s=for_s, stop=stop)
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        holder: Holder | None = None,
+        claim: Claim = NEW,
+    ) -> dict[str, Answer]:
+        """Process messages whose ids differ; returns the outcome of each id.
+
+        Ids that another thread of this process works on are waited for, up to the lock time-out.
+
+        Args:
+            holder: who runs one batch behind another, see `waiting.Holder`.
+
+        Guarantee: PROCESSED and the effects of the handler's transaction are one commit. After a
+        crash anywhere, delivering again processes what was not processed, and nothing twice.
+        """
+        ids = [arrival.message_id for arrival in arrivals]
+        if self.in_flight.enter_all(handler.consumer, ids, holder):
+            try:
+                return await self._run(db, handler, arrivals, claim)
+            finally:
+                self.in_flight.leave(handler.consumer, *ids, holder=holder)
+        return await self._deliver_what_is_free(db, handler, arrivals, holder, claim)
+
+    async def _deliver_what_is_free(
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        holder: Holder | None,
+        claim: Claim,
+    ) -> dict[str, Answer]:
+        """Process first what nobody works on, then the others one by one: who waits for an id holds none."""
+        consumer, in_order = handler.consumer, handler.options.in_order
+        settled: dict[str, Answer] = {}
+        free: list[Arrival] = []
+        busy: list[Arrival] = []
+        # a message that another thread works on holds its key
+        keys: set[str | None] = set()
+        try:
+            for arrival in arrivals:
+                key = arrival.message.key if in_order else None
+                held = key is not None and key in keys
+                if held or self.in_flight.enter(consumer, arrival.message_id, holder) is not None:
+                    busy.append(arrival)
+                    keys.add(key)
+                else:
+                    free.append(arrival)
+            if free:
+                settled.update(await self._run(db, handler, free, claim))
+        finally:
+            self.in_flight.leave(consumer, *[arrival.message_id for arrival in free], holder=holder)
+        keys = set()
+        for arrival in busy:
+            key, message_id = arrival.message.key if in_order else None, arrival.message_id
+            held = key is not None and key in keys
+            if held or not await self.waiting.for_id(db, consumer, message_id, holder):
+                if claim.lease is not None:
+                    await self._given_back(db, handler, arrival, claim.lease, _RELEASED_S)
+                settled[message_id] = self.held(handler, arrival)
+                keys.add(key)
+                continue
+            try:
+                settled.update(await self._run(db, handler, [arrival], claim))
+            finally:
+                self.in_flight.leave(consumer, message_id, holder=holder)
+            if not settled[message_id].outcome.settles:
+                keys.add(key)
+        return settled
+
+    async def run_leased(
+        self, db: Session, handler: Handler, leased: Leased, lease_token: str
+    ) -> Answer:
+        """Process one row that this worker has leased.
+
+        Guarantee: a worker whose lease was given to another can run the handler, it cannot commit.
+        """
+        return (await self.run_leased_many(db, handler, [leased], lease_token))[0]
+
+    async def run_leased_many(
+        self, db: Session, handler: Handler, rows: Sequence[Leased], lease_token: str
+    ) -> list[Answer]:
+        """Process rows that this worker has leased, in their order, in one transaction where that can be.
+
+        Guarantee: as `run_leased`.
+        """
+        claim, settled = Claim(lease=lease_token), dict[str, Answer]()
+        arrivals = [leased.arrival for leased in rows]
+        parts = [arrivals] if divides(handler, batch=True) else [[each] for each in arrivals]
+        for part in parts:
+            settled.update(await self.deliver(db, handler, part, claim=claim))
+        return [settled[arrival.message_id] for arrival in arrivals]
+
+    async def replay(self, db: Session, handler: Handler, arrival: Arrival) -> Answer:
+        """Run a processed message once more; when it fails its row stays `processed` (SEMANTICS 7.4).
+
+        It keeps its payload, and what it was answered with.
+        """
+        if handler.options.keep_result and handler.options.reply_to is not None:
+            replied = await self.store.result(db, handler.consumer, arrival.message_id)
+            arrival = replace(arrival, replied=replied)
+        return (await self._run(db, handler, [arrival], Claim(replay=True)))[arrival.message_id]
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    async def _run(
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim
+    ) -> dict[str, Answer]:
+        """Run the transaction, then act on how it ended, until every message has its answer."""
+        if not handler.options.transactional:
+            return {
+                arrival.message_id: await self._run_outside(db, handler, arrival, claim)
+                for arrival in arrivals
+            }
+        batch_size, consumer = self.batch_sizes.of(handler), handler.consumer
+        settled: dict[str, Answer] = {}
+        unsettled, tries, known = arrivals, 0, claim is not NEW
+        group = self.batch_sizes.group(handler, batch_size, len(unsettled))
+        if (
+            not known
+            and len(unsettled) > 1
+            and batch_size.looks_first
+            and self.transaction.looks_up(handler, unsettled)
+        ):
+            known, settled = True, await self._finished_before(db, handler, batch_size, unsettled)
+            unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
+        while unsettled:
+            together = len(unsettled) > 1
+            ran = await self.transaction.run(
+                db, handler, unsettled, claim, group=group if together else 0
+            )
+            if ran.end is End.COMMITTED:
+                if not claim.replay:
+                    batch_size.committed(
+                        len(unsettled),
+                        time.monotonic() - ran.claimed_at,
+                        len(ran.failed),
+                        None if known else len(unsettled) - len(ran.fresh),
+                    )
+                settled.update(await self._committed(db, handler, unsettled, claim, ran))
+            elif ran.end is End.WAITS:
+                behind = [arrival for arrival in unsettled if arrival.message_id in ran.waiting]
+                settled.update(await self._put_behind(db, handler, behind, claim))
+            elif together and ran.end is End.RAISED and not group and divides(handler):
+                batch_size.failed(len(unsettled))
+                group = batch_size.group or len(unsettled)
+            elif (
+                together
+                and ran.end is End.BROKEN
+                and (left := await self._left(db, handler, unsettled, claim, ran))
+            ):
+                batch_size.conflicted(len(unsettled))
+                settled.update(left)
+            elif _may_be_tried_again(claim, ran.end, together=together, tries=tries) and (
+                await self.waiting.for_conflict(
+                    db, consumer, tries + 1, ran.database_error, told=ran.end is not End.AMBIGUOUS
+                )
+            ):
+                tries += 1
+            elif together and not (ran.end is End.AMBIGUOUS and claim.lease is not None):
+                settled.update(await self._apart(db, handler, unsettled, claim, ran.end))
+            else:
+                for arrival in unsettled:
+                    answer = await self._failed(db, handler, arrival, claim, ran)
+                    if answer is not None:
+                        settled[arrival.message_id] = answer
+            if len(settled) == len(arrivals):
+                break
+            unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
+        return settled
+
+    async def _finished_before(
+        self,
+        db: Session,
+        handler: Handler,
+        batch_size: BatchSize,
+        arrivals: Sequence[Arrival],
+    ) -> dict[str, Answer]:
+        """Look a batch up before it is claimed, when most of what came last had been finished before."""
+        finished = await self.transaction.finished_before(db, handler, arrivals)
+        batch_size.met(len(arrivals), len(finished))
+        if self.events:
+            for arrival in arrivals:
+                if arrival.message_id in finished:
+                    self.events.emit(MessageDuplicate(**where(handler, arrival)))
+        return dict.fromkeys(finished, DUPLICATE)
+
+    async def _put_behind(
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim
+    ) -> dict[str, Answer]:
+        """Have messages wait in the table for those that come first; returns those that do.
+
+        Who is not among them is there already, which the next claim meets.
+        """
+        delay_s = 0.0 if handler.options.sequence is None else _GAP_LOOK_S
+        if claim.lease is not None:
+            for arrival in arrivals:
+                await self._given_back(db, handler, arrival, claim.lease, delay_s)
+            return {arrival.message_id: Answer(Outcome.DEFERRED) for arrival in arrivals}
+        store, token = self.store, secrets.token_hex(16)
+        try:
+            storing = store.storing(handler.consumer, arrivals, token=token, delay_s=delay_s)
+            results = await db.begin(store.begin_bounded(self.limits.lock_timeout, storing))
+            fresh = await store.stored(db, handler.consumer, arrivals, results[-1], token=token)
+            await db.commit(store.commit_bounded())
+        except StoreError as error:
+            if error.fault is not Fault.LOCK_TIMEOUT:
+                raise
+            await store.lock_timed_out(db)
+            return {arrival.message_id: self.held(handler, arrival) for arrival in arrivals}
+        if self.events:
+            for arrival in arrivals:
+                if arrival.message_id in fresh:
+                    self.events.emit(MessageWaits(**where(handler, arrival)))
+        return dict.fromkeys(fresh, Answer(Outcome.DEFERRED))
+
+    async def _left(
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        claim: Claim,
+        ran: TransactionResult,
+    ) -> dict[str, Answer]:
+        """A handler left the transaction of its batch: what that makes unknown is dead, and never run again."""
+        settled: dict[str, Answer] = {}
+        for arrival in arrivals:
+            if arrival.message_id in ran.unknown:
+                parked = await self._recorder.parked(
+                    db, handler, arrival, BROKEN, token=claim.lease or ""
+                )
+                if parked is not None:
+                    settled[arrival.message_id] = parked
+        return settled
+
+    async def _apart(
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        claim: Claim,
+        end: End,
+    ) -> dict[str, Answer]:
+        """Divide a batch that failed, from left to right, until the culprit costs only itself.
+
+        After a conflict each message is alone at once: halves would meet the same rows in the same order.
+        """
+        size = 1
+        if end in (End.CONFLICT, End.LOCKED, End.BROKEN):
+            self.batch_sizes.of(handler).conflicted(len(arrivals))
+        elif end in (End.RAISED, End.REFUSED):
+            size = (len(arrivals) + 1) // 2
+        settled: dict[str, Answer] = {}
+        keys: set[str] = set()
+        for at in range(0, len(arrivals), size):
+            part: list[Arrival] = []
+            for arrival in arrivals[at : at + size]:
+                if handler.options.in_order and arrival.message.key in keys:
+                    settled[arrival.message_id] = self.held(handler, arrival)
+                else:
+                    part.append(arrival)
+            if not part:
+                continue
+            settled.update(await self._run(db, handler, part, claim))
+            keys.update(
+                arrival.message.key
+                for arrival in part
+                if not settled[arrival.message_id].outcome.settles
+                and arrival.message.key is not None
+            )
+        return settled
+
+    async def _run_outside(
+        self, db: Session, handler: Handler, arrival: Arrival, claim: Claim
+    ) -> Answer:
+        """Run a handler outside any transaction and complete its row, fenced, afterwards."""
+        assert claim.lease is not None, "work outside a transaction is leased"
+        began = time.monotonic()
+        try:
+            returned = await handled(db, handler, [arrival])
+        except Raised as raised:
+            failure = self._recorder.described(handler, raised.error, raised.database_error)
+            parked = await self._recorder.parked(db, handler, arrival, failure, token=claim.lease)
+            return parked or _ANOTHERS
+        handler_s = time.monotonic() - began
+
+        async def complete(db: Session) -> Answer:
+            ran = await self.transaction.run(db, handler, [arrival], claim, returned=returned)
+            if ran.end is not End.COMMITTED:
+                raise _lost(ran)
+            if ran.fresh:
+                if self.events:
+                    self._tell_of_commit(handler, ran, handler_s)
+                return self._processed(handler, arrival, ran, began)
+            # another's by now, or committed by the COMMIT whose answer was lost
+            return await self._as_it_stands(db, handler, arrival, ran, began)
+
+        return await self.persistently(db, complete, consumer=handler.consumer)
+
+    # -- one message's outcome ----------------------------------------------------------------
+
+    async def _committed(
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        claim: Claim,
+        ran: TransactionResult,
+    ) -> dict[str, Answer]:
+        """The outcomes in a transaction that has committed.
+
+        Who is missing was another's when it was claimed and pruned when it was read: it is to be claimed again.
+        """
+        settled: dict[str, Answer] = {}
+        fresh, failed, heard = ran.fresh, ran.failed, bool(self.events)
+        if heard and fresh:
+            self._tell_of_commit(handler, ran, ran.handled_at - ran.claimed_at)
+        plain = not (ran.results or ran.gap is not None or heard)
+        for arrival in arrivals:
+            message_id = arrival.message_id
+            if message_id in fresh:
+                if message_id in failed:
+                    settled[message_id] = self._recorder.told(handler, arrival, failed[message_id])
+                elif plain and arrival.message.attempt == 1:
+                    settled[message_id] = _AT_ONCE
+                else:
+                    settled[message_id] = self._processed(handler, arrival, ran, ran.claimed_at)
+            elif claim is not NEW:
+                # the fence matched nothing: the lease ran out and the row is another's
+                settled[message_id] = _ANOTHERS
+            elif (row := ran.existing.get(message_id)) is not None:
+                settled[message_id] = await self.met(db, handler, arrival, row)
+        return settled
+
+    def _tell_of_commit(self, handler: Handler, ran: TransactionResult, handler_s: float) -> None:
+        """Tell of a transaction that has committed just now."""
+        self.events.emit(
+            TransactionCommitted(
+                consumer=handler.consumer,
+                messages=len(ran.fresh),
+                handler_s=handler_s,
+                commit_s=time.monotonic() - ran.handled_at,
+            )
+        )
+
+    def _processed(
+        self, handler: Handler, arrival: Arrival, ran: TransactionResult, began: float
+    ) -> Answer:
+        attempt = arrival.message.attempt
+        if ran.gap is not None:
+            self.events.emit(
+                SequenceGap(
+                    **where(handler, arrival),
+                    expected=ran.gap,
+                    sequence=arrival.message.sequence or 0,
+                )
+            )
+        if self.events:
+            now = time.monotonic()
+            self.events.emit(
+                MessageProcessed(
+                    consumer=handler.consumer,
+                    message_id=arrival.message_id,
+                    topic=arrival.message.topic,
+                    attempt=attempt,
+                    duration_s=now - began,
+                    latency_s=_latency_s(arrival, now),
+                )
+            )
+        return Answer(Outcome.PROCESSED, attempt, ran.results.get(arrival.message_id))
+
+    async def met(self, db: Session, handler: Handler, arrival: Arrival, row: Existing) -> Answer:
+        """Decide by the row that stands under this id (SEMANTICS 2.12)."""
+        place = where(handler, arrival)
+        if row.differs(arrival.hash):
+            await self.quarantine(
+                db, handler.consumer, arrival.message, arrival.message_id, arrival.hash or b"",
+                "Another payload came under an id that is known: the producer reuses ids, or a message was altered.",
+            )  # fmt: skip
+            return Answer(Outcome.QUARANTINED)
+        if row.status in (Status.PROCESSED, Status.DEAD, Status.DISCARDED):
+            if self.events:
+                self.events.emit(MessageDuplicate(**place))
+            result = None
+            if handler.options.keep_result and row.status == Status.PROCESSED:
+                result = await self.store.result(db, handler.consumer, arrival.message_id)
+            return Answer(Outcome.DUPLICATE, json=result)
+        if row.status == Status.PROCESSING and not row.leased:
+            # committed without a lease: only a handler that committed by itself leaves this (SEMANTICS 2.3)
+            parked = await self._recorder.parked(
+                db, handler, arrival, BROKEN, token=row.token or ""
+            )
+            return parked or Answer(Outcome.DUPLICATE)
+        if not row.has_payload:
+            await db.begin((self.store.return_payload(handler.consumer, arrival),))
+            await db.commit()
+        if self.events:
+            self.events.emit(MessageDeferred(**place))
+        return Answer(Outcome.DEFERRED)
+
+    async def _failed(
+        self,
+        db: Session,
+        handler: Handler,
+        arrival: Arrival,
+        claim: Claim,
+        ran: TransactionResult,
+    ) -> Answer | None:
+        """The outcome of a message whose transaction has not committed, and is not tried again as it was.
+
+        None: claim again, which says whose it is: the row is somebody else's by now, or that of a COMMIT which
+        took effect whatever was answered.
+        """
+        if ran.end is End.LOCKED and claim is NEW:
+            return self.held(handler, arrival)
+        unclaimed = ran.end is End.CONFLICT and not ran.fresh and not claim.replay
+        if unclaimed or ran.end in (End.AMBIGUOUS, End.LOCKED):
+            # nothing of the handler's is known to have failed, so there is no attempt to record
+            if claim.lease is None:
+                raise _lost(ran)
+            # it waits for a commit in flight, then matches nothing
+            if await self._given_back(db, handler, arrival, claim.lease, _RELEASED_S):
+                return Answer(Outcome.DEFERRED)
+            return await self._as_it_stands(db, handler, arrival, ran)
+        failure = BROKEN
+        if ran.end is not End.BROKEN:
+            assert ran.error is not None, "it ended with one"
+            # a handler that loses its connection each time, while the next one is there, is a failure too
+            failure = self._recorder.described(handler, ran.error, ran.database_error)
+        if claim.replay:
+            attempt = failures.attempt(
+                self.store, handler.consumer, arrival, failure, status="replay failed"
+            )
+            await db.begin((attempt,))
+            await db.commit()
+            return Answer(Outcome.FAILED, arrival.message.attempt)
+        parked = await self._recorder.parked(db, handler, arrival, failure, token=claim.lease or "")
+        if parked is not None or claim is NEW:
+            return parked
+        if ran.end is End.REFUSED:
+            # it took effect, whatever was answered
+            return await self._as_it_stands(db, handler, arrival, ran)
+        return _ANOTHERS
+
+    async def _as_it_stands(
+        self,
+        db: Session,
+        handler: Handler,
+        arrival: Arrival,
+        ran: TransactionResult,
+        began: float | None = None,
+    ) -> Answer:
+        await db.begin()
+        rows = await self.store.classify(db, handler.consumer, [arrival.message_id])
+        await db.commit()
+        row = rows.get(arrival.message_id)
+        if row is not None and row.status == Status.PROCESSED:
+            return self._processed(
+                handler, arrival, ran, began or ran.claimed_at or time.monotonic()
+            )
+        return _ANOTHERS
+
+    async def _given_back(
+        self, db: Session, handler: Handler, arrival: Arrival, lease: str, delay_s: float
+    ) -> int:
+        """Release a leased row; returns 0 when it is not ours any more."""
+        return await self.persistently(
+            db,
+            lambda db: leases.release(
+                db,
+                self.store,
+                handler.consumer,
+                [arrival.message_id],
+                token=lease,
+                delay_s=delay_s,
+            ),
+            consumer=handler.consumer,
+        )
+
+    def held(self, handler: Handler, arrival: Arrival) -> Answer:
+        """The outcome of a message that another transaction holds, or whose key is held."""
+        if self.events:
+            self.events.emit(MessageInFlight(**where(handler, arrival)))
+        return Answer(Outcome.IN_PROGRESS)
+
+    async def quarantine(
+        self, db: Session, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str
+    ) -> None:
+        """Set a message aside in a transaction of its own, and raise the alarm."""
+        await db.begin(
+            (
+                self.store.quarantine(
+                    consumer, message, message_id=message_id, hashed=hashed, reason=reason,
+                    payload_limit=self.limits.quarantined_bytes,
+                ),
+            )
+        )  # fmt: skip
+        await db.commit()
+        self.events.emit(
+            MessageQuarantined(
+                consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
+            )
+        )
+
+
+def _may_be_tried_again(claim: Claim, end: End, *, together: bool, tries: int) -> bool:
+    """Say whether an end is nobody's failure, as long as the budget of tries lasts; once, of a batch.
+
+    A doubt about new messages is decided by claiming again on another connection, never by SELECT; while the
+    database is away that raises, and the budget is that of `Waiting.persistently`. A doubt about leased rows
+    is decided by their release.
+    """
+    if together and tries:
+        return False
+    if end is End.LOST:
+        return True
+    if end is End.AMBIGUOUS:
+        return claim is NEW
+    # a batch is divided then; and who holds an id of a new message is not waited for twice
+    return not together and (end is End.CONFLICT or (end is End.LOCKED and claim is not NEW))
+
+
+def _latency_s(arrival: Arrival, now: float) -> float | None:
+    """Seconds since a message came to this process, or to the table."""
+    if arrival.received:
+        return now - arrival.received
+    came = arrival.message.received_at
+    # by the clock of the database, which may be ahead
+    return None if came is None else max(0.0, time.time() - came.timestamp())
+
+
+def _lost(ran: TransactionResult) -> StoreError:
+    """The error for a transaction that a wait may cure: its own, or the loss of its connection."""
+    if ran.database_error is not None and ran.end not in (End.AMBIGUOUS, End.REFUSED):
+        return ran.database_error
+    return StoreUnavailable(
+        "The database connection was lost.",
+        fault=Fault.UNAVAILABLE,
+        code=ran.database_error.code if ran.database_error else None,
+    )
+
+
+# -- how many share a transaction -------------------------------------------------------------
+
+# subtransactions past 64 overflow a backend's cache in PostgreSQL, and every snapshot pays for it
+_SAVEPOINTS_MAX = 64
+_CALM_S = (1.0, 60.0)
+_FORGETS = 0.02
+# above this share of duplicates a batch is looked up before it is claimed
+_REPLAYED = 0.5
+# below this share of failures a failed batch is rare enough to be run twice
+_RARE = 0.0005
+
+
+class BatchSize:
+    """The size of one handler's transactions, learned from how they end.
+
+    It doubles from one while twice as much would stay under `Batching.duration`, and halves above
+    that. After a conflict it stays under half of what conflicted, for longer each time that
+    conflicts come back: batches that lock the same rows in different orders are slower than no batches.
+    """
+
+    def __init__(self, batching: Batching) -> None:
+        self._longest_s = batching.duration.total_seconds()
+        self._most = self._ceiling = batching.messages
+        self.forget_parent()
+        forgets_parent(self)
+        self._size = 1
+        self._raise_at = 0.0
+        self._calm_s = 0.0
+        self._failures = 0.0
+        self._repeats = 0.0
+
+    def forget_parent(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def messages(self) -> int:
+        """Messages for the next transaction, 1 or more."""
+        return min(self._size, _SAVEPOINTS_MAX) if self._failures > _RARE else self._size
+
+    def committed(
+        self, messages: int, took_s: float, failed: int = 0, finished: int | None = None
+    ) -> None:
+        """A transaction of this many messages has committed.
+
+        Args:
+            failed: as many of them had failed.
+            finished: as many had been finished before, where that is news; see `met`.
+        """
+        with self._lock:
+            weight = 1 - (1 - _FORGETS) ** messages
+            self._failures += (failed / messages - self._failures) * weight
+            if finished is not None:
+                self._repeats += (finished / messages - self._repeats) * weight
+            if self._ceiling < self._most and time.monotonic() > self._raise_at:
+                self._ceiling = min(self._ceiling * 2, self._most)
+                self._raise_at = time.monotonic() + self._calm_s
+            if took_s > self._longest_s:
+                self._size = max(1, messages // 2)
+            elif (
+                # duplicates leave less to run than was taken: half of it tells enough
+                2 * messages >= self._size and took_s * 2 * self._size / messages < self._longest_s
+            ):
+                self._size = min(self._size * 2, self._ceiling)
+
+    def conflicted(self, messages: int) -> None:
+        """A transaction of this many messages lost against another one."""
+        with self._lock:
+            lower = max(1, messages // 2)
+            if messages == 1 or lower >= self._ceiling:
+                # the other side of a conflict that is known
+                return
+            first_s, longest_s = _CALM_S
+            self._calm_s = min(max(first_s, self._calm_s * 2), longest_s)
+            self._raise_at = time.monotonic() + self._calm_s
+            self._ceiling = lower
+            self._size = min(self._size, lower)
+
+    def failed(self, messages: int) -> None:
+        """A transaction failed because of one of its messages."""
+        with self._lock:
+            self._failures += (1 / messages - self._failures) * (1 - (1 - _FORGETS) ** messages)
+
+    def met(self, messages: int, finished: int) -> None:
+        """Of so many messages so many had been finished before."""
+        with self._lock:
+            weight = 1 - (1 - _FORGETS) ** messages
+            self._repeats += (finished / messages - self._repeats) * weight
+
+    @property
+    def looks_first(self) -> bool:
+        """True while most of what comes has been finished before: a read costs less than a claim that loses."""
+        return self._repeats > _REPLAYED
+
+    @property
+    def group(self) -> int:
+        """Messages that share a savepoint; 0 for none, where failures are rare.
+
+        With p failures a message, groups of 1/sqrt(p) balance the savepoints set against the messages
+        that run again because a neighbour failed.
+        """
+        if self._failures <= _RARE:
+            return 0
+        return max(1, min(_SAVEPOINTS_MAX, round(1 / math.sqrt(self._failures))))
+
+
+class BatchSizes:
+    """How the transactions of each handler are sized and divided."""
+
+    def __init__(self, store: InboxStore, batching: Batching) -> None:
+        self._store = store
+        self._batching = batching
+        self._batch_sizes: dict[tuple[str, int], BatchSize] = {}
+
+    def of(self, handler: Handler) -> BatchSize:
+        """The pace of one handler."""
+        key = (handler.consumer, id(handler.function))
+        batch_size = self._batch_sizes.get(key)
+        if batch_size is None:
+            batching = self._batching
+            options = handler.options
+            counted = options.pause_after is not None
+            if counted or (not self._store.dialect.refuses_commit and not options.batch):
+                # nothing stops a handler's COMMIT there: it would commit its neighbours' claims too; and failures
+                # that are counted are met one by one
+                batching = replace(batching, messages=1)
+            # two threads that come first together make two: the one kept is the one both find next
+            batch_size = self._batch_sizes.setdefault(key, BatchSize(batching))
+        return batch_size
+
+    def group(self, handler: Handler, batch_size: BatchSize, messages: int) -> int:
+        """How many messages of a batch share a savepoint at the first try; 0 for none."""
+        if messages == 1 or not divides(handler):
+            return 0
+        return 1 if self._store.dialect.cheap_savepoints else batch_size.group
+
+
+def divides(handler: Handler, *, batch: bool = False) -> bool:
+    """Say whether messages of a batch can be told apart under savepoints, or run in a batch at all."""
+    options = handler.options
+    return not options.in_order and options.transactional and (batch or not options.batch)

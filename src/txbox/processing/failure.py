@@ -1,4 +1,4 @@
-"""What is kept of a handler's failure: bounded, printable, and without the values of rows."""
+"""A handler's failure: what is kept of it (bounded, printable, without the values of rows), and its record."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import os
 import sys
 import sysconfig
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
 from txbox.errors import Reject, Retry, StoreError
-from txbox.handlers import HandlerOptions
-from txbox.policy import Limits
+from txbox.events import Events, MessageDead, MessageFailed
+from txbox.handlers import Handler, HandlerOptions
+from txbox.message import Message
+from txbox.outcome import Answer, Outcome, Status
+from txbox.policy import Limits, Redaction
+from txbox.session import Raised, Session, Transaction
+from txbox.store import failures
+from txbox.store.codec import Arrival
+from txbox.store.dialect import Dialect
 from txbox.store.failures import Failure
+from txbox.store.inbox import InboxStore
 
 # the whole package
 _HERE = str(Path(__file__).parents[1])
@@ -41,12 +51,14 @@ def failure_of(
     store: StoreError | None,
     options: HandlerOptions,
     limits: Limits,
+    redact: Redaction,
 ) -> Failure:
     """Describe a handler's exception for the table.
 
     Args:
         store: the exception in txbox's words if it came from the database; its text replaces the
             driver's, which may quote rows.
+        redact: what its text must not show, before it is cut: half a secret matches no rule.
     """
     text = str(store) if store is not None else _text_of(error)
     cause = store.__cause__ if store is not None and not store.definite else None
@@ -62,7 +74,9 @@ def failure_of(
     )
     return Failure(
         error_type=printable(type(error).__name__, 255),
-        error=printable(f"{text}\n\n{''.join(frames)}" if frames else text, limits.error_bytes),
+        error=printable(
+            redact.error(f"{text}\n\n{''.join(frames)}" if frames else text), limits.error_bytes
+        ),
         fingerprint=fingerprint(error),
         final=final,
         delay_s=delay_s,
@@ -70,7 +84,7 @@ def failure_of(
     )
 
 
-def shown(error: BaseException, text: str, depth: int = 8) -> BaseException:
+def shown(error: BaseException, text: str, redact: Redaction, depth: int = 8) -> BaseException:
     """An exception as a log may have it: type, frames and `text`, and so for what it came from.
 
     The texts of libraries, which quote rows and payloads, are left out; what an exception holds stays behind.
@@ -88,9 +102,11 @@ def shown(error: BaseException, text: str, depth: int = 8) -> BaseException:
     stand_in.__traceback__ = trace
     if depth:
         if error.__cause__ is not None:
-            stand_in.__cause__ = shown(error.__cause__, _harmless(error.__cause__), depth - 1)
+            told = redact.error(_harmless(error.__cause__))
+            stand_in.__cause__ = shown(error.__cause__, told, redact, depth - 1)
         elif error.__context__ is not None and not error.__suppress_context__:
-            stand_in.__context__ = shown(error.__context__, _harmless(error.__context__), depth - 1)
+            told = redact.error(_harmless(error.__context__))
+            stand_in.__context__ = shown(error.__context__, told, redact, depth - 1)
     return stand_in
 
 
@@ -139,3 +155,129 @@ def _frames(trace: TracebackType | None) -> list[str]:
 def _foreign(filename: str) -> bool:
     # compiled modules name their files relative to a source tree that is not here
     return not Path(filename).is_absolute() or filename.startswith((_HERE + os.sep, *_LIBRARIES))
+
+
+# -- its record -------------------------------------------------------------------------------
+
+
+class Letters(Protocol):
+    """What is staged when a message is given up."""
+
+    async def staged(
+        self,
+        db: Transaction,
+        dialect: Dialect,
+        consumer: str,
+        message: Message[Any],
+        *,
+        attempts: int,
+        error_type: str,
+    ) -> None: ...
+
+
+class Recorded(NamedTuple):
+    """A failure that stands in the table, or will when its batch's transaction has committed."""
+
+    failure: Failure
+    dead: bool
+    attempt: int
+
+
+class Recorder:
+    """Parks messages whose handler failed (SEMANTICS 3.1).
+
+    Args:
+        letters: what is staged with a message that is given up.
+    """
+
+    def __init__(
+        self, store: InboxStore, events: Events, limits: Limits, letters: Letters | None = None
+    ) -> None:
+        self._store = store
+        self._events = events
+        self._limits = limits
+        self._letters = letters
+
+    def described(
+        self, handler: Handler, error: BaseException, database_error: StoreError | None
+    ) -> Failure:
+        """What is to be recorded of an exception; see `failure_of`."""
+        redact = self._store.columns.redact
+        return failure_of(error, database_error, handler.options, self._limits, redact)
+
+    async def parked(
+        self, db: Session, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
+    ) -> Answer | None:
+        """Record a failure in a transaction of its own; None when the row is not ours to write."""
+        failure = failures.drawn(failure, arrival, handler.options.retry)
+        row = await failures.record(
+            db,
+            self._store,
+            handler.consumer,
+            arrival,
+            failure,
+            handler.options.retry,
+            token=token,
+            dying=lambda db, row: self._dying(db, handler, arrival, failure, row.attempts),
+        )
+        if row is None:
+            return None
+        return self.told(
+            handler, arrival, Recorded(failure, row.status == Status.DEAD, row.attempts)
+        )
+
+    async def parked_within(
+        self, db: Transaction, handler: Handler, arrival: Arrival, raised: Raised, token: str
+    ) -> Recorded:
+        """Record a failure in the transaction that has claimed the message under `token`."""
+        retry = handler.options.retry
+        failure = self.described(handler, raised.error, raised.database_error)
+        failure = failures.drawn(failure, arrival, retry)
+        dead, attempts = await failures.record_own(
+            db, self._store, handler.consumer, arrival, failure, retry, token=token
+        )
+        if dead:
+            await self._dying(db, handler, arrival, failure, attempts)
+        return Recorded(failure, dead, attempts)
+
+    def told(self, handler: Handler, arrival: Arrival, recorded: Recorded) -> Answer:
+        """The outcome of a failure that is on disk, and its event."""
+        failure, dead, attempts = recorded
+        text = failure.error.partition("\n")[0]
+        # the lines of a traceback quote the program, which may have a text in it that the codec hides
+        plain = failure.raised if self._store.columns.key_id is None else None
+        told: dict[str, Any] = {
+            **where(handler, arrival),
+            "attempt": attempts,
+            "error_type": failure.error_type,
+            "error": self._store.columns.told(text),
+            "exception": None if plain is None else shown(plain, text, self._store.columns.redact),
+        }
+        if dead:
+            self._events.emit(MessageDead(**told))
+        else:
+            self._events.emit(MessageFailed(**told, retry_in_s=failure.delay_s or 0.0))
+        return Answer(Outcome.DEAD if dead else Outcome.FAILED, attempts)
+
+    async def _dying(
+        self, db: Transaction, handler: Handler, arrival: Arrival, failure: Failure, attempts: int
+    ) -> None:
+        """What else is written in the transaction that makes a message dead."""
+        if self._letters is not None and handler.options.dead_letter_topic is not None:
+            await self._letters.staged(
+                db,
+                self._store.dialect,
+                handler.consumer,
+                replace(arrival.message, id=arrival.message_id),
+                attempts=attempts,
+                error_type=failure.error_type,
+            )
+
+
+def where(handler: Handler, arrival: Arrival) -> dict[str, str]:
+    """What every event says of the message it is about."""
+    return {
+        "consumer": handler.consumer,
+        "message_id": arrival.message_id,
+        "topic": arrival.message.topic,
+    }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from txbox.errors import Fault, StoreError, UnusableMessage
@@ -17,9 +19,10 @@ from txbox.outcome import DUPLICATE, Answer, Outcome
 from txbox.policy import Lease
 from txbox.processing.attempt import InboxProtocol
 from txbox.processing.failure import printable
-from txbox.processing.in_flight import Holder
-from txbox.steps import Steps
+from txbox.processing.waiting import Holder
+from txbox.session import Session
 from txbox.store import leases
+from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased
 from txbox.store.inbox import Existing
 
@@ -49,14 +52,60 @@ class Intake:
     def __init__(self, protocol: InboxProtocol) -> None:
         self._protocol = protocol
 
-    def take(
+    async def take_persistently(
         self,
+        db: Session,
         handler: Handler,
         messages: Sequence[Message[Any]],
         *,
         leasing: Leasing | None = None,
         holder: Holder | None = None,
-    ) -> Steps[list[Answer]]:
+        received: Sequence[float] | None = None,
+        for_s: float | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> list[Answer]:
+        """As `take`, waiting while the database is away; checks the schema first, once.
+
+        Args:
+            for_s, stop: see `Waiting.persistently`.
+
+        Raises:
+            SchemaError: the tables are missing or do not fit; the message has the command to run.
+            StoreError: it gave up, or waiting does not cure it.
+        """
+        protocol = self._protocol
+        try:
+            if not protocol.checked:
+                await protocol.persistently(
+                    db, protocol.check_schema, consumer=handler.consumer, for_s=for_s, stop=stop
+                )
+            return await protocol.persistently(
+                db,
+                lambda db: self.take(
+                    db, handler, messages, leasing=leasing, holder=holder, received=received
+                ),
+                consumer=handler.consumer,
+                for_s=for_s,
+                stop=stop,
+            )
+        except StoreError as error:
+            if error.fault in (Fault.SCHEMA, Fault.OTHER):
+                # an undefined table has a remedy, and its sentence names the command
+                await protocol.check_schema(db)
+            if error.fault is Fault.SCHEMA:
+                raise tables.incomplete(error) from None
+            raise
+
+    async def take(
+        self,
+        db: Session,
+        handler: Handler,
+        messages: Sequence[Message[Any]],
+        *,
+        leasing: Leasing | None = None,
+        holder: Holder | None = None,
+        received: Sequence[float] | None = None,
+    ) -> list[Answer]:
         """Bring messages to an outcome each, in their order.
 
         Copies of one id share the first one's fate; a copy with another payload is quarantined.
@@ -65,33 +114,36 @@ class Intake:
             leasing: new messages are stored, leased and left to the caller to run and to keep
                 leased; their outcome is DEFERRED. For work that must be counted, or be one
                 worker's, before it begins (SEMANTICS 4.4, 4.6).
-            holder: who runs one batch behind another, see `in_flight.Holder`.
+            holder: who runs one batch behind another, see `waiting.Holder`.
+            received: when each came, by `time.monotonic`; None is now.
 
         Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
         quarantine row.
         """
         known: dict[str, Arrival] = {}
         ids: list[str] = []
-        for message in messages:
-            own_id = ""  # no message has this one
+        now = time.monotonic() if received is None else 0.0
+        for index, message in enumerate(messages):
+            message_id = ""  # no message has this one
             try:
                 arrival = handler.arrival(message, self._protocol.limits)
             except UnusableMessage as error:
-                yield from self._quarantined(
-                    handler.consumer, message, error.message_id, str(error)
-                )
+                await self._quarantined(db, handler.consumer, message, error.message_id, str(error))
             else:
-                own_id = arrival.message_id
-                first = known.setdefault(own_id, arrival)
+                arrival.received = now if received is None else received[index]
+                message_id = arrival.message_id
+                first = known.setdefault(message_id, arrival)
                 if first is not arrival and first.differs(arrival):
-                    yield from self._quarantined(handler.consumer, message, own_id, _TWO_PAYLOADS)
-                    own_id = ""
-            ids.append(own_id)
+                    await self._quarantined(
+                        db, handler.consumer, message, message_id, _TWO_PAYLOADS
+                    )
+                    message_id = ""
+            ids.append(message_id)
         answers: dict[str, Answer] = {}
         if known:
-            answers = yield from self._run(handler, list(known.values()), leasing, holder)
+            answers = await self._run(db, handler, list(known.values()), leasing, holder)
         if len(known) == len(ids):
-            return [answers[own_id] for own_id in ids]
+            return [answers[message_id] for message_id in ids]
         return self._unfolded(handler, ids, answers)
 
     def _unfolded(
@@ -100,65 +152,70 @@ class Intake:
         """One outcome a message: copies share the first one's fate, those without an id are set aside."""
         outcomes: list[Answer] = []
         seen: set[str] = set()
-        for own_id in ids:
-            answer = answers[own_id] if own_id else _QUARANTINED
-            if own_id in seen and answer.outcome is Outcome.PROCESSED:
+        for message_id in ids:
+            answer = answers[message_id] if message_id else _QUARANTINED
+            if message_id in seen and answer.outcome is Outcome.PROCESSED:
                 answer = DUPLICATE
                 if self._protocol.events:
                     self._protocol.events.emit(
                         MessageDuplicate(
-                            consumer=handler.consumer, message_id=own_id, topic=handler.topic
+                            consumer=handler.consumer, message_id=message_id, topic=handler.topic
                         )
                     )
-            seen.add(own_id)
+            seen.add(message_id)
             outcomes.append(answer)
         return outcomes
 
-    def _run(
+    async def _run(
         self,
+        db: Session,
         handler: Handler,
         arrivals: list[Arrival],
         leasing: Leasing | None,
         holder: Holder | None,
-    ) -> Steps[dict[str, Answer]]:
+    ) -> dict[str, Answer]:
         if handler.options.mode == "stored" or leasing is not None:
-            return self.store(handler, arrivals, leasing)
+            return await self.store(db, handler, arrivals, leasing)
         if handler.options.transactional:
-            return self._protocol.deliver(handler, arrivals, holder)
-        return self._run_leased(handler, arrivals)
+            return await self._protocol.deliver(db, handler, arrivals, holder)
+        return await self._run_leased(db, handler, arrivals)
 
-    def store(
-        self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None = None
-    ) -> Steps[dict[str, Answer]]:
+    async def store(
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        leasing: Leasing | None = None,
+    ) -> dict[str, Answer]:
         """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones."""
         protocol, consumer = self._protocol, handler.consumer
         # ids sorted, so that two stores wait for each other instead of deadlocking, unless the order counts
         ordered = (
             list(arrivals)
             if handler.options.in_order
-            else sorted(arrivals, key=lambda arrival: arrival.message_id.encode())
+            else sorted(arrivals, key=attrgetter("message_id"))
         )
         settled: dict[str, Answer] = {}
         rows_of: dict[str, Leased] = {}
         while True:
             try:
-                fresh, found, rows = yield from self._insert(consumer, ordered, leasing)
+                fresh, found, rows = await self._insert(db, consumer, ordered, leasing)
             except StoreError as error:
                 if error.fault is not Fault.LOCK_TIMEOUT:
                     raise
-                yield from protocol.store.lock_timed_out()
-                settled.update((yield from self._stored_apart(handler, ordered, leasing)))
+                await protocol.store.lock_timed_out(db)
+                settled.update(await self._stored_apart(db, handler, ordered, leasing))
                 return settled
             rows_of.update((leased.arrival.message_id, leased) for leased in found)
             if leasing is not None:
-                yield from self._give_back(consumer, rows, leasing)
+                await self._give_back(db, consumer, rows, leasing)
             gone: list[Arrival] = []
             for arrival in ordered:
                 if arrival.message_id in fresh:
                     settled[arrival.message_id] = self._new(consumer, arrival)
                 elif arrival.message_id in rows:
-                    settled[arrival.message_id] = yield from protocol.met(
-                        handler, arrival, rows[arrival.message_id]
+                    settled[arrival.message_id] = await protocol.met(
+                        db, handler, arrival, rows[arrival.message_id]
                     )
                 else:
                     gone.append(arrival)
@@ -171,39 +228,42 @@ class Intake:
             leasing.rows += [rows_of[message_id] for message_id in order]
         return settled
 
-    def _insert(
-        self, consumer: str, arrivals: Sequence[Arrival], leasing: Leasing | None
-    ) -> Steps[tuple[set[str], list[Leased], dict[str, Existing]]]:
+    async def _insert(
+        self, db: Session, consumer: str, arrivals: Sequence[Arrival], leasing: Leasing | None
+    ) -> tuple[set[str], list[Leased], dict[str, Existing]]:
         """Insert in a transaction of its own; returns the new ids, which are leased, and the rows of the others."""
         store, bound = self._protocol.store, self._protocol.limits.lock_timeout
         found: list[Leased] = []
         if leasing is None:
             token = secrets.token_hex(16)
             insert = store.storing(consumer, arrivals, token=token)
-            results = yield store.begin_bounded(bound, insert)
-            fresh = yield from store.stored(consumer, arrivals, results[-1], token=token)
+            results = await db.begin(store.begin_bounded(bound, insert))
+            fresh = await store.stored(db, consumer, arrivals, results[-1], token=token)
         else:
             token, lease = leasing.token, leasing.lease
             insert = leases.storing(store, consumer, arrivals, token=token, lease=lease)
-            results = yield store.begin_bounded(bound, insert)
-            found = yield from leases.stored(
-                store, consumer, arrivals, results[-1], token=token, lease=lease
+            results = await db.begin(store.begin_bounded(bound, insert))
+            found = await leases.stored(
+                db, store, consumer, arrivals, results[-1], token=token, lease=lease
             )
             fresh = {leased.arrival.message_id for leased in found}
-        rows = yield from store.classify(
+        rows = await store.classify(
+            db,
             consumer,
             [arrival.message_id for arrival in arrivals if arrival.message_id not in fresh],
         )
-        yield store.commit_bounded()
+        await db.commit(store.commit_bounded())
         return fresh, found, rows
 
-    def _give_back(self, consumer: str, rows: dict[str, Existing], leasing: Leasing) -> Steps[None]:
+    async def _give_back(
+        self, db: Session, consumer: str, rows: dict[str, Existing], leasing: Leasing
+    ) -> None:
         """Release what was stored by a COMMIT whose answer was lost: nobody runs it here, so nobody may lease it."""
         ours = [message_id for message_id, row in rows.items() if row.token == leasing.token]
         if ours:
             leasing.given_back = True
-            yield from leases.release(
-                self._protocol.store, consumer, ours, token=leasing.token, delay_s=0.0
+            await leases.release(
+                db, self._protocol.store, consumer, ours, token=leasing.token, delay_s=0.0
             )
 
     def _new(self, consumer: str, arrival: Arrival) -> Answer:
@@ -215,9 +275,9 @@ class Intake:
             )
         return _STORED
 
-    def _stored_apart(
-        self, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
-    ) -> Steps[dict[str, Answer]]:
+    async def _stored_apart(
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
+    ) -> dict[str, Answer]:
         """Store one by one, since another transaction holds the id of one; that one is not settled."""
         if len(arrivals) == 1:
             return {arrivals[0].message_id: self._protocol.held(handler, arrivals[0])}
@@ -227,14 +287,14 @@ class Intake:
             if handler.options.in_order and arrival.message.key in keys:
                 settled[arrival.message_id] = self._protocol.held(handler, arrival)
                 continue
-            settled.update((yield from self.store(handler, [arrival], leasing)))
+            settled.update(await self.store(db, handler, [arrival], leasing))
             if not settled[arrival.message_id].outcome.settles and arrival.message.key is not None:
                 keys.add(arrival.message.key)
         return settled
 
-    def _run_leased(
-        self, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> Steps[dict[str, Answer]]:
+    async def _run_leased(
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival]
+    ) -> dict[str, Answer]:
         """Store, lease and run at once, without heartbeats: the lease covers the handler's `timeout=`."""
         lease, timeout = self._protocol.lease, handler.options.timeout
         if timeout is not None:
@@ -243,17 +303,18 @@ class Intake:
         for arrival in arrivals:
             # one by one: a lease must not run while another message has its turn
             leasing = Leasing(lease)
-            settled.update((yield from self.store(handler, [arrival], leasing)))
+            settled.update(await self.store(db, handler, [arrival], leasing))
             for leased in leasing.rows:
-                settled[arrival.message_id] = yield from self._protocol.run_leased(
-                    handler, leased, leasing.token
+                settled[arrival.message_id] = await self._protocol.run_leased(
+                    db, handler, leased, leasing.token
                 )
         return settled
 
-    def _quarantined(
-        self, consumer: str, message: Message[Any], message_id: str, reason: str
-    ) -> Steps[None]:
-        yield from self._protocol.quarantine(
+    async def _quarantined(
+        self, db: Session, consumer: str, message: Message[Any], message_id: str, reason: str
+    ) -> None:
+        await self._protocol.quarantine(
+            db,
             consumer,
             presentable(message),
             message_id,
@@ -261,9 +322,9 @@ class Intake:
             reason,
         )
 
-    def unmatched(self, message: Message[Any], reason: str) -> Steps[None]:
+    async def unmatched(self, db: Session, message: Message[Any], reason: str) -> None:
         """Keep a message that no handler consumes, under no consumer's name."""
-        yield from self._quarantined("", message, _shown_id(message), reason)
+        await self._quarantined(db, "", message, _shown_id(message), reason)
 
 
 def presentable(message: Message[Any]) -> Message[Any]:

@@ -1,4 +1,4 @@
-"""The relay: staged messages leave the outbox."""
+"""The relay: sends staged messages from the outbox."""
 
 from txbox.relay.relay import Relay as Relay
 from txbox.relay.relays import Relays as Relays

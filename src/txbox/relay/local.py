@@ -1,8 +1,9 @@
-"""Staged messages for this app's own consumers: pending inbox rows, in the transaction that marks them."""
+"""Staged messages for this app's own consumers become pending inbox rows, in the transaction that marks them."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ from txbox.events import MessageQuarantined, MessageStored
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.processing.intake import presentable
-from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.session import Session, Statement
 from txbox.store.codec import Arrival
 from txbox.store.outbox import OutboxStore, Staged
 
-_OTHER_PAYLOAD = "Another payload was staged under an id that is known."
+_OTHER_PAYLOAD = "A different payload was staged under a known id."
 
 
 class LocalDelivery:
@@ -33,31 +34,31 @@ class LocalDelivery:
         self._set_aside: list[tuple[str, Message[Any], str, str]] = []
         self._stored: list[tuple[str, Arrival]] = []
 
-    def deliver(self, rows: Sequence[Staged]) -> Steps[int]:
-        """Deliver rows in their order, each of which has a consumer; returns how many, 0 when the lease was lost."""
+    async def deliver(self, db: Session, rows: Sequence[Staged]) -> int:
+        """Deliver rows in order; each has a consumer. Returns how many, or 0 if the lease was lost."""
         work = self._sorted(rows)
-        yield Begin()
+        await db.begin()
         for handler, arrivals in work.items():
-            yield from self._store(handler, arrivals)
-        for consumer, message, own_id, reason in self._set_aside:
-            yield self._quarantine(consumer, message, own_id, reason)
+            await self._store(db, handler, arrivals)
+        for consumer, message, message_id, reason in self._set_aside:
+            await db.execute(self._quarantine(consumer, message, message_id, reason))
         ids = [row.id for row in rows]
-        marked = yield self._outbox.sent(ids, token=self._token, keep=self._keep)
+        marked = await db.execute(self._outbox.sent(ids, token=self._token, keep=self._keep))
         if marked.count != len(ids):
-            # another relay has taken some over: what this one wrote goes with it
-            yield Rollback()
+            # another relay has taken some over, so what this one wrote must go
+            await db.rollback()
             return 0
-        yield Commit()
+        await db.commit()
         self._report()
         return len(ids)
 
     @property
     def consumers(self) -> set[str]:
-        """Those that have got a message which they did not have."""
+        """The consumers that got a message they did not have before."""
         return {consumer for consumer, _ in self._stored}
 
     def _sorted(self, rows: Sequence[Staged]) -> dict[Handler, dict[str, Arrival]]:
-        """The arrivals of each handler, in the order of the rows, each id once."""
+        """Return the arrivals of each handler, in the order of the rows, each id once."""
         app = self._app
         work: dict[Handler, dict[str, Arrival]] = {}
         for row in rows:
@@ -77,14 +78,14 @@ class LocalDelivery:
                     )
         return work
 
-    def _store(self, handler: Handler, arrivals: dict[str, Arrival]) -> Steps[None]:
+    async def _store(self, db: Session, handler: Handler, arrivals: dict[str, Arrival]) -> None:
         inbox, consumer = self._app.store, handler.consumer
-        fresh = yield from inbox.store(consumer, list(arrivals.values()), token=self._token)
+        fresh = await inbox.store(db, consumer, list(arrivals.values()), token=self._token)
         self._stored += [
             (consumer, arrivals[message_id]) for message_id in arrivals if message_id in fresh
         ]
-        known = yield from inbox.classify(
-            consumer, [message_id for message_id in arrivals if message_id not in fresh]
+        known = await inbox.classify(
+            db, consumer, [message_id for message_id in arrivals if message_id not in fresh]
         )
         for message_id, row in known.items():
             if row.differs(arrivals[message_id].hash):
@@ -93,12 +94,12 @@ class LocalDelivery:
                 )
 
     def _quarantine(
-        self, consumer: str, message: Message[Any], own_id: str, reason: str
+        self, consumer: str, message: Message[Any], message_id: str, reason: str
     ) -> Statement:
         return self._app.store.quarantine(
             consumer,
             presentable(message),
-            message_id=own_id,
+            message_id=message_id,
             hashed=hashlib.sha256(message.payload or b"").digest(),
             reason=reason,
             payload_limit=self._app.limits.quarantined_bytes,
@@ -106,12 +107,14 @@ class LocalDelivery:
 
     def _report(self) -> None:
         events = self._app.events
-        for consumer, message, own_id, reason in self._set_aside:
+        for consumer, message, message_id, reason in self._set_aside:
             events.emit(
                 MessageQuarantined(
-                    consumer=consumer, message_id=own_id, topic=message.topic, reason=reason
+                    consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
                 )
             )
+        for consumer, count in Counter(consumer for consumer, _ in self._stored).items():
+            self._app.activity.received(consumer, count)
         for consumer, arrival in self._stored:
             events.emit(
                 MessageStored(

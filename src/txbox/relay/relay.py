@@ -1,8 +1,8 @@
-"""The relay: takes staged messages from the outbox to where they go.
+"""The relay: sends staged messages from the outbox to their destinations.
 
 One relay serves one route, and takes no row of another. It leases rows, publishes them, waits for the
-confirmations, and only then marks them; a crash in between sends them again under the same ids. Several
-relays, in one process or on many machines, share the work by their leases.
+confirmations, and only then marks the rows. After a crash in between they are sent again under the same
+ids. Several relays, in one process or on many machines, share the work through their leases.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from txbox import steps as points
+from txbox import session as points
 from txbox.app import App
 from txbox.brokers.base import Publisher
-from txbox.brokers.cloudevents import as_binary, as_structured
-from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, StoreError
+from txbox.brokers.envelope import as_binary, as_structured
+from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, NotTried, StoreError
 from txbox.events import (
     OutgoingDead,
     OutgoingFailed,
@@ -30,12 +30,13 @@ from txbox.events import (
 from txbox.message import Message
 from txbox.outbox import Route
 from txbox.processing.failure import printable
-from txbox.processing.patience import CURABLE
+from txbox.processing.waiting import CURABLE
 from txbox.relay.local import LocalDelivery
-from txbox.steps import Begin, Commit, Statement, Steps
+from txbox.session import Operation, Session, Statement
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _log = logging.getLogger("txbox")
 
@@ -45,27 +46,27 @@ _PAUSE_S = (0.2, 10.0)
 _LOOK_S = 0.2
 _ADOPT_S = (1.0, 10.0)
 _ERROR_BYTES = 1024
-# no more than this has to be confirmed within `confirm_within`, however large the batch is
+# `confirm_within` applies to this many at a time, however large the batch is
 _WAVE = 500
 
 
 class Perform(Protocol):
-    """Carries steps out and waits for their end."""
+    """Runs an operation and waits for it to end."""
 
-    def __call__(self, steps: Steps[T]) -> T: ...
+    def __call__(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 class Relay:
     """Sends the staged messages of one route until it is stopped.
 
     Args:
-        stop: True when nothing more is to be leased; what is being published is still marked.
-        delivered: called when messages have reached consumers of this app itself, with their names.
-        polled: somebody calls `look` when a row of the outbox is due, and it does not look by itself when idle.
+        stop: True when nothing more must be leased; what is being published is still marked.
+        delivered: called with the names of this app's consumers that messages have reached.
+        polled: somebody else calls `look` when a row is due, so an idle relay does not poll itself.
 
-    Guarantee: a committed row is published at least once, always under its own id; a row is marked
-    only after its confirmation; of one key a later row is published only after the confirmation, or
-    the death, of the earlier ones that were committed before it was leased.
+    Guarantee: a committed row is published at least once, always under its own id, and marked only
+    after its confirmation. A later row of a key is published only after every earlier row that was
+    committed before it was leased is confirmed or dead.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class Relay:
             route=route.name, topics=route.topics, others=route.others, whole=local,
             **({"fits": self._consumed} if local else {}),
         )  # fmt: skip
-        #: The destination for people and metrics.
+        #: The destination, for people and in metrics.
         self.name = "local"
         if route.destination is not None:
             self._publisher = route.destination.publisher()
             self.name = self._publisher.name
 
     def run(self) -> None:
-        """Relay until stopped; always close the publisher."""
+        """Relay until stopped, then close the publisher."""
         try:
             while not self._stop():
                 if not self.turn():
@@ -113,22 +114,22 @@ class Relay:
             self.close()
 
     def wake(self) -> None:
-        """Look at the outbox soon: something may have been staged. From any thread."""
+        """Look at the outbox soon, because something may have been staged. Callable from any thread."""
         self._staged = True
         self._woken.set()
 
     def look(self) -> None:
-        """Look at the outbox once: a row is due. From any thread."""
+        """Look at the outbox once, because a row is due. Callable from any thread."""
         self._woken.set()
 
     def close(self) -> None:
-        """Give the publisher's connections back."""
+        """Close the publisher's connections."""
         if self._publisher is None:
             return
         try:
             self._publisher.close()
         except BrokerError as error:
-            # nothing is pending: every answer was waited for
+            # nothing is pending: every answer has been waited for
             _log.warning("The publisher %s did not close cleanly: %s", self.name, error)
 
     def turn(self) -> bool:
@@ -136,7 +137,7 @@ class Relay:
         if self._publisher is None and time.monotonic() >= self._adopt_at:
             self._adopt()
         token = secrets.token_hex(16)
-        look = self._patiently(lambda: self._leased(token))
+        look = self._patiently(lambda db: self._leased(db, token))
         if look is None:
             return False
         if not look.rows:
@@ -146,10 +147,11 @@ class Relay:
         send = self._deliver if self._publisher is None else self._publish
         return send(look.rows, token)
 
-    def _leased(self, token: str) -> Steps[Look]:
-        return self._store.lease(
+    async def _leased(self, db: Session, token: str) -> Look:
+        return await self._store.lease(
+            db,
             token=token,
-            # while the broker is away, one row finds out
+            # while the broker is away, a single row probes it
             limit=self._policy.batch if self._paused_at is None else 1,
             payload_bytes=self._app.batching.payload_bytes,
             lease_s=self._policy.lease.total_seconds(),
@@ -157,13 +159,13 @@ class Relay:
         )
 
     def left(self) -> bool:
-        """Say whether rows that this relay takes are due or leased."""
-        return self._perform(self._store.left(self._taken))
+        """Whether rows that this relay takes are due or leased."""
+        return self._perform(self._store.left, self._taken)
 
     def _adopt(self) -> None:
-        """Look for rows of an earlier or later release of this app, which had other consumers."""
+        """Adopt rows of an earlier or later release of this app, which had other consumers."""
         adopts = self._app.routes.adopts
-        found = self._patiently(lambda: self._store.adopt(self._route.name, adopts))
+        found = self._patiently(lambda db: self._store.adopt(db, self._route.name, adopts))
         self._adopt_s = _ADOPT_S[0] if found else min(self._adopt_s * 2, _ADOPT_S[1])
         self._adopt_at = time.monotonic() + self._adopt_s
 
@@ -172,7 +174,7 @@ class Relay:
 
     def _wait(self) -> None:
         if self._paused_at is not None:
-            # nothing that is staged brings the broker back
+            # staging more does not bring the broker back
             ends = time.monotonic() + self._pause_s
             while not self._stop() and (left_s := ends - time.monotonic()) > 0:
                 time.sleep(min(left_s, _LOOK_S))
@@ -181,7 +183,7 @@ class Relay:
         idle = self._polled and self._pause_s >= poll_s
         woken = self._woken.wait(None if idle else self._pause_s * random.uniform(0.75, 1.25))
         if self._staged:
-            # what woke it commits a moment later, and seldom comes alone
+            # whoever staged commits a moment later, and rows seldom come alone
             time.sleep(_TOGETHER_S)
         self._woken.clear()
         if self._staged:
@@ -192,10 +194,10 @@ class Relay:
     # -- to a broker --------------------------------------------------------------------------
 
     def _publish(self, rows: Sequence[Staged], token: str) -> bool:
-        """Publish in waves, of one key one message a wave, and mark what became of them."""
+        """Publish in waves with one message per key, and record what became of each."""
         started = time.monotonic()
         within_s = self._policy.confirm_within.total_seconds()
-        # another may take over what would be confirmed after this
+        # another relay may take over whatever would be confirmed later than this
         until = started + self._policy.lease.total_seconds() - 2 * within_s
         confirmed: list[Staged] = []
         failed: list[tuple[Staged, BrokerError]] = []
@@ -216,9 +218,12 @@ class Relay:
             for row, answer in zip(wave, answers, strict=True):
                 if answer is None:
                     confirmed.append(row)
+                elif isinstance(answer, NotTried):
+                    unsent.append(row)
                 else:
                     failed.append((row, answer))
-            blocked = {_key(row) for row, _ in failed if row.message.key is not None}
+            held = [*unsent, *(row for row, _ in failed)]
+            blocked = {_key(row) for row in held if row.message.key is not None}
             unsent += [row for row in left if _key(row) in blocked]
             left = [row for row in left if _key(row) not in blocked]
         points.at("relay:published")
@@ -227,7 +232,7 @@ class Relay:
             *self._failures(failed, token),
             *self._released([row.id for row in unsent], token),
         ]
-        self._patiently(lambda: _marked(statements))
+        self._patiently(lambda db: _marked(db, statements))
         points.at("relay:marked")
         self._report(confirmed, failed, time.monotonic() - started)
         return reachable
@@ -235,13 +240,16 @@ class Relay:
     def _answers(
         self, wave: Sequence[Staged], within_s: float
     ) -> Sequence[BrokerError | None] | None:
-        """Publish one wave; None when the broker cannot be reached."""
+        """Publish one wave; None if the broker cannot be reached."""
         assert self._publisher is not None
+        tracing, began_ns = self._app.tracing, time.time_ns()
         try:
             answers = self._publisher.publish([self._outgoing(row) for row in wave], within_s)
         except BrokerUnavailable as error:
             self._broker_away(error)
             return None
+        if tracing is not None:
+            tracing.sent(self.name, [row.message for row in wave], answers, began_ns)
         if self._paused_at is not None:
             self._app.events.emit(
                 RelayResumed(publisher=self.name, paused_s=time.monotonic() - self._paused_at)
@@ -262,7 +270,7 @@ class Relay:
         now = time.monotonic()
         since = self._paused_at or now
         self._paused_at = since
-        # as long again as it has been away
+        # pause for as long as it has been away so far
         pause_s = min(max(now - since, _PAUSE_S[0]), _PAUSE_S[1])
         self._app.events.emit(
             RelayPaused(publisher=self.name, reason=str(error), retry_in_s=pause_s)
@@ -286,15 +294,21 @@ class Relay:
                 row,
                 token=token,
                 dead=dead,
-                delay_s=0.0 if dead else self._policy.retry.delay_s(row.attempts + 1),
+                delay_s=0.0 if dead else self._delay_s(row, error),
                 error_type=type(error).__name__,
-                error=_told(error),
+                error=self._told(error),
             )
+
+    def _delay_s(self, row: Staged, error: BrokerError) -> float:
+        return max(self._policy.retry.delay_s(row.attempts + 1), error.retry_after_s or 0.0)
 
     def _gives_up(self, row: Staged, error: BrokerError) -> bool:
         return (
             isinstance(error, MessageRefused) or row.attempts + 1 >= self._policy.retry.max_attempts
         )
+
+    def _told(self, error: BrokerError) -> str:
+        return printable(self._app.store.columns.redact.error(str(error)), _ERROR_BYTES)
 
     def _report(
         self,
@@ -304,11 +318,23 @@ class Relay:
     ) -> None:
         emit = self._app.events.emit
         if confirmed:
-            emit(OutgoingSent(publisher=self.name, count=len(confirmed), duration_s=duration_s))
+            emit(
+                OutgoingSent(
+                    publisher=self.name,
+                    route=self._route.name,
+                    count=len(confirmed),
+                    duration_s=duration_s,
+                )
+            )
         for row, error in failed:
-            where = {"message_id": row.id, "topic": row.message.topic, "publisher": self.name}
+            where = {
+                "message_id": row.id,
+                "topic": row.message.topic,
+                "publisher": self.name,
+                "route": self._route.name,
+            }
             kind = OutgoingDead if self._gives_up(row, error) else OutgoingFailed
-            emit(kind(**where, attempt=row.attempts + 1, error=_told(error)))
+            emit(kind(**where, attempt=row.attempts + 1, error=self._told(error)))
 
     # -- to this app's own consumers ----------------------------------------------------------
 
@@ -317,9 +343,9 @@ class Relay:
         keep = bool(self._policy.keep_sent)
         reached: set[str] = set()
 
-        def delivered() -> Steps[int]:
+        async def delivered(db: Session) -> int:
             delivery = LocalDelivery(self._app, self._store, token, keep=keep)
-            count = yield from delivery.deliver(rows)
+            count = await delivery.deliver(db, rows)
             reached.update(delivery.consumers)
             return count
 
@@ -329,36 +355,36 @@ class Relay:
                 self._delivered(reached)
             self._app.events.emit(
                 OutgoingSent(
-                    publisher=self.name, count=count, duration_s=time.monotonic() - started
+                    publisher=self.name,
+                    route=self._route.name,
+                    count=count,
+                    duration_s=time.monotonic() - started,
                 )
             )
         return count is not None
 
-    def _patiently(self, operation: Callable[[], Steps[T]]) -> T | None:
-        """Carry an operation out; None when the database stays away past the lease, or on a stop.
+    def _patiently(self, operation: Callable[[Session], Awaitable[T]]) -> T | None:
+        """Run an operation; None on a stop, or if the database stays away longer than the lease.
 
-        What was published and not marked is then sent again, which its id makes a duplicate.
+        What was published but not marked is then sent again, and its id makes it a duplicate.
         """
         app = self._app
         try:
             return self._perform(
-                app.protocol.persistently(
-                    operation, for_s=self._policy.lease.total_seconds(), stop=self._stop
-                )
+                app.protocol.persistently,
+                operation,
+                for_s=self._policy.lease.total_seconds(),
+                stop=self._stop,
             )
         except StoreError as error:
             if error.fault not in CURABLE:
                 raise
-            _log.debug("Put off while the database is busy or away: %s", error)
+            _log.debug("Postponed while the database is busy or unavailable: %s", error)
             return None
 
 
-def _told(error: BrokerError) -> str:
-    return printable(str(error), _ERROR_BYTES)
-
-
 def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:
-    """The first row of each key, and every row without one, up to `_WAVE`; and what is left."""
+    """Return the first row of each key and the rows without a key, up to `_WAVE`; and the rest."""
     wave: list[Staged] = []
     left: list[Staged] = []
     keys: set[tuple[str, str | None]] = set()
@@ -376,6 +402,6 @@ def _key(row: Staged) -> tuple[str, str | None]:
     return row.message.topic, row.message.key
 
 
-def _marked(statements: Sequence[Statement]) -> Steps[None]:
-    yield Begin(tuple(statements))
-    yield Commit()
+async def _marked(db: Session, statements: Sequence[Statement]) -> None:
+    await db.begin(tuple(statements))
+    await db.commit()

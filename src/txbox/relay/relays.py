@@ -1,4 +1,4 @@
-"""All relays of one app, each in a thread of its own."""
+"""All relays of an app, each in its own thread."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Relays:
     """Sends the staged messages of every route until stopped.
 
     Args:
-        stop: True when nothing more is to be leased.
-        ended: called by each thread with what ended it, None for a stop.
-        delivered: called when messages have reached consumers of this app itself, with their names.
-        polled: somebody calls `look` when a row of the outbox is due.
+        stop: True when nothing more must be leased.
+        ended: called by each thread with what ended it; None for a normal stop.
+        delivered: called with the names of this app's consumers that messages have reached.
+        polled: somebody else calls `look` when a row of the outbox is due.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Relays:
         self._listener: Listening | None = None
 
     def start(self) -> None:
-        """Start a thread for each route; what this process stages wakes them, or, with notify, any process."""
+        """Start a thread per route. Staging in this process wakes them; with notify, staging in any process does."""
         self._app.outbox.staged = self.wake
         if self._app.notify and isinstance(self._app.database, Notifies):
             self._listener = self._app.database.listener("txbox_outbox", self.wake)
@@ -59,29 +59,29 @@ class Relays:
     def _run(self, relay: Relay) -> None:
         try:
             relay.run()
-        except BaseException as error:  # noqa: BLE001  # the owner decides: no thread dies in silence
+        except BaseException as error:  # noqa: BLE001  # reported to the owner, so that no thread dies silently
             self._ended(error)
         else:
             self._ended(None)
 
     def wake(self) -> None:
-        """Look at the outbox soon. From any thread."""
+        """Look at the outbox soon. Callable from any thread."""
         for relay in self._relays:
             relay.wake()
 
     def look(self) -> None:
-        """A row of the outbox is due. From any thread."""
+        """Look at the outbox once, because a row is due. Callable from any thread."""
         for relay in self._relays:
             relay.look()
 
     def left(self) -> bool:
-        """Say whether staged messages that these relays take are due or leased."""
+        """Whether staged messages that these relays take are due or leased."""
         return any(relay.left() for relay in self._relays)
 
     def join(self, timeout_s: float) -> list[str]:
-        """Wait for the threads to end; what they had leased is marked or given back by then.
+        """Wait for the threads to end; by then, what they had leased is marked or given back.
 
-        Returns: the names of the destinations whose threads had not ended in time.
+        Returns: the names of destinations whose threads did not end in time.
         """
         self._app.outbox.staged = None
         if self._listener is not None:

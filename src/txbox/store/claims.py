@@ -1,4 +1,4 @@
-"""Claims: what a transaction has won to itself, and the proof at its end that it still has it."""
+"""Claims: what a transaction has won, and the proof at its end that it still has it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from txbox.steps import Statement
+from txbox.session import Statement
 from txbox.store.codec import Arrival
+from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore
 
 
 class Won(NamedTuple):
-    """What a claim has come to.
+    """The outcome of a claim.
 
     Attributes:
-        ids: what it won.
-        finished: of the others those that are known to be finished, under the same payload.
+        ids: the ids it won.
+        finished: ids it did not win and that are known to be finished, under the same payload.
     """
 
     ids: set[str]
@@ -35,27 +36,34 @@ def claim(
     keep: bool,
     wait: timedelta | None = None,
 ) -> tuple[Statement, ...]:
-    """Statements that claim ids (sorted by the caller, each once) and arm the guard with `token`.
+    """Return the statements that claim ids (each once, sorted by the caller) and arm the guard with `token`.
 
     Args:
         lock_timeout: the longest wait for an id.
-        idle_s: after this time without a statement the server ends the transaction, where it can.
-        keep: the payload stays in the row.
-        wait: the longest wait for a lock of the handler's, where the database can bound it and a
-            batch can be run again; None for the connection's own.
+        idle_s: after this long without a statement the server ends the transaction, if it can.
+        keep: keep the payload in the row.
+        wait: the longest wait for a lock taken by the handler, if the database can limit it and the
+            batch can be run again; None for the connection's own setting.
     """
-    params = {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
+    params: dict[str, Any] = {
+        **_bounds(lock_timeout, idle_s),
+        "consumer": consumer,
+        "token": token,
+    }
     if keep:
         statement = store.dialect.statement(
             "claim_kept",
             {**params, "key_id": store.columns.key_id},
             store.columns.whole(arrivals),
         )
-    elif len(arrivals) == 1 and store.dialect.has("claim_single"):
-        params.update(store.columns.single(arrivals[0]))
+    elif len(arrivals) == 1 and (single := store.dialect.queries["claim_single"]):
+        arrival, message = arrivals[0], arrivals[0].message
+        params |= {
+            "message_id": arrival.message_id, "topic": message.topic, "type": message.type, "key": message.key,
+            "sequence": message.sequence, "payload_hash": arrival.hash,
+        }  # fmt: skip
         # one crash point, whichever form the claim takes
-        claimed = Statement("claim", store.dialect.queries["claim_single"], params)
-        return (claimed, store.dialect.statement("savepoint_claim"))
+        return (Statement("claim", single, params), *_behind_single(store.dialect, token))
     else:
         statement = store.dialect.statement("claim", params, store.columns.slim(arrivals))
     return _bounded(store, statement, token, lock_timeout, wait)
@@ -73,9 +81,9 @@ def claim_leased(
     keep: bool,
     wait: timedelta | None = None,
 ) -> tuple[Statement, ...]:
-    """As `claim`, for rows leased under the token `lease`.
+    """`claim` for rows leased under the token `lease`.
 
-    Guarantee: the fence: a row whose lease was given to another is not won.
+    Guarantee: fenced: a row that has since been leased to somebody else is not won.
     """
     params = {
         **_bounds(lock_timeout, idle_s),
@@ -97,10 +105,55 @@ def claim_replay(
     lock_timeout: timedelta,
     idle_s: float,
 ) -> tuple[Statement, ...]:
-    """As `claim`, for processed rows that an operator replays."""
+    """`claim` for processed rows that an operator replays."""
+    return _claim_known(
+        "claim_replay", store, consumer, ids, token=token, lock_timeout=lock_timeout, idle_s=idle_s
+    )
+
+
+def claim_rehearsal(
+    store: InboxStore,
+    consumer: str,
+    ids: Sequence[str],
+    *,
+    token: str,
+    lock_timeout: timedelta,
+    idle_s: float,
+) -> tuple[Statement, ...]:
+    """`claim` for rows of any status but `processing`, in a transaction that is never committed."""
+    return _claim_known(
+        "claim_rehearsal",
+        store,
+        consumer,
+        ids,
+        token=token,
+        lock_timeout=lock_timeout,
+        idle_s=idle_s,
+    )
+
+
+def _claim_known(
+    name: str,
+    store: InboxStore,
+    consumer: str,
+    ids: Sequence[str],
+    *,
+    token: str,
+    lock_timeout: timedelta,
+    idle_s: float,
+) -> tuple[Statement, ...]:
     params = {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
-    statement = store.dialect.statement("claim_replay", params, {"message_id": ids})
+    statement = store.dialect.statement(name, params, {"message_id": ids})
     return _bounded(store, statement, token, lock_timeout)
+
+
+def _behind_single(dialect: Dialect, token: str) -> list[Statement]:
+    """What arms the guard and marks the claim, where the claim of one message has not."""
+    return [
+        Statement(name, sql, {"token": token})
+        for name in ("arm", "savepoint_claim")
+        if (sql := dialect.queries[name])
+    ]
 
 
 def _bounded(
@@ -128,7 +181,7 @@ def _bounded(
 def claimed(
     store: InboxStore, statements: Sequence[Statement], results: Sequence[Any]
 ) -> Won | None:
-    """What a claim has won, where its own answer says so; else None: classify by token."""
+    """Return what a claim won, if its own result says so; None means: classify by token."""
     if not store.dialect.returning:
         return None
     for statement, result in zip(statements, results, strict=True):
@@ -143,23 +196,23 @@ def _won(store: InboxStore, claim: Statement, result: Any) -> Won:
     params = claim.params
     asked = params.get("rows.message_id") or (params["message_id"],)
     if "rows.payload_hash" in params:
-        # a claim of new ones names what it has not won
+        # a claim of new ids names those it did not win
         lost = dict(result.rows)
         won = set(asked).difference(lost) if lost else set(asked)
         return Won(won, [message_id for message_id, finished in lost.items() if finished])
     if result.count == len(asked):
-        # all of them, as is the rule: their ids need not be read
+        # normally all of them, so their ids need not be read
         return Won(set(asked))
     return Won({row[0] for row in result.rows})
 
 
 def finds_duplicates(store: InboxStore, arrivals: Sequence[Arrival]) -> bool:
-    """Say whether `duplicates` is quicker than `classify` for these."""
+    """Whether `duplicates` is faster than `classify` for these."""
     return len(arrivals) > 1 and store.dialect.has("duplicates")
 
 
 def duplicates(store: InboxStore, consumer: str, arrivals: Sequence[Arrival]) -> Statement:
-    """The statement that reads which of these ids are finished, under the same payload."""
+    """Return the statement that reads which of these ids are finished, under the same payload."""
     columns: dict[str, list[Any]] = {
         "message_id": [arrival.message_id for arrival in arrivals],
         "payload_hash": [arrival.hash for arrival in arrivals],
@@ -170,9 +223,9 @@ def duplicates(store: InboxStore, consumer: str, arrivals: Sequence[Arrival]) ->
 def complete(
     store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, keep: bool
 ) -> Statement:
-    """The statement that makes claimed rows `processed` where the claim could not (SEMANTICS 2.3).
+    """Return the statement that makes claimed rows `processed` where the claim could not (SEMANTICS 2.3).
 
-    Its caller checks the count: a row less is no longer this transaction's.
+    The caller checks the count: a missing row no longer belongs to this transaction.
     """
     return store.dialect.statement(
         "complete", {"consumer": consumer, "token": token, "keep": keep}, {"message_id": ids}
@@ -180,21 +233,24 @@ def complete(
 
 
 def close(store: InboxStore, token: str) -> Statement:
-    """The statement that fails unless this is still the claiming transaction."""
+    """Return the statement that fails unless this is still the claiming transaction."""
+    if store.dialect.refuses_commit:
+        # identified by the token alone; no savepoint is named
+        return Statement("close", store.dialect.queries["close"], {"token": token})
     return store.dialect.statement("close", {"token": token}, canary=token)
 
 
 def still_claimed(store: InboxStore, token: str) -> Statement:
-    """The statement that fails unless this is still the claiming transaction, failed or not.
+    """Return the statement that fails unless this is still the claiming transaction, even one that has failed.
 
-    Nothing but a rollback may follow.
+    Only a rollback may follow.
     """
     if store.dialect.has("rollback_to_claim"):
         return store.dialect.statement("rollback_to_claim")
     return close(store, token)
 
 
-# the same two for every message of a handler
+# the same values for every message of a handler
 @lru_cache(maxsize=64)
 def _bounds(lock_timeout: timedelta, idle_s: float) -> dict[str, str]:
     return {

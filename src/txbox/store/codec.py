@@ -1,4 +1,4 @@
-"""How messages become columns and come back; the user's codec sees payloads, headers, results and error texts."""
+"""How messages become columns and back. The user's codec sees payloads, headers, results and error texts."""
 
 from __future__ import annotations
 
@@ -11,35 +11,19 @@ from typing import Any, Protocol
 
 from txbox.errors import ConfigurationError
 from txbox.message import Headers, HeaderValue, Message
+from txbox.policy import CREDENTIAL_HEADERS, Redaction
 from txbox.store.dialect import as_time
 
-#: What a text begins with that a codec has encoded: an error, or the headers, whose JSON begins otherwise.
+#: Prefix of an error text or of headers that a codec has encoded; plain headers are JSON, which starts differently.
 ENCODED_ERROR = "codec:"
-#: Stands in events and logs for an error text that a codec encodes at rest.
+#: Shown in events and logs instead of an error text that a codec encodes at rest.
 HIDDEN_ERROR = "(encoded: see `txbox show`)"
-# They open doors elsewhere, so no row holds them and no relay forwards them: what HTTP, gateways and the webhook
-# schemes authenticate with. By name and not by pattern: a handler's own `page-token` is its own.
-_CREDENTIALS = frozenset(
-    {
-        "authorization", "proxy-authorization", "x-authorization", "x-forwarded-authorization", "cookie", "cookie2",
-        "set-cookie", "set-cookie2", "x-api-key", "api-key", "apikey", "x-apikey", "ocp-apim-subscription-key",
-        "x-auth-token", "x-access-token", "access-token", "x-id-token", "x-refresh-token", "x-session-token",
-        "x-csrf-token", "x-xsrf-token", "x-functions-key", "x-goog-api-key", "x-goog-iap-jwt-assertion",
-        "x-amz-security-token", "x-amzn-oidc-accesstoken", "x-amzn-oidc-data", "x-vault-token",
-        "x-ms-token-aad-access-token", "x-ms-token-aad-id-token", "x-ms-token-aad-refresh-token",
-        "x-forwarded-access-token", "cf-access-jwt-assertion",
-        "cf-access-client-secret", "private-token", "job-token", "x-gitlab-token", "x-github-token", "x-secret",
-        "x-webhook-secret", "x-webhook-token", "x-telegram-bot-api-secret-token", "x-slack-signature",
-        "x-hub-signature", "x-hub-signature-256", "stripe-signature", "webhook-signature", "svix-signature",
-        "x-shopify-hmac-sha256", "x-twilio-signature", "x-signature", "x-webhook-signature", "password",
-    }
-)  # fmt: skip
 
 
 class Codec(Protocol):
     """Encrypts or compresses payloads, headers, results and error texts at rest.
 
-    `key_id` names the key in use; `decode` gets the id that a row was written with.
+    `key_id` names the current key; `decode` gets the id the row was written with.
     """
 
     @property
@@ -50,30 +34,32 @@ class Codec(Protocol):
 
 @dataclass(slots=True)
 class Arrival:
-    """A message with the id and the hash it is known by; `message.id` is `message_id`.
+    """A message with its id and hash; `message.id` is `message_id`.
 
     Attributes:
-        replied: of a replay, what the message was answered with, as JSON.
+        replied: for a replay, the original reply as JSON.
+        received: when it arrived, by `time.monotonic`; 0 if it comes from the table.
     """
 
     message: Message[Any]
     message_id: str
     hash: bytes | None
     replied: bytes | None = None
+    received: float = 0.0
 
     def differs(self, other: Arrival) -> bool:
-        """Say whether the other one has another payload; without a hash there is nothing to compare."""
+        """Whether the other has a different payload. Without both hashes there is nothing to compare."""
         return self.hash != other.hash and None not in (self.hash, other.hash)
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A row taken from the table.
+    """A row leased from the table.
 
     Attributes:
         attempts: failures so far.
-        starts: runs from the table that never ended; of a leased row with the one to come.
-        number: its place in the order of arrivals.
+        starts: runs from the table that never ended, including the one about to start.
+        number: its place in arrival order.
     """
 
     arrival: Arrival
@@ -83,7 +69,7 @@ class Leased:
 
 
 def encode_headers(headers: Headers) -> str | None:
-    """Write headers as JSON in ASCII, without credentials; bytes that are not UTF-8 travel as base64."""
+    """Write headers as ASCII JSON, without credentials; values that are bytes are encoded as base64."""
     headers = without_credentials(headers)
     if not headers:
         return None
@@ -102,17 +88,17 @@ def decode_headers(text: str | None) -> Headers:
     """Read what `encode_headers` wrote."""
     if not text:
         return Headers()
-    # rows of earlier releases may hold credentials
+    # rows written by earlier releases may contain credentials
     return without_credentials(
         Headers((name, _header_back(value)) for name, value in json.loads(text))
     )
 
 
 def without_credentials(headers: Headers) -> Headers:
-    """Leave out what authenticates somebody: cookies, tokens, keys and signatures by their usual names."""
-    if not any(name.lower() in _CREDENTIALS for name, _ in headers):
+    """Remove credentials: cookies, tokens, keys and signatures, by their usual header names."""
+    if not any(name.lower() in CREDENTIAL_HEADERS for name, _ in headers):
         return headers
-    return Headers(pair for pair in headers if pair[0].lower() not in _CREDENTIALS)
+    return Headers(pair for pair in headers if pair[0].lower() not in CREDENTIAL_HEADERS)
 
 
 def _header_back(value: Any) -> HeaderValue:
@@ -120,10 +106,11 @@ def _header_back(value: Any) -> HeaderValue:
 
 
 class Columns:
-    """Turns messages into columns and rows into messages, through the codec where there is one."""
+    """Converts messages to columns and rows to messages, through the codec if there is one."""
 
-    def __init__(self, codec: Codec | None = None) -> None:
+    def __init__(self, codec: Codec | None = None, redact: Redaction | None = None) -> None:
         self._codec = codec
+        self.redact = redact or Redaction()
 
     @property
     def key_id(self) -> str | None:
@@ -135,38 +122,53 @@ class Columns:
         return self._codec.encode(payload) if self._codec and payload is not None else payload
 
     def headers(self, headers: Headers) -> str | None:
-        """Write a headers column: JSON without credentials, marked where a codec has encoded it."""
+        """Write a headers column: JSON without credentials, prefixed if a codec has encoded it."""
         text = encode_headers(headers)
-        return None if text is None else self.error(text)
+        return None if text is None else self._text(text)
 
     def headers_back(self, text: str | None, key_id: str | None) -> Headers:
-        """Read a headers column; those of rows that were written before the codec are plain.
+        """Read a headers column. Rows written before the codec was introduced are plain.
 
         Raises:
-            ConfigurationError: the row was written through a codec and this app has none.
+            ConfigurationError: the row was written with a codec, and this app has none.
         """
         if text is None or not text.startswith(ENCODED_ERROR) or key_id is None:
             return decode_headers(text)
         if self._codec is None:
             raise _encoded("headers are", key_id)
-        return decode_headers(self.error_back(text, key_id))
+        return decode_headers(self._text_back(text, key_id))
 
     def error(self, text: str) -> str:
-        """Write an error column: text, marked where a codec has encoded it."""
+        """Write an error column: the redacted text, prefixed if a codec has encoded it."""
+        return self._text(self.redact.error(text))
+
+    def _text(self, text: str) -> str:
         if self._codec is None:
             return text
         return ENCODED_ERROR + base64.b64encode(self._codec.encode(text.encode())).decode()
 
     def told(self, error: str) -> str:
-        """An error text as events and logs may have it: not where a codec encodes it at rest."""
-        return error if self._codec is None else HIDDEN_ERROR
+        """Return an error text as events and logs may show it; hidden if a codec encodes it at rest."""
+        return self.redact.error(error) if self._codec is None else HIDDEN_ERROR
 
     def error_back(self, text: str | None, key_id: str | None) -> str | None:
-        """Read an error column. Without the row's key it stays encoded; without a codec only the key is told."""
-        if text is None or not text.startswith(ENCODED_ERROR) or key_id is None:
+        """Read an error column for people; if it cannot be decoded, say why.
+
+        Redaction also applies to rows written before its rules existed.
+        """
+        if text is None or (text.startswith(ENCODED_ERROR) and key_id is None):
             return text
-        if self._codec is None:
+        if text.startswith(ENCODED_ERROR) and self._codec is None:
             return f"(encoded with key {key_id})"
+        try:
+            return self.redact.error(self._text_back(text, key_id))
+        except ConfigurationError as error:
+            # one such row must not hide a page of others
+            return f"({error})"
+
+    def _text_back(self, text: str, key_id: str | None) -> str:
+        if self._codec is None or key_id is None or not text.startswith(ENCODED_ERROR):
+            return text
         return self._codec.decode(
             base64.b64decode(text.removeprefix(ENCODED_ERROR)), key_id
         ).decode()
@@ -175,7 +177,7 @@ class Columns:
         """Read a payload column.
 
         Raises:
-            ConfigurationError: the row was written through a codec and this app has none.
+            ConfigurationError: the row was written with a codec, and this app has none.
         """
         if payload is None:
             return None
@@ -186,35 +188,23 @@ class Columns:
         return self._codec.decode(bytes(payload), key_id)
 
     def result(self, result: bytes) -> bytes:
-        """Encode what a handler returned, with the key's name: the row's own is that of its payload."""
+        """Encode a handler's result along with the key's name, because the row's key_id is that of its payload."""
         if self._codec is None:
             return result
         return b"\0" + self._codec.key_id.encode() + b"\0" + self._codec.encode(result)
 
     def result_back(self, result: Any) -> bytes | None:
-        """Read a result column, as `payload_back` reads a payload."""
+        """Read a result column, the way `payload_back` reads a payload."""
         if result is None:
             return None
         kept = bytes(result)
-        if not kept.startswith(b"\0"):  # no JSON begins so
+        if not kept.startswith(b"\0"):  # JSON never does
             return kept
         key_id, _, encoded = kept[1:].partition(b"\0")
         return self.payload_back(encoded, key_id.decode())
 
-    def single(self, arrival: Arrival) -> dict[str, Any]:
-        """The values of `slim` for one message."""
-        message = arrival.message
-        return {
-            "message_id": arrival.message_id,
-            "topic": message.topic,
-            "type": message.type,
-            "key": message.key,
-            "sequence": message.sequence,
-            "payload_hash": arrival.hash,
-        }
-
     def slim(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
-        """The columns that a processed row keeps."""
+        """Return the columns that a processed row keeps."""
         messages = [arrival.message for arrival in arrivals]
         return {
             "message_id": [arrival.message_id for arrival in arrivals],
@@ -226,7 +216,7 @@ class Columns:
         }
 
     def whole(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
-        """All columns of rows that keep their payload."""
+        """Return all columns, for rows that keep their payload."""
         kept = [self.content(arrival.message) for arrival in arrivals]
         columns = self.slim(arrivals)
         for name in ("content_type", "headers", "origin", "payload"):
@@ -234,7 +224,7 @@ class Columns:
         return columns
 
     def content(self, message: Message[Any]) -> dict[str, Any]:
-        """The values of a message that only rows with a payload have."""
+        """Return the values that only rows with a payload have."""
         return {
             "content_type": message.content_type,
             "headers": self.headers(message.headers),
@@ -243,22 +233,27 @@ class Columns:
         }
 
     def arrival(self, consumer: str, row: Sequence[Any]) -> Leased:
-        """Read a row of one of the lease queries, or of replay_read.
+        """Read a row returned by one of the lease queries, or by replay_read.
 
         Raises:
-            ConfigurationError: as `payload_back`.
+            ConfigurationError: as for `payload_back`.
         """
         (message_id, topic, kind, key, sequence, received_at, hashed, attempts, starts) = row[:9]
         (content_type, headers, origin, payload, _, key_id, number) = row[9:]
         coordinates, time = decode_origin(origin)
+        try:
+            payload = self.payload_back(payload, key_id)
+            carried = self.headers_back(headers, key_id)
+        except ConfigurationError as error:
+            raise unreadable(error, f"{consumer} {message_id}") from error
         message: Message[Any] = Message(
             id=message_id,
             topic=topic,
             type=kind,
             key=key,
             sequence=sequence,
-            payload=self.payload_back(payload, key_id),
-            headers=self.headers_back(headers, key_id),
+            payload=payload,
+            headers=carried,
             content_type=content_type,
             time=time,
             origin=coordinates,
@@ -270,14 +265,19 @@ class Columns:
         return Leased(arrival, attempts, starts, number)
 
 
+def unreadable(error: ConfigurationError, message: str) -> ConfigurationError:
+    """Say which message a codec could not read: nothing of it was changed, and somebody has to decide."""
+    return ConfigurationError(f"{error} It is message {message}; nothing of it was changed.")
+
+
 def _encoded(what: str, key_id: str) -> ConfigurationError:
     return ConfigurationError(
-        f"The {what} encoded with key {key_id}: give App(codec=…) that knows it."
+        f"The {what} encoded with key {key_id}: pass App(codec=…) one that knows this key."
     )
 
 
 def encode_origin(origin: Mapping[str, Any], time: datetime | None) -> str | None:
-    """Write where a message came from, and its own time, as JSON; what JSON does not know as its text."""
+    """Write a message's origin and time as JSON; what JSON cannot express is written as text."""
     if not origin and time is None:
         return None
     return json.dumps({**origin, **({"_time": time.isoformat()} if time else {})}, default=str)

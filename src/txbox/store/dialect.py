@@ -1,4 +1,4 @@
-"""Named queries of one database, and what that database can do.
+"""The named queries of one database, and what that database can do.
 
 Source: docs/decisions/0003-sql-as-text.md
 """
@@ -14,17 +14,20 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from txbox.errors import ConfigurationError, Fault
-from txbox.steps import Statement
+from txbox.session import Result, Statement, Transaction
 
 Style = Literal["numeric", "format", "qmark", "named"]
 
-_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
-# a comment, a string, a cast, or a parameter: only the last is rewritten
+_PART = re.compile(r"^-- (name|fragment): (\w+)(.*)$", re.MULTILINE)
+# the use of a fragment, with the texts for its parameters
+_USE = re.compile(r"\[(\w+)(?: ([^\[\]]+))?\]")
+# a comment, a string, a cast or a parameter; only parameters are rewritten
 _TOKEN = re.compile(r"--[^\n]*|'(?:[^']|'')*'|::|:([a-z_][a-z0-9_.]*)")
+_ROWS = re.compile(r":rows\.(\w+)")
 _REGION = re.compile(r"\{([^{}]*)\}")
 _OBJECT = re.compile(
-    r"(?<![.])\btxbox_(?:inbox|attempt|quarantine|outbox|sequence|job|audit|schema|dead_letters|status|refuse|guard"
-    r"|partition_bound|partition_make|partition_drop)\b(?!\s*\.)"
+    r"(?<![.])\btxbox_(?:inbox|attempt|quarantine|outbox|sequence|job|audit|schema|activity|worker|pause|dead_letters|status|refuse|guard"
+    r"|partition_bound|partition_make|partition_detach|partition_drop)\b(?!\s*\.)"
 )
 _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 
@@ -35,24 +38,24 @@ class Dialect:
 
     Args:
         name: `postgresql`, `mysql` or `sqlite`; for messages and file names, never to branch on.
-        queries: name → SQL text; an empty text means that this database has nothing to do there.
-        arrays: many rows travel as one array a column; otherwise a `{…}` region repeats per row.
+        queries: name → SQL text; an empty text means that there is nothing to do on this database.
+        seconds: query that only locks and reads rows → query that then writes them; for `take`.
+        arrays: many rows travel as one array per column; otherwise a `{…}` region is repeated per row.
         returning: INSERT and UPDATE name the rows they touched.
-        refuses_commit: the database itself refuses a commit before close (SEMANTICS 2.1); where it
-            cannot, the claim writes `processing` and `complete` makes it `processed`.
-        claim_bounds_wait: the claim's own statement bounds how long it waits for a rival.
-        transactional_ddl: DDL does not end a transaction.
-        cheap_savepoints: a savepoint takes no round trip: each message of a batch gets its own.
+        refuses_commit: the database itself refuses a commit before close (SEMANTICS 2.1). If it cannot,
+            the claim writes `processing` and `complete` makes that `processed`.
+        claim_bounds_wait: the claim's own statement limits how long it waits for a rival.
+        cheap_savepoints: a savepoint needs no round trip, so each message of a batch gets its own.
         faults: SQLSTATE, its first two characters, or the error number → what it means.
     """
 
     name: str
     queries: Mapping[str, str]
+    seconds: Mapping[str, str]
     arrays: bool
     returning: bool
     refuses_commit: bool
     claim_bounds_wait: bool
-    transactional_ddl: bool
     cheap_savepoints: bool
     faults: Mapping[str, Fault] = field(repr=False)
 
@@ -67,9 +70,9 @@ class Dialect:
 
         Args:
             name: of the query; also the statement's crash point.
-            params: may hold more than the query asks for.
-            rows: columns of equal length, one element a row.
-            canary: a random identifier for the databases that guard by savepoint.
+            params: may contain more than the query uses.
+            rows: columns of equal length, one element per row.
+            canary: a random identifier, for databases whose guard is a savepoint.
         """
         sql = self.queries[name]
         bound: dict[str, Any] = dict(params or ())
@@ -87,12 +90,33 @@ class Dialect:
                         bound[f"rows.{column}.{index}"] = value
         return Statement(name, sql, bound)
 
+    async def take(
+        self,
+        db: Transaction,
+        name: str,
+        params: Mapping[str, Any],
+        rows: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Result:
+        """Execute a query that picks rows and takes them; returns the rows it took.
+
+        If this database's statements cannot return the rows they write, the query only locks and reads
+        them, and a second one takes them. Its row parameters are the first columns that were read.
+        """
+        found = await db.execute(self.statement(name, params, rows))
+        if name not in self.seconds or not found.rows:
+            return found
+        second = self.seconds[name]
+        columns = dict.fromkeys(_ROWS.findall(self.queries[second]))
+        picked = {column: [row[n] for row in found.rows] for n, column in enumerate(columns)}
+        taken = await db.execute(self.statement(second, params, picked))
+        return Result(found.rows, taken.count)
+
     def has(self, name: str) -> bool:
-        """Say whether this database has anything to do at this point."""
+        """Whether there is anything to do at this point on this database."""
         return bool(self.queries[name])
 
     def fault(self, code: str | None) -> Fault:
-        """Return what a SQLSTATE or error number means; unknown codes are OTHER."""
+        """Return the meaning of a SQLSTATE or error number; unknown codes are OTHER."""
         if not code:
             return Fault.OTHER
         return self.faults.get(code) or self.faults.get(code[:2] + "___") or Fault.OTHER
@@ -106,7 +130,7 @@ def _expanded(sql: str, count: int) -> str:
 
 
 def _numbered(text: str, index: int) -> str:
-    """Give the row parameters of one repetition their row's number."""
+    """Add the row's number to the row parameters of one repetition."""
     return _TOKEN.sub(
         lambda found: (
             f":{found[1]}.{index}" if found[1] and found[1].startswith("rows.") else found[0]
@@ -119,7 +143,7 @@ def _numbered(text: str, index: int) -> str:
 def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
     """Rewrite `:name` parameters for a driver; returns the SQL and the parameter names in order.
 
-    "numeric" gives $1 and names each once; "format" (%s), "qmark" (?) name repeats again;
+    "numeric" gives $1 and lists each name once; "format" (%s) and "qmark" (?) repeat names;
     "named" (:n) is for drivers that take a mapping.
     """
     names: list[str] = []
@@ -139,55 +163,83 @@ def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
 
     text = _TOKEN.sub(rewrite, sql)
     if style == "format":
-        # a lone % outside of strings (the modulo operator) would be read as a placeholder
+        # a bare % outside strings (the modulo operator) would be read as a placeholder
         text = re.sub(r"%%|%(?!s)", "%%", text)
     return re.sub(r"\n\s*\n", "\n", text).strip(), tuple(names)
 
 
-def parse_queries(text: str) -> dict[str, str]:
-    """Split a file of named queries; comments stay above their query and out of its text."""
-    parts = _NAME.split(text)
+def parse_queries(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Split a file of named queries; returns them, and which one follows which (`-- name: a then b`).
+
+    Comments above a query are not part of its text. `-- fragment: name a b` defines a text for the
+    queries below it: each `[name x, y]` is replaced by that text, with x for `[a]` and y for `[b]`.
+    """
     queries: dict[str, str] = {}
-    for name, body in zip(parts[1::2], parts[2::2], strict=True):
+    seconds: dict[str, str] = {}
+    fragments: dict[str, tuple[list[str], str]] = {}
+    parts = _PART.split(text)
+    for kind, name, words, body in zip(*(parts[n::4] for n in (1, 2, 3, 4)), strict=True):
         lines = [line for line in body.splitlines() if not line.lstrip().startswith("--")]
-        if name in queries:
-            raise ConfigurationError(f"The query {name} is defined twice.")
-        queries[name] = "\n".join(lines).strip()
-    return queries
+        sql = "\n".join(lines).strip()
+        if name in (fragments if kind == "fragment" else queries):
+            raise ConfigurationError(f"The {kind} {name} is defined twice.")
+        if kind == "fragment":
+            fragments[name] = words.split(), sql
+        else:
+            queries[name] = _whole(sql, fragments)
+            if words:
+                seconds[name] = words.removeprefix(" then ")
+    return queries, seconds
+
+
+def _whole(sql: str, fragments: Mapping[str, tuple[list[str], str]]) -> str:
+    def filled(use: re.Match[str]) -> str:
+        if use[1] == "canary":
+            return use[0]
+        words, text = fragments[use[1]]
+        for word, given in zip(words, use[2].split(", ") if use[2] else (), strict=True):
+            text = text.replace(f"[{word}]", given)
+        return _whole(text, fragments)
+
+    return _USE.sub(filled, sql)
 
 
 def qualified(sql: str, schema: str) -> str:
-    """Put a PostgreSQL schema, a plain identifier, before every table, view and function of txbox."""
+    """Qualify every txbox table, view and function with a PostgreSQL schema, which is a plain identifier."""
     return _OBJECT.sub(lambda found: f'"{schema}".{found[0]}', sql)
 
 
 @cache
 def dialect(name: str, schema: str | None = None) -> Dialect:
-    """Load a dialect, once.
+    """Load a dialect; the result is cached.
 
     Raises:
-        ConfigurationError: an unknown name, or a schema name that is no plain identifier.
+        ConfigurationError: unknown name, or a schema name that is not a plain identifier.
     """
     if name not in _CAPABILITIES:
         raise ConfigurationError(
             f"There is no dialect {name!r}: use postgresql, mysql (also for MariaDB) or sqlite."
         )
-    queries = parse_queries(files("txbox.store").joinpath(f"{name}.sql").read_text())
+    queries, seconds = parse_queries(files("txbox.store").joinpath(f"{name}.sql").read_text())
     if schema is not None:
         if name != "postgresql":
-            raise ConfigurationError(
-                "schema= is for PostgreSQL only: leave it out for this database."
-            )
+            raise ConfigurationError("schema= is for PostgreSQL only: remove it for this database.")
         if not _SCHEMA.fullmatch(schema):
             raise ConfigurationError(
-                f"The schema {schema!r} is no plain lower-case identifier: use letters, digits and underscores."
+                f"invalid schema name {schema!r}: use lower-case letters, digits and underscores."
             )
         queries = {query: qualified(sql, schema) for query, sql in queries.items()}
-    return Dialect(name=name, queries=queries, faults=_FAULTS[name], **_CAPABILITIES[name])
+    return Dialect(
+        name=name,
+        queries=queries,
+        seconds=seconds,
+        faults=_FAULTS[name],
+        **_CAPABILITIES[name],
+    )
 
 
 def as_time(value: Any) -> datetime | None:
-    """Read a point in time as any driver returns it, as aware UTC."""
+    """Return a point in time, in whatever form a driver returns it, as aware UTC."""
     if value is None:
         return None
     moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
@@ -200,7 +252,6 @@ _CAPABILITIES: dict[str, dict[str, bool]] = {
         "returning": True,
         "refuses_commit": True,
         "claim_bounds_wait": True,
-        "transactional_ddl": True,
         "cheap_savepoints": False,
     },
     "mysql": {
@@ -208,7 +259,6 @@ _CAPABILITIES: dict[str, dict[str, bool]] = {
         "returning": False,
         "refuses_commit": False,
         "claim_bounds_wait": False,
-        "transactional_ddl": False,
         "cheap_savepoints": False,
     },
     "sqlite": {
@@ -216,7 +266,6 @@ _CAPABILITIES: dict[str, dict[str, bool]] = {
         "returning": True,
         "refuses_commit": True,
         "claim_bounds_wait": True,
-        "transactional_ddl": True,
         "cheap_savepoints": True,
     },
 }
@@ -248,7 +297,7 @@ _FAULTS: dict[str, dict[str, Fault]] = {
         "57P05": Fault.UNAVAILABLE,
         "58___": Fault.UNAVAILABLE,
     },
-    # 1020 and 1213 roll the whole transaction back, 1205 only its statement: all three end it here
+    # 1020 and 1213 roll back the whole transaction, 1205 only its statement; here all three end the transaction
     "mysql": {
         "1213": Fault.CONFLICT,
         "1020": Fault.CONFLICT,
@@ -298,7 +347,7 @@ _FAULTS: dict[str, dict[str, Fault]] = {
         "SQLITE_CONSTRAINT_UNIQUE": Fault.DUPLICATE,
         "SQLITE_CONSTRAINT_PRIMARYKEY": Fault.DUPLICATE,
         "SQLITE_CONSTRAINT_ROWID": Fault.DUPLICATE,
-        # what close fails with
+        # the error that close fails with
         "SQLITE_MISMATCH": Fault.GUARD,
         "SQLITE_FULL": Fault.UNAVAILABLE,
         "SQLITE_CANTOPEN": Fault.UNAVAILABLE,

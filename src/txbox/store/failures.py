@@ -1,30 +1,30 @@
-"""Failures: how one is recorded, in a transaction of its own or in that which has claimed the row."""
+"""Failures: recorded in a transaction of their own, or in the one that claimed the row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from txbox.errors import Fault, StoreError
 from txbox.outcome import Status
 from txbox.policy import RetryPolicy
-from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.session import Session, Statement, Transaction
 from txbox.store.codec import Arrival
 from txbox.store.inbox import Existing, InboxStore
 
-# thirty years: no limit, where the SQL wants one
+# thirty years, because the SQL needs a limit
 _NO_AGE_S = 10.0**9
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is recorded of one failed attempt, already bounded and sanitised.
+    """What is recorded of a failed attempt, already bounded and sanitised.
 
     Attributes:
-        fingerprint: what failures that are alike have in common.
-        final: the message is dead, whatever attempts it has left.
-        delay_s: until the next attempt; None until it is drawn by the policy of the handler (`drawn`).
+        fingerprint: equal for similar failures.
+        final: the message is dead, even if it has attempts left.
+        delay_s: until the next attempt; None until drawn from the handler's policy (`drawn`).
         raised: what the handler raised, for the log.
     """
 
@@ -37,13 +37,14 @@ class Failure:
 
 
 def drawn(failure: Failure, arrival: Arrival, retry: RetryPolicy) -> Failure:
-    """Draw the delay of its next attempt, in seconds, unless the handler has said it."""
+    """Draw the delay until the next attempt, in seconds, unless the handler set it."""
     if failure.delay_s is not None:
         return failure
     return replace(failure, delay_s=retry.delay_s(arrival.message.attempt))
 
 
-def record(
+async def record(
+    db: Session,
     store: InboxStore,
     consumer: str,
     arrival: Arrival,
@@ -51,44 +52,47 @@ def record(
     retry: RetryPolicy,
     *,
     token: str,
-    dying: Callable[[Existing], Steps[None]] | None = None,
-) -> Steps[Existing | None]:
-    """Record a failure in a transaction of its own, over a row or as a new one.
+    dying: Callable[[Session, Existing], Awaitable[None]] | None = None,
+) -> Existing | None:
+    """Record a failure in a transaction of its own, over an existing row or as a new one.
 
     Args:
-        token: that of the caller's lease, if it has one.
-        dying: what else belongs into this transaction when the row becomes dead.
+        token: of the caller's lease, if it has one.
+        dying: what else must happen in this transaction if the row becomes dead.
 
     Returns:
-        The row as it then stands. None means that it is somebody else's by now (processed, dead, leased
-        by another, or of another payload): nothing was written, the caller classifies again.
+        The row as it is afterwards. None means that it belongs to somebody else by now (processed,
+        dead, leased to another, or with another payload): nothing was written; classify again.
 
     Guarantee: never overwrites a finished row, another's lease or another payload.
     """
     params = _params(store, consumer, arrival, failure, retry, token=token)
-    yield Begin()
-    written = yield store.dialect.statement("record_update", params)
+    await db.begin()
+    written = await db.execute(store.dialect.statement("record_update", params))
     if written.count == 0:
         try:
-            written = yield store.dialect.statement("record_insert", params)
+            written = await db.execute(store.dialect.statement("record_insert", params))
         except StoreError as error:
-            # where the INSERT cannot leave a rival's row alone, it fails instead
+            # where the INSERT cannot skip a rival's row, it fails instead
             if error.fault is not Fault.DUPLICATE:
                 raise
-            yield Rollback()
+            await db.rollback()
             return None
     if written.count == 0:
-        yield Rollback()
+        await db.rollback()
         return None
-    row = (yield from store.classify(consumer, [arrival.message_id]))[arrival.message_id]
-    yield attempt(store, consumer, arrival, failure, status=row.status, number=row.attempts)
+    row = (await store.classify(db, consumer, [arrival.message_id]))[arrival.message_id]
+    await db.execute(
+        attempt(store, consumer, arrival, failure, status=row.status, number=row.attempts)
+    )
     if dying is not None and row.status == Status.DEAD:
-        yield from dying(row)
-    yield Commit()
+        await dying(db, row)
+    await db.commit()
     return row
 
 
-def record_own(
+async def record_own(
+    db: Transaction,
     store: InboxStore,
     consumer: str,
     arrival: Arrival,
@@ -96,17 +100,19 @@ def record_own(
     retry: RetryPolicy,
     *,
     token: str,
-) -> Steps[tuple[bool, int]]:
-    """Record a failure over the row that this transaction has claimed under `token`.
+) -> tuple[bool, int]:
+    """Record a failure over a row that this transaction has claimed under `token`.
 
     Returns:
-        Whether the row is dead, and its failures so far.
+        Whether the row is dead, and how many failures it has now.
 
     Raises:
-        StoreError: the row is not there: a handler has left the transaction.
+        StoreError: the row is missing: a handler left the transaction.
     """
-    written = yield store.dialect.statement(
-        "record_own", _params(store, consumer, arrival, failure, retry, token=token)
+    written = await db.execute(
+        store.dialect.statement(
+            "record_own", _params(store, consumer, arrival, failure, retry, token=token)
+        )
     )
     if written.count == 0:
         raise StoreError(
@@ -115,9 +121,9 @@ def record_own(
     if store.dialect.returning:
         status, attempts = written.rows[0]
     else:
-        row = (yield from store.classify(consumer, [arrival.message_id]))[arrival.message_id]
+        row = (await store.classify(db, consumer, [arrival.message_id]))[arrival.message_id]
         status, attempts = row.status, row.attempts
-    yield attempt(store, consumer, arrival, failure, status=status, number=attempts)
+    await db.execute(attempt(store, consumer, arrival, failure, status=status, number=attempts))
     return status == Status.DEAD, attempts
 
 
@@ -163,10 +169,10 @@ def attempt(
     status: str,
     number: int | None = None,
 ) -> Statement:
-    """The statement that adds a failure to a message's history.
+    """Return the statement that adds a failure to a message's history.
 
     Args:
-        number: the failures so far; None for the message's own attempt.
+        number: failures so far; None for the message's own attempt number.
     """
     return store.attempt(
         consumer,

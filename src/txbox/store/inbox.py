@@ -1,4 +1,4 @@
-"""The inbox's rows as steps: what stands under an id, what is stored under it, what is read from it."""
+"""The inbox's rows: what exists under an id, what is stored, and what is read."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from datetime import timedelta
 from typing import Any
 
 from txbox.message import Message
-from txbox.steps import Begin, Commit, Result, Rollback, Statement, Steps
+from txbox.session import Result, Session, Statement, Statements, Transaction
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
 
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A row that a claim met instead of writing its own (SEMANTICS 2.12).
+    """A row that a claim met instead of writing one (SEMANTICS 2.12).
 
     Attributes:
-        payload_hash: None where the row was written without one.
+        payload_hash: None if the row was written without one.
         attempts: failures so far.
         starts: runs from the table that never ended.
         due: its time has come, or it has none.
-        token: of the claim, the lease or the storing that wrote it last, where the row keeps it.
-        leased: a worker has it for a time.
+        token: of the claim, lease or storing that last wrote it, if the row keeps it.
+        leased: a worker holds it.
     """
 
     status: str
@@ -36,11 +36,11 @@ class Existing:
     leased: bool
 
     def differs(self, hashed: bytes | None) -> bool:
-        """Say whether another payload stands under this id; a row without a hash is not compared."""
+        """Whether this id has a different payload; a row without a hash is not compared."""
         return self.payload_hash is not None and hashed is not None and self.payload_hash != hashed
 
 
-#: A row that is finished, and has the payload of the message: nobody asks for more.
+#: Stands for a finished row with the same payload; nothing else about it matters.
 FINISHED = Existing(
     status="processed",
     payload_hash=None,
@@ -54,27 +54,29 @@ FINISHED = Existing(
 
 
 class InboxStore:
-    """The rows of the inbox in one dialect; `claims`, `failures` and `leases` are what is done to them.
+    """The rows of the inbox in one dialect; `claims`, `failures` and `leases` operate on them.
 
-    Methods that return steps are operations; those that return statements are for callers that put
-    them into one round trip with BEGIN or COMMIT.
+    Coroutine methods are operations. Methods that return statements are for callers that send them in
+    one round trip with BEGIN or COMMIT.
     """
 
     def __init__(self, dialect: Dialect, columns: Columns) -> None:
         self.dialect = dialect
         self.columns = columns
-        #: Of ordered consumers: how often due rows were looked for, and the key at which the last look ended.
+        #: Per ordered consumer: how often due rows were looked for, and the key where the last look ended.
         self.looks_in_order: dict[str, tuple[int, str]] = {}
 
-    def classify(self, consumer: str, ids: Sequence[str]) -> Steps[dict[str, Existing]]:
-        """Read the rows under these ids; an id that is missing from the answer has no row.
+    async def classify(
+        self, db: Transaction, consumer: str, ids: Sequence[str]
+    ) -> dict[str, Existing]:
+        """Read the rows under these ids, in an open transaction.
 
-        For a transaction that is already open.
+        An id that is missing from the answer has no row.
         """
         if not ids:
             return {}
-        result = yield self.dialect.statement(
-            "classify", {"consumer": consumer}, {"message_id": ids}
+        result = await db.execute(
+            self.dialect.statement("classify", {"consumer": consumer}, {"message_id": ids})
         )
         return {
             row[0]: Existing(
@@ -90,39 +92,49 @@ class InboxStore:
             for row in result.rows
         }
 
-    def accept(self, consumer: str, arrivals: Sequence[Arrival], *, token: str) -> Steps[set[str]]:
+    async def accept(
+        self, db: Transaction, consumer: str, arrivals: Sequence[Arrival], *, token: str
+    ) -> set[str]:
         """Claim and close at once in the caller's transaction; returns the ids that were new.
 
-        The ids must be sorted and each once.
+        The ids must be sorted, each once.
         """
         if not arrivals:
             return set()
-        result = yield self.dialect.statement(
-            "accept", {"consumer": consumer, "token": token}, self.columns.slim(arrivals)
+        result = await db.execute(
+            self.dialect.statement(
+                "accept", {"consumer": consumer, "token": token}, self.columns.slim(arrivals)
+            )
         )
         if self.dialect.returning:
             return {row[0] for row in result.rows}
-        found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
+        found = await self.classify(db, consumer, [arrival.message_id for arrival in arrivals])
         return {message_id for message_id, row in found.items() if row.token == token}
 
-    def store(
-        self, consumer: str, arrivals: Sequence[Arrival], *, token: str, delay_s: float = 0.0
-    ) -> Steps[set[str]]:
-        """Insert messages as `storing` does, in a transaction that is already open; returns the ids that were new."""
+    async def store(
+        self,
+        db: Transaction,
+        consumer: str,
+        arrivals: Sequence[Arrival],
+        *,
+        token: str,
+        delay_s: float = 0.0,
+    ) -> set[str]:
+        """Insert messages as `storing` does, in an open transaction; returns the ids that were new."""
         if not arrivals:
             return set()
-        result = yield self.storing(consumer, arrivals, token=token, delay_s=delay_s)
-        return (yield from self.stored(consumer, arrivals, result, token=token))
+        result = await db.execute(self.storing(consumer, arrivals, token=token, delay_s=delay_s))
+        return await self.stored(db, consumer, arrivals, result, token=token)
 
     def storing(
         self, consumer: str, arrivals: Sequence[Arrival], *, token: str, delay_s: float = 0.0
     ) -> Statement:
-        """The statement that inserts messages as pending, payload included.
+        """Return the statement that inserts messages as pending, with payload.
 
-        Each id once; sorted, unless their order is that in which they are to be processed.
+        Each id once; sorted, unless their order is the one in which they must be processed.
 
         Args:
-            delay_s: they are due this much later.
+            delay_s: until they are due.
         """
         return self.dialect.statement(
             "store",
@@ -135,17 +147,23 @@ class InboxStore:
             self.columns.whole(arrivals),
         )
 
-    def stored(
-        self, consumer: str, arrivals: Sequence[Arrival], result: Result, *, token: str
-    ) -> Steps[set[str]]:
-        """The ids that `storing` found to be new."""
+    async def stored(
+        self,
+        db: Transaction,
+        consumer: str,
+        arrivals: Sequence[Arrival],
+        result: Result,
+        *,
+        token: str,
+    ) -> set[str]:
+        """Return the ids that `storing` found to be new."""
         if self.dialect.returning:
             return {row[0] for row in result.rows}
-        found = yield from self.classify(consumer, [arrival.message_id for arrival in arrivals])
+        found = await self.classify(db, consumer, [arrival.message_id for arrival in arrivals])
         return {message_id for message_id, row in found.items() if row.token == token}
 
     def return_payload(self, consumer: str, arrival: Arrival) -> Statement:
-        """The statement that gives an unfinished row without payload the payload of its redelivery."""
+        """Return the statement that restores the payload of an unfinished row from a redelivery."""
         return self.dialect.statement(
             "return_payload",
             {
@@ -167,10 +185,10 @@ class InboxStore:
         reason: str,
         payload_limit: int,
     ) -> Statement:
-        """The statement that sets a message aside; the same one again only counts up.
+        """Return the statement that quarantines a message; a repeat only increments a counter.
 
         Args:
-            payload_limit: bytes of the payload that are kept.
+            payload_limit: how many bytes of the payload are kept.
         """
         content = self.columns.content(message)
         if message.payload is not None and len(message.payload) > payload_limit:
@@ -182,7 +200,7 @@ class InboxStore:
                 "consumer": consumer,
                 "message_id": message_id,
                 "hash": hashed,
-                "reason": reason,
+                "reason": self.columns.redact.error(reason),
                 "topic": message.topic,
                 "type": message.type,
                 "key": message.key,
@@ -201,10 +219,10 @@ class InboxStore:
         error: str,
         fingerprint: str | None,
     ) -> Statement:
-        """The statement that adds an attempt to a message's history.
+        """Return the statement that adds an attempt to a message's history.
 
         Args:
-            error: as it is to be stored: through the codec, unless the database wrote it.
+            error: as it is stored: encoded by the codec, unless the database wrote it.
         """
         return self.dialect.statement(
             "record_attempt",
@@ -220,7 +238,7 @@ class InboxStore:
         )
 
     def keep_result(self, consumer: str, message_id: str, result: bytes) -> Statement:
-        """The statement that keeps what a handler returned."""
+        """Return the statement that keeps what a handler returned."""
         return self.dialect.statement(
             "keep_result",
             {
@@ -230,59 +248,61 @@ class InboxStore:
             },
         )
 
-    def result(self, consumer: str, message_id: str) -> Steps[bytes | None]:
-        """Read what a handler returned, in a transaction of its own; None when nothing was kept."""
-        yield Begin()
-        found = yield self.dialect.statement(
-            "result", {"consumer": consumer, "message_id": message_id}
+    async def result(self, db: Session, consumer: str, message_id: str) -> bytes | None:
+        """Read what a handler returned, in a transaction of its own; None if nothing was kept."""
+        await db.begin()
+        found = await db.execute(
+            self.dialect.statement("result", {"consumer": consumer, "message_id": message_id})
         )
-        yield Commit()
+        await db.commit()
         if not found.rows:
             return None
         return self.columns.result_back(found.rows[0][0])
 
-    def kept_message(self, consumer: str, message_id: str) -> Steps[Message[Any] | None]:
-        """Read a message whose row keeps its payload, else None; for a transaction that is already open."""
-        found = yield self.dialect.statement(
-            "replay_read",
-            {
-                "consumer": consumer,
-                "message_id": message_id,
-                "after": -1,
-                "limit": 1,
-                "status": None,
-                "topic": None,
-                "type": None,
-                "key": None,
-            },
+    async def kept_message(
+        self, db: Transaction, consumer: str, message_id: str
+    ) -> Message[Any] | None:
+        """Read a message whose row keeps its payload, in an open transaction; None if it does not."""
+        found = await db.execute(
+            self.dialect.statement(
+                "replay_read",
+                {
+                    "consumer": consumer,
+                    "message_id": message_id,
+                    "after": -1,
+                    "limit": 1,
+                    "status": None,
+                    "topic": None,
+                    "type": None,
+                    "key": None,
+                },
+            )
         )
         if not found.rows:
             return None
         return self.columns.arrival(consumer, found.rows[0]).arrival.message
 
     def bound_lock_timeout(self, lock_timeout: timedelta) -> Statement:
-        """The statement that ends every later wait for a lock after `lock_timeout`."""
+        """Return the statement that limits every later wait for a lock to `lock_timeout`."""
         return self.dialect.statement(
             "bound_lock_timeout",
             {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))},
         )
 
-    def begin_bounded(self, lock_timeout: timedelta, *statements: Statement) -> Begin:
-        """The BEGIN, and first statements, of a transaction whose every wait for a lock ends after `lock_timeout`."""
+    def begin_bounded(self, lock_timeout: timedelta, *statements: Statement) -> Statements:
+        """Return what begins a transaction in which every wait for a lock is limited to `lock_timeout`."""
         if self.dialect.has("bound_lock_timeout"):
-            return Begin((self.bound_lock_timeout(lock_timeout), *statements))
-        return Begin(statements)
+            return (self.bound_lock_timeout(lock_timeout), *statements)
+        return statements
 
-    def commit_bounded(self) -> Commit:
-        """The COMMIT of such a transaction; where the bound is the session's, it ends as well."""
+    def commit_bounded(self) -> Statements:
+        """Return what ends such a transaction. Where the limit belongs to the session, this lifts it."""
         dialect = self.dialect
-        return Commit(
-            () if dialect.claim_bounds_wait else (dialect.statement("restore_lock_timeout"),)
-        )
+        return () if dialect.claim_bounds_wait else (dialect.statement("restore_lock_timeout"),)
 
-    def lock_timed_out(self) -> Steps[None]:
-        """Roll a transaction back that waited too long; where the bound is the session's, end that."""
-        yield Rollback()
+    async def lock_timed_out(self, db: Session) -> None:
+        """Roll back a transaction that waited too long. Where the limit belongs to the session, lift it."""
+        await db.rollback()
         if not self.dialect.claim_bounds_wait:
-            yield Begin((self.dialect.statement("restore_lock_timeout"),))
-            yield Rollback()
+            await db.begin((self.dialect.statement("restore_lock_timeout"),))
+            await db.rollback()

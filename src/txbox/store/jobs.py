@@ -1,4 +1,4 @@
-"""Maintenance and progress as steps: the leases in txbox_job, batches of pruning, what is left to do."""
+"""Maintenance and progress: the leases in txbox_job, batches of pruning, and what is left to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from txbox.identity import canonical_id
-from txbox.steps import Begin, Commit, Read, Statement, Steps
+from txbox.session import Session, Statements
 from txbox.store.dialect import Dialect
 from txbox.store.partitions import Part
 
-# 8 kB each; the most is what a look without a find reads of a cached table in about the time below
+# of 8 kB; a cached table yields about the maximum in the time below when a scan finds nothing
 _BLOCKS_MIN = 16
 _BLOCKS_MAX = 4096
 _WALK_S = 0.02
@@ -20,10 +20,10 @@ _WALK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class JobLease:
-    """One row of txbox_job, held by one token at a time; the clock of the database decides.
+    """A row of txbox_job, held by one token at a time. The database's clock decides.
 
     Args:
-        job: the name of the row; a name over 255 bytes is kept as its digest.
+        job: the name of the row; a name over 255 bytes is stored as its digest.
         token: the holder's own random text.
         lease_s: seconds after which another may take over.
     """
@@ -37,59 +37,64 @@ class JobLease:
     def _name(self) -> str:
         return canonical_id(self.job)
 
-    def acquire(self) -> Steps[bool]:
-        """Take or renew the lease; False while another holds it."""
+    async def acquire(self, db: Session) -> bool:
+        """Take or renew the lease; False if another holds it."""
         params = {"name": self._name, "token": self.token, "lease_s": self.lease_s}
-        yield Begin()
-        taken = yield self.dialect.statement("job_acquire", params)
+        await db.begin()
+        taken = await db.execute(self.dialect.statement("job_acquire", params))
         if taken.count == 0:
-            yield self.dialect.statement("job_create", {"name": self._name})
-            taken = yield self.dialect.statement("job_acquire", params)
-        yield Commit()
+            await db.execute(self.dialect.statement("job_create", {"name": self._name}))
+            taken = await db.execute(self.dialect.statement("job_acquire", params))
+        await db.commit()
         return bool(taken.count)
 
-    def load(self) -> Steps[str | None]:
-        """Read the state that was saved last."""
-        yield Begin()
-        found = yield self.dialect.statement("job_state", {"name": self._name})
-        yield Commit()
+    async def load(self, db: Session) -> str | None:
+        """Read the last saved state."""
+        await db.begin()
+        found = await db.execute(self.dialect.statement("job_state", {"name": self._name}))
+        await db.commit()
         return found.rows[0][0] if found.rows else None
 
-    def save(self, state: str) -> Steps[bool]:
-        """Write the state; False when the lease is another's by now, and nothing was written."""
-        yield Begin()
-        saved = yield self.dialect.statement(
-            "job_save", {"name": self._name, "token": self.token, "state": state}
+    async def save(self, db: Session, state: str) -> bool:
+        """Write the state; False if the lease was lost, in which case nothing is written."""
+        await db.begin()
+        saved = await db.execute(
+            self.dialect.statement(
+                "job_save", {"name": self._name, "token": self.token, "state": state}
+            )
         )
-        yield Commit()
+        await db.commit()
         return bool(saved.count)
 
-    def release(self) -> Steps[None]:
-        """Give the lease back; does nothing when it is another's."""
-        yield Begin()
-        yield self.dialect.statement("job_release", {"name": self._name, "token": self.token})
-        yield Commit()
+    async def release(self, db: Session) -> None:
+        """Give the lease back; does nothing if it is no longer ours."""
+        await db.begin()
+        await db.execute(
+            self.dialect.statement("job_release", {"name": self._name, "token": self.token})
+        )
+        await db.commit()
 
 
-def anchors(
+async def anchors(
+    db: Session,
     dialect: Dialect,
     names: Sequence[str],
     moves: Callable[[str, Mapping[str, int]], Mapping[str, int]] | None = None,
-) -> Steps[tuple[str, Mapping[str, int]]]:
-    """Read positions, and move some of them forward in the same transaction.
+) -> tuple[str, Mapping[str, int]]:
+    """Read positions, and optionally move some of them forward in the same transaction.
 
     Args:
         names: as stored.
-        moves: told the database's history and the stored positions, says which become what; one
-            that is lower than the stored position changes nothing.
+        moves: from the database's history and the stored positions to new positions. A position that
+            is lower than the stored one changes nothing.
 
     Returns:
         The history, and the positions stored when the transaction began.
     """
-    yield Begin()
-    told = yield dialect.statement("anchor_history")
+    await db.begin()
+    told = await db.execute(dialect.statement("anchor_history"))
     history = str(told.rows[0][0])
-    stored = yield dialect.statement("anchor_read", {}, {"name": list(names)})
+    stored = await db.execute(dialect.statement("anchor_read", {}, {"name": list(names)}))
     positions = {
         name.decode() if isinstance(name, bytes) else str(name): int(position)
         for name, position in stored.rows
@@ -99,92 +104,93 @@ def anchors(
             "name": [name for name, _ in moved],
             "position": [to for _, to in moved],
         }
-        yield dialect.statement("anchor_advance", {}, rows)
-    yield Commit()
+        await db.execute(dialect.statement("anchor_advance", {}, rows))
+    await db.commit()
     return history, positions
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one batch did, and whether there may be another."""
+    """What one batch did, and whether there may be more."""
 
     rows: int
     more: bool
 
 
-def prune(
-    dialect: Dialect, *, consumer: str | None, older_than_s: float, limit: int
-) -> Steps[Batch]:
+async def prune(
+    db: Session, dialect: Dialect, *, consumer: str | None, older_than_s: float, limit: int
+) -> Batch:
     """Delete one batch of finished rows and their attempts in one transaction.
 
     Args:
         consumer: None for all.
-        older_than_s: seconds since they ended.
+        older_than_s: seconds since they finished.
         limit: rows, 1 or more.
     """
-    rows = yield from _pruned(
-        dialect,
-        dialect.statement(
-            "prune", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
-        ),
-    )
+    params = {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
+    rows = await _pruned(db, dialect, "prune", params)
     return Batch(rows, rows == limit)
 
 
-def _begun(dialect: Dialect) -> Begin:
-    return Begin((dialect.statement("prune_begin"),) if dialect.has("prune_begin") else ())
+def _begun(dialect: Dialect) -> Statements:
+    return (dialect.statement("prune_begin"),) if dialect.has("prune_begin") else ()
 
 
-def _pruned(dialect: Dialect, prune: Statement) -> Steps[int]:
-    yield _begun(dialect)
-    gone = yield prune
+async def _pruned(
+    db: Session,
+    dialect: Dialect,
+    name: str,
+    params: Mapping[str, Any],
+    tables: Mapping[str, Sequence[Any]] | None = None,
+) -> int:
+    await db.begin(_begun(dialect))
+    gone = await dialect.take(db, name, params, tables)
     if not gone.rows:
-        # no ROLLBACK: psycopg would forget what it has prepared, and planning is most of an empty batch
-        yield Commit()
+        # not ROLLBACK: psycopg would forget its prepared statements, and planning is most of an empty batch
+        await db.commit()
         return 0
     keys = {
         "consumer": [row[0] for row in gone.rows],
         "message_id": [row[1] for row in gone.rows],
     }
-    if dialect.has("prune_take"):
-        yield dialect.statement("prune_take", {}, keys)
-    yield dialect.statement("prune_attempts", {}, keys)
-    yield Commit()
+    await db.execute(dialect.statement("prune_attempts", {}, keys))
+    await db.commit()
     return len(gone.rows)
 
 
 class Walk:
-    """Deletes finished rows in the order they lie in, for the database where that is the cheapest way to find them.
+    """Deletes finished rows in physical order, for the database where that is the cheapest way to find them.
 
     Args:
-        parts: the tables to walk through, side by side.
+        parts: the tables to walk through side by side.
 
-    How many blocks a batch looks at follows the time it takes, like the number of rows it deletes: where
-    there is nothing to delete the walk is fast, and where there is, no batch is long.
+    The number of blocks per batch adapts to the time a batch takes, as does the number of rows. Where
+    there is nothing to delete the walk is fast, and where there is, no batch takes long.
     """
 
     def __init__(
         self, dialect: Dialect, parts: Sequence[Part], *, consumer: str | None, older_than_s: float
     ) -> None:
-        self._own = dialect
+        self._dialect = dialect
         self._relations = [part.relation for part in parts]
         self._ends = max((part.blocks for part in parts), default=0)
         self._params = {"consumer": consumer, "older_than_s": older_than_s}
         self._block = 0
         self._width = _BLOCKS_MIN
 
-    def batch(self, limit: int) -> Steps[Batch]:
+    async def batch(self, db: Session, limit: int) -> Batch:
         """Delete one batch of rows and their attempts in one transaction."""
         if self._block >= self._ends:
             return Batch(0, False)
         until = self._block + self._width
         started = time.monotonic()
         bounds = {"from_ctid": f"({self._block},0)", "to_ctid": f"({until},0)", "limit": limit}
-        rows = yield from _pruned(
-            self._own,
-            self._own.statement(
-                "prune_blocks", {**self._params, **bounds}, {"relation": self._relations}
-            ),
+        rows = await _pruned(
+            db,
+            self._dialect,
+            "prune_blocks",
+            {**self._params, **bounds},
+            {"relation": self._relations},
         )
         took_s = time.monotonic() - started
         if rows < limit:
@@ -196,84 +202,98 @@ class Walk:
         return Batch(rows, self._block < self._ends)
 
 
-def prunable(dialect: Dialect, *, consumer: str | None, older_than_s: float) -> Steps[int]:
+async def prunable(
+    db: Session, dialect: Dialect, *, consumer: str | None, older_than_s: float
+) -> int:
     """Count the rows that `prune` would delete now."""
-    yield Begin()
-    found = yield dialect.statement(
-        "prunable", {"consumer": consumer, "older_than_s": older_than_s}
+    await db.begin()
+    found = await db.execute(
+        dialect.statement("prunable", {"consumer": consumer, "older_than_s": older_than_s})
     )
-    yield Commit()
+    await db.commit()
     return int(found.rows[0][0])
 
 
-def prune_orphans(dialect: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
-    """Delete one batch of the attempts of messages that went with their partition."""
-    yield _begun(dialect)
-    gone = yield dialect.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
-    yield Commit()
+async def prune_orphans(db: Session, dialect: Dialect, *, older_than_s: float, limit: int) -> Batch:
+    """Delete one batch of attempts whose messages were dropped with their partition."""
+    await db.begin(_begun(dialect))
+    gone = await db.execute(
+        dialect.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
+    )
+    await db.commit()
     return Batch(int(gone.count), gone.count == limit)
 
 
-def prune_outbox(
-    dialect: Dialect, *, sent_s: float, discarded_s: float, limit: int
-) -> Steps[Batch]:
-    """Delete one batch of outgoing rows that have ended.
+async def prune_outbox(
+    db: Session, dialect: Dialect, *, sent_s: float, discarded_s: float, limit: int
+) -> Batch:
+    """Delete one batch of outgoing rows that are finished.
 
     Args:
-        sent_s, discarded_s: seconds that sent and discarded ones are kept.
+        sent_s, discarded_s: how many seconds sent and discarded rows are kept.
     """
-    yield _begun(dialect)
-    gone = yield dialect.statement(
-        "prune_outbox", {"sent_s": sent_s, "discarded_s": discarded_s, "limit": limit}
+    await db.begin(_begun(dialect))
+    gone = await db.execute(
+        dialect.statement(
+            "prune_outbox", {"sent_s": sent_s, "discarded_s": discarded_s, "limit": limit}
+        )
     )
-    yield Commit()
+    await db.commit()
     return Batch(int(gone.count), gone.count == limit)
 
 
-def prunable_outbox(dialect: Dialect, *, sent_s: float, discarded_s: float) -> Steps[int]:
+async def prunable_outbox(
+    db: Session, dialect: Dialect, *, sent_s: float, discarded_s: float
+) -> int:
     """Count the rows that `prune_outbox` would delete now."""
-    yield Begin()
-    found = yield dialect.statement(
-        "prunable_outbox", {"sent_s": sent_s, "discarded_s": discarded_s}
+    await db.begin()
+    found = await db.execute(
+        dialect.statement("prunable_outbox", {"sent_s": sent_s, "discarded_s": discarded_s})
     )
-    yield Commit()
+    await db.commit()
     return int(found.rows[0][0])
 
 
-def prune_quarantine(dialect: Dialect, *, older_than_s: float, limit: int) -> Steps[Batch]:
-    """Delete one batch of quarantine rows that were accepted or discarded `older_than_s` ago or earlier."""
-    yield _begun(dialect)
-    gone = yield dialect.statement(
-        "prune_quarantine", {"older_than_s": older_than_s, "limit": limit}
+async def prune_quarantine(
+    db: Session, dialect: Dialect, *, older_than_s: float, limit: int
+) -> Batch:
+    """Delete one batch of quarantine rows that were accepted or discarded at least `older_than_s` ago."""
+    await db.begin(_begun(dialect))
+    gone = await db.execute(
+        dialect.statement("prune_quarantine", {"older_than_s": older_than_s, "limit": limit})
     )
-    yield Commit()
+    await db.commit()
     return Batch(int(gone.count), gone.count == limit)
 
 
-def prunable_quarantine(dialect: Dialect, *, older_than_s: float) -> Steps[int]:
+async def prunable_quarantine(db: Session, dialect: Dialect, *, older_than_s: float) -> int:
     """Count the rows that `prune_quarantine` would delete now."""
-    yield Begin()
-    found = yield dialect.statement("prunable_quarantine", {"older_than_s": older_than_s})
-    yield Commit()
+    await db.begin()
+    found = await db.execute(
+        dialect.statement("prunable_quarantine", {"older_than_s": older_than_s})
+    )
+    await db.commit()
     return int(found.rows[0][0])
 
 
-def quarantine_bytes(dialect: Dialect) -> Steps[int]:
-    """How many bytes of payloads the quarantine holds."""
-    yield Begin()
-    found = yield dialect.statement("quarantine_bytes")
-    yield Commit()
+async def quarantine_bytes(db: Session, dialect: Dialect) -> int:
+    """Return how many bytes of payload the quarantine holds."""
+    await db.begin()
+    found = await db.execute(dialect.statement("quarantine_bytes"))
+    await db.commit()
     return int(found.rows[0][0])
 
 
-def drop_quarantined(dialect: Dialect, *, excess: int, limit: int) -> Steps[tuple[int, int]]:
-    """Drop the oldest payloads of the quarantine until `excess` bytes are gone, one batch of them.
+async def drop_quarantined(
+    db: Session, dialect: Dialect, *, excess: int, limit: int
+) -> tuple[int, int]:
+    """Drop the oldest payloads of the quarantine until `excess` bytes are gone, at most one batch.
 
     Returns:
-        How many were dropped, and their bytes.
+        How many payloads were dropped, and their size in bytes.
     """
-    yield _begun(dialect)
-    found = yield dialect.statement("quarantine_oldest", {"limit": limit})
+    await db.begin(_begun(dialect))
+    found = await db.execute(dialect.statement("quarantine_oldest", {"limit": limit}))
     chosen: list[Sequence[Any]] = []
     dropped = 0
     for row in found.rows:
@@ -287,72 +307,77 @@ def drop_quarantined(dialect: Dialect, *, excess: int, limit: int) -> Steps[tupl
             "message_id": [row[1] for row in chosen],
             "hash": [bytes(row[2]) for row in chosen],
         }
-        yield dialect.statement("drop_quarantined", {}, keys)
-    yield Commit()
+        await db.execute(dialect.statement("drop_quarantined", {}, keys))
+    await db.commit()
     return len(chosen), dropped
 
 
-def drop_payloads(
-    dialect: Dialect, *, consumer: str, older_than_s: float, limit: int
-) -> Steps[Batch]:
-    """Drop payload and headers of one batch of rows that were processed `older_than_s` ago or earlier."""
-    yield _begun(dialect)
-    dropped = yield dialect.statement(
-        "drop_payloads", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
+async def drop_payloads(
+    db: Session, dialect: Dialect, *, consumer: str, older_than_s: float, limit: int
+) -> Batch:
+    """Drop payload and headers of one batch of rows that were processed at least `older_than_s` ago."""
+    await db.begin(_begun(dialect))
+    dropped = await db.execute(
+        dialect.statement(
+            "drop_payloads", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
+        )
     )
-    yield Commit()
+    await db.commit()
     return Batch(int(dropped.count), dropped.count == limit)
 
 
-def second_of_day(dialect: Dialect) -> Steps[float]:
-    """The second of the UTC day by the clock of the database."""
-    yield Begin()
-    found = yield dialect.statement("second_of_day")
-    yield Commit()
+async def second_of_day(db: Session, dialect: Dialect) -> float:
+    """Return the second of the UTC day by the database's clock."""
+    await db.begin()
+    found = await db.execute(dialect.statement("second_of_day"))
+    await db.commit()
     return float(found.rows[0][0])
 
 
-def due(
+async def due(
+    db: Session,
     dialect: Dialect,
     consumers: Sequence[str],
     *,
     ahead_s: float,
     routes: Sequence[str],
     local: str | None = None,
-) -> Steps[list[tuple[str, float]]]:
-    """Say which consumers have rows that are due within `ahead_s`, and in how many seconds the first is.
+) -> list[tuple[str, float]]:
+    """Return which consumers have rows due within `ahead_s`, and in how many seconds the first is due.
 
     Args:
         consumers: one or more.
-        routes: of the outbox to ask for too, under the empty name.
+        routes: of the outbox, asked for as well, under the empty name.
         local: the one of these that leads to the App's own consumers, if any does.
 
-    Guarantee: one statement that writes and locks nothing; what it says is a hint, a lease decides.
+    Guarantee: one statement that writes and locks nothing. Its answer is a hint; leases decide.
     """
-    # columns of one length: no route is NULL, and who is asked for twice answers twice
+    # columns of equal length: a NULL route matches nothing, and a repeated consumer only repeats its answer
     asked: dict[str, list[str | None]] = {
         "consumer": [*consumers, *list(consumers[:1]) * (len(routes) - len(consumers))],
         "route": [*routes, *[None] * (len(consumers) - len(routes))],
     }
-    found = yield Read(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
+    found = await db.read(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
     return [(str(consumer), float(in_s)) for consumer, in_s in found.rows]
 
 
-def work_left(
-    dialect: Dialect, *, consumer: str, order: tuple[bool, bool] = (False, False)
-) -> Steps[bool]:
-    """Say whether a consumer has rows that are due now or leased by anybody.
+async def work_left(
+    db: Session, dialect: Dialect, *, consumer: str, order: tuple[bool, bool] = (False, False)
+) -> bool:
+    """Whether a consumer has rows that are due now, or leased by anybody.
 
     Args:
-        order: whether rows are taken by the heads of their keys only, and whether dead rows stay heads.
+        order: whether only the heads of keys are taken, and whether dead rows stay heads.
     """
     heads_only, dead_blocks = order
-    yield Begin()
+    await db.begin()
     if heads_only:
-        found = yield dialect.statement(
-            "work_left_ordered", {"consumer": consumer, "dead_blocks": dead_blocks}
+        found = await db.execute(
+            dialect.statement(
+                "work_left_ordered", {"consumer": consumer, "dead_blocks": dead_blocks}
+            )
         )
     else:
-        found = yield dialect.statement("work_left", {"consumer": consumer})
-    yield Commit()
+        found = await db.execute(dialect.statement("work_left", {"consumer": consumer}))
+    await db.commit()
     return bool(found.rows[0][0])

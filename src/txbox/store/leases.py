@@ -1,31 +1,31 @@
-"""Leases: rows taken from the table for a time; extended, given back, or run out."""
+"""Leases: rows taken from the table for a limited time; they are extended, given back, or expire."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from txbox.outcome import Status
 from txbox.policy import Lease
-from txbox.steps import Begin, Commit, Result, Statement, Steps
+from txbox.session import Result, Session, Statement, Transaction
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import as_time
 from txbox.store.inbox import InboxStore
 
-# of an ordered consumer: how many of the oldest rows a look goes through before it goes from key to key
+# for an ordered consumer: how many of the oldest rows are looked at before going from key to key
 _WINDOW = 200
-# one look in so many also asks for rows without a key that are behind those
+# one look in this many also considers rows without a key that are behind those
 _LOOKS_PER_KEYLESS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Rescued:
-    """A row whose lease had run out.
+    """A row whose lease had expired.
 
     Attributes:
         starts: runs from the table that never ended.
-        error_type, error: what was recorded of it.
+        error_type, error: what was recorded.
     """
 
     consumer: str
@@ -37,7 +37,8 @@ class Rescued:
     error: str
 
 
-def lease(
+async def lease(
+    db: Session,
     store: InboxStore,
     consumer: str,
     *,
@@ -47,22 +48,25 @@ def lease(
     suspect: bool,
     heads_only: bool = False,
     dead_blocks: bool = False,
-) -> Steps[list[Leased]]:
+) -> list[Leased]:
     """Lease due rows in a transaction of its own, oldest due first.
 
     Args:
         suspect: take rows whose last run never ended; lease those one at a time.
-        heads_only: of each key take only the first row that is unfinished.
+        heads_only: take only the first unfinished row of each key.
         dead_blocks: with `heads_only`, a dead row stays the head of its key.
 
-    Guarantee: the start is counted before a handler runs, so a message that kills its process
-    still runs out of starts.
+    Guarantee: the start is counted before a handler runs, so even a message that kills its process
+    eventually runs out of starts.
     """
-    lease_s = lease.duration.total_seconds()
-    params: dict[str, Any] = {"consumer": consumer, "token": token, "lease_s": lease_s}
+    params: dict[str, Any] = {
+        "consumer": consumer,
+        "token": token,
+        "lease_s": lease.duration.total_seconds(),
+    }
     if suspect:
         params |= {"heads_only": heads_only, "dead_blocks": dead_blocks}
-        statement = store.dialect.statement("lease_suspect", params)
+        name = "lease_suspect"
     elif heads_only:
         looks, after = store.looks_in_order.get(consumer, (0, ""))
         params |= {
@@ -72,63 +76,66 @@ def lease(
             "after": after,
             "keyless": looks % _LOOKS_PER_KEYLESS == 0,
         }
-        statement = store.dialect.statement("lease_ordered", params)
+        name = "lease_ordered"
     else:
-        statement = store.dialect.statement("lease", params | {"limit": limit})
-    yield Begin()
-    result = yield statement
+        params["limit"] = limit
+        name = "lease"
+    await db.begin()
+    result = await store.dialect.take(db, name, params)
     if not result.rows and params.get("after"):
-        # nothing from there on: from the first key
-        result = yield store.dialect.statement("lease_ordered", params | {"after": ""})
-    if not result.rows:
-        leased: list[Leased] = []
-    else:
-        leased = yield from _taken(store, consumer, result.rows, token, lease_s)
-    # a ROLLBACK where there is nothing would cost the connection its prepared statements
-    yield Commit()
+        # nothing from there on, so start over at the first key
+        result = await store.dialect.take(db, name, params | {"after": ""})
+    leased = _read(store, consumer, result)
+    # a ROLLBACK would cost the connection its prepared statements when there is nothing to lease
+    await db.commit()
     if heads_only and not suspect:
         _look_on(store, consumer, leased, limit)
     return leased
 
 
 def _look_on(store: InboxStore, consumer: str, leased: Sequence[Leased], limit: int) -> None:
-    """Have the next look at the keys begin where this one ended, so that none of them is always last."""
+    """Start the next look at the keys where this one ended, so that no key always comes last."""
     looks, _ = store.looks_in_order.get(consumer, (0, ""))
     keys = [row.arrival.message.key for row in leased] if len(leased) == limit else []
     after = max((key for key in keys if key is not None), default="")
     store.looks_in_order[consumer] = looks + 1, after
 
 
-def lease_next(
-    store: InboxStore, consumer: str, key: str, *, token: str, lease: Lease, dead_blocks: bool
-) -> Steps[Leased | None]:
-    """Lease the row of a key whose turn it is, where it is due and no run of it was left unended."""
-    lease_s = lease.duration.total_seconds()
-    yield Begin()
-    result = yield store.dialect.statement(
+async def lease_next(
+    db: Session,
+    store: InboxStore,
+    consumer: str,
+    key: str,
+    *,
+    token: str,
+    lease: Lease,
+    dead_blocks: bool,
+) -> Leased | None:
+    """Lease the row of a key whose turn it is, if it is due and no earlier run of it is unfinished."""
+    await db.begin()
+    result = await store.dialect.take(
+        db,
         "lease_next",
         {
             "consumer": consumer,
             "key": key,
             "token": token,
-            "lease_s": lease_s,
+            "lease_s": lease.duration.total_seconds(),
             "dead_blocks": dead_blocks,
         },
     )
-    if not result.rows:
-        yield Commit()
-        return None
-    (leased,) = yield from _taken(store, consumer, result.rows, token, lease_s)
-    yield Commit()
-    return leased
+    leased = _read(store, consumer, result)
+    await db.commit()
+    return leased[0] if leased else None
 
 
 def storing(
     store: InboxStore, consumer: str, arrivals: Sequence[Arrival], *, token: str, lease: Lease
 ) -> Statement:
-    """The statement that inserts messages as `InboxStore.storing` does, where it can be leased from the start.
+    """Return the statement that inserts messages as `InboxStore.storing` does, leased from the start if possible.
 
-    Nobody else ever sees them waiting: what it leaves out, `stored` does in the same transaction.
+    Nobody else ever sees them waiting. Where that takes a second statement, `stored` runs it in the
+    same transaction.
     """
     if not store.dialect.has("store_leased"):
         return store.storing(consumer, arrivals, token=token)
@@ -146,7 +153,8 @@ def storing(
     return statement._replace(name="store")
 
 
-def stored(
+async def stored(
+    db: Transaction,
     store: InboxStore,
     consumer: str,
     arrivals: Sequence[Arrival],
@@ -154,13 +162,23 @@ def stored(
     *,
     token: str,
     lease: Lease,
-) -> Steps[list[Leased]]:
-    """The messages that `storing` found to be new, leased."""
+) -> list[Leased]:
+    """Return the messages that `storing` found to be new, leased."""
     if not store.dialect.has("store_leased"):
-        fresh = yield from store.stored(consumer, arrivals, result, token=token)
+        fresh = await store.stored(db, consumer, arrivals, result, token=token)
         if not fresh:
             return []
-        return (yield from _lease_stored(store, consumer, sorted(fresh), token=token, lease=lease))
+        result = await store.dialect.take(
+            db,
+            "lease_stored",
+            {
+                "consumer": consumer,
+                "token": token,
+                "lease_s": lease.duration.total_seconds(),
+            },
+            {"message_id": sorted(fresh)},
+        )
+        return _read(store, consumer, result)
     written = {row[0]: row for row in result.rows}
     leased: list[Leased] = []
     for arrival in arrivals:
@@ -173,113 +191,86 @@ def stored(
     return leased
 
 
-def _lease_stored(
-    store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
-) -> Steps[list[Leased]]:
-    lease_s = lease.duration.total_seconds()
-    result = yield store.dialect.statement(
-        "lease_stored",
-        {"consumer": consumer, "token": token, "lease_s": lease_s},
-        {"message_id": ids},
-    )
-    return (yield from _taken(store, consumer, result.rows, token, lease_s))
+def _read(store: InboxStore, consumer: str, result: Result) -> list[Leased]:
+    rows = (store.columns.arrival(consumer, row) for row in result.rows)
+    return sorted(rows, key=lambda leased: leased.number)
 
 
-def _taken(
-    store: InboxStore, consumer: str, rows: Sequence[Any], token: str, lease_s: float
-) -> Steps[list[Leased]]:
-    if store.dialect.has("lease_take"):
-        yield store.dialect.statement(
-            "lease_take",
-            {"consumer": consumer, "token": token, "lease_s": lease_s},
-            {"message_id": [row[0] for row in rows]},
-        )
-    return sorted(
-        (store.columns.arrival(consumer, row) for row in rows), key=lambda leased: leased.number
-    )
-
-
-def heartbeat(
-    store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
-) -> Steps[int]:
-    """Extend leases held under `token`; returns how many (those in a handler's transaction are skipped)."""
-    yield Begin()
-    result = yield store.dialect.statement(
+async def heartbeat(
+    db: Session, store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
+) -> int:
+    """Extend leases held under `token`; returns how many. Rows in a handler's transaction are skipped."""
+    await db.begin()
+    result = await store.dialect.take(
+        db,
         "heartbeat",
         {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()},
         {"message_id": ids},
     )
-    if store.dialect.has("heartbeat_take") and result.rows:
-        result = yield store.dialect.statement(
-            "heartbeat_take",
-            {"consumer": consumer, "lease_s": lease.duration.total_seconds()},
-            {"message_id": [row[0] for row in result.rows]},
-        )
-    yield Commit()
+    await db.commit()
     return int(result.count)
 
 
-def release(
-    store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, delay_s: float
-) -> Steps[int]:
-    """Give leased rows back without an attempt, due in `delay_s`; returns how many were still ours.
+async def release(
+    db: Session, store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, delay_s: float
+) -> int:
+    """Give leased rows back without counting an attempt, due in `delay_s`; returns how many were still ours.
 
-    Guarantee: fenced by `token`; it waits for a commit in flight, and then matches nothing.
+    Guarantee: fenced by `token`. It waits for a commit in flight, and then matches nothing.
     """
-    yield Begin()
-    result = yield store.dialect.statement(
-        "release",
-        {"consumer": consumer, "token": token, "delay_s": delay_s},
-        {"message_id": ids},
+    await db.begin()
+    result = await db.execute(
+        store.dialect.statement(
+            "release",
+            {"consumer": consumer, "token": token, "delay_s": delay_s},
+            {"message_id": ids},
+        )
     )
-    yield Commit()
+    await db.commit()
     return int(result.count)
 
 
-def rescue(
+async def rescue(
+    db: Session,
     store: InboxStore,
     *,
     consumer: str | None,
     max_starts: int,
     limit: int,
-    dying: Callable[[Rescued], Steps[None]] | None = None,
-) -> Steps[list[Rescued]]:
-    """Put rows whose lease ran out back to `failed`, or to `dead` when too many runs never ended.
+    dying: Callable[[Session, Rescued], Awaitable[None]] | None = None,
+) -> list[Rescued]:
+    """Return rows whose lease expired to `failed`, or make them `dead` after too many unfinished runs.
 
     Args:
         consumer: None for all.
-        limit: rows of one batch.
-        dying: what else belongs into this transaction when a row becomes dead.
+        limit: rows per batch.
+        dying: what else must happen in this transaction if a row becomes dead.
 
-    Guarantee: a batch is one commit with its history; rows that a handler's transaction holds are
-    left alone, without waiting.
+    Guarantee: a batch and its history are one commit. Rows held by a handler's transaction are left
+    alone, without waiting for them.
     """
     dialect = store.dialect
-    yield Begin()
+    await db.begin()
     params = {"consumer": consumer, "max_starts": max_starts, "limit": limit}
-    rows = list((yield dialect.statement("rescue", params)).rows)
-    if rows and dialect.has("rescue_take"):
-        yield dialect.statement(
-            "rescue_take",
-            {"max_starts": max_starts},
-            {"consumer": [row[0] for row in rows], "message_id": [row[1] for row in rows]},
-        )
+    found = await dialect.take(db, "rescue", params)
     rescued: list[Rescued] = []
-    for name, message_id, topic, starts, status, attempts, error_type, error in rows:
+    for name, message_id, topic, starts, status, attempts, error_type, error in found.rows:
         row = Rescued(name, message_id, topic, starts, status == Status.DEAD, error_type, error)
         rescued.append(row)
-        yield store.attempt(
-            name,
-            message_id,
-            attempts,
-            status=status,
-            error_type=error_type,
-            error=error,
-            fingerprint=None,
+        await db.execute(
+            store.attempt(
+                name,
+                message_id,
+                attempts,
+                status=status,
+                error_type=error_type,
+                error=error,
+                fingerprint=None,
+            )
         )
         if dying is not None and row.dead:
-            yield from dying(row)
+            await dying(db, row)
     if dialect.has("rescue_broken"):
-        yield dialect.statement("rescue_broken", {"consumer": consumer, "limit": limit})
-    yield Commit()
+        await db.execute(dialect.statement("rescue_broken", {"consumer": consumer, "limit": limit}))
+    await db.commit()
     return rescued

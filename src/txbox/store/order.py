@@ -1,4 +1,4 @@
-"""What a message waits for: earlier messages of its key, or versions before its own."""
+"""What a message waits for: earlier messages of its key, or earlier versions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from txbox.policy import GapPolicy
-from txbox.steps import Statement
+from txbox.session import Statement
 from txbox.store.codec import Arrival
 from txbox.store.dialect import Dialect
 
@@ -15,7 +15,7 @@ from txbox.store.dialect import Dialect
 def waiting(
     dialect: Dialect, consumer: str, arrivals: Iterable[Arrival], *, dead_blocks: bool, token: str
 ) -> Statement | None:
-    """The statement that names the keys with unfinished messages; None when no message has a key.
+    """Return the statement that names the keys with unfinished messages; None if no message has a key.
 
     Args:
         dead_blocks: a dead message counts as unfinished.
@@ -32,7 +32,7 @@ def waiting(
 
 
 def sequence_state(dialect: Dialect, consumer: str, arrival: Arrival, gaps: GapPolicy) -> Statement:
-    """The statement that tells where a key's versions stand; `Versions.read` reads its answer."""
+    """Return the statement that reads how far a key's versions are; `Versions.read` parses its result."""
     return dialect.statement(
         "sequence_state",
         {
@@ -46,7 +46,7 @@ def sequence_state(dialect: Dialect, consumer: str, arrival: Arrival, gaps: GapP
 
 
 def sequence_done(dialect: Dialect, consumer: str, arrival: Arrival) -> tuple[Statement, ...]:
-    """The statements that write a version down as processed, and wake the one behind it."""
+    """Return the statements that record a version as processed and wake the next one."""
     params = {
         "consumer": consumer,
         "key": arrival.message.key,
@@ -57,12 +57,12 @@ def sequence_done(dialect: Dialect, consumer: str, arrival: Arrival) -> tuple[St
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Where a key stands when a version of it arrives.
+    """The state of a key when one of its versions arrives.
 
     Args:
-        last: the version processed last; None when none was.
-        earlier_unfinished: an earlier version is on its way through the table.
-        overdue: this one has waited as long as it may.
+        last: the version processed last; None if there is none.
+        earlier_unfinished: an earlier version is being processed from the table.
+        overdue: this one has waited as long as allowed.
     """
 
     last: int | None
@@ -71,19 +71,19 @@ class Versions:
 
     @classmethod
     def read(cls, rows: Sequence[Sequence[Any]]) -> Versions:
-        """Read the answer to `sequence_state`."""
+        """Parse the result of `sequence_state`."""
         ((last, earlier, overdue),) = rows
         return cls(last, bool(earlier), bool(overdue))
 
     def expected(self, gaps: GapPolicy) -> int | None:
-        """The version that comes next; None when any may."""
+        """Return the version that comes next; None if any may."""
         return gaps.first if self.last is None else self.last + 1
 
     def gap(self, sequence: int, gaps: GapPolicy) -> bool:
-        """Say whether a version before this one has not been processed."""
+        """Whether an earlier version has not been processed."""
         expected = self.expected(gaps)
         return self.earlier_unfinished or (expected is not None and sequence > expected)
 
     def waits(self, sequence: int, gaps: GapPolicy) -> bool:
-        """Say whether this version must wait; what is on its way is waited for without a limit."""
+        """Whether this version must wait. There is no time limit on waiting for one already on its way."""
         return self.gap(sequence, gaps) and (self.earlier_unfinished or not self.overdue)

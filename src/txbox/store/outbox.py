@@ -1,4 +1,4 @@
-"""The outbox's operations as steps: stage, lease, and what becomes of a leased row."""
+"""The outbox's operations: leasing rows, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from txbox.errors import ConfigurationError
 from txbox.message import Message
-from txbox.steps import Begin, Commit, Read, Statement, Steps
-from txbox.store.codec import Columns
+from txbox.session import Session, Statement, Transaction
+from txbox.store.codec import Columns, unreadable
 from txbox.store.dialect import Dialect, as_time
 
-# pages looked through in one transaction, so that a long row of waiting keys holds up nobody for long
+# pages per transaction, so that a long run of waiting keys does not hold anybody up
 _PAGES = 5
 _START = (None, 0)
-# a row is dated by the start of its transaction: one that committed late lies behind the look's place
+# a row is dated by the start of its transaction, so one that commits late lies behind the current position
 _BACK_S = 1.0
-# rows moved in one transaction
+# rows moved per transaction
 _ADOPTED = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A row that a relay has leased.
+    """A row leased by a relay.
 
     Args:
-        number: its place in the order of its key.
+        number: its place in its key's order.
         attempts: failures so far.
     """
 
@@ -43,11 +44,11 @@ class Staged:
 
 @dataclass(slots=True)
 class Look:
-    """One look at the outbox.
+    """The result of one look at the outbox.
 
     Args:
-        rows: leased, in the order in which they are to leave.
-        more: there may be more to take at once.
+        rows: leased, in the order in which they must be sent.
+        more: there may be more to take right now.
     """
 
     rows: list[Staged] = field(default_factory=list[Staged])
@@ -70,9 +71,9 @@ class Taken:
 
     Args:
         whole: all rows of the route, whatever their topic.
-        topics: of these only; with `others`, of all but these.
-        fits: says whether a topic and type have a consumer; what does not fit waits, and holds
-            nothing of its key up.
+        topics: only rows with these topics; with `others`, all but these.
+        fits: whether a topic and type have a consumer. Rows that do not fit wait, without holding up
+            their key.
     """
 
     route: str
@@ -83,24 +84,24 @@ class Taken:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters of the queries that look for them."""
+        """The parameters of the queries that find these rows."""
         return {"route": self.route, "whole": self.whole, "named": not self.others}
 
     @property
     def rows(self) -> dict[str, Sequence[str]]:
-        """The topics; none is empty, so that a list that must not be stands for none."""
+        """The topics. An empty text stands for no topics, because the list must not be empty."""
         return {"topic": self.topics or [""]}
 
     def routes(self, topic: str) -> Sequence[str]:
-        """The routes whose rows are one order with those of this topic."""
+        """Return the routes whose rows share an order with those of this topic."""
         return (self.route, "") if (topic in self.topics) is not self.others else (self.route,)
 
 
 class OutboxStore:
-    """The statements of the relay in one dialect.
+    """The relay's statements in one dialect.
 
-    A look goes on where the last one ended, and starts anew at the end or after a second: rows that
-    wait behind the head of their key, however many, cannot hide those of other keys behind them.
+    Each look continues where the last one ended, and starts over at the end or after a second. So rows
+    that wait behind the head of their key, however many, cannot hide those of other keys behind them.
     """
 
     def __init__(self, dialect: Dialect, columns: Columns) -> None:
@@ -109,57 +110,60 @@ class OutboxStore:
         self._after: tuple[Any, int] = _START
         self._back_at = 0.0
 
-    def lease(
+    async def lease(
         self,
+        db: Session,
         *,
         token: str,
         limit: int,
         payload_bytes: int,
         lease_s: float,
         taken: Taken,
-    ) -> Steps[Look]:
-        """Lease rows that are due, in a transaction of its own.
+    ) -> Look:
+        """Lease due rows in a transaction of its own.
 
-        Of a key only its first open rows are taken, without a gap, so that no relay overtakes another
-        or a row that failed.
+        Of each key only the first open rows are taken, without a gap, so that no relay overtakes
+        another, or a row that failed.
 
         Args:
             limit: rows, 1 or more.
-            payload_bytes: sum of payloads after which no more is taken.
+            payload_bytes: no more rows are taken once their payloads exceed this.
             lease_s: seconds after which another relay may take them.
         """
         look = Look()
         if time.monotonic() >= self._back_at:
             self._after, self._back_at = _START, time.monotonic() + _BACK_S
-        yield Begin()
+        await db.begin()
         for _ in range(_PAGES):
             before = self._after
-            page = yield from self._page(limit, taken)
+            page = await self._page(db, limit, taken)
             look.more = len(page) == limit
             page = [row for row in page if taken.fits(row.topic, row.type)]
-            wanted = (yield from self._eligible(page, taken)) if page else []
+            wanted = await self._eligible(db, page, taken) if page else []
             fitting = _within(wanted, payload_bytes)
-            look.rows = yield from self._take(fitting, token, lease_s)
+            look.rows = await self._take(db, fitting, token, lease_s)
             if not look.more:
                 self._after = _START
             if len(fitting) < len(wanted):
                 self._after, look.more = before, True
             if look.rows or not look.more:
                 break
-        yield Commit()
+        await db.commit()
         return look
 
-    def _page(self, limit: int, taken: Taken) -> Steps[list[_Candidate]]:
+    async def _page(self, db: Transaction, limit: int, taken: Taken) -> list[_Candidate]:
         after_at, after_number = self._after
-        found = yield self.dialect.statement(
-            "relay_page",
-            {
-                **taken.params,
-                "after_at": after_at,
-                "after_number": after_number,
-                "limit": limit,
-            },
-            taken.rows,
+        found = await db.execute(
+            self.dialect.statement(
+                "relay_page",
+                {
+                    **taken.params,
+                    "after_at": after_at,
+                    "after_number": after_number,
+                    "limit": limit,
+                },
+                taken.rows,
+            )
         )
         if found.rows:
             last = found.rows[-1]
@@ -169,8 +173,10 @@ class OutboxStore:
             for id_, number, topic, key, _, size, kind in found.rows
         ]
 
-    def _eligible(self, page: Sequence[_Candidate], taken: Taken) -> Steps[list[_Candidate]]:
-        """Those that nothing of their key stands before, this page's own rows excepted."""
+    async def _eligible(
+        self, db: Transaction, page: Sequence[_Candidate], taken: Taken
+    ) -> list[_Candidate]:
+        """Return the rows with nothing of their key ahead of them except rows of this page."""
         page = sorted(page, key=lambda row: row.number)
         keys: dict[tuple[str, str], list[int]] = {}
         for row in page:
@@ -180,10 +186,12 @@ class OutboxStore:
             return list(page)
         asked = [(route, topic, key) for topic, key in keys for route in taken.routes(topic)]
         routes, topics, names = zip(*asked, strict=True)
-        found = yield self.dialect.statement(
-            "relay_heads",
-            {"last": page[-1].number},
-            {"route": routes, "topic": topics, "key": names},
+        found = await db.execute(
+            self.dialect.statement(
+                "relay_heads",
+                {"last": page[-1].number},
+                {"route": routes, "topic": topics, "key": names},
+            )
         )
         first: dict[tuple[str, str], int] = {}
         counts: Counter[tuple[str, str]] = Counter()
@@ -199,42 +207,45 @@ class OutboxStore:
             or first.get((row.topic, row.key)) == row.number
         ]
 
-    def _take(
-        self, wanted: Sequence[_Candidate], token: str, lease_s: float
-    ) -> Steps[list[Staged]]:
+    async def _take(
+        self, db: Transaction, wanted: Sequence[_Candidate], token: str, lease_s: float
+    ) -> list[Staged]:
         if not wanted:
             return []
-        dialect = self.dialect
-        params = {"token": token, "lease_s": lease_s}
-        ids = {"id": [row.id for row in wanted]}
-        locked = yield dialect.statement(
-            "relay_lease", {} if dialect.has("relay_take") else params, ids
+        found = await self.dialect.take(
+            db,
+            "relay_lease",
+            {"token": token, "lease_s": lease_s},
+            {"id": [row.id for row in wanted]},
         )
-        if dialect.has("relay_take") and locked.rows:
-            yield dialect.statement("relay_take", params, {"id": [row[0] for row in locked.rows]})
-        rows = sorted((self._staged(row) for row in locked.rows), key=lambda row: row.number)
+        rows = sorted((self._staged(row) for row in found.rows), key=lambda row: row.number)
         taken = {row.id for row in rows}
-        # another relay was quicker with an earlier row of the key: its later rows stay behind it
+        # another relay was faster with an earlier row of the key, so the later rows must stay behind it
         overtaken = {
             (row.topic, row.key) for row in wanted if row.key is not None and row.id not in taken
         }
         left = [row for row in rows if (row.message.topic, row.message.key) in overtaken]
         if left:
-            yield self.release([row.id for row in left], token=token)
+            await db.execute(self.release([row.id for row in left], token=token))
         return [row for row in rows if (row.message.topic, row.message.key) not in overtaken]
 
     def _staged(self, row: Sequence[Any]) -> Staged:
-        (own_id, number, topic, kind, key, content_type, headers, payload, key_id, at, attempts) = (
+        (row_id, number, topic, kind, key, content_type, headers, payload, key_id, at, attempts) = (
             row[:11]
         )
+        try:
+            carried = self.columns.headers_back(headers, key_id)
+            payload = self.columns.payload_back(payload, key_id)
+        except ConfigurationError as error:
+            raise unreadable(error, f"{row_id} of the outbox") from error
         message: Message[Any] = Message(
-            id=own_id,
+            id=row_id,
             topic=topic,
             type=kind,
             key=key,
             content_type=content_type,
-            headers=self.columns.headers_back(headers, key_id),
-            payload=self.columns.payload_back(payload, key_id),
+            headers=carried,
+            payload=payload,
             time=as_time(at),
         )
         return Staged(message, number, attempts)
@@ -242,7 +253,7 @@ class OutboxStore:
     # -- what becomes of them -----------------------------------------------------------------
 
     def sent(self, ids: Sequence[str], *, token: str, keep: bool) -> Statement:
-        """The statement that marks leased rows as sent, or deletes them; its count says how many were still ours."""
+        """Return the statement that marks leased rows sent or deletes them; its count is how many were still ours."""
         return self.dialect.statement(
             "relay_kept" if keep else "relay_sent", {"token": token}, {"id": ids}
         )
@@ -250,7 +261,7 @@ class OutboxStore:
     def failed(
         self, row: Staged, *, token: str, dead: bool, delay_s: float, error_type: str, error: str
     ) -> Statement:
-        """The statement that records that a leased row could not be sent; due again after `delay_s`."""
+        """Return the statement that records that a leased row was not sent; it is due again after `delay_s`."""
         return self.dialect.statement(
             "relay_failed",
             {
@@ -264,41 +275,43 @@ class OutboxStore:
         )
 
     def release(self, ids: Sequence[str], *, token: str) -> Statement:
-        """The statement that gives leased rows back at once."""
+        """Return the statement that gives leased rows back at once."""
         return self.dialect.statement("relay_release", {"token": token}, {"id": ids})
 
-    def left(self, taken: Taken) -> Steps[bool]:
-        """Say whether rows that a relay takes are due or leased."""
-        found = yield Read(self.dialect.statement("relay_left", taken.params, taken.rows))
+    async def left(self, db: Session, taken: Taken) -> bool:
+        """Whether rows that a relay takes are due or leased."""
+        found = await db.read(self.dialect.statement("relay_left", taken.params, taken.rows))
         return any(taken.fits(topic, kind) for topic, kind in found.rows)
 
-    def adopt(
-        self, route: str, adopts: Callable[[str, str, str | None, str | None], bool]
-    ) -> Steps[bool]:
-        """Give a route to rows for consumers of the database that are on another, or on none.
+    async def adopt(
+        self, db: Session, route: str, adopts: Callable[[str, str, str | None, str | None], bool]
+    ) -> bool:
+        """Assign a route to rows for consumers on this database that have another route, or none.
 
         Args:
-            adopts: says of a route, topic, type and consumer of the cause whether its rows belong here.
+            adopts: whether rows of a given route, topic, type and cause's consumer belong here.
 
         Returns: whether there were any.
         """
-        found = yield Read(self.dialect.statement("relay_strays", {"route": route}))
+        found = await db.read(self.dialect.statement("relay_strays", {"route": route}))
         strays = [row for row in found.rows if adopts(*row)]
         for stray in strays:
             given = dict(zip(("from_route", "topic", "type", "cause_consumer"), stray, strict=True))
             count = _ADOPTED
             while count == _ADOPTED:
-                yield Begin()
-                moved = yield self.dialect.statement(
-                    "relay_adopt", {**given, "route": route, "limit": _ADOPTED}
+                await db.begin()
+                moved = await db.execute(
+                    self.dialect.statement(
+                        "relay_adopt", {**given, "route": route, "limit": _ADOPTED}
+                    )
                 )
-                yield Commit()
+                await db.commit()
                 count = moved.count
         return bool(strays)
 
 
 def _within(wanted: Iterable[_Candidate], payload_bytes: int) -> list[_Candidate]:
-    """The first ones that fit, one at least; a key keeps no gap, since nothing after the last is taken."""
+    """Return the first rows that fit, at least one. No key gets a gap, since nothing after the last is taken."""
     taken: list[_Candidate] = []
     size_bytes = 0
     for row in wanted:

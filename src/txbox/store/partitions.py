@@ -1,4 +1,4 @@
-"""The partitions of the inbox: which there are, making them ahead, dropping those whose time is over.
+"""The partitions of the inbox: listing, making them ahead of time, detaching and dropping expired ones.
 
 Source: docs/decisions/0021-partitions.md
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from txbox.steps import Begin, Commit, Steps
+from txbox.session import Session, Statements, Transaction
 from txbox.store.dialect import Dialect
 
 Kind = Literal["uuid7", "ulid", "hash"]
@@ -18,9 +18,7 @@ KINDS: tuple[Kind, ...] = ("uuid7", "ulid", "hash")
 
 _NAME = re.compile(r"txbox_inbox_(uuid7|ulid|hash)_(\w+)")
 _CROCKFORD = {letter: value for value, letter in enumerate("0123456789ABCDEFGHJKMNPQRSTVWXYZ")}
-# all that come wait behind one who waits for this lock: so it is tried for briefly, and again later
-_LOCK_MS = "100"
-# more rows than this in the way of a new partition stay where they are
+# if more rows than this are in the way of a new partition, they stay where they are
 _STRAYS = 10_000
 
 
@@ -30,8 +28,8 @@ class Partitioning:
 
     Args:
         kind: by the time in UUIDv7s or in ULIDs, or by hash.
-        length: the time that one partition holds.
-        ahead: how many are made ahead.
+        length: the time one partition covers.
+        ahead: how many are made in advance.
     """
 
     kind: Kind
@@ -46,9 +44,9 @@ class Part:
     Args:
         relation: its oid.
         kind: None for the inbox itself.
-        begins, ends: the least id of it, and the least behind it; None where there is no bound.
+        begins, ends: its lowest id, and the lowest id after it; None if unbounded.
         blocks: its size, in blocks of the server.
-        ends_s: for a partition of a time, the end of that; else None.
+        ends_s: for a time partition, the end of its time; else None.
     """
 
     relation: int
@@ -62,25 +60,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tables that hold the rows of the inbox, and what time it was in the database."""
+    """The tables that hold the inbox's rows, and the database's time."""
 
     parts: tuple[Part, ...]
     clock_s: float
 
     @property
     def kind(self) -> Kind | None:
-        """How the inbox is partitioned; None when it is not."""
+        """How the inbox is partitioned; None if it is not."""
         return self.parts[0].kind if self.parts else None
 
     @property
     def of_time(self) -> list[Part]:
-        """The partitions of a time each, the oldest first."""
+        """The time partitions, oldest first."""
         found = (part for part in self.parts if part.ends_s is not None)
         return sorted(found, key=lambda part: part.ends_s or 0.0)
 
     @property
     def ready_until(self) -> datetime | None:
-        """Until when partitions are made; None when the inbox is not partitioned by time."""
+        """Until when partitions exist; None if the inbox is not partitioned by time."""
         if self.kind not in ("uuid7", "ulid"):
             return None
         found = self.of_time
@@ -88,7 +86,7 @@ class Layout:
 
 
 def id_time_s(kind: Kind, text: str) -> float:
-    """The time in the first 48 bits of an id, in seconds; the inverse of `txbox_partition_bound`."""
+    """Return the time in an id's first 48 bits, in seconds; the inverse of `txbox_partition_bound`."""
     if kind == "uuid7":
         return int(text.replace("-", "")[:12], 16) / 1000
     value = 0
@@ -97,11 +95,11 @@ def id_time_s(kind: Kind, text: str) -> float:
     return value / 1000
 
 
-def read(dialect: Dialect) -> Steps[Layout]:
-    """Read the tables that hold the rows, in a transaction that is open."""
+async def read(db: Transaction, dialect: Dialect) -> Layout:
+    """Read the tables that hold the rows, in an open transaction."""
     if not dialect.has("partitions"):
         return Layout((), 0.0)
-    found = yield dialect.statement("partitions")
+    found = await db.execute(dialect.statement("partitions"))
     parts = tuple(_part(*row[:5]) for row in found.rows)
     return Layout(parts, float(found.rows[0][5]) if found.rows else 0.0)
 
@@ -117,61 +115,97 @@ def _part(relation: int, name: str, begins: str | None, ends: str | None, blocks
     return Part(relation, name, kind, begins, ends, ends_s, blocks)
 
 
-def layout(dialect: Dialect) -> Steps[Layout]:
-    """As `read`, in a transaction of its own."""
-    yield Begin()
-    found = yield from read(dialect)
-    yield Commit()
+async def layout(db: Session, dialect: Dialect) -> Layout:
+    """`read` in a transaction of its own."""
+    await db.begin()
+    found = await read(db, dialect)
+    await db.commit()
     return found
 
 
-def make(dialect: Dialect, first_s: float, last_s: float) -> Steps[str]:
-    """Make the partition of a time, as far as it is missing.
+async def make(db: Session, dialect: Dialect, first_s: float, last_s: float, wait_ms: int) -> str:
+    """Make the partition for a time, unless it exists.
 
     Args:
-        first_s, last_s: where it begins and ends, in seconds of the epoch.
+        first_s, last_s: where it begins and ends, in seconds since the epoch.
+        wait_ms: the longest wait for a lock; meanwhile everybody who uses the inbox queues behind it.
 
     Returns:
-        "made"; "there" when it was; "strays" when too many rows of that time lie in the default
-        partition, and stay there.
+        "made"; "there" if it existed; "strays" if too many rows of that time are in the default
+        partition, where they stay.
 
     Raises:
         StoreError: LOCK_TIMEOUT while transactions are open that have used the inbox.
     """
-    yield Begin((dialect.statement("bound_lock_timeout", {"lock_timeout_ms": _LOCK_MS}),))
-    done = yield dialect.statement(
-        "partition_make", {"first_s": first_s, "last_s": last_s, "most": _STRAYS}
+    await db.begin(_begun(dialect, wait_ms))
+    done = await db.execute(
+        dialect.statement("partition_make", {"first_s": first_s, "last_s": last_s, "most": _STRAYS})
     )
-    yield Commit()
+    await db.commit()
     return str(done.rows[0][0])
 
 
-def rows(dialect: Dialect, part: Part) -> Steps[int]:
-    """Count the rows of a partition of a time."""
-    yield Begin()
-    found = yield dialect.statement("partition_rows", {"first": part.begins, "last": part.ends})
-    yield Commit()
+async def rows(db: Session, dialect: Dialect, part: Part) -> int:
+    """Count the rows of a time partition."""
+    await db.begin()
+    found = await db.execute(
+        dialect.statement("partition_rows", {"first": part.begins, "last": part.ends})
+    )
+    await db.commit()
     return int(found.rows[0][0])
 
 
-def drop(dialect: Dialect, part: Part, *, older_than_s: float) -> Steps[bool]:
-    """Drop a partition, unless a row in it may not be pruned; says whether it did.
+async def detach(
+    db: Session, dialect: Dialect, part: Part, older_than_s: float, wait_ms: int
+) -> bool:
+    """Take a partition out of the inbox unless a row in it may not be pruned; returns whether it did.
+
+    Args:
+        wait_ms: as for `make`.
 
     Raises:
         StoreError: LOCK_TIMEOUT while transactions are open that have used the inbox.
+
+    Guarantee: from the same commit on, the table is listed by `detached`, and only there.
     """
-    yield Begin((dialect.statement("bound_lock_timeout", {"lock_timeout_ms": _LOCK_MS}),))
-    done = yield dialect.statement(
-        "partition_drop", {"name": part.name, "older_than_s": older_than_s}
+    await db.begin(_begun(dialect, wait_ms))
+    done = await db.execute(
+        dialect.statement("partition_detach", {"name": part.name, "older_than_s": older_than_s})
     )
-    yield Commit()
+    await db.commit()
     return bool(done.rows[0][0])
 
 
-def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, float]]:
-    """The times from now on, `ahead` of them beside the present one, that have no partition.
+async def detached(db: Session, dialect: Dialect) -> list[str]:
+    """Name the tables that `detach` took out of the inbox and that are not dropped yet."""
+    await db.begin()
+    found = await db.execute(dialect.statement("partitions_detached"))
+    await db.commit()
+    return [str(name) for (name,) in found.rows]
 
-    Each is where it begins and ends, in seconds of the epoch.
+
+async def drop(db: Session, dialect: Dialect, name: str, older_than_s: float, wait_ms: int) -> bool:
+    """Drop a table that `detach` took out of the inbox; returns whether it did.
+
+    Raises:
+        StoreError: LOCK_TIMEOUT while somebody reads that table.
+    """
+    await db.begin(_begun(dialect, wait_ms))
+    done = await db.execute(
+        dialect.statement("partition_drop", {"name": name, "older_than_s": older_than_s})
+    )
+    await db.commit()
+    return bool(done.rows[0][0])
+
+
+def _begun(dialect: Dialect, wait_ms: int) -> Statements:
+    return (dialect.statement("partition_begin", {"lock_timeout_ms": str(wait_ms)}),)
+
+
+def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, float]]:
+    """Return the times without a partition: the present one and the `ahead` that follow.
+
+    Each is given as begin and end, in seconds since the epoch.
     """
     ready = found.ready_until
     if ready is None:
@@ -185,5 +219,5 @@ def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, f
 
 
 def moment(at_s: float) -> str:
-    """A time in seconds of the epoch, for people."""
+    """Format a time in seconds since the epoch, for people."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ", timespec="minutes")

@@ -1,35 +1,44 @@
--- The statements of txbox for PostgreSQL 14 and later.
--- `:name` is a parameter, `:rows.name` one column of many rows, here an array.
+-- txbox's statements for PostgreSQL 14 and later.
+-- `:name` is a parameter; `:rows.name` is one column of many rows, here an array.
 -- A query without a body has nothing to do on this database.
--- `status <> 'processed'` stands beside narrower conditions: it is what the partial indexes over open rows are
--- made under, and with parameters in the narrower ones the planner could not conclude it.
--- A section has the queries of the modules that it names.
+-- `status <> 'processed'` accompanies narrower conditions: it is the predicate of the partial indexes over open
+-- rows, and the planner cannot infer it from narrower conditions that have parameters.
+-- `[name x]` inserts the text of a fragment, with x as its parameter.
+-- Each section has the queries of the module it names.
+
+-- fragment: ago seconds
+clock_timestamp() - make_interval(secs => [seconds]::double precision)
+
+-- fragment: in seconds
+clock_timestamp() + make_interval(secs => [seconds]::double precision)
+
+-- fragment: durable
+-- An acknowledgement or a publish follows, so the commit must be durable, whatever the settings.
+CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
+     THEN set_config('synchronous_commit', 'on', true) END
+
+-- fragment: messages
+unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+       :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
+       :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
+       AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
 
 -- ---- claims.py ------------------------------------------------------------------------------------------------------
 
--- name: claim
--- One statement arms the guard, bounds the wait for a rival, writes the rows as processed, and names what
--- it has not won: with a mark what is finished under the same payload, as far as that is known, which is
--- all there is to say of it; the others are classified. A rival that committed meanwhile is not in this
--- statement's snapshot: it is one of those.
--- NOT IN is hashed; `<> ALL` and an anti-join with an estimate of one row compare every id with every other.
--- The settings are materialized so that they change once, whatever the join order.
--- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
+-- fragment: armed
+-- Arms the guard and limits the wait for a rival. Materialized so that the settings change exactly once, whatever
+-- the join order.
 WITH armed AS MATERIALIZED (
     SELECT set_config('txbox.token', :token::text, true) AS token,
            set_config('txbox.closed', '', true),
            set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
            set_config('lock_timeout', :lock_timeout_ms::text, true),
            set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
-), won AS (
-    INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
-    SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
-      FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                         :rows.sequence::bigint[], :rows.payload_hash::bytea[])
-                  AS m(message_id, topic, type, key, sequence, payload_hash)
-    ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
-    RETURNING message_id
 )
+
+-- fragment: not_won
+-- The requested ids that were not won; a flag marks those finished under the same payload.
+-- NOT IN is hashed; `<> ALL`, or an anti-join estimated at one row, would compare every id with every other.
 SELECT m.message_id, found.finished
   FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS m(message_id, payload_hash)
   LEFT JOIN LATERAL (
@@ -40,10 +49,26 @@ SELECT m.message_id, found.finished
         LIMIT 1) AS found ON true
  WHERE m.message_id NOT IN (SELECT message_id FROM won)
 
+-- name: claim
+-- One statement arms the guard, limits the wait for a rival, writes the rows as processed and names the ids it did
+-- not win. A flag marks those known to be finished under the same payload, which settles them; the others are
+-- classified. That includes a rival that committed meanwhile, because this statement's snapshot does not show it.
+-- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
+[armed], won AS (
+    INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+    SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
+      FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                         :rows.sequence::bigint[], :rows.payload_hash::bytea[])
+                  AS m(message_id, topic, type, key, sequence, payload_hash)
+    ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+    RETURNING message_id
+)
+[not_won]
+
 -- name: claim_single
--- As claim for one message, 10 us cheaper: no CTE, no arrays, and RETURNING puts the wait back at once.
--- The settings are made while the row is computed, so before the insert can wait; a duplicate returns
--- nothing and runs no handler, so it needs nothing put back.
+-- claim for a single message, 10 us cheaper: no CTE, no arrays, and RETURNING restores the lock timeout at once.
+-- The settings are made while the row is computed, before the insert can wait. A duplicate returns nothing and
+-- runs no handler, so nothing needs restoring.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
 VALUES (:consumer::text, :message_id::text,
         CASE WHEN set_config('txbox.token', :token::text, true)
@@ -57,46 +82,23 @@ ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id, set_config('lock_timeout', current_setting('txbox.lock_timeout'), true)
 
 -- name: claim_kept
--- As claim, for consumers that keep the payload of processed messages.
-WITH armed AS MATERIALIZED (
-    SELECT set_config('txbox.token', :token::text, true) AS token,
-           set_config('txbox.closed', '', true),
-           set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
-           set_config('lock_timeout', :lock_timeout_ms::text, true),
-           set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
-), won AS (
+-- claim for consumers that keep the payload of processed messages.
+[armed], won AS (
     INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash,
                              content_type, headers, origin, payload, has_payload, key_id)
     SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash,
            m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
-      FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                         :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
-                         :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
-                  AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+      FROM armed, [messages]
     ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
     RETURNING message_id
 )
-SELECT m.message_id, found.finished
-  FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS m(message_id, payload_hash)
-  LEFT JOIN LATERAL (
-       SELECT CASE WHEN own.status IN ('processed', 'dead', 'discarded')
-                    AND coalesce(own.payload_hash = m.payload_hash, true) THEN 'finished' END AS finished
-         FROM txbox_inbox AS own
-        WHERE own.consumer = :consumer::text AND own.message_id = m.message_id
-        LIMIT 1) AS found ON true
- WHERE m.message_id NOT IN (SELECT message_id FROM won)
+[not_won]
 
 -- name: claim_leased
--- The fence: a worker whose lease was given to another matches no row. Arms the guard as claim does.
--- SELECT hides the array's length from the planner: while a few rows look cheaper than the ten of a
--- generic plan it would plan each time, for 50 us.
-WITH armed AS MATERIALIZED (
-    SELECT set_config('txbox.token', :token::text, true) AS token,
-           set_config('txbox.closed', '', true),
-           set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
-           set_config('lock_timeout', :lock_timeout_ms::text, true),
-           set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
-)
+-- The fence: a worker that lost its lease to another matches no row. Arms the guard as claim does.
+-- SELECT hides the array's length from the planner. Otherwise it would plan every time, for 50 us, whenever a few
+-- rows look cheaper than the ten that a generic plan assumes.
+[armed]
 UPDATE txbox_inbox AS own
    SET status = 'processed', processed_at = now(), updated_at = now(), starts = greatest(own.starts - 1, 0),
        lease_until = NULL, token = NULL, next_attempt_at = NULL,
@@ -112,38 +114,46 @@ UPDATE txbox_inbox AS own
 RETURNING own.message_id
 
 -- name: claim_replay
--- A generation of its own over a processed row: its failure rolls back to `processed` as it was.
-WITH armed AS MATERIALIZED (
-    SELECT set_config('txbox.token', :token::text, true) AS token,
-           set_config('txbox.closed', '', true),
-           set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
-           set_config('lock_timeout', :lock_timeout_ms::text, true),
-           set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
-)
+-- A replay works on top of a processed row: if it fails, the rollback leaves the row `processed` as it was.
+[armed]
 UPDATE txbox_inbox AS own SET status = 'processed', updated_at = now()
   FROM armed
  WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status = 'processed'
 RETURNING own.message_id
 
+-- name: claim_rehearsal
+-- As claim_replay over a row of any status but one that is being processed; it is never committed.
+[armed]
+UPDATE txbox_inbox AS own SET status = 'processed', updated_at = now()
+  FROM armed
+ WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status <> 'processing'
+RETURNING own.message_id
+
+-- name: rehearse_constraints
+-- What would be checked at COMMIT; the guard is among it, and closed by now.
+SET CONSTRAINTS ALL IMMEDIATE
+
+-- name: rehearse_references
+-- As rehearse_constraints says.
+
 -- name: bound_lock_timeout
--- For storing, and where accept was given a timeout: the caller's own setting is put back by
--- restore_lock_timeout. What is stored is acknowledged next, so its commit is made durable.
+-- For storing, and for accept with a timeout; restore_lock_timeout restores the caller's setting.
+-- What is stored is acknowledged next, so its commit is made durable.
 SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
        set_config('lock_timeout', :lock_timeout_ms::text, true),
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
+       [durable]
 
 -- name: restore_lock_timeout
--- The wait was bounded for the claim only; the handler gets back what it had. A fence that matched
--- no row may have set nothing: then everything stays as it is.
+-- The limit was for the claim only; the handler gets its setting back. A fence that matched no row may not have
+-- set anything; then nothing changes.
 SELECT set_config('lock_timeout', coalesce(nullif(current_setting('txbox.lock_timeout', true), ''),
                                            current_setting('lock_timeout')), true)
 
 -- name: bound_batch
--- Instead of restore_lock_timeout for a claim of several: two batches that lock the same rows in different
--- orders give up long before deadlock_timeout, and go on message by message. A stricter bound stays.
--- And a mark: the server reports this setting by itself, so the end of this transaction inside a handler
--- is seen without asking. It means nothing to a transaction that has begun.
+-- Instead of restore_lock_timeout, for a claim of several: two batches that lock the same rows in different orders
+-- give up long before deadlock_timeout, and continue message by message. A stricter limit stays.
+-- It also sets a mark: the server reports this setting on its own, so we notice without a query when a handler
+-- ends this transaction. The setting has no effect on a transaction that has already begun.
 SELECT set_config('default_transaction_read_only', 'on', true),
        set_config('lock_timeout',
                   CASE WHEN old.wait::interval BETWEEN interval '1 us'
@@ -153,31 +163,30 @@ SELECT set_config('default_transaction_read_only', 'on', true),
                         current_setting('lock_timeout')) AS wait) AS old
 
 -- name: arm
--- The claim has armed the guard.
+-- The claim already armed the guard.
 
 -- name: savepoint_claim
--- Behind every claim, in its round trip where the driver can: a transaction that has failed answers only to
--- the names of its savepoints, and one that a handler has begun does not know this one.
+-- Follows every claim, in the same round trip if the driver can. A failed transaction still accepts the names of
+-- its savepoints, and a transaction that a handler began does not have this one.
 SAVEPOINT txbox_claim
 
 -- name: rollback_to_claim
--- Asks, also in a transaction that has failed, whether it is the one that claimed.
+-- Checks whether this is the transaction that claimed, even if it has failed.
 ROLLBACK TO SAVEPOINT txbox_claim
 
 -- name: close
--- Refuses unless the armed token is still this one, then marks it closed; and whatever a handler has
--- set, no commit of a claim is less durable than `on`.
+-- Fails unless the armed token is still this one, then marks it closed. Whatever a handler has set, the commit of
+-- a claim is never less durable than `on`.
 SELECT CASE WHEN :token::text <> '' AND current_setting('txbox.token', true) = :token::text
             THEN set_config('txbox.closed', :token::text, true)
             ELSE txbox_refuse() END,
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-            THEN set_config('synchronous_commit', 'on', true) END
+       [durable]
 
 -- name: complete
--- The claim has written the row as processed.
+-- The claim already wrote the row as processed.
 
 -- name: duplicates
--- Of several ids the ones that are finished, as claim says it: for when most of them are, and a claim would lose.
+-- The ids that are finished, reported as by claim. Used when most of them are, so that a claim would mostly lose.
 SELECT wanted.message_id
   FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS wanted(message_id, payload_hash)
  CROSS JOIN LATERAL (
@@ -190,9 +199,9 @@ SELECT wanted.message_id
 -- ---- inbox.py -------------------------------------------------------------------------------------------------------
 
 -- name: classify
--- What a claim did not name, read by a second statement: its snapshot sees who won.
--- LATERAL with LIMIT, so that each id is one look-up by the key whatever the planner believes of a
--- table without statistics; with `= ANY` it read every row of the consumer. SELECT as in claim_leased.
+-- Reads what a claim could not settle, in a second statement, because only its snapshot shows who won.
+-- LATERAL with LIMIT makes each id one lookup by key, whatever the planner assumes about a table without
+-- statistics; with `= ANY` it read every row of the consumer. SELECT as in claim_leased.
 SELECT found.*
   FROM unnest((SELECT :rows.message_id::text[])) AS wanted(message_id)
  CROSS JOIN LATERAL (
@@ -203,15 +212,14 @@ SELECT found.*
         LIMIT 1) AS found
 
 -- name: accept
--- Claims and closes at once, in the caller's transaction. A guard that is open (a handler of
--- txbox's is running around this call) stays as it is; that handler's own close decides.
+-- Claims and closes at once, in the caller's transaction. An open guard (this call is inside a handler run by
+-- txbox) is left alone; that handler's own close decides.
 WITH guard AS MATERIALIZED (
     SELECT CASE WHEN coalesce(current_setting('txbox.token', true), '') = ''
                   OR current_setting('txbox.token', true) = current_setting('txbox.closed', true)
                 THEN set_config('txbox.closed', set_config('txbox.token', :token::text, true), true) END AS token,
            -- no duplicate may be acknowledged on the word of a row that is visible but not yet durable
-           CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-                THEN set_config('synchronous_commit', 'on', true) END
+           [durable]
 )
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
 SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
@@ -231,49 +239,43 @@ RELEASE SAVEPOINT txbox_accept
 ROLLBACK TO SAVEPOINT txbox_accept
 
 -- name: store
--- Payload and key in one row; whoever comes second changes nothing.
+-- One row with payload and key; the second of two writers changes nothing.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, next_attempt_at,
                          content_type, headers, origin, payload, has_payload, key_id)
 SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.sequence, m.payload_hash,
        now() + make_interval(secs => :delay_s::double precision),
        m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
-  FROM unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-              :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
-              :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
-       AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+  FROM [messages]
  WHERE :token::text IS NOT NULL
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id
 
 -- name: return_payload
--- A redelivery gives an unfinished row back the payload it lacks; from then on the table owns it.
+-- A redelivery restores the missing payload of an unfinished row; from then on the table owns it.
 UPDATE txbox_inbox
    SET content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
        payload = :payload::bytea, has_payload = true, key_id = :key_id::text, payload_hash = :payload_hash::bytea,
        next_attempt_at = coalesce(next_attempt_at, clock_timestamp()), updated_at = clock_timestamp()
  WHERE consumer = :consumer::text AND message_id = :message_id::text
    AND status IN ('pending', 'failed') AND NOT has_payload
-RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
+RETURNING [durable]
 
 -- name: quarantine
--- The same message again counts up.
+-- The same message again only increments the counter.
 INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
                                      content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text,
         coalesce(octet_length(:payload::bytea), 0))
 ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
-RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
+RETURNING [durable]
 
 -- name: record_attempt
--- An acknowledgement follows: here, in quarantine and in return_payload the commit is made durable.
+-- An acknowledgement follows, so the commit is made durable here, in quarantine and in return_payload.
 INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
 VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
         :error_type::text, :error::text, :fingerprint::text)
-RETURNING CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
+RETURNING [durable]
 
 -- name: keep_result
 UPDATE txbox_inbox SET result = :result::bytea
@@ -284,129 +286,121 @@ SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id =
 
 -- ---- failures.py ----------------------------------------------------------------------------------------------------
 
--- name: record_update
--- A failure is written only over a failed row of the same payload, or over a row that is ours by its token.
-UPDATE txbox_inbox
-   SET status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer
-                       OR received_at < clock_timestamp() - make_interval(secs => :max_age_s::double precision)
-                     THEN 'dead' ELSE 'failed' END,
-       attempts = attempts + 1,
-       starts = CASE WHEN status = 'processing' THEN greatest(starts - 1, 0) ELSE starts END,
-       next_attempt_at = clock_timestamp() + make_interval(secs => :delay_s::double precision),
+-- fragment: failing
+
+status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer OR received_at < [ago :max_age_s]
+                     THEN 'dead' ELSE 'failed' END, attempts = attempts + 1, next_attempt_at = [in :delay_s],
        lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
        error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text,
        content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
        payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
+
+-- name: record_update
+-- Overwrites only a failed row with the same payload, or a row that is ours by its token.
+UPDATE txbox_inbox
+   SET starts = CASE WHEN status = 'processing' THEN greatest(starts - 1, 0) ELSE starts END, [failing]
  WHERE consumer = :consumer::text AND message_id = :message_id::text
    AND ((status = 'failed' AND payload_hash IS NOT DISTINCT FROM :payload_hash::bytea)
         OR (status = 'processing' AND token = :token::text))
 
 -- name: record_insert
--- Somebody else's row is left alone: nothing was written.
+-- Somebody else's row is left alone; then nothing is written.
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
                          next_attempt_at, error_type, error, fingerprint,
                          content_type, headers, origin, payload, has_payload, key_id)
 VALUES (:consumer::text, :message_id::text,
         CASE WHEN :final::boolean OR 1 >= :max_attempts::integer THEN 'dead' ELSE 'failed' END,
         :topic::text, :type::text, :key::text, :sequence::bigint, :payload_hash::bytea, 1,
-        clock_timestamp() + make_interval(secs => :delay_s::double precision),
-        :error_type::text, :error::text, :fingerprint::text,
+        [in :delay_s], :error_type::text, :error::text, :fingerprint::text,
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :has_payload::boolean, :key_id::text)
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 
 -- name: record_own
--- Over the row that this very transaction has claimed: of all rows under this key only that one can have its xmin.
+-- Overwrites the row this transaction claimed: of all versions under this key, only that one can have its xmin.
 UPDATE txbox_inbox
-   SET status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer
-                       OR received_at < clock_timestamp() - make_interval(secs => :max_age_s::double precision)
-                     THEN 'dead' ELSE 'failed' END,
-       attempts = attempts + 1, processed_at = NULL,
-       next_attempt_at = clock_timestamp() + make_interval(secs => :delay_s::double precision),
-       lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
-       error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text,
-       content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
-       payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
+   SET processed_at = NULL, [failing]
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND status = 'processed'
    AND xmin = pg_current_xact_id()::xid AND :token::text = current_setting('txbox.token', true)
 RETURNING status, attempts
 
 -- ---- leases.py ------------------------------------------------------------------------------------------------------
 
+-- fragment: is_due starts
+-- The conditions of the index txbox_inbox_due. statement_timestamp(), because clock_timestamp() is volatile and
+-- cannot bound an index scan. POSIX is the same as C, but only this index uses that name: with stale statistics,
+-- other indexes that begin with the consumer look just as good.
+consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
+          AND has_payload AND [starts] AND next_attempt_at <= statement_timestamp()
+
+-- fragment: head column consumer key
+-- The first unfinished row of a key; those behind it wait.
+(SELECT head.[column] FROM txbox_inbox AS head
+  WHERE head.consumer = [consumer] AND head.key = [key]
+    AND head.status <> 'processed' AND head.key IS NOT NULL
+    AND (head.status IN ('pending', 'failed', 'processing')
+         OR (:dead_blocks::boolean AND head.status = 'dead'))
+  ORDER BY head.arrival
+  LIMIT 1)
+
+-- fragment: take
+-- Takes rows that `due` has locked, so their ctids are stable. With an array of ctids, or behind CASE, even stale
+-- statistics cannot lead to another plan. Each partition has ctids of its own.
+UPDATE txbox_inbox AS own
+   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
+       lease_until = [in :lease_s]
+ WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
+   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
+RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
+          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
+          own.has_payload, own.key_id, own.arrival
+
 -- name: store_leased
--- As store, for rows that are leased from the start: nobody else ever sees them waiting.
+-- store for rows that are leased from the start: nobody else ever sees them waiting.
 INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, starts, topic, type, key, sequence,
                          payload_hash, next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
 SELECT :consumer::text, m.message_id, 'processing', :token::text,
-       clock_timestamp() + make_interval(secs => :lease_s::double precision), 1, m.topic, m.type, m.key, m.sequence,
-       m.payload_hash, now(), m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
-  FROM unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-              :rows.sequence::bigint[], :rows.payload_hash::bytea[], :rows.content_type::text[],
-              :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
-       AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
+       [in :lease_s], 1, m.topic, m.type, m.key, m.sequence, m.payload_hash, now(),
+       m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
+
+  FROM [messages]
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 RETURNING message_id, received_at, arrival
 
 -- name: lease
--- Picks and takes in one statement, in the order of the index txbox_inbox_due, whose conditions it repeats:
--- what it costs does not depend on what waits behind.
--- statement_timestamp() and not clock_timestamp(), which is volatile and so no bound of an index scan. POSIX is C by
--- another name, and that of this index only: with old statistics others that begin with the consumer look as good.
--- Materialised, here and wherever a LIMIT picks rows: scanned again by a join, the SELECT steps over rows
--- that are taken, to others. The rows are locked, so that their ctid stays theirs, and with an array of
--- those no statistics, however old, lead to another plan; nor behind CASE. Each partition has ctids of its own.
+-- Picks and takes in one statement, in the order of the index txbox_inbox_due, so the cost does not depend on how
+-- much waits behind. Materialised, here and wherever a LIMIT picks rows: if a join scanned the SELECT again, it
+-- would skip the rows already taken and pick others.
+
 WITH due AS MATERIALIZED (
        SELECT message_id, ctid AS place FROM txbox_inbox
-        WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
-          AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp()
+        WHERE [is_due starts = 0]
         ORDER BY next_attempt_at, arrival
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
-UPDATE txbox_inbox AS own
-   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
-       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
- WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
-   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
-RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
-          own.has_payload, own.key_id, own.arrival
+[take]
 
 -- name: lease_suspect
--- A row whose last run never ended is taken alone, so that a message which kills its process takes no
--- neighbour with it. There are few, so one statement serves all consumers: those with an order take heads only.
+-- A row whose last run never ended is taken alone, so that a message which kills its process does not take others
+-- with it. There are few of these, so one statement serves all consumers; ordered ones take heads only.
 WITH due AS MATERIALIZED (
        SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
-        WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
-          AND has_payload AND starts > 0 AND next_attempt_at <= statement_timestamp()
+        WHERE [is_due starts > 0]
           AND (NOT :heads_only::boolean OR own.key IS NULL
-               OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
-                                  WHERE head.consumer = own.consumer AND head.key = own.key
-                                    AND head.status <> 'processed' AND head.key IS NOT NULL
-                                    AND (head.status IN ('pending', 'failed', 'processing')
-                                         OR (:dead_blocks::boolean AND head.status = 'dead'))
-                                  ORDER BY head.arrival
-                                  LIMIT 1))
+               OR own.arrival = [head arrival, own.consumer, own.key])
         ORDER BY starts, next_attempt_at, arrival
         LIMIT 1
           FOR UPDATE OF own SKIP LOCKED)
-UPDATE txbox_inbox AS own
-   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
-       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
- WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
-   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
-RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
-          own.has_payload, own.key_id, own.arrival
+[take]
 
 -- name: lease_ordered
--- As lease, of each key only the first row that is unfinished. Rows that wait for their head are due as well, and
--- may be all that there is in front: so the :window oldest rows are looked at one by one, and while those do
--- not suffice, and are not all, one head after another, from the key :after on: a probe of the index a key,
--- however many rows wait behind it. Rows without a key stand in no such index, so that is asked now and then.
--- CASE: with old statistics the planner would find each candidate by its state, among all that are due.
+-- lease, but only the first unfinished row of each key. Rows that wait for their head are due as well, and may be
+-- all there is in front. So the :window oldest rows are checked one by one. If those are not enough and there are
+-- more, one head after another follows, from the key :after on: one index probe per key, however many rows wait
+-- behind it. Rows without a key are not in that index, so they are looked for only now and then.
+-- CASE: with stale statistics the planner would find each candidate by its state, among all that are due.
 WITH RECURSIVE seen AS MATERIALIZED (
        SELECT message_id FROM txbox_inbox
-        WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
-          AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp()
+        WHERE [is_due starts = 0]
         ORDER BY next_attempt_at, arrival
         LIMIT :window::integer
 ), keys(key) AS (
@@ -420,18 +414,12 @@ WITH RECURSIVE seen AS MATERIALIZED (
 ), candidate(message_id) AS (
        SELECT message_id FROM seen
         UNION ALL
-       SELECT (SELECT head.message_id FROM txbox_inbox AS head
-                WHERE head.consumer = :consumer::text AND head.key = keys.key
-                  AND head.status <> 'processed' AND head.key IS NOT NULL
-                  AND (head.status IN ('pending', 'failed', 'processing')
-                       OR (:dead_blocks::boolean AND head.status = 'dead'))
-                ORDER BY head.arrival LIMIT 1)
+       SELECT [head message_id, :consumer::text, keys.key]
          FROM keys
         UNION ALL
       (SELECT message_id FROM txbox_inbox
         WHERE :keyless::boolean AND (SELECT count(*) FROM seen) = :window::integer AND key IS NULL
-          AND consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
-          AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp()
+          AND [is_due starts = 0]
         ORDER BY next_attempt_at, arrival
         LIMIT :limit::integer)
 ), due AS MATERIALIZED (
@@ -443,79 +431,46 @@ WITH RECURSIVE seen AS MATERIALIZED (
                  AND CASE WHEN own.status IN ('pending', 'failed') AND own.has_payload
                            AND own.starts = 0 AND own.next_attempt_at <= statement_timestamp()
                           THEN own.key IS NULL
-                               OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
-                                                  WHERE head.consumer = own.consumer AND head.key = own.key
-                                                    AND head.status <> 'processed' AND head.key IS NOT NULL
-                                                    AND (head.status IN ('pending', 'failed', 'processing')
-                                                         OR (:dead_blocks::boolean AND head.status = 'dead'))
-                                                  ORDER BY head.arrival
-                                                  LIMIT 1) END
+                               OR own.arrival = [head arrival, own.consumer, own.key] END
                  FOR UPDATE OF own SKIP LOCKED) AS free
         LIMIT :limit::integer)
-UPDATE txbox_inbox AS own
-   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
-       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
- WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
-   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
-RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
-          own.has_payload, own.key_id, own.arrival
+[take]
 
 -- name: lease_next
--- As lease_ordered, the row of one key whose turn it is: whoever has run its predecessor asks for it, and
--- pays for no look at other keys.
+-- lease_ordered for a single key whose turn it is. Used after running the predecessor, to avoid looking at other
+-- keys.
 WITH due AS MATERIALIZED (
        SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
         WHERE own.consumer = :consumer::text
-          AND own.message_id = (SELECT head.message_id FROM txbox_inbox AS head
-                                 WHERE head.consumer = :consumer::text AND head.key = :key::text
-                                   AND head.status <> 'processed' AND head.key IS NOT NULL
-                                   AND (head.status IN ('pending', 'failed', 'processing')
-                                        OR (:dead_blocks::boolean AND head.status = 'dead'))
-                                 ORDER BY head.arrival
-                                 LIMIT 1)
+          AND own.message_id = [head message_id, :consumer::text, :key::text]
           AND CASE WHEN own.status IN ('pending', 'failed') AND own.has_payload
                    THEN own.starts = 0 AND own.next_attempt_at <= clock_timestamp() END
           FOR UPDATE OF own SKIP LOCKED)
-UPDATE txbox_inbox AS own
-   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
-       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
- WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
-   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
-RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
-          own.has_payload, own.key_id, own.arrival
+[take]
 
 -- name: lease_stored
--- store_leased has taken the rows.
-
--- name: lease_take
--- lease has taken the rows.
+-- store_leased already leased the rows.
 
 -- name: heartbeat
--- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat and must not be waited for.
-UPDATE txbox_inbox AS own
-   SET lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+-- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat, and waiting for it would block.
+UPDATE txbox_inbox AS own SET lease_until = [in :lease_s]
   FROM (SELECT consumer, message_id FROM txbox_inbox
          WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
            AND token = :token::text AND status = 'processing'
            FOR UPDATE SKIP LOCKED) AS held
  WHERE own.consumer = held.consumer AND own.message_id = held.message_id
 
--- name: heartbeat_take
--- heartbeat has extended the leases.
-
 -- name: release
--- Fenced: gives the start back, since the run ended by no fault of the message.
+-- Fenced. Takes the start back, because the message is not to blame for how the run ended.
 UPDATE txbox_inbox
    SET status = CASE WHEN attempts > 0 THEN 'failed' ELSE 'pending' END,
        starts = greatest(starts - 1, 0), lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
-       next_attempt_at = clock_timestamp() + make_interval(secs => :delay_s::double precision)
+       next_attempt_at = [in :delay_s]
  WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
    AND token = :token::text AND status = 'processing'
 
 -- name: rescue
--- The start stays counted: its run never ended. SKIP LOCKED: a locked row is alive.
+-- The start stays counted, because its run never ended. SKIP LOCKED: a locked row is alive.
 WITH expired AS MATERIALIZED (
        SELECT consumer, message_id FROM txbox_inbox
         WHERE status = 'processing' AND lease_until <= clock_timestamp()
@@ -534,25 +489,22 @@ UPDATE txbox_inbox AS own
  WHERE own.consumer = expired.consumer AND own.message_id = expired.message_id
 RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.attempts, own.error_type, own.error
 
--- name: rescue_take
--- rescue has taken the rows.
-
 -- name: rescue_broken
--- A processing row without a lease cannot be committed here: the guard refuses it.
+-- The guard refuses to commit a processing row without a lease.
 
 -- ---- order.py -------------------------------------------------------------------------------------------------------
 
 -- name: order_waiting
--- The keys of a claim that have earlier messages unfinished: what comes behind them waits in the table.
+-- The keys of a claim with earlier messages unfinished; later messages of these keys wait in the table.
 SELECT DISTINCT key FROM txbox_inbox
  WHERE consumer = :consumer::text AND key = ANY(:rows.key::text[]) AND status <> 'processed'
    AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks::boolean AND status = 'dead'))
    AND token IS DISTINCT FROM :token::text
 
 -- name: sequence_state
--- The version processed last; whether an earlier one is on its way through the table; and whether this
--- one has waited long enough. Nothing is locked: a version whose predecessor has yet to commit is stored,
--- instead of waiting here for as long as another's handler runs.
+-- The version processed last, whether an earlier one is being processed from the table, and whether this one has
+-- waited long enough. Takes no locks: a version whose predecessor has not committed yet is stored, rather than
+-- waiting here while another handler runs.
 SELECT (SELECT last FROM txbox_sequence
          WHERE consumer = :consumer::text AND key = :key::text),
        EXISTS (SELECT 1 FROM txbox_inbox
@@ -560,16 +512,16 @@ SELECT (SELECT last FROM txbox_sequence
                   AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence::bigint),
        EXISTS (SELECT 1 FROM txbox_inbox
                 WHERE consumer = :consumer::text AND message_id = :message_id::text
-                  AND received_at < clock_timestamp() - make_interval(secs => :wait_s::double precision))
+                  AND received_at < [ago :wait_s])
 
 -- name: sequence_done
--- Never back: a version that comes late leaves the higher one.
+-- Never goes back: a late version leaves the higher one in place.
 INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer::text, :key::text, :sequence::bigint)
 ON CONFLICT ON CONSTRAINT txbox_sequence_pkey
 DO UPDATE SET last = greatest(txbox_sequence.last, excluded.last), updated_at = clock_timestamp()
 
 -- name: sequence_next
--- The version behind the one that is done need not wait for its next look.
+-- Wakes the next version, which need not wait until it would be looked at again.
 UPDATE txbox_inbox SET next_attempt_at = clock_timestamp()
  WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed' AND status = 'pending'
    AND sequence = :sequence::bigint + 1
@@ -580,10 +532,9 @@ UPDATE txbox_inbox SET next_attempt_at = clock_timestamp()
 INSERT INTO txbox_job (name) VALUES (:name::text) ON CONFLICT (name) DO NOTHING
 
 -- name: job_acquire
--- One holder at a time, by the clock of the database; a holder renews with the same token.
+-- One holder at a time, by the database's clock; the holder renews with the same token.
 UPDATE txbox_job
-   SET token = :token::text, updated_at = clock_timestamp(),
-       lease_until = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+   SET token = :token::text, updated_at = clock_timestamp(), lease_until = [in :lease_s]
  WHERE name = :name::text AND (lease_until IS NULL OR lease_until <= clock_timestamp() OR token = :token::text)
 
 -- name: job_release
@@ -599,13 +550,11 @@ UPDATE txbox_job SET state = :state::text, updated_at = clock_timestamp()
  WHERE name = :name::text AND token = :token::text
 
 -- name: anchor_history
--- Another text when commits may be missing: another server, one started again, a restored database or table.
--- With synchronous_commit=off, what is anchored must be durable all the same, and with it all that was committed
--- before.
+-- Changes when commits may be missing: another server, a restart, a restored database or table.
+-- Even with synchronous_commit=off, what is anchored must be durable, and so must everything committed before.
 SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, own.oid::text,
                  'txbox_job'::regclass::oid::text),
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-            THEN set_config('synchronous_commit', 'on', true) END
+       [durable]
   FROM pg_database own
  WHERE own.datname = current_database()
 
@@ -613,7 +562,7 @@ SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, own.
 SELECT name, state::bigint FROM txbox_job WHERE name = ANY(:rows.name::text[])
 
 -- name: anchor_advance
--- Never back, whoever writes; always in one order, so that two writers do not deadlock.
+-- Never goes back, whoever writes. Always in the same order, so that two writers do not deadlock.
 INSERT INTO txbox_job AS own (name, state)
 SELECT moved.name, moved.position::text
   FROM unnest(:rows.name::text[], :rows.position::bigint[]) AS moved(name, position)
@@ -622,12 +571,12 @@ ON CONFLICT (name) DO UPDATE
    SET state = greatest(own.state::bigint, excluded.state::bigint)::text, updated_at = clock_timestamp()
 
 -- name: prune
--- Here rows are walked through in the order they lie in: prune_blocks.
+-- Here prune_blocks walks the rows in physical order instead.
 
 -- name: prune_blocks
--- A batch is what is old in a range of blocks. An index over every processed row would cost each claim, and
--- the BRIN index says less and less of blocks that are used again; a scan that starts at the first block
--- each time reads all that was deleted before. now(), not clock_timestamp(): read once, not for each row.
+-- A batch is whatever is old in a range of blocks. An index over every processed row would slow down each claim. The
+-- BRIN index becomes useless as blocks are reused. A scan that always starts at the first block would re-read
+-- everything deleted before. now() is read once; clock_timestamp() would be read for every row.
 -- SKIP LOCKED: a redelivery that is looking at a row goes first.
 WITH old AS MATERIALIZED (
        SELECT consumer, message_id FROM txbox_inbox
@@ -644,11 +593,8 @@ DELETE FROM txbox_inbox AS own
 RETURNING own.consumer, own.message_id
 
 -- name: prune_begin
--- A batch that a crash undoes is done again: nobody waits for its flush, and no live commit for the disk it takes.
+-- A batch undone by a crash is simply repeated, so nobody waits for its flush, and it takes no disk time from others.
 SELECT set_config('synchronous_commit', 'off', true)
-
--- name: prune_take
--- prune has deleted the rows.
 
 -- name: prune_attempts
 DELETE FROM txbox_attempt AS gone
@@ -662,7 +608,7 @@ SELECT count(*) FROM txbox_inbox
    AND (:consumer::text IS NULL OR consumer = :consumer::text)
 
 -- name: prune_orphans
--- The attempts of messages that went with their partition.
+-- Attempts whose messages were dropped with their partition.
 DELETE FROM txbox_attempt AS own
  WHERE own.number IN (SELECT gone.number FROM txbox_attempt AS gone
                        WHERE gone.recorded_at < now() - make_interval(secs => :older_than_s::double precision)
@@ -670,13 +616,14 @@ DELETE FROM txbox_attempt AS own
                                           WHERE kept.consumer = gone.consumer AND kept.message_id = gone.message_id)
                        LIMIT :limit::integer)
 
+-- fragment: outgoing_past
+status <> 'pending' AND ((status = 'sent' AND sent_at < [ago :sent_s])
+                         OR (status = 'discarded' AND available_at < [ago :discarded_s]))
+
 -- name: prune_outbox
 WITH old AS MATERIALIZED (
        SELECT id FROM txbox_outbox
-        WHERE status <> 'pending'
-          AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
-               OR (status = 'discarded'
-                   AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
+        WHERE [outgoing_past]
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
 DELETE FROM txbox_outbox AS own
@@ -684,11 +631,14 @@ DELETE FROM txbox_outbox AS own
  WHERE own.id = old.id
 
 -- name: prune_quarantine
--- Only what was accepted or discarded; what waits for a decision is never deleted.
+-- Only what was accepted or discarded, and what an edit has replaced once its message is gone; what waits for a
+-- decision is never deleted.
 WITH old AS MATERIALIZED (
        SELECT consumer, message_id, hash FROM txbox_quarantine
-        WHERE status <> 'quarantined'
-          AND updated_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+        WHERE status <> 'quarantined' AND updated_at < [ago :older_than_s]
+          AND (status <> 'replaced'
+               OR NOT EXISTS (SELECT 1 FROM txbox_inbox AS edited
+                               WHERE edited.consumer = txbox_quarantine.consumer AND edited.message_id = txbox_quarantine.message_id))
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
 DELETE FROM txbox_quarantine AS own
@@ -697,8 +647,10 @@ DELETE FROM txbox_quarantine AS own
 
 -- name: prunable_quarantine
 SELECT count(*) FROM txbox_quarantine
- WHERE status <> 'quarantined'
-   AND updated_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+ WHERE status <> 'quarantined' AND updated_at < [ago :older_than_s]
+   AND (status <> 'replaced'
+        OR NOT EXISTS (SELECT 1 FROM txbox_inbox AS edited
+                        WHERE edited.consumer = txbox_quarantine.consumer AND edited.message_id = txbox_quarantine.message_id))
 
 -- name: quarantine_bytes
 SELECT coalesce(sum(kept_bytes), 0)::bigint FROM txbox_quarantine WHERE kept_bytes > 0
@@ -717,20 +669,17 @@ UPDATE txbox_quarantine AS own SET payload = NULL, kept_bytes = 0
 
 -- name: prunable_outbox
 SELECT count(*) FROM txbox_outbox
- WHERE status <> 'pending'
-   AND ((status = 'sent' AND sent_at < clock_timestamp() - make_interval(secs => :sent_s::double precision))
-        OR (status = 'discarded'
-            AND available_at < clock_timestamp() - make_interval(secs => :discarded_s::double precision)))
+ WHERE [outgoing_past]
 
 -- name: second_of_day
 SELECT mod(extract(epoch FROM clock_timestamp())::numeric, 86400)::double precision
 
 -- name: drop_payloads
--- For consumers that keep the payload of processed messages for a time only; the key and the hash stay.
+-- For consumers that keep payloads of processed messages for a limited time; the key and the hash stay.
 WITH old AS MATERIALIZED (
        SELECT consumer, message_id FROM txbox_inbox
         WHERE consumer = :consumer::text AND status = 'processed' AND has_payload
-          AND processed_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision)
+          AND processed_at < [ago :older_than_s]
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
 UPDATE txbox_inbox AS own
@@ -739,9 +688,9 @@ UPDATE txbox_inbox AS own
  WHERE own.consumer = old.consumer AND own.message_id = old.message_id
 
 -- name: due
--- One look for a whole worker: in how many seconds each consumer's next row is due, and under the empty name
--- the outbox's; only what is due within `ahead_s`. Rows beside the route :local may be for its App: see
--- relay_strays. An index probe for each, however much is behind it.
+-- One query for a whole worker: in how many seconds each consumer's next row is due, and the outbox's under the
+-- empty name, if within `ahead_s`. Rows that are not on the route :local may still be for its App: see relay_strays.
+-- One index probe each, however much is behind it.
 SELECT soon.consumer, extract(epoch FROM soon.at - clock_timestamp())::double precision
   FROM (SELECT asked.consumer,
                least((SELECT next_attempt_at FROM txbox_inbox
@@ -764,17 +713,13 @@ SELECT soon.consumer, extract(epoch FROM soon.at - clock_timestamp())::double pr
                        WHERE status = 'pending' AND route >= 'local' AND route < :local::text)
             OR EXISTS (SELECT 1 FROM txbox_outbox
                         WHERE status = 'pending' AND route > :local::text AND route < 'local;')) AS soon
- WHERE soon.at <= clock_timestamp() + make_interval(secs => :ahead_s::double precision)
+ WHERE soon.at <= [in :ahead_s]
 
 -- name: work_left
--- What keeps `run --once` alive: due rows, rows that somebody has leased, and versions whose turn it is: they
--- look again within two seconds.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
-                            AND has_payload AND starts = 0 AND next_attempt_at <= statement_timestamp())
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
-                            AND has_payload AND starts > 0 AND next_attempt_at <= statement_timestamp())
+-- What keeps `run --once` running: due rows, leased rows, and versions whose turn it is, which are looked at again
+-- within two seconds.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox WHERE [is_due starts = 0])
+              OR EXISTS (SELECT 1 FROM txbox_inbox WHERE [is_due starts > 0])
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer::text AND status = 'processing' AND lease_until IS NOT NULL)
               OR EXISTS (SELECT 1 FROM txbox_inbox AS own
@@ -786,19 +731,12 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox
             THEN 1 ELSE 0 END
 
 -- name: work_left_ordered
--- As work_left: rows that wait for one which is dead, or not yet due, keep nothing alive.
+-- work_left for ordered consumers: rows that wait for a dead row, or for one not yet due, do not count.
 SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
                           WHERE own.consumer = :consumer::text AND own.status <> 'processed'
                             AND own.status IN ('pending', 'failed')
                             AND own.has_payload AND own.next_attempt_at <= clock_timestamp()
-                            AND (own.key IS NULL
-                                 OR own.arrival = (SELECT head.arrival FROM txbox_inbox AS head
-                                                    WHERE head.consumer = own.consumer AND head.key = own.key
-                                                      AND head.status <> 'processed' AND head.key IS NOT NULL
-                                                      AND (head.status IN ('pending', 'failed', 'processing')
-                                                           OR (:dead_blocks::boolean AND head.status = 'dead'))
-                                                    ORDER BY head.arrival
-                                                    LIMIT 1)))
+                            AND (own.key IS NULL OR own.arrival = [head arrival, own.consumer, own.key]))
               OR EXISTS (SELECT 1 FROM txbox_inbox
                           WHERE consumer = :consumer::text AND status <> 'processed'
                             AND status = 'processing' AND lease_until IS NOT NULL)
@@ -807,8 +745,8 @@ SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
 -- ---- partitions.py --------------------------------------------------------------------------------------------------
 
 -- name: partitions
--- The tables that hold the rows: the inbox itself, or its partitions; where a partition by ranges begins and
--- ends, how many blocks each has, and what time it is.
+-- The tables that hold the rows: the inbox itself, or its partitions. With the bounds of range partitions, the
+-- number of blocks of each, and the current time.
 SELECT own.oid::bigint, own.relname::text,
        substring(pg_get_expr(own.relpartbound, own.oid) FROM 'FROM \(''([^'']*)''\)'),
        substring(pg_get_expr(own.relpartbound, own.oid) FROM 'TO \(''([^'']*)''\)'),
@@ -819,6 +757,20 @@ SELECT own.oid::bigint, own.relname::text,
     OR own.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid)
  ORDER BY own.relname
 
+-- name: partitions_detached
+-- txbox_partition_detach sets this comment.
+SELECT own.relname::text
+  FROM pg_class AS inbox
+  JOIN pg_class AS own ON own.relnamespace = inbox.relnamespace AND own.relkind = 'r' AND NOT own.relispartition
+ WHERE inbox.oid = 'txbox_inbox'::regclass::oid
+   AND obj_description(own.oid, 'pg_class'::name) = own.relname::text || ': to be dropped by txbox'
+ ORDER BY own.relname
+
+-- name: partition_begin
+-- What a crash undoes is repeated, and nothing later becomes durable before it. So whoever waits for the inbox does
+-- not wait for the disk.
+SELECT set_config('lock_timeout', :lock_timeout_ms::text, true), set_config('synchronous_commit', 'off', true)
+
 -- name: partition_make
 SELECT txbox_partition_make(to_timestamp(:first_s::double precision), to_timestamp(:last_s::double precision),
                             :most::integer)
@@ -826,6 +778,9 @@ SELECT txbox_partition_make(to_timestamp(:first_s::double precision), to_timesta
 -- name: partition_rows
 SELECT count(*) FROM txbox_inbox
  WHERE message_id >= :first::text COLLATE "C" AND message_id < :last::text COLLATE "C"
+
+-- name: partition_detach
+SELECT txbox_partition_detach(:name::text, :older_than_s::double precision)
 
 -- name: partition_drop
 SELECT txbox_partition_drop(:name::text, :older_than_s::double precision)
@@ -841,15 +796,15 @@ SELECT count(*), (SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid 
   FROM pg_class WHERE oid = to_regclass('txbox_schema')::oid
 
 -- name: schema_lock
--- Two `txbox init` at once: the second waits, then finds the work done. The number is txbox's own.
+-- Of two concurrent `txbox init`, the second waits and then finds the work done. The number is arbitrary.
 SELECT pg_advisory_xact_lock(8389754677)
 
 -- name: schema_unlock
 -- The lock ends with its transaction.
 
 -- name: guard_check
--- The guard works only while its trigger fires, on every partition; DISABLE TRIGGER silences it, and before
--- version 3 so does a replication role.
+-- The guard works only while its trigger fires on every partition. DISABLE TRIGGER silences it, and before
+-- version 3 so did a replication role.
 SELECT NOT EXISTS (SELECT 1
                      FROM (SELECT 'txbox_inbox'::regclass::oid
                             UNION ALL
@@ -862,8 +817,8 @@ SELECT NOT EXISTS (SELECT 1
        current_setting('session_replication_role') AS role
 
 -- name: schema_creators
--- Who may create in the schema of the tables beside their owners and superusers. What they make there is found
--- before pg_catalog's own by every statement whose types it fits better.
+-- Who may create objects in the tables' schema, besides their owners and superusers. An operator or function
+-- created there wins over pg_catalog's in every statement whose types it fits better.
 SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
   FROM pg_class AS home
   JOIN pg_namespace AS n ON n.oid = home.relnamespace
@@ -873,10 +828,10 @@ SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
    AND own.grantee <> n.nspowner AND own.grantee <> home.relowner AND NOT coalesce(role.rolsuper, false)
  ORDER BY 1
 
--- ---- rows.py, audit.py ----------------------------------------------------------------------------------------------
+-- ---- admin/queries.py -----------------------------------------------------------------------------------------------
 
 -- name: status
-SELECT consumer, status, count(*), min(received_at) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
+SELECT consumer, status, count(*) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
 
 -- name: oldest_unfinished
 SELECT consumer, extract(epoch FROM clock_timestamp() - min(received_at))::double precision
@@ -884,11 +839,101 @@ SELECT consumer, extract(epoch FROM clock_timestamp() - min(received_at))::doubl
  GROUP BY consumer ORDER BY consumer
 
 -- name: quarantine_status
-SELECT consumer, count(*), min(received_at) FROM txbox_quarantine WHERE status = 'quarantined'
- GROUP BY consumer ORDER BY consumer
+SELECT consumer, count(*) FROM txbox_quarantine WHERE status = 'quarantined' GROUP BY consumer ORDER BY consumer
+
+-- fragment: state
+-- The state shown to people.
+CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+
+-- name: outbox_status
+-- Overdue: due for over a minute and never tried.
+SELECT own.topic, own.route, own.state, count(*),
+       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
+       count(*) FILTER (WHERE own.overdue)
+  FROM (SELECT topic, route, staged_at,
+               status = 'pending' AND token IS NULL AND attempts = 0
+               AND available_at < now() - interval '1 minute' AS overdue,
+               [state] AS state
+          FROM txbox_outbox) AS own
+ GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
+
+-- name: bound_look
+-- A page that takes longer is none: the index for what it asks is missing.
+SELECT set_config('statement_timeout', :statement_ms::text, true)
+
+-- name: consumers
+-- From one to the next in the keys: as many steps as there are consumers, however many rows they have.
+WITH RECURSIVE received AS (
+    (SELECT consumer FROM txbox_inbox ORDER BY consumer LIMIT 1)
+     UNION ALL
+    SELECT (SELECT later.consumer FROM txbox_inbox AS later WHERE later.consumer > received.consumer
+             ORDER BY later.consumer LIMIT 1)
+      FROM received WHERE received.consumer IS NOT NULL),
+aside AS (
+    (SELECT consumer FROM txbox_quarantine ORDER BY consumer LIMIT 1)
+     UNION ALL
+    SELECT (SELECT later.consumer FROM txbox_quarantine AS later WHERE later.consumer > aside.consumer
+             ORDER BY later.consumer LIMIT 1)
+      FROM aside WHERE aside.consumer IS NOT NULL)
+SELECT consumer FROM received WHERE consumer IS NOT NULL
+ UNION
+SELECT consumer FROM aside WHERE consumer IS NOT NULL
+ ORDER BY consumer
+
+-- fragment: some status
+(SELECT count(*) FROM (SELECT FROM txbox_inbox
+             WHERE status <> 'processed' AND status = [status] AND consumer = :consumer::text COLLATE "POSIX"
+             LIMIT :most::integer) AS own)
+
+-- fragment: oldest status
+(SELECT extract(epoch FROM clock_timestamp() - received_at)::double precision FROM txbox_inbox
+         WHERE status <> 'processed' AND status = [status] AND consumer = :consumer::text COLLATE "POSIX"
+         ORDER BY arrival LIMIT 1)
+
+-- name: consumer_open
+-- Of one consumer, counted up to a limit: what is open by status and quarantined, and the oldest of what is unfinished.
+SELECT [some 'pending'],
+       [some 'processing'],
+       [some 'failed'],
+       [some 'dead'],
+       [some 'discarded'],
+       (SELECT count(*) FROM (SELECT FROM txbox_quarantine
+                               WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :most::integer) AS own),
+       [oldest 'pending'],
+       [oldest 'processing'],
+       [oldest 'failed']
+
+-- name: outbox_open
+-- As outbox_status, of what has not left: counted up to a limit, and not more than that is read.
+SELECT own.topic, own.route, own.state, count(*),
+       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
+       count(*) FILTER (WHERE own.overdue)
+  FROM (SELECT * FROM (SELECT topic, route, staged_at, status = 'pending' AND token IS NULL AND attempts = 0
+                      AND available_at < now() - interval '1 minute' AS overdue,
+                       [state] AS state
+                  FROM txbox_outbox WHERE status = 'pending' ORDER BY route, available_at, number LIMIT :most::integer) AS waiting
+         UNION ALL
+        SELECT * FROM (SELECT topic, route, staged_at, status = 'pending' AND token IS NULL AND attempts = 0
+                      AND available_at < now() - interval '1 minute' AS overdue,
+                       [state] AS state
+                  FROM txbox_outbox WHERE status = 'dead' ORDER BY number LIMIT :most::integer) AS ended) AS own
+ GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
+
+-- name: inbox_newest
+-- The greatest number so far; there is no index to ask. Whoever may not read the sequence pays with a look at all rows.
+SELECT CASE WHEN has_sequence_privilege(own.counter, 'USAGE, SELECT') THEN coalesce(pg_sequence_last_value(own.counter), 0)
+            ELSE (SELECT coalesce(max(arrival), 0) FROM txbox_inbox) END
+  FROM (SELECT pg_get_serial_sequence('txbox_inbox', 'arrival')::regclass AS counter) AS own
+
+-- name: outbox_newest
+-- As inbox_newest.
+SELECT CASE WHEN has_sequence_privilege(own.counter, 'USAGE, SELECT') THEN coalesce(pg_sequence_last_value(own.counter), 0)
+            ELSE (SELECT coalesce(max(number), 0) FROM txbox_outbox) END
+  FROM (SELECT pg_get_serial_sequence('txbox_outbox', 'number')::regclass AS counter) AS own
 
 -- name: sizes
--- In bytes, with what belongs to a table but its indexes (TOAST, maps); of a partitioned one the sum.
+-- In bytes, including TOAST and maps but not indexes; for a partitioned table the sum.
 SELECT own.relname::text, sum(pg_table_size(part.oid::regclass))::bigint, sum(pg_indexes_size(part.oid::regclass))::bigint, count(*)
   FROM pg_class AS home
   JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
@@ -899,142 +944,149 @@ SELECT own.relname::text, sum(pg_table_size(part.oid::regclass))::bigint, sum(pg
  WHERE home.oid = 'txbox_schema'::regclass::oid
  GROUP BY own.relname ORDER BY own.relname
 
--- name: list
--- Keyset pages by arrival, newest first.
-SELECT consumer, message_id, status, topic, type, key, attempts, starts, received_at, updated_at, processed_at,
-       next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival
-  FROM txbox_inbox
- WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND (:status::text IS NULL OR status = :status::text)
-   AND (:topic::text IS NULL OR topic = :topic::text)
+-- For each table: a page, a whole row, how many rows a change affects, one batch of them, and the changes.
+
+-- fragment: inbox_row
+consumer, message_id, status, topic, type, key, attempts, starts, received_at, updated_at, processed_at,
+       next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival, key_id
+
+-- fragment: inbox_filter
+(:topic::text IS NULL OR topic = :topic::text)
    AND (:type::text IS NULL OR type = :type::text)
    AND (:key::text IS NULL OR key = :key::text)
    AND (:error_type::text IS NULL OR error_type = :error_type::text)
    AND (:fingerprint::text IS NULL OR fingerprint = :fingerprint::text)
-   AND (:older_than_s::double precision IS NULL
-        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
-   AND (:before::bigint IS NULL OR arrival < :before::bigint)
+   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
+
+-- name: inbox_list
+-- Keyset pages, newest first, of a stretch of arrivals: no index knows all rows by what may be asked for.
+SELECT [inbox_row]
+  FROM txbox_inbox
+ WHERE arrival > :floor::bigint AND arrival < :before::bigint
+   AND (:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:status::text IS NULL OR status = :status::text)
+   AND [inbox_filter]
  ORDER BY arrival DESC
  LIMIT :limit::integer
 
--- name: list_quarantine
-SELECT consumer, message_id, hash, reason, topic, type, key, seen, received_at, updated_at, status, kept_bytes
-  FROM txbox_quarantine
- WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND (:hash_prefix::text IS NULL OR left(encode(hash, 'hex'), length(:hash_prefix::text)) = :hash_prefix::text)
-   AND (:status::text IS NULL OR status = :status::text)
-   AND (:topic::text IS NULL OR topic = :topic::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:older_than_s::double precision IS NULL
-        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
- ORDER BY received_at DESC
+-- name: inbox_list_open
+-- The same of one consumer and any status but processed, which an index has in this order.
+SELECT [inbox_row]
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text COLLATE "POSIX"
+   AND status <> 'processed' AND status = :status::text
+   AND arrival < :before::bigint
+   AND [inbox_filter]
+ ORDER BY arrival DESC
  LIMIT :limit::integer
 
--- name: show
-SELECT consumer, message_id, status, topic, type, key, sequence, received_at, updated_at, processed_at, payload_hash,
-       attempts, starts, next_attempt_at, lease_until, error_type, error, fingerprint, content_type, headers, origin,
-       payload, has_payload, key_id, arrival, result
+-- name: inbox_list_id
+-- The same of one consumer and id.
+SELECT [inbox_row]
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+   AND (:status::text IS NULL OR status = :status::text)
+   AND arrival < :before::bigint
+   AND [inbox_filter]
+ LIMIT :limit::integer
+
+-- name: failure_groups
+-- The newest failures of one consumer and status, as many as are looked at, by what they have in common.
+SELECT own.fingerprint, own.error_type, count(*), min(own.received_at), max(own.updated_at), min(own.message_id)
+  FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id
+          FROM txbox_inbox
+         WHERE consumer = :consumer::text COLLATE "POSIX" AND status <> 'processed' AND status = :status::text
+         ORDER BY arrival DESC
+         LIMIT :most::integer) AS own
+ GROUP BY own.fingerprint, own.error_type
+
+-- name: inbox_states
+-- What became of messages that were retried.
+SELECT own.consumer, own.message_id, own.status, own.attempts, own.fingerprint
+  FROM txbox_inbox AS own
+  JOIN unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
+    ON own.consumer = m.consumer AND own.message_id = m.message_id
+
+-- name: inbox_show
+SELECT [inbox_row],
+       content_type, headers, payload, origin, sequence, payload_hash, result
   FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 
--- name: show_attempts
+-- name: inbox_attempts
 SELECT attempt, status, error_type, error, fingerprint, recorded_at
   FROM txbox_attempt WHERE consumer = :consumer::text AND message_id = :message_id::text ORDER BY number
 
--- name: show_quarantine
-SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
-       received_at, updated_at, status, kept_bytes
-  FROM txbox_quarantine
- WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND (:hash_prefix::text IS NULL OR left(encode(hash, 'hex'), length(:hash_prefix::text)) = :hash_prefix::text)
- ORDER BY received_at
- LIMIT :limit::integer
-
--- name: select_quarantine
--- What an operator's command means, in the order in which it came.
-SELECT consumer, message_id, hash FROM txbox_quarantine
- WHERE (:consumer::text IS NULL OR consumer = :consumer::text)
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND (:hash_prefix::text IS NULL OR left(encode(hash, 'hex'), length(:hash_prefix::text)) = :hash_prefix::text)
-   AND (:status::text IS NULL OR status = :status::text)
-   AND (:topic::text IS NULL OR topic = :topic::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:older_than_s::double precision IS NULL
-        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
- ORDER BY received_at, hash
- LIMIT :limit::integer
-
--- name: take_quarantined
-SELECT consumer, message_id, hash, reason, topic, type, key, content_type, headers, origin, payload, key_id, seen,
-       received_at, updated_at, status, kept_bytes
-  FROM txbox_quarantine
- WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea AND status = 'quarantined'
-   FOR UPDATE
-
--- name: end_quarantined
--- What was decided on is not needed any more: the row stays for its time, its content goes.
-UPDATE txbox_quarantine AS own
-   SET status = :status::text, payload = NULL, kept_bytes = 0, headers = NULL, updated_at = clock_timestamp()
-  FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
- WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
-   AND own.status = 'quarantined'
-
--- name: count_for_change
--- What select_for_change would find in all batches of each consumer, and how many of that are spared; nothing is locked.
-SELECT consumer, count(*), count(*) FILTER (WHERE error_type = :spared::text) FROM txbox_inbox
+-- name: inbox_count
+-- What inbox_select would find in all batches of each consumer, and how many of those are spared. Takes no locks.
+SELECT status, consumer, count(*), count(*) FILTER (WHERE error_type = :spared::text) FROM txbox_inbox
  WHERE CASE WHEN :consumer::text IS NULL OR consumer = :consumer::text THEN true END
    AND (:message_id::text IS NULL
         OR message_id = :message_id::text AND consumer = coalesce(:consumer::text, consumer))
-   AND status <> 'processed' AND status = :status::text
+   AND status <> 'processed' AND status = ANY(:rows.status::text[])
    AND (has_payload OR NOT :needs_payload::boolean)
-   AND (:topic::text IS NULL OR topic = :topic::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:key::text IS NULL OR key = :key::text)
-   AND (:error_type::text IS NULL OR error_type = :error_type::text)
-   AND (:fingerprint::text IS NULL OR fingerprint = :fingerprint::text)
-   AND (:older_than_s::double precision IS NULL
-        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
- GROUP BY consumer ORDER BY consumer
+   AND [inbox_filter]
+ GROUP BY status, consumer ORDER BY consumer
 
--- name: select_for_change
--- The rows that an operator's command may touch now; SKIP LOCKED: what a live delivery holds is left to it.
--- Of one consumer in arrival order, as in an index, so that all batches together read each row once. POSIX as in lease.
-SELECT consumer, message_id, status, arrival, error_type FROM txbox_inbox
+-- name: inbox_select
+-- The rows an operator's command may change now. SKIP LOCKED: what a live delivery holds is left to it.
+-- Per consumer in arrival order, which an index has, so that all batches together read each row once. POSIX as in
+-- is_due.
+SELECT consumer, message_id, arrival, error_type FROM txbox_inbox
  WHERE consumer = :consumer::text COLLATE "POSIX"
    AND (:message_id::text IS NULL OR message_id = :message_id::text AND consumer = :consumer::text)
    AND status <> 'processed' AND status = :status::text
    AND (has_payload OR NOT :needs_payload::boolean)
-   AND (:topic::text IS NULL OR topic = :topic::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:key::text IS NULL OR key = :key::text)
-   AND (:error_type::text IS NULL OR error_type = :error_type::text)
-   AND (:fingerprint::text IS NULL OR fingerprint = :fingerprint::text)
-   AND (:older_than_s::double precision IS NULL
-        OR received_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
+   AND [inbox_filter]
    AND arrival > :after::bigint
  ORDER BY arrival
  LIMIT :limit::integer
    FOR UPDATE SKIP LOCKED
 
--- name: retry
--- A full new budget: the history stays in txbox_attempt.
+-- name: inbox_retry
+-- Grants a full new budget of attempts; the history stays in txbox_attempt.
 UPDATE txbox_inbox AS own
    SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = clock_timestamp(), updated_at = clock_timestamp(),
        lease_until = NULL, token = NULL
   FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
  WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.status IN ('dead', 'failed')
 
--- name: discard
+-- name: inbox_discard
 UPDATE txbox_inbox AS own
    SET status = 'discarded', processed_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = NULL,
        lease_until = NULL, token = NULL
   FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
  WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.status IN ('dead', 'failed', 'pending')
 
+-- name: edit_lock
+-- One message that may be edited, as replay_read and with what an edit keeps.
+SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
+       origin, payload, has_payload, key_id, arrival, error
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed') AND has_payload
+   FOR UPDATE SKIP LOCKED
+
+-- name: edit_set_aside
+-- What stands in the row stays readable in the quarantine, under the hash of its payload. Its bytes do not count
+-- there: it is no stranger's doing, and is kept as long as its message.
+INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, status, reason, topic, type, key,
+                                     content_type, headers, origin, payload, key_id)
+SELECT consumer, message_id, :hash::bytea, 'replaced', :reason::text, topic, type, key,
+       content_type, headers, origin, payload, key_id
+  FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
+ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
+   SET status = CASE WHEN own.status = 'quarantined' THEN own.status ELSE 'replaced' END,
+       headers = excluded.headers, payload = excluded.payload, key_id = excluded.key_id, updated_at = clock_timestamp()
+
+-- name: edit_write
+-- As inbox_retry, with other content. The hash stays that of what came: a copy of it is a duplicate.
+UPDATE txbox_inbox
+   SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = clock_timestamp(), updated_at = clock_timestamp(),
+       lease_until = NULL, token = NULL, content_type = :content_type::text, headers = :headers::text,
+       payload = :payload::bytea, key_id = :key_id::text, error = :error::text
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed')
+
 -- name: replay_read
--- In arrival order, for a replay as another consumer or of a processed row.
+-- In arrival order; for replaying as another consumer, or replaying a processed row.
 SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
        origin, payload, has_payload, key_id, arrival
   FROM txbox_inbox
@@ -1047,14 +1099,430 @@ SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attemp
  ORDER BY arrival
  LIMIT :limit::integer
 
+-- fragment: before_it route
+-- Of each route by itself, as the index has them in their order.
+(SELECT head.id, head.number FROM txbox_outbox AS head
+              WHERE head.status = 'pending' AND head.route = [route]
+                AND head.topic = own.topic AND head.key = own.key
+                AND head.number < own.number
+                AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
+                     OR head.available_at <= now())
+              ORDER BY head.number LIMIT 1)
+
+-- fragment: outbox_row
+own.id, own.number, own.state, own.topic, own.route, own.type, own.key, own.attempts, own.staged_at,
+       CASE WHEN own.state IN ('delayed', 'failed') THEN own.available_at END,
+       CASE WHEN own.state = 'leased' THEN own.available_at END,
+       own.sent_at, own.cause_consumer, own.cause_id, own.error_type, own.error,
+       CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN
+           (SELECT first.id FROM ([before_it own.route] UNION ALL [before_it '']) AS first
+             ORDER BY first.number LIMIT 1) END,
+       own.key_id
+
+-- fragment: outbox_filter
+(:topic::text IS NULL OR topic = :topic::text)
+   AND (:route::text IS NULL OR route = :route::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:key::text IS NULL OR key = :key::text)
+   AND (:error_type::text IS NULL OR error_type = :error_type::text)
+   AND (:older_than_s::double precision IS NULL OR staged_at < [ago :older_than_s])
+
+-- name: outbox_list
+-- Keyset pages of a stretch of numbers, newest first; each row with the one of its key that must leave before it, if
+-- any. Of the statuses that people see, the table has four as pending: that is asked first, it is what an index knows.
+SELECT [outbox_row]
+  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
+               cause_id, error_type, error, key_id, route, [state] AS state
+          FROM txbox_outbox
+         WHERE number > :floor::bigint AND number < :before::bigint
+           AND (:status::text IS NULL
+                OR status = CASE WHEN :status::text IN ('due', 'delayed', 'leased', 'failed') THEN 'pending'
+                                 ELSE :status::text END
+                   AND [state] = :status::text)
+           AND [outbox_filter]
+         ORDER BY number DESC
+         LIMIT :limit::integer) AS own
+ ORDER BY own.number DESC
+
+-- name: outbox_list_ended
+-- The same of those that are dead, sent or discarded, which an index has in this order.
+SELECT [outbox_row]
+  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
+               cause_id, error_type, error, key_id, route, [state] AS state
+          FROM txbox_outbox
+         WHERE status <> 'pending' AND status = :status::text
+           AND number < :before::bigint
+           AND [outbox_filter]
+         ORDER BY number DESC
+         LIMIT :limit::integer) AS own
+ ORDER BY own.number DESC
+
+-- name: outbox_list_id
+-- The same of one id.
+SELECT [outbox_row]
+  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
+               cause_id, error_type, error, key_id, route, [state] AS state
+          FROM txbox_outbox
+         WHERE id = :message_id::text AND number < :before::bigint
+           AND (:status::text IS NULL OR [state] = :status::text)
+           AND [outbox_filter]
+         ORDER BY number DESC
+         LIMIT :limit::integer) AS own
+ ORDER BY own.number DESC
+
+-- name: outbox_show
+-- The columns of outbox_list.
+SELECT [outbox_row], own.content_type, own.headers, own.payload
+  FROM (SELECT found.*, [state] AS state
+          FROM txbox_outbox AS found WHERE id = :message_id::text) AS own
+
+-- name: outbox_count
+SELECT own.state, NULL, count(*), 0
+  FROM (SELECT [state] AS state
+          FROM txbox_outbox
+         WHERE (:message_id::text IS NULL OR id = :message_id::text)
+           AND status IN ('pending', 'dead')
+           AND [outbox_filter]) AS own
+ WHERE own.state = ANY(:rows.status::text[])
+ GROUP BY own.state
+
+-- name: outbox_select
+-- inbox_select for the outbox; rows that a relay is marking are left to it.
+SELECT id, number, error_type FROM txbox_outbox
+ WHERE (:message_id::text IS NULL OR id = :message_id::text)
+   AND status IN ('pending', 'dead')
+   AND [state] = :status::text
+   AND [outbox_filter]
+   AND number > :after::bigint
+ ORDER BY number
+ LIMIT :limit::integer
+   FOR UPDATE SKIP LOCKED
+
+-- name: outbox_retry
+-- Grants a full new budget. available_at is set back to when it was staged, so that the row precedes the later rows of
+-- its key again.
+UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
+ WHERE id = ANY(:rows.message_id::text[]) AND status IN ('pending', 'dead')
+
+-- name: outbox_discard
+-- For a row that is no longer pending, available_at is when it was given up.
+UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = clock_timestamp()
+ WHERE id = ANY(:rows.message_id::text[]) AND status IN ('pending', 'dead')
+
+-- name: outbox_reroute
+-- Grants a new budget, because the attempts were made on the old route. Rows that were tried are due at once.
+UPDATE txbox_outbox SET status = 'pending', route = :to::text, attempts = 0, token = NULL,
+       available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END
+ WHERE id = ANY(:rows.message_id::text[]) AND status IN ('pending', 'dead')
+
+-- fragment: quarantine_named
+(:consumer::text IS NULL OR consumer = :consumer::text)
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
+   AND (:hash::text IS NULL OR left(encode(hash, 'hex'), length(:hash::text)) = lower(:hash::text))
+
+-- fragment: quarantine_filter
+(:topic::text IS NULL OR topic = :topic::text)
+   AND (:type::text IS NULL OR type = :type::text)
+   AND (:key::text IS NULL OR key = :key::text)
+   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
+
+-- fragment: quarantine_row
+consumer, message_id, hash, status, reason, topic, type, key, seen, received_at, updated_at, kept_bytes,
+       key_id, content_type, headers, payload, origin
+
+-- name: quarantine_list
+-- Keyset pages, newest first. Rows have no number for their order of arrival, so the row itself is the page mark.
+SELECT consumer, message_id, hash, status, reason, topic, type, key, seen, received_at, updated_at, kept_bytes,
+       key_id
+  FROM txbox_quarantine
+ WHERE [quarantine_named]
+   AND (:status::text IS NULL OR status = :status::text)
+   AND [quarantine_filter]
+   AND (:mark_hash::bytea IS NULL
+        OR (received_at, hash, consumer, message_id)
+           < (SELECT own.received_at, own.hash, own.consumer, own.message_id FROM txbox_quarantine AS own
+               WHERE own.consumer = :mark_consumer::text AND own.message_id = :mark_id::text
+                 AND own.hash = :mark_hash::bytea))
+ ORDER BY received_at DESC, hash DESC, consumer DESC, message_id DESC
+ LIMIT :limit::integer
+
+-- name: quarantine_show
+SELECT [quarantine_row]
+  FROM txbox_quarantine
+ WHERE [quarantine_named]
+ ORDER BY received_at
+ LIMIT :limit::integer
+
+-- name: quarantine_count
+SELECT status, consumer, count(*), 0 FROM txbox_quarantine
+ WHERE status = ANY(:rows.status::text[])
+   AND [quarantine_named]
+   AND [quarantine_filter]
+ GROUP BY status, consumer ORDER BY consumer
+
+-- name: quarantine_select
+-- In order of arrival. Waits for a live copy that is incrementing a row's counter, which does not take long.
+SELECT consumer, message_id, hash, NULL, NULL FROM txbox_quarantine
+ WHERE status = :status::text
+   AND consumer = :consumer::text
+   AND (:message_id::text IS NULL OR message_id = :message_id::text)
+   AND (:hash::text IS NULL OR left(encode(hash, 'hex'), length(:hash::text)) = lower(:hash::text))
+   AND [quarantine_filter]
+   AND (:mark_hash::bytea IS NULL
+        OR (received_at, hash, message_id)
+           > (SELECT own.received_at, own.hash, own.message_id FROM txbox_quarantine AS own
+               WHERE own.consumer = :consumer::text AND own.message_id = :mark_id::text
+                 AND own.hash = :mark_hash::bytea))
+ ORDER BY received_at, hash, message_id
+ LIMIT :limit::integer
+   FOR UPDATE
+
+-- name: quarantine_lock
+SELECT [quarantine_row]
+  FROM txbox_quarantine
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea AND status = 'quarantined'
+   FOR UPDATE
+
+-- name: quarantine_end
+-- Once decided, the content is no longer needed and is dropped; the row stays for its retention time.
+UPDATE txbox_quarantine AS own
+   SET status = :status::text, payload = NULL, kept_bytes = 0, headers = NULL, updated_at = clock_timestamp()
+  FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
+ WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
+   AND own.status = 'quarantined'
+
+-- name: audit_list
+-- Keyset pages, newest first.
+SELECT number, recorded_at, actor, login, action, filter, affected, reason
+  FROM txbox_audit
+ WHERE (:before::bigint IS NULL OR number < :before::bigint)
+ ORDER BY number DESC
+ LIMIT :limit::integer
+
 -- name: audit
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)
 
+-- ---- admin/doctor ---------------------------------------------------------------------------------------------------
+-- None of these reads a table through: names are found by jumps in an index, and rows are counted up to a limit.
+
+-- name: doctor_clock
+SELECT extract(epoch FROM clock_timestamp())::double precision
+
+-- name: doctor_settings
+-- Lengths of time in milliseconds, as pg_settings has them.
+SELECT name::text, setting FROM pg_settings
+ WHERE name IN ('fsync', 'full_page_writes', 'synchronous_commit', 'synchronous_standby_names', 'transaction_isolation',
+                'transaction_read_only', 'default_transaction_isolation', 'statement_timeout', 'transaction_timeout', 'autovacuum', 'track_counts')
+ UNION ALL
+SELECT 'in_recovery', CASE WHEN pg_is_in_recovery() THEN 'on' ELSE 'off' END
+
+-- name: doctor_backend
+SELECT pg_backend_pid()
+
+-- name: doctor_columns
+SELECT own.relname::text, part.attname::text
+  FROM pg_class AS home
+  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p', 'v')
+                      AND NOT own.relispartition AND own.relname LIKE 'txbox\_%'
+  JOIN pg_attribute AS part ON part.attrelid = own.oid AND part.attnum > 0 AND NOT part.attisdropped
+ WHERE home.oid = 'txbox_schema'::regclass::oid
+
+-- name: doctor_indexes
+-- Those of partitions, too: one that was being built when its session ended is there, and nobody uses it.
+SELECT own.relname::text, index.relname::text, part.indisvalid AND part.indisready AND part.indislive
+  FROM pg_class AS home
+  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
+                      AND own.relname LIKE 'txbox\_%'
+  JOIN pg_index AS part ON part.indrelid = own.oid
+  JOIN pg_class AS index ON index.oid = part.indexrelid
+ WHERE home.oid = 'txbox_schema'::regclass::oid
+
+-- name: doctor_functions
+SELECT own.proname::text, own.prosrc
+  FROM pg_class AS home
+  JOIN pg_proc AS own ON own.pronamespace = home.relnamespace AND own.proname LIKE 'txbox\_%'
+ WHERE home.oid = 'txbox_schema'::regclass::oid
+
+-- name: doctor_storage
+-- What the statistics collector counts, which is no look at the tables.
+SELECT own.relname::text, seen.n_live_tup, seen.n_dead_tup,
+       coalesce((SELECT option_value::boolean FROM pg_options_to_table(own.reloptions)
+                  WHERE option_name = 'autovacuum_enabled'), true),
+       extract(epoch FROM clock_timestamp() - greatest(seen.last_vacuum, seen.last_autovacuum))::double precision
+  FROM pg_class AS home
+  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind = 'r' AND own.relname LIKE 'txbox\_%'
+  JOIN pg_stat_user_tables AS seen ON seen.relid = own.oid
+ WHERE home.oid = 'txbox_schema'::regclass::oid
+ ORDER BY own.relname
+
+-- name: doctor_transactions
+-- The oldest one of somebody else that holds back vacuum here; and whether this role may see them all.
+(SELECT 'session', pid::text, coalesce(usename::text, ''), coalesce(state, ''),
+        extract(epoch FROM clock_timestamp() - xact_start)::double precision
+   FROM pg_stat_activity
+  WHERE datname = current_database() AND pid <> pg_backend_pid() AND xact_start IS NOT NULL
+    AND backend_type = 'client backend'
+  ORDER BY xact_start LIMIT 1)
+ UNION ALL
+(SELECT 'prepared', gid, owner::text, 'prepared', extract(epoch FROM clock_timestamp() - prepared)::double precision
+   FROM pg_prepared_xacts WHERE database = current_database() ORDER BY prepared LIMIT 1)
+ UNION ALL
+SELECT 'blind', '', current_user::text, '', 0 WHERE NOT pg_has_role('pg_read_all_stats', 'USAGE')
+
+-- name: doctor_standbys
+SELECT application_name, coalesce(extract(epoch FROM replay_lag), 0)::double precision,
+       CASE WHEN NOT pg_is_in_recovery() THEN pg_wal_lsn_diff(pg_current_wal_lsn(), replay_lsn) END::bigint, sync_state
+  FROM pg_stat_replication WHERE state = 'streaming'
+
+-- name: doctor_consumers
+-- Who has rows of a status, by a jump in the index for each of them, however many rows they have.
+WITH RECURSIVE found(status, consumer) AS (
+    SELECT asked.status,
+           (SELECT own.consumer FROM txbox_inbox AS own
+             WHERE own.status <> 'processed' AND own.status = asked.status
+             ORDER BY own.consumer COLLATE "POSIX" LIMIT 1)
+      FROM (VALUES ('pending'), ('failed'), ('processing'), ('dead')) AS asked(status)
+     UNION ALL
+    SELECT last.status,
+           (SELECT own.consumer FROM txbox_inbox AS own
+             WHERE own.status <> 'processed' AND own.status = last.status
+               AND own.consumer > last.consumer COLLATE "POSIX"
+             ORDER BY own.consumer COLLATE "POSIX" LIMIT 1)
+      FROM found AS last WHERE last.consumer IS NOT NULL
+)
+SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit::integer
+
+-- name: doctor_messages
+-- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late.
+SELECT own.topic, own.type, count(*), extract(epoch FROM clock_timestamp() - min(own.received_at))::double precision,
+       count(*) FILTER (WHERE own.until < [ago :late_s])
+  FROM (SELECT topic, type, received_at,
+               CASE WHEN status = 'processing' THEN lease_until WHEN has_payload THEN next_attempt_at END AS until
+          FROM txbox_inbox
+         WHERE status <> 'processed' AND status = :status::text AND consumer = :consumer::text COLLATE "POSIX"
+         ORDER BY arrival LIMIT :limit::integer) AS own
+ GROUP BY own.topic, own.type
+
+-- name: doctor_routes
+-- As doctor_consumers.
+WITH RECURSIVE found(route) AS (
+    SELECT (SELECT own.route FROM txbox_outbox AS own WHERE own.status = 'pending' ORDER BY own.route LIMIT 1)
+     UNION ALL
+    SELECT (SELECT own.route FROM txbox_outbox AS own WHERE own.status = 'pending' AND own.route > last.route
+             ORDER BY own.route LIMIT 1)
+      FROM found AS last WHERE last.route IS NOT NULL
+)
+SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit::integer
+
+-- name: doctor_outgoing
+-- Of those of a route that are due first, as doctor_messages.
+SELECT own.topic, own.type, own.cause_consumer, count(*),
+       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
+       count(*) FILTER (WHERE own.token IS NULL AND own.attempts = 0 AND own.available_at < [ago :late_s])
+  FROM (SELECT topic, type, cause_consumer, staged_at, token, attempts, available_at
+          FROM txbox_outbox WHERE status = 'pending' AND route = :route::text
+         ORDER BY available_at, number LIMIT :limit::integer) AS own
+ GROUP BY own.topic, own.type, own.cause_consumer
+
+-- name: doctor_outgoing_dead
+SELECT count(*), extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision
+  FROM (SELECT staged_at FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead'
+         ORDER BY number LIMIT :limit::integer) AS own
+
+-- name: doctor_quarantined
+SELECT own.consumer, count(*), extract(epoch FROM clock_timestamp() - min(own.received_at))::double precision
+  FROM (SELECT consumer, received_at FROM txbox_quarantine WHERE status = 'quarantined' LIMIT :limit::integer) AS own
+ GROUP BY own.consumer ORDER BY own.consumer
+
+-- name: doctor_pruning
+-- When pruning ran last, how old the tables are, and whether there is any row.
+SELECT 'ran', extract(epoch FROM clock_timestamp() - updated_at)::double precision FROM txbox_job WHERE name = 'prune'
+ UNION ALL
+SELECT 'tables', extract(epoch FROM clock_timestamp() - min(applied_at))::double precision FROM txbox_schema
+ UNION ALL
+SELECT 'rows', count(*)::double precision FROM (SELECT FROM txbox_inbox LIMIT 1) AS own
+
+-- ---- admin/found.py -------------------------------------------------------------------------------------------------
+
+-- name: database_clock
+SELECT clock_timestamp()
+
+-- name: explain_consumers
+-- The consumers that have rows, from one to the next in the index of the key: no look at all rows.
+WITH RECURSIVE known(consumer) AS (
+       (SELECT consumer FROM txbox_inbox WHERE consumer > :after::text ORDER BY consumer LIMIT 1)
+        UNION ALL
+       SELECT (SELECT next.consumer FROM txbox_inbox AS next
+                WHERE next.consumer > known.consumer ORDER BY next.consumer LIMIT 1)
+         FROM known WHERE known.consumer IS NOT NULL)
+SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit::integer
+
+-- name: explain_aside
+-- The same of the quarantine.
+WITH RECURSIVE known(consumer) AS (
+       (SELECT consumer FROM txbox_quarantine WHERE consumer > :after::text ORDER BY consumer LIMIT 1)
+        UNION ALL
+       SELECT (SELECT next.consumer FROM txbox_quarantine AS next
+                WHERE next.consumer > known.consumer ORDER BY next.consumer LIMIT 1)
+         FROM known WHERE known.consumer IS NOT NULL)
+SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit::integer
+
+-- name: explain_inbox
+-- Which of these keys there are; LATERAL with LIMIT as in classify.
+SELECT found.*
+  FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
+ CROSS JOIN LATERAL (
+       SELECT own.consumer, own.message_id, own.status, own.topic FROM txbox_inbox AS own
+        WHERE own.consumer = m.consumer AND own.message_id = m.message_id
+        LIMIT 1) AS found
+
+-- name: explain_outbox
+-- Which of these outgoing messages there are.
+SELECT found.*
+  FROM unnest(:rows.message_id::text[]) AS m(message_id)
+ CROSS JOIN LATERAL (
+       SELECT id, [state] AS state, topic FROM txbox_outbox
+        WHERE id = m.message_id
+        LIMIT 1) AS found
+
+-- name: explain_quarantine
+SELECT [quarantine_row]
+  FROM txbox_quarantine
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+ ORDER BY received_at
+ LIMIT :limit::integer
+
+-- name: explain_holder
+-- The open transaction that has locked or changed this row: its id stands in the row, and while it is open it
+-- holds a lock on that id. What pg_stat_activity hides from this role is NULL.
+SELECT own.pid, act.usename::text, act.application_name, act.state,
+       extract(epoch FROM clock_timestamp() - act.xact_start)::double precision
+  FROM (SELECT xmax AS holder FROM txbox_inbox
+         WHERE consumer = :consumer::text AND message_id = :message_id::text) AS held
+  JOIN pg_locks AS own ON own.locktype = 'transactionid' AND own.granted AND own.transactionid = held.holder
+  LEFT JOIN pg_stat_activity AS act ON act.pid = own.pid
+
+-- name: explain_writers
+-- Open transactions that have written to the inbox, oldest first: rows that they have inserted are not seen.
+SELECT own.pid, act.usename::text, act.application_name, act.state,
+       extract(epoch FROM clock_timestamp() - act.xact_start)::double precision
+  FROM pg_locks AS own
+  LEFT JOIN pg_stat_activity AS act ON act.pid = own.pid
+ WHERE own.locktype = 'relation' AND own.granted AND own.mode = 'RowExclusiveLock'
+   AND own.relation = 'txbox_inbox'::regclass::oid
+   AND own.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND own.pid <> pg_backend_pid()
+ ORDER BY act.xact_start
+ LIMIT :limit::integer
+
+-- name: explain_locked
+-- Here the row itself says who holds it: explain_holder.
+
 -- ---- waits.py -------------------------------------------------------------------------------------------------------
 
 -- name: waits_order
--- Of rows that have not run: the first row of their key that is in their way.
+-- For rows that have not run: the first row of their key that they wait for.
 SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
   FROM (SELECT behind.message_id,
                (SELECT earlier.message_id FROM txbox_inbox AS earlier
@@ -1069,7 +1537,7 @@ SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
   JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
 
 -- name: waits_version
--- Of rows that have not run: their version, the one processed last, and the lowest that is in their way.
+-- For rows that have not run: their version, the one processed last, and the lowest one they wait for.
 SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
   FROM (SELECT behind.message_id, behind.sequence, done.last,
                (SELECT earlier.message_id FROM txbox_inbox AS earlier
@@ -1087,8 +1555,8 @@ SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, hea
 -- ---- outbox.py ------------------------------------------------------------------------------------------------------
 
 -- name: stage
--- In the caller's transaction, many messages in one statement; `number` is the order of their inserts.
--- A re-run under the same cause stages the same ids, and changes nothing.
+-- Many messages in one statement, in the caller's transaction; `number` is the order of insertion.
+-- A repeated run with the same cause stages the same ids, and changes nothing.
 INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
                           available_at, route)
 SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
@@ -1103,7 +1571,7 @@ SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_
 ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
 
 -- name: stage_notify
--- As stage, and at its commit whoever listens looks at the outbox; one round trip.
+-- stage, plus a notification at commit for relays that listen; one round trip.
 WITH staged AS (
     INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
                               available_at, route)
@@ -1120,14 +1588,14 @@ WITH staged AS (
 SELECT pg_notify('txbox_outbox', '')
 
 -- name: stage_lock
--- Until the caller's transaction ends nobody else stages in order under these keys: numbers are then
--- committed in their order. Sorted by the caller.
+-- Nobody else can stage in order under these keys until the caller's transaction ends, so numbers are committed in
+-- order. Sorted by the caller.
 SELECT pg_advisory_xact_lock(own.lock) FROM unnest(:rows.lock::bigint[]) AS own(lock)
 
 -- name: relay_page
--- What may be due of one route, and of what was staged without one, oldest first, from where the last look
--- ended; nothing is locked. Two scans, each in the order of the index: with `route IN (…)` all that is due
--- would be sorted. now() and not clock_timestamp(): a bound of the index scan, which else reads every delayed row.
+-- What may be due on one route, or was staged without one, oldest first, from where the last look ended. Takes no
+-- locks. Two scans, each in index order: with `route IN (…)` everything due would be sorted. now() bounds the index
+-- scan, which with clock_timestamp() would read every delayed row.
 SELECT id, number, topic, key, available_at, payload_bytes, type
   FROM ((SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0) AS payload_bytes, type
            FROM txbox_outbox
@@ -1148,9 +1616,9 @@ SELECT id, number, topic, key, available_at, payload_bytes, type
  LIMIT :limit::integer
 
 -- name: relay_heads
--- Of each key, by type, the first row that others must not overtake, and how many there are up to :last. A row that
--- was staged with a delay counts once that is over; any other counts even if this transaction's clock,
--- which stood still at its start, says that its time is yet to come.
+-- For each key and type, the first row that must not be overtaken, and how many there are up to :last. A row staged
+-- with a delay counts once the delay is over. Any other counts even if it is not due yet by this transaction's clock,
+-- which stopped when the transaction began.
 SELECT topic, key, type, min(number), count(*)
   FROM txbox_outbox
  WHERE status = 'pending' AND key IS NOT NULL AND number <= :last::bigint
@@ -1161,24 +1629,20 @@ SELECT topic, key, type, min(number), count(*)
  GROUP BY topic, key, type
 
 -- name: relay_lease
--- The commit that takes a row is durable, and so is, before it, the commit that staged it: nothing is
--- published that a crash of the server could still undo.
+-- The commit that takes a row is durable, and so is the earlier commit that staged it: nothing is published that a
+-- server crash could still undo.
 UPDATE txbox_outbox AS own
-   SET token = :token::text, available_at = clock_timestamp() + make_interval(secs => :lease_s::double precision)
+   SET token = :token::text, available_at = [in :lease_s]
   FROM (SELECT id FROM txbox_outbox
          WHERE id = ANY(:rows.id::text[]) AND status = 'pending' AND available_at <= now()
            FOR UPDATE SKIP LOCKED) AS due
  WHERE own.id = due.id
 RETURNING own.id, own.number, own.topic, own.type, own.key, own.content_type, own.headers, own.payload, own.key_id,
           own.staged_at, own.attempts,
-          CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
-               THEN set_config('synchronous_commit', 'on', true) END
-
--- name: relay_take
--- relay_lease has taken the rows.
+          [durable]
 
 -- name: relay_release
--- Fenced: rows that were not sent, by no fault of theirs; they keep their place before later ones.
+-- Fenced. For rows that were not sent through no fault of their own; they keep their place ahead of later ones.
 UPDATE txbox_outbox
    SET token = NULL, available_at = staged_at
  WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
@@ -1187,26 +1651,25 @@ UPDATE txbox_outbox
 DELETE FROM txbox_outbox WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
 
 -- name: relay_kept
--- As relay_sent, for rows that are kept for a time.
+-- relay_sent for rows that are kept for a while.
 UPDATE txbox_outbox SET status = 'sent', token = NULL, sent_at = clock_timestamp(), error_type = NULL, error = NULL
  WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
 
 -- name: relay_failed
 UPDATE txbox_outbox
    SET status = :status::text, attempts = attempts + 1, token = NULL,
-       error_type = :error_type::text, error = :error::text,
-       available_at = clock_timestamp() + make_interval(secs => :delay_s::double precision)
+       error_type = :error_type::text, error = :error::text, available_at = [in :delay_s]
  WHERE id = :id::text AND token = :token::text AND status = 'pending'
 
 -- name: relay_left
--- What is due or leased of one route, and of what was staged without one.
+-- What is due or leased on one route, or was staged without one.
 SELECT DISTINCT topic, type FROM txbox_outbox
  WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= now())
    AND route IN (:route::text, '')
    AND ((:whole::boolean AND route = :route::text) OR (topic = ANY(:rows.topic::text[])) = :named::boolean)
 
 -- name: relay_strays
--- What goes to consumers of the database itself and is not on this App's own route; and what has no route at all.
+-- Rows for consumers on this database that are not on this App's own route, and rows without any route.
 SELECT DISTINCT route, topic, type, cause_consumer FROM txbox_outbox
  WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route::text
 
@@ -1219,92 +1682,89 @@ UPDATE txbox_outbox SET route = :route::text
                LIMIT :limit::integer
                  FOR UPDATE SKIP LOCKED)
 
--- ---- outbox_rows.py -------------------------------------------------------------------------------------------------
+-- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
 
--- name: outbox_status
--- Overdue: due for a minute, and never tried.
-SELECT own.topic, own.route, own.state, count(*),
-       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
-       count(*) FILTER (WHERE own.overdue)
-  FROM (SELECT topic, route, staged_at,
-               status = 'pending' AND token IS NULL AND attempts = 0
-               AND available_at < now() - interval '1 minute' AS overdue,
-               CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
-                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
-          FROM txbox_outbox) AS own
- GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
+-- name: activity_write
+-- What a process has counted in these minutes so far takes the place of what it wrote before: writing again after a
+-- lost answer doubles nothing. No other process writes these rows.
+INSERT INTO txbox_activity (minute, kind, name, worker, received, processed, duplicate, deferred, failed, dead,
+                            quarantined, latency, run, oldest_s)
+SELECT counted.minute, counted.kind, counted.name, :worker::text, counted.received, counted.processed,
+       counted.duplicate, counted.deferred, counted.failed, counted.dead, counted.quarantined, counted.latency,
+       counted.run, counted.oldest_s
+  FROM unnest(:rows.minute::bigint[], :rows.kind::text[], :rows.name::text[], :rows.received::bigint[],
+              :rows.processed::bigint[], :rows.duplicate::bigint[], :rows.deferred::bigint[], :rows.failed::bigint[],
+              :rows.dead::bigint[], :rows.quarantined::bigint[], :rows.latency::text[], :rows.run::text[],
+              :rows.oldest_s::double precision[])
+       AS counted(minute, kind, name, received, processed, duplicate, deferred, failed, dead, quarantined, latency,
+                  run, oldest_s)
+ON CONFLICT (minute, kind, name, worker) DO UPDATE
+   SET received = excluded.received, processed = excluded.processed, duplicate = excluded.duplicate,
+       deferred = excluded.deferred, failed = excluded.failed, dead = excluded.dead,
+       quarantined = excluded.quarantined, latency = excluded.latency, run = excluded.run,
+       oldest_s = excluded.oldest_s
 
--- name: outbox_list
--- Keyset pages by number, newest first; each row with the one of its key that must leave before it, if any.
-SELECT own.id, own.number, own.state, own.topic, own.type, own.key, own.attempts, own.staged_at, own.available_at,
-       own.sent_at, own.cause_consumer, own.cause_id, own.error_type, own.error, own.key_id,
-       own.route,
-       CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN
-           (SELECT head.id FROM txbox_outbox AS head
-             WHERE head.status = 'pending' AND head.route IN (own.route, '')
-               AND head.topic = own.topic AND head.key = own.key
-               AND head.number < own.number
-               AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
-                    OR head.available_at <= now())
-             ORDER BY head.number LIMIT 1) END
-  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
-               cause_id, error_type, error, key_id, route,
-               CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
-                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END AS state
-          FROM txbox_outbox
-         WHERE (:id::text IS NULL OR id = :id::text)
-           AND (:stored::text IS NULL OR status = :stored::text)
-           AND (:state::text IS NULL
-                OR CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
-                        WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
-                   = :state::text)
-           AND (:topic::text IS NULL OR topic = :topic::text)
-           AND (:route::text IS NULL OR route = :route::text)
-           AND (:type::text IS NULL OR type = :type::text)
-           AND (:key::text IS NULL OR key = :key::text)
-           AND (:error_type::text IS NULL OR error_type = :error_type::text)
-           AND (:older_than_s::double precision IS NULL
-                OR staged_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
-           AND (:before::bigint IS NULL OR number < :before::bigint)
-         ORDER BY number DESC
-         LIMIT :limit::integer) AS own
- ORDER BY own.number DESC
+-- fragment: counted
+minute, kind, name, received, processed, duplicate, deferred, failed, dead, quarantined, latency, run, oldest_s
 
--- name: outbox_content
-SELECT content_type, headers, payload, key_id FROM txbox_outbox WHERE id = :id::text
+-- name: activity_read
+SELECT [counted] FROM txbox_activity WHERE minute >= :minute::bigint ORDER BY minute
 
--- name: outbox_select
--- The rows that an operator's command may touch now; SKIP LOCKED: what a relay is marking is left to it.
-SELECT id, number FROM txbox_outbox
- WHERE (:id::text IS NULL OR id = :id::text)
-   AND status IN ('pending', 'dead')
-   AND CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
-            WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
-       = ANY(:rows.state::text[])
-   AND (:topic::text IS NULL OR topic = :topic::text)
-   AND (:route::text IS NULL OR route = :route::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:key::text IS NULL OR key = :key::text)
-   AND (:error_type::text IS NULL OR error_type = :error_type::text)
-   AND (:older_than_s::double precision IS NULL
-        OR staged_at < clock_timestamp() - make_interval(secs => :older_than_s::double precision))
-   AND number > :after::bigint
- ORDER BY number
- LIMIT :limit::integer
-   FOR UPDATE SKIP LOCKED
+-- name: activity_minutes
+-- Minutes of which several processes have rows yet.
+SELECT DISTINCT minute FROM txbox_activity
+ WHERE minute < :before::bigint AND worker <> '' ORDER BY minute LIMIT :limit::integer
 
--- name: outbox_retry
--- A full new budget; available_at as staged, so that it is before the later rows of its key again.
-UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
- WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')
+-- name: activity_of
+SELECT [counted] FROM txbox_activity WHERE minute = ANY(:rows.minute::bigint[])
 
--- name: outbox_discard
--- Of a row that is no longer pending, available_at says when it was given up.
-UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = clock_timestamp()
- WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')
+-- name: activity_folded
+DELETE FROM txbox_activity WHERE minute = ANY(:rows.minute::bigint[]) AND worker <> ''
 
--- name: outbox_reroute
--- A new budget, as the attempts were those of the old route; what was tried is due at once.
-UPDATE txbox_outbox SET status = 'pending', route = :to::text, attempts = 0, token = NULL,
-       available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END
- WHERE id = ANY(:rows.id::text[]) AND status IN ('pending', 'dead')
+-- name: activity_prune
+DELETE FROM txbox_activity WHERE minute < :before::bigint
+
+-- name: clock
+-- In seconds since 1970.
+SELECT extract(epoch FROM clock_timestamp())::double precision
+
+-- name: outbox_ages
+-- How long the first row that is due has been so, of each route; one index probe each.
+SELECT asked.route, extract(epoch FROM clock_timestamp() - first.at)::double precision
+  FROM unnest(:rows.route::text[]) AS asked(route)
+       CROSS JOIN LATERAL (SELECT available_at AS at FROM txbox_outbox
+                            WHERE status = 'pending' AND route = asked.route
+                            ORDER BY available_at LIMIT 1) AS first
+
+-- name: worker_write
+INSERT INTO txbox_worker (worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases,
+                          in_flight)
+VALUES (:worker::text, :kind::text, :host::text, :pid::bigint, :version::text, :app::text, :consumers::text,
+        :sources::text, :routes::text, :lanes::integer, :state::text, :busy::integer, :leases::integer,
+        :in_flight::integer)
+ON CONFLICT (worker) DO UPDATE
+   SET state = excluded.state, busy = excluded.busy, leases = excluded.leases, in_flight = excluded.in_flight,
+       seen_at = clock_timestamp()
+
+-- name: worker_gone
+DELETE FROM txbox_worker WHERE worker = :worker::text
+
+-- name: workers
+SELECT worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases, in_flight,
+       started_at, seen_at, extract(epoch FROM clock_timestamp() - seen_at)::double precision
+  FROM txbox_worker ORDER BY started_at, worker
+
+-- name: workers_prune
+DELETE FROM txbox_worker WHERE seen_at < [ago :silent_s]
+
+-- name: pauses
+-- A row at least, which tells the time.
+SELECT extract(epoch FROM clock_timestamp())::double precision, paused.consumer, paused.actor, paused.reason,
+       paused.paused_at
+  FROM (SELECT 1) AS always LEFT JOIN txbox_pause AS paused ON true ORDER BY paused.consumer
+
+-- name: pause
+INSERT INTO txbox_pause (consumer, actor, reason) VALUES (:consumer::text, :actor::text, :reason::text)
+
+-- name: resume
+DELETE FROM txbox_pause WHERE consumer = :consumer::text

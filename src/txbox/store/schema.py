@@ -1,23 +1,24 @@
-"""The tables: versioned migrations, the check at start, and the rights that each role needs."""
+"""The tables: versioned migrations, the check at start, and the privileges each role needs."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from txbox.errors import ConfigurationError, Fault, SchemaError, StoreError
-from txbox.steps import Begin, Commit, Rollback, Statement, Steps
+from txbox.session import Session, Statement, Transaction
 from txbox.store import partitions
 from txbox.store.dialect import Dialect, qualified
 from txbox.store.dialect import dialect as load_dialect
 from txbox.store.partitions import Partitioning
 
 #: The schema version that this release writes, and the oldest one it still works with.
-VERSION = 8
-OLDEST_USABLE = 8
+VERSION = 11
+OLDEST_USABLE = 10
 
-# where the inbox becomes a partitioned table
+# the text after which PARTITION BY is added
 _INBOX_ENDS = "CONSTRAINT txbox_inbox_pkey PRIMARY KEY (consumer, message_id)\n);"
 
 _FILE = re.compile(r"(\d{4})_\w+\.sql")
@@ -27,10 +28,10 @@ _PIECE = re.compile(r"\$(\w*)\$.*?\$\1\$|'(?:[^']|'')*'|--[^\n]*|;", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class SchemaState:
-    """What the database holds: the version, and the PostgreSQL schema the tables are in.
+    """What the database contains: the version, and the PostgreSQL schema of the tables.
 
     Attributes:
-        version: None when there are no tables.
+        version: None if there are no tables.
         compatible_from: the oldest version whose releases can work with them.
     """
 
@@ -47,26 +48,22 @@ def migration_text(
     *,
     partitioning: Partitioning | None = None,
 ) -> str:
-    """Return the SQL that leads from version `after` (0: nothing) to version `upto`.
+    """Return the SQL that migrates from version `after` (0: no tables) to version `upto`.
 
     Raises:
-        ConfigurationError: partitions of a table that is there, or on a database without them.
+        ConfigurationError: partitions for an existing table, or on a database without them.
     """
-    folder = files("txbox.store").joinpath("migrations").joinpath(dialect.name)
-    texts: list[str] = []
-    for entry in sorted(folder.iterdir(), key=lambda found: found.name):
-        named = _FILE.fullmatch(entry.name)
-        if named and after < int(named[1]) <= upto:
-            texts.append(entry.read_text())
+    texts = migrations(dialect.name, after, upto)
     if partitioning is not None:
         _check_partitions(dialect)
         if after or upto < VERSION:
             raise ConfigurationError(
-                "Partitions are chosen when the tables are made, at this release's version: leave the option out "
-                "of an upgrade, or leave --from and --to out."
+                "Partitioning is chosen when the tables are created, at this release's version: remove the option "
+                "from an upgrade, or remove --from and --to."
             )
         by = "HASH (consumer, message_id)" if partitioning.kind == "hash" else "RANGE (message_id)"
         texts[0] = texts[0].replace(_INBOX_ENDS, f"{_INBOX_ENDS[:-1]} PARTITION BY {by};")
+        folder = _folder(dialect.name)
         name = "partition_hash.sql" if partitioning.kind == "hash" else "partition_time.sql"
         texts.append(_filled(folder.joinpath(name).read_text(), partitioning))
     text = "\n".join(texts)
@@ -75,10 +72,24 @@ def migration_text(
     return f'CREATE SCHEMA IF NOT EXISTS "{schema}";\n\n{qualified(text, schema)}'
 
 
+def migrations(dialect_name: str, after: int = 0, upto: int = VERSION) -> list[str]:
+    """Read the files of the migrations behind version `after`, up to version `upto`."""
+    texts: list[str] = []
+    for entry in sorted(_folder(dialect_name).iterdir(), key=lambda found: found.name):
+        named = _FILE.fullmatch(entry.name)
+        if named and after < int(named[1]) <= upto:
+            texts.append(entry.read_text())
+    return texts
+
+
+def _folder(dialect_name: str) -> Traversable:
+    return files("txbox.store").joinpath("migrations").joinpath(dialect_name)
+
+
 def _check_partitions(dialect: Dialect) -> None:
     if not dialect.has("partitions"):
         raise ConfigurationError(
-            "The inbox can be partitioned on PostgreSQL only: leave the option out."
+            "The inbox can be partitioned on PostgreSQL only: remove the option."
         )
 
 
@@ -94,7 +105,7 @@ def _filled(text: str, partitioning: Partitioning) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Split SQL into statements, at semicolons outside of strings, comments and function bodies."""
+    """Split SQL into statements, at semicolons outside strings, comments and function bodies."""
     statements: list[str] = []
     start = 0
     for piece in _PIECE.finditer(text):
@@ -106,111 +117,125 @@ def split(text: str) -> list[str]:
     return [statement for statement in bare if statement]
 
 
-def read_state(dialect: Dialect) -> Steps[SchemaState]:
-    """Read which version is applied; for a transaction that is already open."""
-    exists = yield dialect.statement("schema_exists")
+async def read_state(db: Transaction, dialect: Dialect) -> SchemaState:
+    """Read which version is applied, in an open transaction."""
+    exists = await db.execute(dialect.statement("schema_exists"))
     if not exists.rows[0][0]:
         return SchemaState(None, None, None)
-    found = yield dialect.statement("schema_version")
+    found = await db.execute(dialect.statement("schema_version"))
     version, compatible_from = found.rows[0] if found.rows else (None, None)
     return SchemaState(version, compatible_from, exists.rows[0][1])
 
 
-def check(dialect: Dialect) -> Steps[SchemaState]:
+async def check(db: Session, dialect: Dialect) -> SchemaState:
     """Check that this release can work with the tables, in a transaction of its own.
 
     Raises:
-        SchemaError: missing, too old or too new tables, or a guard that does not fire.
+        SchemaError: the tables are missing, too old or too new, or the guard does not fire.
     """
-    yield Begin()
+    await db.begin()
     try:
-        state = yield from read_state(dialect)
+        state = await read_state(db, dialect)
     except StoreError as error:
         if error.fault is not Fault.SCHEMA:
             raise
         # dropped between the two statements
         state = SchemaState(None, None, None)
-    if state.version is None:
-        yield Rollback()
+    if refusal := unusable(state):
+        await db.rollback()
+        raise SchemaError(refusal)
+    try:
+        fires = await guarded(db, dialect, state)
+    except StoreError as error:
+        if error.fault is not Fault.SCHEMA:
+            raise
+        await db.rollback()
+        raise incomplete(error) from None
+    if not fires:
+        await db.rollback()
         raise SchemaError(
-            "The txbox tables are missing: run `txbox init`, or apply the output of `txbox schema print`."
+            "The transaction guard does not fire: the trigger txbox_inbox_guard must be enabled always and "
+            "session_replication_role be origin (PostgreSQL), or the table txbox_inbox be InnoDB (MySQL); "
+            "compare the tables with `txbox schema print`."
         )
-    if state.version < OLDEST_USABLE:
-        yield Rollback()
-        raise SchemaError(
-            f"The txbox tables are at version {state.version}, this release needs {OLDEST_USABLE}: "
-            "run `txbox schema apply`."
-        )
-    if state.version > VERSION and (state.compatible_from or state.version) > VERSION:
-        yield Rollback()
-        raise SchemaError(
-            f"The txbox tables are at version {state.version}, which this release (version {VERSION}) cannot use: "
-            "upgrade txbox with `pip install -U txbox`."
-        )
-    if dialect.has("guard_check"):
-        guarded = (
-            load_dialect(dialect.name, state.schema) if dialect.name == "postgresql" else dialect
-        )
-        try:
-            triggers, role = (yield guarded.statement("guard_check")).rows[0]
-        except StoreError as error:
-            if error.fault is not Fault.SCHEMA:
-                raise
-            yield Rollback()
-            raise incomplete(error) from None
-        if not triggers or role != "origin":
-            yield Rollback()
-            raise SchemaError(
-                "The transaction guard does not fire: the trigger txbox_inbox_guard must be enabled always and "
-                "session_replication_role be origin (PostgreSQL), or the table txbox_inbox be InnoDB (MySQL); "
-                "compare the tables with `txbox schema print`."
-            )
-    yield Commit()
+    await db.commit()
     return state
 
 
+def unusable(state: SchemaState) -> str | None:
+    """Why this release cannot work with the tables, with the command to run; None when it can."""
+    if state.version is None:
+        return "The txbox tables are missing: run `txbox init`, or apply the output of `txbox schema print`."
+    if state.version < OLDEST_USABLE:
+        return (
+            f"The txbox tables are at version {state.version}, but this release needs {OLDEST_USABLE}: "
+            "run `txbox schema apply`."
+        )
+    if state.version > VERSION and (state.compatible_from or state.version) > VERSION:
+        return (
+            f"The txbox tables are at version {state.version}, which this release (version {VERSION}) cannot use: "
+            "upgrade txbox with `pip install -U txbox`."
+        )
+    return None
+
+
+async def guarded(db: Transaction, dialect: Dialect, state: SchemaState) -> bool:
+    """Whether the guard fires, checked in an open transaction.
+
+    Raises:
+        StoreError: SCHEMA, if parts of it are missing.
+    """
+    if not dialect.has("guard_check"):
+        return True
+    qualified_dialect = (
+        load_dialect(dialect.name, state.schema) if dialect.name == "postgresql" else dialect
+    )
+    triggers, role = (await db.execute(qualified_dialect.statement("guard_check"))).rows[0]
+    return bool(triggers) and role == "origin"
+
+
 def incomplete(error: StoreError) -> SchemaError:
-    """The error for tables that are not what their recorded version says."""
+    """Return the error for tables that do not match their recorded version."""
     return SchemaError(
-        f"A table, column or function of txbox's is missing although its version is recorded ({error}): "
+        f"A table, column or function of txbox is missing although its version is recorded ({error}): "
         "compare the tables with `txbox schema print`, and restore what was changed."
     )
 
 
-def apply(
-    dialect: Dialect, schema: str | None, partitioning: Partitioning | None = None
-) -> Steps[tuple[int, int]]:
-    """Bring the tables to this release's version; returns the versions before and after.
+async def apply(
+    db: Session, dialect: Dialect, schema: str | None, partitioning: Partitioning | None = None
+) -> tuple[int, int]:
+    """Migrate the tables to this release's version; returns the versions before and after.
 
     Raises:
-        ConfigurationError: the tables are there, and not partitioned as asked.
+        ConfigurationError: the tables exist and are not partitioned as requested.
 
-    Guarantee: two callers at once end with one schema; where DDL is transactional a crash leaves the
-    old version, elsewhere running it again completes it.
+    Guarantee: concurrent callers end up with one schema. Where DDL is transactional, a crash leaves the
+    old version; elsewhere, running it again completes it.
     """
     if partitioning is not None:
         _check_partitions(dialect)
-    yield Begin()
+    await db.begin()
     if dialect.has("schema_lock"):
-        yield dialect.statement("schema_lock")
-    state = yield from read_state(dialect)
+        await db.execute(dialect.statement("schema_lock"))
+    state = await read_state(db, dialect)
     before = state.version or 0
     if before and partitioning is not None:
-        found = yield from partitions.read(dialect)
+        found = await partitions.read(db, dialect)
         if found.kind != partitioning.kind:
-            yield Rollback()
+            await db.rollback()
             raise ConfigurationError(
-                f"The inbox is there, and {_as_found(found.kind)}: partitions are chosen when the tables are "
-                "made. See docs/howto/retention.md for a table with rows."
+                f"The inbox exists and is {_as_found(found.kind)}: partitioning is chosen when the tables are "
+                "created. See docs/howto/retention.md for a table with rows."
             )
         partitioning = None
     text = migration_text(dialect, schema, after=before, partitioning=partitioning)
     for number, sql in enumerate(split(text), 1):
         # migrations contain no parameters; the name is the crash point
-        yield Statement(f"migration_{number}", sql, {})
+        await db.execute(Statement(f"migration_{number}", sql, {}))
     if dialect.has("schema_unlock"):
-        yield dialect.statement("schema_unlock")
-    yield Commit()
+        await db.execute(dialect.statement("schema_unlock"))
+    await db.commit()
     return before, max(before, VERSION)
 
 
@@ -218,21 +243,21 @@ def _as_found(kind: partitions.Kind | None) -> str:
     return "not partitioned" if kind is None else f"partitioned for {kind}"
 
 
-def creators(dialect: Dialect) -> Steps[list[str]]:
-    """Name the roles that may create in the schema of the tables, beside their owners and superusers.
+async def creators(db: Session, dialect: Dialect) -> list[str]:
+    """Name the roles that may create objects in the tables' schema, besides their owners and superusers.
 
-    Each can have an operator or a function of its own called by whoever uses the tables.
+    Each of them can define an operator or function that anyone who uses the tables would call.
     """
     if not dialect.has("schema_creators"):
         return []
-    yield Begin()
-    found = yield dialect.statement("schema_creators")
-    yield Commit()
+    await db.begin()
+    found = await db.execute(dialect.statement("schema_creators"))
+    await db.commit()
     return [str(row[0]) for row in found.rows]
 
 
 def grants(dialect: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
-    """Return the rights that each role needs, as SQL with `<role>` to fill in; none where there are no roles.
+    """Return the privileges each role needs, as SQL with a `<role>` placeholder; empty where roles do not exist.
 
     Args:
         kind: how the inbox is partitioned.
@@ -247,20 +272,30 @@ def grants(dialect: Dialect, kind: partitions.Kind | None = None) -> dict[str, s
 
 
 def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
+    # on PostgreSQL the login and the time are the database's word
+    audited = "INSERT" if mysql else f"INSERT ({_AUDITED})"
+    # who reads pages begins at the newest row, which no index tells there
+    newest = () if mysql else _SEQUENCES
     return {
         "consumer": [
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
             ("SELECT, INSERT", "txbox_attempt"),
             ("SELECT, INSERT, UPDATE", "txbox_quarantine"),
-            # MySQL writes a row again that is there, instead of leaving it alone
+            # MySQL rewrites an existing row instead of leaving it alone
             ("SELECT, INSERT, UPDATE" if mysql else "SELECT, INSERT", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_sequence"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
+            *_PULSE_RIGHTS,
+            # a consumer that fails again and again is paused by its worker
+            ("SELECT, INSERT", "txbox_pause"),
+            (audited, "txbox_audit"),
             ("SELECT", "txbox_schema"),
         ],
         "relay": [
             ("SELECT, UPDATE, DELETE", "txbox_outbox"),
-            # MySQL shows what the check at start asks only to who may read the table
+            *_PULSE_RIGHTS,
+            ("SELECT", "txbox_pause"),
+            # MySQL shows what the start-up check asks for only to those who may read the table
             *([("SELECT", "txbox_inbox")] if mysql else []),
             ("SELECT", "txbox_schema"),
         ],
@@ -268,37 +303,70 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
             ("SELECT, UPDATE, DELETE", "txbox_inbox"),
             ("SELECT, INSERT, DELETE", "txbox_attempt"),
             ("SELECT, UPDATE, DELETE", "txbox_quarantine"),
-            # a rescued message that is given up may leave a letter
+            # a rescued message that is given up may leave a dead letter
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
+            ("SELECT, INSERT, UPDATE, DELETE", "txbox_activity"),
+            _PULSE_RIGHTS[1],
+            ("SELECT", "txbox_pause"),
             ("SELECT", "txbox_schema"),
             *(_PARTITION_RIGHTS if timed else ()),
         ],
         "operator": [
             ("SELECT, INSERT, UPDATE", "txbox_inbox"),
             ("SELECT", "txbox_attempt"),
-            ("SELECT, UPDATE", "txbox_quarantine"),
+            ("SELECT, INSERT, UPDATE", "txbox_quarantine"),
             ("SELECT, UPDATE", "txbox_outbox"),
             ("SELECT", "txbox_sequence"),
-            # on PostgreSQL the login and the time are the database's word
-            (
-                "SELECT, INSERT" if mysql else f"SELECT, INSERT ({_AUDITED})",
-                "txbox_audit",
-            ),
+            ("SELECT", "txbox_job"),
+            ("SELECT, INSERT, DELETE", "txbox_pause"),
+            ("SELECT", "txbox_activity"),
+            ("SELECT", "txbox_worker"),
+            (f"SELECT, {audited}", "txbox_audit"),
             ("SELECT", "txbox_dead_letters"),
             ("SELECT", "txbox_status"),
             ("SELECT", "txbox_schema"),
+            *newest,
         ],
-        "readonly": [("SELECT", table) for table in _READABLE],
+        "readonly": [*(("SELECT", table) for table in _READABLE), *newest],
+        "viewer": [
+            *((f"SELECT ({columns})", table) for table, columns in _WITHOUT_CONTENT.items()),
+            *(("SELECT", table) for table in ("txbox_activity", "txbox_worker", "txbox_pause")),
+            ("SELECT", "txbox_status"),
+            ("SELECT", "txbox_schema"),
+            *newest,
+        ],
     }
 
 
 _AUDITED = "actor, action, filter, affected, reason"
 
+#: To say who a process is, and what it has counted.
+_PULSE_RIGHTS = (
+    ("SELECT, INSERT, UPDATE", "txbox_activity"),
+    ("SELECT, INSERT, UPDATE, DELETE", "txbox_worker"),
+)
+
+_SEQUENCES = (
+    ("SELECT", "SEQUENCE txbox_inbox_arrival_seq"),
+    ("SELECT", "SEQUENCE txbox_outbox_number_seq"),
+)
+
 _PARTITION_RIGHTS = (
     ("EXECUTE", "FUNCTION txbox_partition_make(timestamptz, timestamptz, integer)"),
+    ("EXECUTE", "FUNCTION txbox_partition_detach(text, double precision)"),
     ("EXECUTE", "FUNCTION txbox_partition_drop(text, double precision)"),
 )
+
+#: Says where a message stands, and nothing about its contents: no payload, header, key, result or error text.
+_WITHOUT_CONTENT = {
+    "txbox_inbox": "consumer, message_id, status, topic, type, received_at, updated_at, processed_at, attempts, "
+    "starts, next_attempt_at, lease_until, error_type, fingerprint, has_payload, arrival",
+    "txbox_attempt": "number, consumer, message_id, attempt, status, error_type, fingerprint, recorded_at",
+    "txbox_quarantine": "consumer, message_id, topic, type, seen, status, kept_bytes, received_at, updated_at",
+    "txbox_outbox": "id, number, status, route, topic, type, staged_at, available_at, sent_at, attempts, token, "
+    "error_type",
+}
 
 _READABLE = (
     "txbox_status",
@@ -308,5 +376,9 @@ _READABLE = (
     "txbox_quarantine",
     "txbox_outbox",
     "txbox_sequence",
+    "txbox_job",
+    "txbox_activity",
+    "txbox_worker",
+    "txbox_pause",
     "txbox_schema",
 )

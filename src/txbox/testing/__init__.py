@@ -1,6 +1,6 @@
-"""For tests of handlers: deliver, race, drain, crash at named points; outermost or inside a transaction of the test."""
+"""For testing handlers: deliver, race, drain, crash at named points; in their own transactions or inside the test's."""
 
-from txbox.steps import Crashed
+from txbox.session import Crashed
 from txbox.testing.crash import (
     crash_at,
     install_from_environment,

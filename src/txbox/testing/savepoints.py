@@ -1,92 +1,70 @@
-"""Connections whose transactions are savepoints of a transaction that somebody else owns."""
+"""Connections whose transactions are savepoints in somebody else's transaction."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
-from txbox.connections.base import (
-    CallersAsyncConnection,
-    CallersConnection,
-    dbapi_error,
-    handler_left,
-)
+from txbox.connections.base import Executor, dbapi_error, handler_left
 from txbox.errors import Fault, StoreError
-from txbox.steps import AsyncConnection, Connection, Raised, Result, Statement
-from txbox.store.dialect import Dialect
+from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
 
 _DRIVERS = frozenset({"psycopg", "asyncpg", "sqlite3", "aiosqlite", "pymysql", "asyncmy"})
 
-# what is sent behind a handler that raised, to a savepoint that the session's own is in; MySQL's close goes to one
+# sent after a handler raised, to a savepoint outside the session's own; on MySQL, close goes to one
 _BEHIND_A_FAILURE = frozenset({"close", "rollback_to_claim"})
 
 _numbers = itertools.count(1)
 
 
 class Savepoints:
-    """Lends the one connection it has."""
+    """Lends its only connection."""
 
-    def __init__(self, tx: Any, lent: CallersConnection) -> None:
+    def __init__(self, tx: Any, lent: Executor) -> None:
+        self.is_async = lent.is_async
         self._tx = tx
         self._lent = lent
+        self._last: _Savepoint | None = None
 
-    def acquire(self) -> Connection:
-        return _Savepoint(self._tx, self._lent)
-
-    def release(self, connection: Any) -> None:
-        """Keep the connection: it is the test's."""
-
-
-class AsyncSavepoints:
-    """The awaitable twin of `Savepoints`."""
-
-    def __init__(self, tx: Any, lent: CallersAsyncConnection) -> None:
-        self._tx = tx
-        self._lent = lent
-        self._last: _AsyncSavepoint | None = None
-
-    async def acquire(self) -> AsyncConnection:
+    async def acquire(self) -> Connection:
         await self.settle()
-        self._last = _AsyncSavepoint(self._tx, self._lent)
+        self._last = _Savepoint(self._tx, self._lent)
         return self._last
 
     async def release(self, connection: Any) -> None:
-        """Keep the connection: it is the test's."""
+        """Keep the connection: it belongs to the test."""
 
     async def settle(self) -> None:
-        """Undo what was discarded: discarding awaits nothing."""
+        """Undo what was discarded, because discarding itself cannot await."""
         last, self._last = self._last, None
         if last is not None and last.discarded:
             await last.undo()
 
 
-class _Named:
-    """The savepoint's name, and what errors mean."""
+class _Savepoint(Connection):
+    nests = False
 
-    def __init__(self, tx: Any, dialect: Dialect) -> None:
+    def __init__(self, tx: Any, lent: Executor) -> None:
         self.native = tx
-        self.lost = False
-        self._dialect = dialect
+        self.is_async = lent.is_async
+        #: `undo` must still be called.
+        self.discarded = False
+        self._lent = lent
         self._name: str | None = None
-        # SQLAlchemy keeps its own account of savepoints: a session's objects expire with them
-        self._nests = hasattr(tx, "begin_nested")
+        # SQLAlchemy tracks savepoints itself: a session's objects expire with them
+        self._accounts = hasattr(tx, "begin_nested")
         self._is_session = hasattr(tx, "flush")
         self._nested: Any = None
-        # a flush that fails ends the innermost savepoint: not the one that the claim is in
+        # a failed flush ends the innermost savepoint, which must not be the one the claim is in
         self._inner: Any = None
-        self._claims = False
+        self._claims = self._lost = False
 
-    def _note(self, statements: Sequence[Statement]) -> None:
-        self._claims = any(statement.name.startswith("claim") for statement in statements)
-
-    def _found_nothing(self, statements: Sequence[Statement]) -> bool:
-        # a claim without a close wrote nothing, but it armed the guard: that must be undone, since
-        # the transaction around it goes on
-        return self._claims and not statements
+    @property
+    def lost(self) -> bool:
+        return self._lost
 
     def _opening(self) -> Statement:
-        # numbered: MySQL replaces a savepoint of the same name, and a handler may deliver in turn
+        # numbered, because MySQL replaces a savepoint of the same name, and a handler may itself deliver
         self._name = f"txbox_inside_{next(_numbers)}"
         return Statement("savepoint", f"SAVEPOINT {self._name}", {})
 
@@ -97,7 +75,7 @@ class _Named:
         return Statement("rollback_to_savepoint", f"ROLLBACK TO SAVEPOINT {self._name}", {})
 
     def _check_nested(self) -> None:
-        if self._nests and not self._nested.is_active:
+        if self._accounts and not self._nested.is_active:
             raise handler_left("it ended the savepoint around it")
         if self._inner is not None and not self._inner.is_active:
             raise StoreError(
@@ -106,135 +84,62 @@ class _Named:
             )
 
     def _failed(self, error: Exception) -> Raised:
-        # a flush that the session put off until now is the handler's
+        # a flush that the session postponed until now belongs to the handler
         return Raised(error, self.translate(error), self.lost)
 
     def _gone(self, error: StoreError) -> StoreError:
         self._name = None
         if error.fault is Fault.UNAVAILABLE:
-            self.lost = True
+            self._lost = True
             return error
         return handler_left("the savepoint around it is gone")
 
     def translate(self, error: BaseException) -> StoreError | None:
-        """Put a driver's error into txbox's words; None when it is none."""
+        """Translate a driver's error; None if it is not one."""
         cause = getattr(error, "orig", None) or error
         if type(cause).__module__.partition(".")[0] not in _DRIVERS:
             return None
-        return dbapi_error(cause, self._dialect)
-
-
-class _Savepoint(_Named):
-    def __init__(self, tx: Any, lent: CallersConnection) -> None:
-        super().__init__(tx, lent.dialect)
-        self._lent = lent
-
-    def execute(self, statement: Statement) -> Result:
-        if self._inner is not None and statement.name in _BEHIND_A_FAILURE:
-            # it would take this savepoint from under the session
-            inner, self._inner = self._inner, None
-            inner.rollback()
-        return self._lent.execute(statement)
-
-    def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        if self._nests:
-            self._nested = self.native.begin_nested()
-            if self._is_session:
-                # a session sends its SAVEPOINT when it is first asked for the connection
-                self.native.connection()
-        else:
-            self.execute(self._opening())
-        self._note(statements)
-        results = [self.execute(statement) for statement in statements]
-        if self._is_session:
-            self._inner = self.native.begin_nested()
-        return results
-
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        self._check_nested()
-        if self._found_nothing(statements):
-            self.rollback()
-            return []
-        if self._is_session:
-            inner, self._inner = self._inner, None
-            try:
-                inner.commit()
-            except Exception as error:
-                raise self._failed(error) from error
-        results = [self.execute(statement) for statement in statements]
-        if self._nests:
-            nested, self._nested = self._nested, None
-            nested.commit()
-            return results
-        try:
-            self.execute(self._releasing())
-        except StoreError as error:
-            raise self._gone(error) from error
-        self._name = None
-        return results
-
-    def rollback(self) -> None:
-        nested, self._nested, self._inner = self._nested, None, None
-        if nested is not None and nested.is_active:
-            nested.rollback()
-        if self._name is None:
-            return
-        try:
-            self.execute(self._undoing())
-            self.execute(self._releasing())
-        except StoreError as error:
-            raise self._gone(error) from error
-        self._name = None
-
-    def discard(self) -> None:
-        try:
-            self.rollback()
-        except StoreError:
-            # the transaction around it is gone as well: nothing is left to undo
-            self._name = None
-
-
-class _AsyncSavepoint(_Named):
-    def __init__(self, tx: Any, lent: CallersAsyncConnection) -> None:
-        super().__init__(tx, lent.dialect)
-        self._lent = lent
-        self.discarded = False
+        return dbapi_error(cause, self._lent.dialect)
 
     async def execute(self, statement: Statement) -> Result:
         if self._inner is not None and statement.name in _BEHIND_A_FAILURE:
-            # it would take this savepoint from under the session
+            # it would remove this savepoint from under the session
             inner, self._inner = self._inner, None
-            await inner.rollback()
-        return await self._lent.execute(statement)
+            await self._done(inner.rollback())
+        # not `execute`, because the session already passes the crash points
+        return await self._lent._execute(statement)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
-    async def begin(self, statements: Sequence[Statement]) -> list[Result]:
-        if self._nests:
-            self._nested = await self.native.begin_nested()
+    async def begin(self, statements: Statements) -> list[Result]:
+        if self._accounts:
+            self._nested = await self._done(self.native.begin_nested())
             if self._is_session:
-                await self.native.connection()
+                # a session sends its SAVEPOINT only when first asked for the connection
+                await self._done(self.native.connection())
         else:
             await self.execute(self._opening())
-        self._note(statements)
+        self._claims = any(statement.name.startswith("claim") for statement in statements)
         results = [await self.execute(statement) for statement in statements]
         if self._is_session:
-            self._inner = await self.native.begin_nested()
+            self._inner = await self._done(self.native.begin_nested())
         return results
 
-    async def commit(self, statements: Sequence[Statement]) -> list[Result]:
+    async def commit(self, statements: Statements) -> list[Result]:
         self._check_nested()
-        if self._found_nothing(statements):
+        if self._claims and not statements:
+            # a claim without a close wrote nothing but armed the guard, which must be undone because the
+            # surrounding transaction goes on
             await self.rollback()
             return []
         if self._is_session:
             inner, self._inner = self._inner, None
             try:
-                await inner.commit()
+                await self._done(inner.commit())
             except Exception as error:
                 raise self._failed(error) from error
         results = [await self.execute(statement) for statement in statements]
-        if self._nests:
+        if self._accounts:
             nested, self._nested = self._nested, None
-            await nested.commit()
+            await self._done(nested.commit())
             return results
         try:
             await self.execute(self._releasing())
@@ -246,7 +151,7 @@ class _AsyncSavepoint(_Named):
     async def rollback(self) -> None:
         nested, self._nested, self._inner = self._nested, None, None
         if nested is not None and nested.is_active:
-            await nested.rollback()
+            await self._done(nested.rollback())
         if self._name is None:
             return
         try:
@@ -260,7 +165,14 @@ class _AsyncSavepoint(_Named):
         try:
             await self.rollback()
         except StoreError:
+            # the surrounding transaction is gone as well, so nothing is left to undo
             self._name = None
 
     def discard(self) -> None:
-        self.discarded = True
+        if self.is_async:
+            self.discarded = True
+        else:
+            blocking(self.undo())
+
+    async def _done(self, answer: Any) -> Any:
+        return await answer if self.is_async else answer

@@ -1,4 +1,4 @@
-"""Which thread or loop carries steps out: sync connections where there are any, else the asyncio loop."""
+"""Which thread or loop carries operations out: sync connections where there are any, else the asyncio loop."""
 
 from __future__ import annotations
 
@@ -6,34 +6,44 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from txbox.app import App
-from txbox.drive import drive, drive_async
-from txbox.steps import Steps
+from txbox.session import Operation, drive, drive_async
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Driver:
-    """Carries steps out for a worker's threads; the asyncio loop has a thread of its own."""
+    """Carries operations out for a worker's threads; the asyncio loop has a thread of its own."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def perform(self, steps: Steps[T]) -> T:
-        """Carry out steps that call no user code, from any thread but the loop's; waits for the end."""
+    def perform(
+        self,
+        operation: Operation[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Carry out an operation that calls no user code, from any thread but the loop's; waits for the end."""
         if self._app.database.sync is not None:
-            return drive(self._app.database.sync, steps)
-        return self.start(steps).result()
+            return drive(self._app.database.sync, operation, *args, **kwargs)
+        return self.start(operation, *args, **kwargs).result()
 
-    def start(self, steps: Steps[T]) -> Future[T]:
-        """Carry out steps as a task of the loop."""
+    def start(
+        self,
+        operation: Operation[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]:
+        """Carry an operation out as a task of the loop."""
         connections = self._app.database.asynchronous
         assert connections is not None, "checked at start"
-        return asyncio.run_coroutine_threadsafe(drive_async(connections, steps), self._running())
+        return self.task(drive_async(connections, operation, *args, **kwargs))
 
     def task(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop."""
@@ -60,7 +70,7 @@ class Driver:
         """Close the app's connections and end the loop.
 
         Args:
-            clean: no steps are at work; what user code has left running on the loop is then cancelled.
+            clean: no operation is at work; what user code has left running on the loop is then cancelled.
         """
         loop, loop_thread = self._loop, self._thread
         if loop is None or loop_thread is None:

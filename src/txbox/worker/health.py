@@ -1,15 +1,13 @@
-"""How a worker is: alive, ready, and what it has done."""
+"""How a worker is: alive, ready."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
-from txbox.brokers.webhook import Webhook
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event
-from txbox.observers.counters import Counters, Metric
 from txbox.worker.driving import Driver
 from txbox.worker.pump import Pump
 from txbox.worker.table import Table
@@ -25,20 +23,18 @@ class Health:
     """What a worker and its events tell of it; an observer, and read from any thread.
 
     Args:
-        webhooks: whose answers are counted with the rest.
         stuck_s: a main thread or asyncio loop that has not come round for so long is not alive.
 
     Guarantee: a database or a broker that is away never makes a worker lifeless, only unready.
     """
 
-    def __init__(self, webhooks: Sequence[Webhook] = (), *, stuck_s: float = STUCK_S) -> None:
-        self.counters = Counters()
-        self._webhooks = webhooks
+    def __init__(self, *, stuck_s: float = STUCK_S) -> None:
         #: The pumps of all sources, whether their source is open yet or not.
         self.pumps: list[Pump] = []
+        #: The tables of all consumers, once it consumes.
+        self.tables: list[Table] = []
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
-        self._tables: list[Table] = []
         self._driver: Driver | None = None
         # None: the main thread is where it may stay
         self._beat_at: float | None = None
@@ -49,7 +45,6 @@ class Health:
         self._pinged_at: float | None = None
 
     def __call__(self, event: Event) -> None:
-        self.counters(event)
         # the pump itself knows of its source
         if isinstance(event, ConsumptionPaused) and event.source is None:
             self._away_until = time.monotonic() + event.retry_in_s + _STILL_AWAY_S
@@ -60,7 +55,7 @@ class Health:
 
     def consuming(self, tables: Iterable[Table], driver: Driver | None) -> None:
         """Sources are open, the schema fits: from here on, loops must come round."""
-        self._tables = list(tables)
+        self.tables = list(tables)
         self._driver = driver
         self.beat()
         self._judged = True
@@ -126,43 +121,6 @@ class Health:
                 why.append(f"{pump.source.name} has been silent for {pump.silent_s:.0f} s")
         return why
 
-    def metrics(self) -> list[Metric]:
-        """Counters, and gauges as they are now."""
-        return [
-            *self.counters.metrics(),
-            _gauge("ready", "1 when /readyz says 200.", [({}, float(not self.unready()))]),
-            _gauge(
-                "in_flight",
-                "Deliveries that were received and are not settled.",
-                [({"source": pump.source.name}, pump.in_flight) for pump in self.pumps],
-            ),
-            _gauge(
-                "source_silent_seconds",
-                "Seconds since the source's loop came round last.",
-                [({"source": pump.source.name}, pump.silent_s) for pump in self.pumps],
-            ),
-            _gauge(
-                "rows_leased",
-                "Rows of the table that this process holds a lease of.",
-                [({"consumer": table.consumer}, table.leased) for table in self._tables],
-            ),
-            _gauge(
-                "webhook_in_flight",
-                "Requests at work.",
-                [({"path": webhook.path}, webhook.in_flight) for webhook in self._webhooks],
-            ),
-            Metric(
-                "txbox_webhook_answers_total",
-                "counter",
-                "Requests answered, by path and status.",
-                [
-                    ({"path": webhook.path, "status": str(status)}, count)
-                    for webhook in self._webhooks
-                    for status, count in webhook.answers.copy().items()
-                ],
-            ),
-        ]
-
     def _loop_silent_s(self, now: float) -> float:
         """How long a call has been waiting for the loop; each look sends one, unless one waits."""
         with self._lock:
@@ -177,7 +135,3 @@ class Health:
     def _ponged(self) -> None:
         # without the lock: the looker that holds it may be sending the call that this answers
         self._pinged_at = None
-
-
-def _gauge(name: str, text: str, values: list[tuple[dict[str, str], float]]) -> Metric:
-    return Metric(f"txbox_{name}", "gauge", text, values)

@@ -1,4 +1,4 @@
-"""The lanes of every consumer, and the tables that they take rows from."""
+"""The lanes of every consumer, the tables that they take rows from, and which lane a delivery goes to."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 from txbox.app import App
-from txbox.drive import drive, drive_async
+from txbox.brokers.base import Delivery
+from txbox.message import Message
 from txbox.outcome import Outcome
-from txbox.steps import AsyncConnection, AsyncConnections, Connection, Connections
+from txbox.session import Connection, Connections, drive, drive_async
 from txbox.worker.driving import Driver
-from txbox.worker.lane import Lane
+from txbox.worker.lane import HandlerModes, Lane, Parts, Settling, Work
 from txbox.worker.table import Poll, Table
 
+_MODES_MAX = 4096
 # the least that any worker has; a handler with more lanes has as many
 _CONNECTIONS = 16
 # for lanes whose handlers work outside of a transaction
@@ -65,55 +68,32 @@ class Seat:
     """
 
     def __init__(self, connections: Connections, seats: Seats) -> None:
+        self.is_async = connections.is_async
         self._connections = connections
         self._seats = seats
         self._seated = False
 
-    def acquire(self) -> Connection:
+    async def acquire(self) -> Connection:
         if not self._seated:
             if (waiting := self._seats.take()) is not None:
-                waiting.result()
+                await self._called_up(waiting)
             self._seated = True
         try:
-            return self._connections.acquire()
+            return await self._connections.acquire()
         except BaseException:
             # the pause before the next try is no time to keep it
             self.leave()
             raise
 
-    def release(self, connection: Any) -> None:
-        self._connections.release(connection)
-        self.leave()
-
-    def leave(self) -> None:
-        """Give the seat back, if there is one."""
-        if self._seated:
-            self._seated = False
-            self._seats.give()
-
-
-class AsyncSeat:
-    """The awaitable twin of `Seat`."""
-
-    def __init__(self, connections: AsyncConnections, seats: Seats) -> None:
-        self._connections = connections
-        self._seats = seats
-        self._seated = False
-
-    async def acquire(self) -> AsyncConnection:
-        if not self._seated:
-            if (waiting := self._seats.take()) is not None:
-                try:
-                    await asyncio.wrap_future(waiting)
-                except asyncio.CancelledError:
-                    if not waiting.cancelled():
-                        self._seats.give()
-                    raise
-            self._seated = True
+    async def _called_up(self, waiting: Future[None]) -> None:
+        if not self.is_async:
+            waiting.result()
+            return
         try:
-            return await self._connections.acquire()
-        except BaseException:
-            self.leave()
+            await asyncio.wrap_future(waiting)
+        except asyncio.CancelledError:
+            if not waiting.cancelled():
+                self._seats.give()
             raise
 
     async def release(self, connection: Any) -> None:
@@ -274,7 +254,7 @@ class Lanes:
         error: BaseException | None = None
         again = False
         try:
-            again = drive(seat, lane.turn())
+            again = drive(seat, lane.turn)
         except BaseException as raised:  # noqa: BLE001  # the worker decides: no lane dies in silence
             error = raised
         finally:
@@ -286,9 +266,9 @@ class Lanes:
     async def _turn_async(self, lane: Lane) -> None:
         connections = self._app.database.asynchronous
         assert connections is not None, "checked at start"
-        seat = AsyncSeat(connections, self._seats)
+        seat = Seat(connections, self._seats)
         try:
-            await drive_async(seat, lane.turn())
+            await drive_async(seat, lane.turn)
         finally:
             seat.leave()
 
@@ -340,6 +320,81 @@ class Lanes:
         for is_async in (False, True):
             for lane in self.by_consumer.get((consumer, is_async), ()):
                 lane.wake()
+
+
+#: Who takes a message, and in which lanes.
+_Taken = tuple[HandlerModes, tuple[Lane, ...]]
+
+
+class Dispatch:
+    """Hands deliveries to lanes: one lock key or key, one lane; without either, in turns."""
+
+    def __init__(self, app: App, lanes: Mapping[tuple[str, bool], Sequence[Lane]]) -> None:
+        self._app = app
+        self._lanes = lanes
+        self._modes: dict[tuple[str, str | None], list[_Taken]] = {}
+        self._turn = 0
+
+    def has_idle_lane(self) -> bool:
+        """Say whether some lane has nothing to do."""
+        return any(not lane.busy for lanes in self._lanes.values() for lane in lanes)
+
+    def hand_out(self, owner: Settling, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Hand a list out, to each lane at once and in its order; returns what no handler consumes."""
+        handed: dict[Lane, list[Work]] = {}
+        left: list[Delivery] = []
+        for delivery in deliveries:
+            message = delivery.message
+            if message is None:
+                left.append(delivery)
+                continue
+            found = self._modes.get((message.topic, message.type))
+            if found is None:
+                found = self._found(message)
+            if not found:
+                left.append(delivery)
+                continue
+            parts = Parts(len(found)) if len(found) > 1 else None
+            self._turn += 1
+            for modes, lanes in found:
+                work = Work(owner, delivery, message, modes, parts)
+                if modes.in_order:
+                    work.key = message.key
+                elif modes.lock_key:
+                    work.lock_key = modes.handler.lock_key(message)
+                lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
+                group = handed.get(lane)
+                if group is None:
+                    handed[lane] = [work]
+                else:
+                    group.append(work)
+        for lane, works in handed.items():
+            self._app.activity.received(works[0].modes.handler.consumer, len(works))
+            lane.put(works)
+        return left
+
+    def _lane(self, work: Work, lanes: Sequence[Lane], message: Message[Any]) -> Lane:
+        key = work.lock_key if work.lock_key is not None else message.key
+        if key is None:
+            return lanes[self._turn % len(lanes)]
+        return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
+
+    def _found(self, message: Message[Any]) -> list[_Taken]:
+        handlers = self._app.handlers.matching(message.topic, message.type)
+        if len(self._modes) > _MODES_MAX:
+            # types come from strangers: the cache must not grow with them
+            self._modes.clear()
+        found = [
+            (
+                HandlerModes(handler),
+                tuple(
+                    self._lanes[handler.consumer, handler.is_async][: handler.options.concurrency]
+                ),
+            )
+            for handler in handlers
+        ]
+        self._modes[message.topic, message.type] = found
+        return found
 
 
 def _never() -> bool:

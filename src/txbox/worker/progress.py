@@ -29,16 +29,16 @@ class StoredProgress:
         return self._lease.lease_s
 
     def acquire(self) -> bool:
-        return self._driver.perform(self._lease.acquire())
+        return self._driver.perform(self._lease.acquire)
 
     def load(self) -> str | None:
-        return self._driver.perform(self._lease.load())
+        return self._driver.perform(self._lease.load)
 
     def save(self, state: str) -> bool:
-        return self._driver.perform(self._lease.save(state))
+        return self._driver.perform(self._lease.save, state)
 
     def release(self) -> None:
-        self._driver.perform(self._lease.release())
+        self._driver.perform(self._lease.release)
 
 
 class StoredAnchors:
@@ -50,7 +50,7 @@ class StoredAnchors:
 
     def read(self, names: Sequence[str]) -> Mapping[str, Anchor]:
         stored = [_stored_name(name) for name in names]
-        history, positions = self._driver.perform(jobs.anchors(self._dialect, stored))
+        history, positions = self._driver.perform(jobs.anchors, self._dialect, stored)
         return {name: Anchor(positions.get(_stored_name(name)), history) for name in names}
 
     def advance(self, moves: Mapping[str, tuple[int, Anchor]]) -> Mapping[str, Anchor]:
@@ -63,7 +63,7 @@ class StoredAnchors:
                 if not known.is_missing_in(Anchor(positions.get(name), history))
             }
 
-        history, before = self._driver.perform(jobs.anchors(self._dialect, list(wanted), allowed))
+        history, before = self._driver.perform(jobs.anchors, self._dialect, list(wanted), allowed)
         after = dict(before)
         for name, position in allowed(history, before).items():
             after[name] = max(position, before.get(name, position))

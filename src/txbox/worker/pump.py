@@ -7,14 +7,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from txbox import steps
+from txbox import session
 from txbox.app import App
 from txbox.brokers.base import Delivery, Progress, Source
-from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError
+from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError, UnusableMessage
 from txbox.events import (
     ConsumptionPaused,
     ConsumptionResumed,
@@ -22,12 +22,13 @@ from txbox.events import (
     SettleFailed,
     SourceRefused,
 )
+from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.processing.intake import presentable
-from txbox.processing.patience import CURABLE
-from txbox.worker.dispatch import Dispatch
+from txbox.processing.waiting import CURABLE
+from txbox.session import Session
 from txbox.worker.driving import Driver
-from txbox.worker.first_ids import FirstIds
+from txbox.worker.lanes import Dispatch
 
 _log = logging.getLogger("txbox")
 
@@ -37,6 +38,8 @@ _LOOK_S = (0.0005, 0.02)
 # while every lane works: what has come meanwhile is received when one of them settles, and looks cost it time
 _BUSY_LOOK_S = 0.005
 _PAUSE_S = (0.1, 5.0)
+# whether a source has ids at all is known after this many (SEMANTICS 1.3)
+_FIRST = 100
 
 
 class Pump:
@@ -156,7 +159,7 @@ class Pump:
             if self._finish or (self.source.exhausted and not self._in_flight):
                 self._settle()
                 return
-            if self._stop() or self._full():
+            if self._stop() or self._full() or self.held:
                 self._wait_for_settled(_WAIT_S)
                 continue
             if self._in_flight and self._look_s:
@@ -164,6 +167,16 @@ class Pump:
                 self._wait_for_settled(max(self._look_s, busy_s))
                 self._settle()
             self._receive()
+
+    @property
+    def held(self) -> bool:
+        """True while every consumer of this source is paused: its messages are best kept where they are."""
+        paused = self._app.pauses.held
+        if not paused:
+            return False
+        wanted = {*self._topics, "*"}
+        consumers = [each.consumer for each in self._app.handlers if each.topic in wanted]
+        return bool(consumers) and paused.issuperset(consumers)
 
     def _full(self) -> bool:
         return len(self._in_flight) >= self._in_flight_max or self._bytes >= self._bytes_max
@@ -218,9 +231,9 @@ class Pump:
         mean = sum(sizes) / len(sizes)
         # up at once, down slowly: the bound is for what may come
         self._mean_bytes = max(mean, (self._mean_bytes + mean) / 2)
-        if steps.crash_point is not None:
+        if session.crash_point is not None:
             for _ in received:
-                steps.at("received")
+                session.at("received")
         if not self._ids.found:
             received = self._with_ids(received)
         for delivery in self._dispatch.hand_out(self, received):
@@ -228,7 +241,7 @@ class Pump:
             if message is None:
                 self._set_aside(delivery)
             else:
-                self._persist(delivery, [partial(self._app.unmatched_message, message)])
+                self._persist(delivery, [partial(self._app.unmatched_message, message=message)])
 
     def _with_ids(self, received: Sequence[Delivery]) -> Sequence[Delivery]:
         """Return what came before it was plain that this source has no ids; that is all, nearly always."""
@@ -264,13 +277,20 @@ class Pump:
         self._persist(
             delivery,
             [
-                partial(protocol.quarantine, consumer, message, "", hashed, reason)
+                partial(
+                    protocol.quarantine,
+                    consumer=consumer,
+                    message=message,
+                    message_id="",
+                    hashed=hashed,
+                    reason=reason,
+                )
                 for consumer in consumers or [""]
             ],
         )
 
     def _persist(
-        self, delivery: Delivery, operations: Sequence[Callable[[], steps.Steps[None]]]
+        self, delivery: Delivery, operations: Sequence[Callable[[Session], Awaitable[None]]]
     ) -> None:
         for operation in operations:
             while not self._persisted(operation):
@@ -281,10 +301,10 @@ class Pump:
         self._resumed()
         self.deliveries_settled([delivery])
 
-    def _persisted(self, operation: Callable[[], steps.Steps[None]]) -> bool:
+    def _persisted(self, operation: Callable[[Session], Awaitable[None]]) -> bool:
         self._round_at = time.monotonic()
         try:
-            self._driver.perform(self._app.protocol.persistently(operation, for_s=0.0))
+            self._driver.perform(self._app.protocol.persistently, operation, for_s=0.0)
         except StoreError as error:
             self._pause(error)
             return False
@@ -298,7 +318,7 @@ class Pump:
             return
         with self._changed:
             deliveries, self._settled = self._settled, []
-        steps.at("before:ack")
+        session.at("before:ack")
         try:
             self.source.settle(deliveries)
         except (BrokerError, StoreError) as error:
@@ -310,7 +330,7 @@ class Pump:
                 self._app.events.emit(
                     SettleFailed(source=self.source.name, count=count, error=str(error))
                 )
-        steps.at("after:ack")
+        session.at("after:ack")
         self._done(deliveries)
 
     def _done(self, deliveries: Sequence[Delivery]) -> None:
@@ -377,3 +397,40 @@ class Pump:
             paused_s = time.monotonic() - self._paused_at
             self._app.events.emit(ConsumptionResumed(paused_s=paused_s, source=self.source.name))
             self._paused_at = None
+
+
+class FirstIds:
+    """Looks at the messages of a source until one has a usable id.
+
+    One message without an id is a stranger's mistake and goes to the quarantine. A source without
+    any is set up wrongly, and would be emptied into the quarantine.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._without = 0
+        #: True once a message had an id: from then on there is nothing to look at.
+        self.found = False
+
+    def missing(self, message: Message[Any], handlers: Sequence[Handler]) -> str | None:
+        """Look at one more message; returns what to set when that is one too many without an id."""
+        for handler in handlers:
+            try:
+                handler.id_of(message)
+            except UnusableMessage:
+                continue
+            self.found = True
+            return None
+        self._without += 1
+        if self._without < _FIRST:
+            return None
+        weak = (
+            ", or weak_ids=True if the position in the stream may stand for one"
+            if "weak_id" in message.origin
+            else ""
+        )
+        names = ", ".join(handler.name for handler in handlers)
+        return (
+            f"None of the first {_FIRST} messages of {self._source} has a usable id, and the source is paused: "
+            f"set message_id= on {names}{weak}, then start the worker again."
+        )

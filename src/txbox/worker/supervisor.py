@@ -16,10 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from txbox.worker.health_server import Child as ChildHealth
-from txbox.worker.health_server import Children, HealthServer
 from txbox.worker.signals import GRACE
+
+if TYPE_CHECKING:
+    from txbox.worker.serving import Server
 
 _log = logging.getLogger("txbox")
 
@@ -38,15 +40,23 @@ _CONSUMES_FD = "TXBOX_CONSUMES_FD"
 
 
 @dataclass(slots=True, eq=False)
-class _Child:
+class Child:
+    """A worker process, by its number: the one that runs now, or will run next."""
+
     number: int
+    #: Where it answers its parent.
     health: socket.socket | None = None
-    told: ChildHealth | None = None
+    #: Whether this process has ever answered.
+    answered: bool = False
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_at: float = 0.0
     deaths: int = 0
     code: int | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None
 
 
 def supervise(
@@ -93,16 +103,18 @@ class _Supervisor:
         self._ends_at = math.inf
         self._has_consumed = False
         self._http = http
-        self._children = [_Child(number) for number in range(1, processes + 1)]
+        self._children = [Child(number) for number in range(1, processes + 1)]
         self._stopping = False
         self._pending: deque[signal.Signals] = deque()
-        self._server: HealthServer | None = None
+        self._server: Server | None = None
         if health is not None:
+            # the extra is needed for this alone
+            from txbox.worker.routes import probes_of
+            from txbox.worker.serving import PROBES, Server
+
             for child in self._children:
                 child.health = socket.create_server(("127.0.0.1", 0))
-                child.told = ChildHealth(child.number, child.health.getsockname()[1])
-            told = [child.told for child in self._children if child.told is not None]
-            self._server = HealthServer(health, Children(told).routes())
+            self._server = Server(probes_of(self._children), health, PROBES)
 
     def run(self) -> int:
         # nothing is ever written: children see the end of this pipe when the parent dies
@@ -138,7 +150,7 @@ class _Supervisor:
                 return worst
         return 0
 
-    def _look_after(self, child: _Child) -> None:
+    def _look_after(self, child: Child) -> None:
         if child.process is None:
             if self._stopping:
                 # it had nothing to drain
@@ -150,8 +162,7 @@ class _Supervisor:
         if code is None:
             return
         child.process = None
-        if child.told is not None:
-            child.told.running = child.told.answered = False
+        child.answered = False
         if self._stopping:
             # the default of a process that has not come to its own handlers: nothing was running
             child.code = 0 if code in (0, GAVE_UP, -signal.SIGTERM) else 1
@@ -180,7 +191,7 @@ class _Supervisor:
                 self._has_consumed = bool(os.read(self._told_fd, 1))
         return self._has_consumed
 
-    def _start(self, child: _Child) -> None:
+    def _start(self, child: Child) -> None:
         child.started_at = time.monotonic()
         # a session of its own: Ctrl-C reaches the parent, which forwards it once, not twice
         passed = {PARENT_FD: self._read_fd, _CONSUMES_FD: self._tell_fd}
@@ -194,8 +205,6 @@ class _Supervisor:
             pass_fds=tuple(passed.values()),
             env={**os.environ, **{name: str(fd) for name, fd in passed.items()}},
         )
-        if child.told is not None:
-            child.told.running = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # forwarded by the loop: a child that is being started at this moment must hear of it

@@ -13,13 +13,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import ParamSpec, Protocol, TypeVar
 
 from txbox.app import App
 from txbox.errors import Fault, StoreError
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
-from txbox.processing.patience import CURABLE
-from txbox.steps import Steps
+from txbox.processing.waiting import CURABLE
+from txbox.session import Operation, Session
 from txbox.store import jobs, leases
 from txbox.store.codec import Leased
 
@@ -31,7 +32,14 @@ _UNMATCHED_S = 60.0
 
 
 _Due = list[tuple[str, float]]
-_Perform = Callable[[Steps[_Due]], _Due]
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class _Perform(Protocol):
+    """Carries an operation out and waits for its end."""
+
+    def __call__(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,27 +185,27 @@ class Poll:
         app = self._app
         try:
             answer = perform(
-                app.protocol.persistently(
-                    lambda: jobs.due(
-                        app.store.dialect,
-                        self._consumers,
-                        ahead_s=pause_s + _BUSY_S,
-                        routes=self._routes,
-                        local=self._local,
-                    ),
-                    stop=self._stop,
-                )
+                app.protocol.persistently,
+                lambda db: jobs.due(
+                    db,
+                    app.store.dialect,
+                    self._consumers,
+                    ahead_s=pause_s + _BUSY_S,
+                    routes=self._routes,
+                    local=self._local,
+                ),
+                stop=self._stop,
             )
         except StoreError as error:
             if self._stop() and error.fault in CURABLE:
                 return
             if error.fault is Fault.SCHEMA:
-                perform(self._checked())  # raises with the command to run, if that is it
+                perform(self._checked)  # raises with the command to run, if that is it
             raise
         self._tell(answer)
 
-    def _checked(self) -> Steps[_Due]:
-        yield from self._app.check_schema()
+    async def _checked(self, db: Session) -> _Due:
+        await self._app.check_schema(db)
         return []
 
     def _tell(self, answer: _Due) -> None:
@@ -247,25 +255,29 @@ class Table:
         self._heads_only, self._dead_blocks = app.handlers.order_of(consumer)
         self._handlers = app.handlers.consumers().get(consumer, [])
 
-    def next(self, is_async: bool, lane: int) -> Steps[list[Row]]:
+    async def next(self, db: Session, is_async: bool, lane: int) -> list[Row]:
         """Return rows that may share a transaction; leases more when none is here and it is time to look."""
+        if self.paused:
+            return []
         rows = self._pop(is_async, lane)
         if not rows and self._may_lease():
             try:
-                yield from self._lease()
+                await self._lease(db)
             finally:
                 self._leasing = False
             rows = self._pop(is_async, lane)
         return rows
 
-    def behind(self, row: Row) -> Steps[Row | None]:
+    async def behind(self, db: Session, row: Row) -> Row | None:
         """Return the next row of an ordered row's key, once that has run; None where there is none to run now."""
         key, app = row.leased.arrival.message.key, self._app
-        if not self._heads_only or key is None or self._stop():
+        if not self._heads_only or key is None or self._stop() or self.paused:
             return None
         token = secrets.token_hex(16)
-        found: Leased | None = yield from app.protocol.persistently(
-            lambda: leases.lease_next(
+        found: Leased | None = await app.protocol.persistently(
+            db,
+            lambda db: leases.lease_next(
+                db,
                 app.store,
                 self.consumer,
                 key,
@@ -281,7 +293,7 @@ class Table:
         message = found.arrival.message
         handlers = app.handlers.matching(message.topic, message.type, self.consumer)
         if not handlers:
-            yield from self._refuse([found], token)
+            await self._refuse(db, [found], token)
             return None
         next_row = Row(handlers[0], found, token, False)
         self.hold([next_row])
@@ -292,6 +304,11 @@ class Table:
         """Rows whose lease is held here."""
         with self._lock:
             return sum(len(ids) for ids in self._held.values())
+
+    @property
+    def paused(self) -> bool:
+        """True while nobody is to run this consumer: what comes is stored, what is stored stays."""
+        return self.consumer in self._app.pauses.held
 
     @property
     def due(self) -> bool:
@@ -331,26 +348,38 @@ class Table:
         with self._lock:
             self._rows.extend(rows)
 
-    def heartbeat(self) -> Steps[None]:
+    async def heartbeat(self, db: Session) -> None:
         """Extend every lease held here."""
         with self._lock:
             held = [(token, sorted(ids)) for token, ids in self._held.items()]
         for token, ids in held:
-            yield from leases.heartbeat(
-                self._app.store, self.consumer, ids, token=token, lease=self._app.lease
+            await leases.heartbeat(
+                db, self._app.store, self.consumer, ids, token=token, lease=self._app.lease
             )
 
-    def give_back(self) -> Steps[int]:
+    async def give_back(self, db: Session) -> int:
         """Release the rows that no lane has started."""
-        with self._lock:
-            rows, self._rows = list(self._rows), deque()
         released = 0
-        for row in rows:
-            with self.running([row]):
-                released += yield from leases.release(
-                    self._app.store, self.consumer, [row.message_id], token=row.token, delay_s=0.0
+        while True:
+            with self._lock:
+                if not self._rows:
+                    return released
+                row = self._rows.popleft()
+            try:
+                released += await leases.release(
+                    db,
+                    self._app.store,
+                    self.consumer,
+                    [row.message_id],
+                    token=row.token,
+                    delay_s=0.0,
                 )
-        return released
+            except BaseException:
+                # its lease is held on, and it is released the next time
+                self.put_back([row])
+                raise
+            with self.running([row]):
+                pass
 
     def _pop(self, is_async: bool, lane: int) -> list[Row]:
         if not self._rows:
@@ -370,9 +399,9 @@ class Table:
             self._look = False
             return True
 
-    def _lease(self) -> Steps[None]:
+    async def _lease(self, db: Session) -> None:
         limit = self._limit()
-        found = yield from self._leased(limit, suspect=False)
+        found = await self._leased(db, limit, suspect=False)
         now = time.monotonic()
         # with much to do, those that may kill the process are looked for now and then only
         if (found < limit or now >= self._suspects_at) and self._suspects.acquire(blocking=False):
@@ -380,7 +409,7 @@ class Table:
             # released when its run has ended; at once when there is none
             taken = 0
             try:
-                taken = yield from self._leased(1, suspect=True)
+                taken = await self._leased(db, 1, suspect=True)
             finally:
                 if not taken:
                     self._suspects.release()
@@ -406,11 +435,13 @@ class Table:
         )
         return max(app.lease.batch, min(max(batch_sizes, default=1), app.batching.messages))
 
-    def _leased(self, limit: int, *, suspect: bool) -> Steps[int]:
+    async def _leased(self, db: Session, limit: int, *, suspect: bool) -> int:
         token = secrets.token_hex(16)
         app = self._app
-        found: list[Leased] = yield from app.protocol.persistently(
-            lambda: leases.lease(
+        found: list[Leased] = await app.protocol.persistently(
+            db,
+            lambda db: leases.lease(
+                db,
                 app.store,
                 self.consumer,
                 token=token,
@@ -437,15 +468,16 @@ class Table:
             if rows:
                 self._held[token] = {row.message_id for row in rows}
         if unmatched:
-            yield from self._refuse(unmatched, token)
+            await self._refuse(db, unmatched, token)
         return len(rows)
 
-    def _refuse(self, unmatched: list[Leased], token: str) -> Steps[None]:
+    async def _refuse(self, db: Session, unmatched: list[Leased], token: str) -> None:
         """Give rows back that another release of this service may know how to handle."""
         ids = [leased.arrival.message_id for leased in unmatched]
-        yield from self._app.protocol.persistently(
-            lambda: leases.release(
-                self._app.store, self.consumer, ids, token=token, delay_s=_UNMATCHED_S
+        await self._app.protocol.persistently(
+            db,
+            lambda db: leases.release(
+                db, self._app.store, self.consumer, ids, token=token, delay_s=_UNMATCHED_S
             ),
             consumer=self.consumer,
             stop=self._stop,

@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, ParamSpec
 
+from txbox.admin.doctor.settings import topics_of
 from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
-from txbox.processing.patience import CURABLE
+from txbox.maintenance import JOBS, Task
+from txbox.processing.waiting import CURABLE
 from txbox.relay import Relays
+from txbox.session import Operation
 from txbox.store import jobs
+from txbox.store.activity import Doing
 from txbox.worker import checks
-from txbox.worker.background import Background
-from txbox.worker.dispatch import Dispatch
 from txbox.worker.driving import Driver, thread
-from txbox.worker.endpoints import Endpoints
 from txbox.worker.health import Health
-from txbox.worker.lanes import Lanes
+from txbox.worker.lanes import Dispatch, Lanes
 from txbox.worker.progress import StoredProgress
+from txbox.worker.pulse import Pulse
 from txbox.worker.pump import Pump
 from txbox.worker.signals import GRACE, draining_on_signals, last_s
+from txbox.worker.supervisor import PARENT_FD, tell_parent
+from txbox.worker.table import Table
+
+if TYPE_CHECKING:
+    from txbox.worker.serving import Server
+
+P = ParamSpec("P")
 
 _log = logging.getLogger("txbox")
 
 # the main thread comes round this often
 _TICK_S = 0.1
+_LOOK_AT_PARENT_S = 1.0
 # the end of a grace that handlers do not have: sources, relays and the database are left in it, 2 s or a fifth
 _CLOSE_S = 2.0
 # something is broken: what still runs may end, but nobody waits for it as long as in a drain
@@ -53,7 +66,8 @@ class Worker:
             status 1.
         consumptions: instead of those of the app.
         health: what is told how the worker is; the caller serves it.
-        endpoints: the webhooks to serve, from the start of consumption to the drain.
+        webhooks: serves those of the app, from the start of consumption to the drain.
+        name: of the app, for those who look at the workers.
 
     Guarantee: whatever ends it, what was not settled is delivered again, and what was leased and
     not started goes back to the table (after SIGKILL: when its lease has run out).
@@ -70,9 +84,11 @@ class Worker:
         grace: timedelta = GRACE,
         consumptions: Sequence[Consumption] | None = None,
         health: Health | None = None,
-        endpoints: Endpoints | None = None,
+        webhooks: Server | None = None,
+        name: str = "",
     ) -> None:
         self._app = app
+        self._name = name
         self._once = once
         self._install_signals = install_signals
         self._maintenance = maintenance
@@ -80,7 +96,7 @@ class Worker:
         self._consumptions = app.consumptions if consumptions is None else consumptions
         self._driver = Driver(app)
         self._health = health or Health()
-        self._endpoints = endpoints
+        self._webhooks = webhooks
         self._stopping = threading.Event()
         self._relay = relay
         self._relays: Relays | None = None
@@ -99,6 +115,7 @@ class Worker:
             orphaned=self.stop,
         )
         self._poll: threading.Thread | None = None
+        self._pulse: Pulse | None = None
         self._consuming = False
         self._crash: BaseException | None = None
         #: What made `run` return 1 or 2.
@@ -155,18 +172,19 @@ class Worker:
         self._lanes.make(self._relays.look if self._relays is not None else None)
         self._open_sources(topics)
         if self._crash is None:
-            self._consume()
+            self._consume(topics)
 
     def _check(self) -> list[Sequence[str]]:
         """Check what can be checked before sources are open; returns the topics to ask each for."""
         app = self._app
         checks.check_handlers(app)
-        if self._endpoints is not None:
-            self._endpoints.check(app.handlers.topics())
         checks.check_time_outs(app)
         for consumption in self._consumptions:
             checks.check_redelivery(app, consumption.source)
-        topics = [checks.topics_of(app, consumption) for consumption in self._consumptions]
+        topics = [
+            topics_of(app.handlers, consumption.source, consumption.topics)
+            for consumption in self._consumptions
+        ]
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             checks.check_order(app, consumption.source, wanted)
         checks.check_database(app, self._driver)
@@ -193,7 +211,7 @@ class Worker:
                 self._handle_reports(0.0)
         self._handle_reports(0.0)
 
-    def _consume(self) -> None:
+    def _consume(self, topics: Sequence[Sequence[str]]) -> None:
         """Start whatever takes messages or rows, and let the pumps go."""
         for consumption in self._consumptions:
             # some ask their broker what it is set to
@@ -206,12 +224,28 @@ class Worker:
             )
         )
         self._consuming = True
+        self._pulse = Pulse(
+            self._app, self._driver,
+            kind="run",
+            name=self._name,
+            consumers=tables,
+            sources={
+                consumption.source.name: wanted
+                for consumption, wanted in zip(self._consumptions, topics, strict=True)
+            },
+            routes=[route.name for route in self._app.routes.all()] if self._relay else [],
+            lanes=len(self._lanes),
+            doing=self._doing,
+            tables=tables.values(),
+            resumed=self._lanes.look_now,
+        )  # fmt: skip
+        self._pulse.start(self._thread_ended)
         self._health.consuming(tables.values(), self._driver)
         self._lanes.start(self._driver, self._thread_ended)
-        if self._endpoints is not None:
+        if self._webhooks is not None:
             # requests are drained as lanes are
             self._serving = True
-            self._driver.task(self._endpoints.serve()).add_done_callback(self._served)
+            self._driver.task(self._webhooks.serve()).add_done_callback(self._served)
         self._background.start(maintenance=self._maintenance)
         self._app.left = self._lanes.left
         self._poll = thread(
@@ -221,6 +255,14 @@ class Worker:
             self._relays.start()
         for pump in self._pumps:
             pump.go()
+
+    def _doing(self) -> Doing:
+        return Doing(
+            state="draining" if self._stopping.is_set() else "running",
+            busy=self._lanes.busy,
+            leases=sum(table.leased for table in self._lanes.tables.values()),
+            in_flight=sum(pump.in_flight for pump in self._pumps),
+        )
 
     # -- the main thread ----------------------------------------------------------------------
 
@@ -233,7 +275,12 @@ class Worker:
             refusals = [pump.refusal for pump in self._pumps if pump.refusal is not None]
             if self._once and refusals:
                 raise ConfigurationError(refusals[0])
-            if self._once and not any(self._pumps.values()) and not self._work_left():
+            # what is paused is left, or this would never end
+            runs = any(
+                runs and not (pump.held and not pump.in_flight)
+                for pump, runs in self._pumps.items()
+            )
+            if self._once and not runs and not self._work_left():
                 return
 
     def _handle_reports(self, wait_s: float) -> None:
@@ -254,13 +301,13 @@ class Worker:
                 # the outbox first: what it holds may be rows of these tables a moment later
                 return (self._relays is not None and self._relays.left()) or any(
                     self._driver.perform(
-                        jobs.work_left(
-                            self._app.store.dialect,
-                            consumer=consumer,
-                            order=self._app.handlers.order_of(consumer),
-                        )
+                        jobs.work_left,
+                        self._app.store.dialect,
+                        consumer=consumer,
+                        order=self._app.handlers.order_of(consumer),
                     )
-                    for consumer in self._lanes.tables
+                    for consumer, table in self._lanes.tables.items()
+                    if not table.paused
                 )
         except StoreError as error:
             if error.fault not in CURABLE:
@@ -273,8 +320,8 @@ class Worker:
         self._asked_to_end(min(_AFTER_CRASH_S, self._grace_s) if crashed else self._grace_s)
         self._stopping.set()
         self._health.draining()
-        if self._endpoints is not None:
-            self._endpoints.stop()
+        if self._webhooks is not None:
+            self._webhooks.stop()
         self._lanes.wake()
 
     def _asked_to_end(self, within_s: float) -> None:
@@ -313,6 +360,8 @@ class Worker:
             self._app.left = None
             self._poll.join(self._left_s(last))
             answered = answered and not self._poll.is_alive()
+        if self._pulse is not None:
+            self._pulse.end(self._left_s(last))
         if not (self._close(last, clean=not left) and answered):
             left.append(f"the database {self._app.database.name} did not answer")
         return left
@@ -331,7 +380,8 @@ class Worker:
         """Give leased rows back and close; returns whether the database let it. Never waits for one that hangs."""
         ended: list[BaseException | None] = []
         closing = thread("txbox-close", lambda: self._give_back(clean), ended.append)
-        closing.join(max(self._left_s(before_end_s), self._left_s(0.0) / 2))
+        # told before the watch of signals.py says that something hangs
+        closing.join(max(self._left_s(before_end_s), self._left_s(0.0) / 4))
         if ended and ended[0] is not None:
             raise ended[0]
         return bool(ended)
@@ -339,7 +389,7 @@ class Worker:
     def _give_back(self, clean: bool) -> None:
         try:
             for table in self._lanes.tables.values():
-                self._driver.perform(table.give_back())
+                self._driver.perform(table.give_back)
         except StoreError as error:
             _log.warning(
                 "Leased rows could not be given back (%s): they are rescued when their lease runs out.",
@@ -413,3 +463,88 @@ class Worker:
 def _in_flight_max(batch: int, lanes: int) -> int:
     """Three batches for each lane: one commits, one is claimed behind it, one waits; hardly more than a thousand."""
     return max(3 * batch, 3 * lanes, min(3 * batch * lanes, _IN_FLIGHT))
+
+
+class Background:
+    """Threads beside the lanes; each reports its end.
+
+    Args:
+        tables: the leases that they hold are extended until `end`, so that a drain keeps them.
+        draining: ends maintenance.
+        ended: called by each thread with what ended it, None for a stop.
+        orphaned: called when the supervising process is gone.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        driver: Driver,
+        tables: Mapping[str, Table],
+        *,
+        draining: threading.Event,
+        ended: Callable[[BaseException | None], None],
+        orphaned: Callable[[], None],
+    ) -> None:
+        self._app = app
+        self._driver = driver
+        self._tables = tables
+        self._draining = draining
+        self._ended = ended
+        self._orphaned = orphaned
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, *, maintenance: bool) -> None:
+        """Start the threads: heartbeats, `maintenance` if wanted, and the look at a parent if there is one."""
+        self._threads.append(thread("txbox-heartbeat", self._beat, self._ended))
+        if maintenance:
+            self._threads.append(thread("txbox-maintenance", self._maintain, self._ended))
+        tell_parent()
+        # taken out: the descriptor is not for processes that a handler starts
+        if parent := os.environ.pop(PARENT_FD, None):
+            thread("txbox-parent", lambda: self._watch(int(parent)), self._ended)
+
+    def end(self) -> None:
+        """Have them end: nothing that is leased is at work any more."""
+        self._over.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads that use the database, at most this long; returns whether they have ended."""
+        until = time.monotonic() + timeout_s
+        for daemon in self._threads:
+            daemon.join(max(0.0, until - time.monotonic()))
+        return not any(daemon.is_alive() for daemon in self._threads)
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._app.lease.heartbeat_s):
+            for table in self._tables.values():
+                self._patiently(table.heartbeat)
+
+    def _maintain(self) -> None:
+        due = {job.name: time.monotonic() for job in JOBS}
+        while not self._draining.wait(max(0.0, min(due.values()) - time.monotonic())):
+            for job in JOBS:
+                if due[job.name] <= time.monotonic() and not self._draining.is_set():
+                    self._patiently(job.run, self._app, Task(stop=self._draining.is_set))
+                    due[job.name] = time.monotonic() + job.every(self._app).total_seconds()
+
+    def _patiently(
+        self,
+        operation: Operation[P, object],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Carry an operation out; what a later round cures is left to it."""
+        try:
+            self._driver.perform(operation, *args, **kwargs)
+        except StoreError as error:
+            if error.fault not in CURABLE:
+                raise
+            _log.debug("Put off while the database is busy or away: %s", error)
+
+    def _watch(self, fd: int) -> None:
+        while not self._over.is_set():
+            if select.select([fd], [], [], _LOOK_AT_PARENT_S)[0]:
+                # nobody writes there: it is readable when the last process that could has ended
+                self._orphaned()
+                return

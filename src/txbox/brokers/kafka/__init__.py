@@ -1,4 +1,4 @@
-"""Kafka, by confluent-kafka, which the extra `kafka` installs."""
+"""Kafka through confluent-kafka, which the extra `kafka` installs."""
 
 from txbox.errors import ConfigurationError
 

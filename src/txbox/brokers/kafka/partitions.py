@@ -1,4 +1,4 @@
-"""The partitions of one member of a consumer group: what of each was delivered, and where its reading starts."""
+"""The partitions of one group member: what was delivered from each, and where reading starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import confluent_kafka as client
@@ -15,10 +14,11 @@ from confluent_kafka import KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from txbox.brokers.base import Anchor, Anchors, Delivery
-from txbox.brokers.kafka.librdkafka import REFUSALS, ClientLog, text_of
+from txbox.brokers.envelope import KAFKA, clock
+from txbox.brokers.kafka.librdkafka import REFUSALS, ClientLog, admin_options, text_of
 from txbox.errors import BrokerUnavailable, ConfigurationError, UnusableMessage
 from txbox.identity import message_id
-from txbox.message import Headers, Message
+from txbox.message import Headers
 
 _log = logging.getLogger("txbox")
 
@@ -26,15 +26,11 @@ _CHECK_S = 5.0
 _ASK_S = 5.0
 _MARK = "txbox anchored"
 _DESCRIBE_S = 5.0
-_SHARED = (
-    "bootstrap.", "security.", "sasl.", "ssl.", "socket.", "client.", "broker.", "enable.ssl",
-    "oauth_cb", "metadata.", "https.",
-)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One delivered record; `first`: another member may have had it before us."""
+    """One delivered record. `first`: another member may have had it before us."""
 
     offset: int
     epoch: int | None
@@ -44,14 +40,14 @@ class Record:
 
 @dataclass(slots=True, eq=False)
 class Partition:
-    """What of one partition was delivered since it was assigned, and the front of what is settled.
+    """What was delivered from one partition since it was assigned, and how far it is settled without gaps.
 
     Args:
-        placed: it is known where reading starts; nothing is handed out before.
-        moved: reading is to start elsewhere, although it goes on.
-        front: the last record of the gapless settled ones; asked: that whose commit was asked for last.
-        floor: the first offset since the offsets are anchored.
-        anchor: as it was before anything was handed out that the front may come to stand for.
+        placed: it is known where reading starts; nothing is handed out before that.
+        moved: reading must restart elsewhere, although it is under way.
+        front: the last record below which everything is settled; asked: the one last sent for commit.
+        floor: the first offset since offsets have been anchored.
+        anchor: as it was before anything was handed out that the front may come to cover.
     """
 
     topic: str
@@ -69,7 +65,7 @@ class Partition:
     anchor: Anchor | None = None
 
     def again(self) -> Partition:
-        """The partition anew, to be read from elsewhere: what was delivered is forgotten."""
+        """Return the partition reset, to be read from elsewhere; what was delivered is forgotten."""
         return Partition(
             self.topic, self.number, delivered=self.delivered,
             placed=self.placed, moved=self.moved, floor=self.floor, anchor=self.anchor,
@@ -85,76 +81,53 @@ class Partition:
         return record
 
     def settle(self, record: Record) -> None:
-        # offsets have gaps (transactions, compaction): only what was delivered counts
+        # offsets have gaps (transactions, compaction), so only delivered records count
         record.settled = True
         while self.waiting and self.waiting[0].settled:
             self.front = self.waiting.popleft()
 
     def answer(self, offset: int, *, refused: bool) -> None:
-        """Note what became of the commit of this offset; the answer to an older one says nothing."""
+        """Record the result of committing this offset; results of older commits are ignored."""
         if self.asked is not None and self.asked.offset + 1 == offset:
             if refused:
                 self.asked = self.committed
             else:
                 self.committed = self.asked
 
-    def offset_of(self, front: Record, mark: str) -> TopicPartition:
-        offset = front.offset + 1
-        if front.epoch is None:
-            return TopicPartition(self.topic, self.number, offset, mark)
-        return TopicPartition(self.topic, self.number, offset, mark, leader_epoch=front.epoch)
+    def is_behind(self, *, answered: bool) -> bool:
+        """Whether the front still needs a commit; unless `answered`, a commit that was sent counts as done."""
+        return self.front is not None and self.front is not (
+            self.committed if answered else self.asked
+        )
+
+    def commit(self, mark: str) -> TopicPartition:
+        """Return the commit of the front, with the mark as its metadata."""
+        assert self.front is not None, "only what is behind is committed"
+        self.asked = self.front
+        epoch = {} if self.front.epoch is None else {"leader_epoch": self.front.epoch}
+        return TopicPartition(self.topic, self.number, self.front.offset + 1, mark, **epoch)
 
 
 def delivery_of(raw: client.Message, partition: Partition, record: Record, source: str) -> Delivery:
-    topic, tag = partition.topic, (partition, record)
-    value = raw.value()
+    topic, value, tag = partition.topic, raw.value(), (partition, record)
     try:
         headers = Headers(raw.headers() or ())
     except (UnicodeDecodeError, SystemError) as error:
         return Delivery(
             None, topic, tag, raw=value or b"", redelivered=record.first,
-            problem=f"Partition {partition.number}, offset {record.offset}: the name of a header is "
+            problem=f"Partition {partition.number}, offset {record.offset}: a header name is "
             f"not UTF-8 ({type(error).__name__}).",
         )  # fmt: skip
-    origin: dict[str, Any] = {
-        "source": source, "partition": partition.number, "offset": record.offset,
-    }  # fmt: skip
-    kind, event_kind, content_type = headers.texts("type", "ce_type", "content-type")
-    message: Message[Any] = Message(
-        topic=topic,
-        payload=value,
-        type=kind or event_kind,
-        key=_key(raw.key()),
-        headers=headers,
-        content_type=content_type,
-        time=_time(raw.timestamp()),
-        origin=origin,
-    )
-    return Delivery(message, topic, tag, redelivered=record.first)
-
-
-def _key(key: bytes | None) -> str | None:
-    if key is None:
-        return None
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        return f"hex:{key.hex()}"
-
-
-def _time(stamp: tuple[int, int]) -> datetime | None:
-    kind, milliseconds = stamp
-    if kind == client.TIMESTAMP_NOT_AVAILABLE:
-        return None
-    try:
-        return datetime.fromtimestamp(milliseconds / 1000, UTC)
-    except (OverflowError, ValueError, OSError):
-        # producers may write any number
-        return None
+    kind, stored_ms = raw.timestamp()
+    return KAFKA.delivery(
+        topic, value, headers, tag=tag, redelivered=record.first, key=raw.key(),
+        stored_at=None if kind == client.TIMESTAMP_NOT_AVAILABLE else clock(stored_ms / 1000),
+        origin={"source": source, "partition": partition.number, "offset": record.offset},
+    )  # fmt: skip
 
 
 class Assignment(dict[tuple[str, int], Partition]):
-    """By topic and number the partitions that are ours; with `anchoring` their offsets are anchored."""
+    """The partitions that are ours, by topic and number; with `anchoring` their offsets are anchored."""
 
     anchoring: Anchoring | None = None
 
@@ -169,7 +142,7 @@ class Assignment(dict[tuple[str, int], Partition]):
         return [self[key] for key in keys if key in self]
 
     def replace(self, partition: Partition) -> Partition:
-        """Forget what was delivered of a partition that stays ours."""
+        """Forget what was delivered from a partition that stays ours."""
         partition.ours = False
         new = self[partition.topic, partition.number] = partition.again()
         return new
@@ -180,20 +153,20 @@ class Assignment(dict[tuple[str, int], Partition]):
             self.pop((partition.topic, partition.number), None)
 
     def read_again(self, lost: Iterable[Partition]) -> None:
-        """Forget what was delivered of partitions that the database has lost something of."""
+        """Forget what was delivered from partitions for which the database lost commits."""
         for partition in lost:
             new = self.replace(partition)
             new.placed, new.moved, new.anchor = False, True, None
 
     def check(self) -> None:
-        """Read again what the database has lost, by `Anchoring.check`; raises StoreError."""
+        """Read again what the database has lost, as found by `Anchoring.check`; raises StoreError."""
         if self.anchoring is not None:
             self.read_again(
                 self.anchoring.check([partition for partition in self.values() if partition.placed])
             )
 
     def place(self, consumer: client.Consumer) -> None:
-        """Find out where the reading of new ones starts; raises as `Anchoring.place`."""
+        """Determine where reading of new partitions starts; raises what `Anchoring.place` raises."""
         if self.anchoring is None:
             return
         unplaced = [partition for partition in self.values() if not partition.placed]
@@ -203,9 +176,9 @@ class Assignment(dict[tuple[str, int], Partition]):
 
 
 class Anchoring:
-    """Keeps the front of each partition in the database, and finds out where reading starts.
+    """Keeps each partition's front in the database, and decides where reading starts.
 
-    Guarantee: a front is stored only in a database that still has everything the front stands for.
+    Guarantee: a front is stored only in a database that still has everything it covers.
 
     Source: docs/decisions/0016-anchored-offsets.md
     """
@@ -217,7 +190,7 @@ class Anchoring:
         self._check_at = 0.0
 
     def advance(self, partitions: Sequence[Partition]) -> list[Partition]:
-        """Store the fronts; returns the partitions of which the database has lost something."""
+        """Store the fronts; returns the partitions for which the database has lost something."""
         moves = {
             self._name(partition): (partition.front.offset + 1, partition.anchor)
             for partition in partitions
@@ -226,7 +199,7 @@ class Anchoring:
         return self._compared(partitions, moves)
 
     def check(self, partitions: Sequence[Partition]) -> list[Partition]:
-        """As `advance`, without storing, every few seconds: for partitions on which nothing happens."""
+        """Check for losses without storing anything, every few seconds: for partitions that are idle."""
         if not partitions or time.monotonic() < self._check_at:
             return []
         lost = self._compared(partitions, None)
@@ -248,17 +221,17 @@ class Anchoring:
         return lost
 
     def mark(self, partition: Partition) -> str:
-        """The metadata of a commit: that it is anchored, and since which offset."""
+        """Return the metadata of a commit: that it is anchored, and since which offset."""
         return f"{_MARK} {self._topics.uuid(partition.topic)} {partition.floor}"
 
     def place(self, consumer: client.Consumer, partitions: Sequence[Partition]) -> list[Partition]:
-        """Find out where reading starts, and seek; returns the partitions that were sought.
+        """Determine where reading starts, and seek there; returns the partitions that were sought.
 
-        What was received of those before is to be forgotten. A partition that cannot be sought yet
+        What was received from those before must be forgotten. A partition that cannot be sought yet
         stays unplaced.
 
         Raises:
-            BrokerUnavailable, StoreError: nobody answers; nothing may be handed out meanwhile.
+            BrokerUnavailable, StoreError: no answer; nothing may be handed out until there is one.
         """
         names = [self._name(partition) for partition in partitions]
         committed = _committed(consumer, partitions)
@@ -272,7 +245,7 @@ class Anchoring:
             if offset is None:
                 start = partition.floor if anchor.position is None else anchor.position
             elif floor is not None:
-                # a commit without the mark is no promise of the database's: an operator's, say
+                # a commit without the mark (by an operator, say) does not rely on the database
                 start = min(offset, floor if anchor.position is None else anchor.position)
             if start is not None and (partition.moved or (offset is not None and start < offset)):
                 if not self._sought(consumer, partition, start, offset):
@@ -290,20 +263,20 @@ class Anchoring:
         try:
             consumer.seek(TopicPartition(partition.topic, partition.number, start))
         except KafkaException as error:
-            # it is not read yet, or no longer ours
+            # not being read yet, or no longer ours
             _log.info(
                 "%s[%d] is not sought yet: %s", partition.topic, partition.number, text_of(error)
             )
             return False
         _log.error(
-            "The database has been restored, failed over or started again: group %s reads %s[%d] again "
-            "from offset %d (committed: %s). What the database still has is found to be a duplicate.",
+            "The database was restored, failed over or restarted: group %s reads %s[%d] again from offset %d "
+            "(committed: %s). Messages the database still has will be duplicates.",
             self._group, partition.topic, partition.number, start, committed,
         )  # fmt: skip
         return True
 
     def _floor(self, partition: Partition, metadata: str | None) -> int | None:
-        """Since which offset all is anchored; None when the commit is not an anchored one."""
+        """Return the offset since which everything is anchored; None if the commit was not an anchored one."""
         mark, _, floor = (metadata or "").rpartition(" ")
         if mark != f"{_MARK} {self._topics.uuid(partition.topic)}" or not floor.isdecimal():
             return None
@@ -314,7 +287,7 @@ class Anchoring:
         if uuid is None:
             raise ConfigurationError(
                 f"Kafka(anchored=True) needs the UUID of {partition.topic}: allow the client to "
-                "describe the topic, on brokers of 2.8 or later."
+                "describe the topic, on brokers of version 2.8 or later."
             )
         return f"kafka:{self._group}:{uuid}:{partition.number}"
 
@@ -327,7 +300,7 @@ def _committed(
         told = consumer.committed(asked, timeout=_ASK_S)
     except KafkaException as error:
         raise BrokerUnavailable(
-            f"Kafka does not tell the committed offsets ({text_of(error)})."
+            f"Kafka does not return the committed offsets ({text_of(error)})."
         ) from error
     by_key = {(answer.topic, answer.partition): answer for answer in told}
     answers = [
@@ -336,28 +309,26 @@ def _committed(
     for answer in answers:
         if answer.error is not None:
             raise BrokerUnavailable(
-                f"Kafka does not tell the committed offsets ({answer.error.str()})."
+                f"Kafka does not return the committed offsets ({answer.error.str()})."
             )
     return answers
 
 
 class TopicIds:
-    """Asks for each topic once."""
+    """The UUIDs of topics; asks for each once."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = {
-            option: value for option, value in config.items() if option.startswith(_SHARED)
-        }
+        self._config = admin_options(config)
         self._known: dict[str, str | None] = {}
 
     def forget(self, topic: str) -> None:
         self._known.pop(topic, None)
 
     def uuid(self, topic: str) -> str | None:
-        """Return the topic's UUID; None when the broker is older than those, or does not tell it.
+        """Return the topic's UUID; None if the broker is too old to have them, or does not reveal it.
 
         Raises:
-            BrokerUnavailable: nobody answers.
+            BrokerUnavailable: no broker answers.
         """
         if topic not in self._known:
             try:
@@ -368,7 +339,7 @@ class TopicIds:
                 uuid = str(asked[topic].result(_DESCRIBE_S + 1).topic_id)
             except (KafkaException, TimeoutError) as error:
                 if isinstance(error, KafkaException) and error.args[0].code() in REFUSALS:
-                    _log.warning("The UUID of %s is not told: %s", topic, text_of(error))
+                    _log.warning("Kafka does not reveal the UUID of %s: %s", topic, text_of(error))
                     uuid = ""
                 else:
                     raise BrokerUnavailable(
@@ -379,7 +350,7 @@ class TopicIds:
         return self._known[topic]
 
     def identify(self, delivery: Delivery, partition: int, offset: int) -> None:
-        """Add the weak id of a message that has no other, and only then: it takes a question."""
+        """Add a weak id to a message without any other id; only then, because it takes a request."""
         message = delivery.message
         if message is None or message.headers.get("message-id"):
             return

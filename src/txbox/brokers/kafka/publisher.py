@@ -1,68 +1,62 @@
-"""Publishing to Kafka: an idempotent producer, and a delivery report for each message."""
+"""Publishing to Kafka: an idempotent producer and a delivery report for each message."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException
 
+from txbox.brokers.base import Batch
+from txbox.brokers.envelope import KAFKA, utf8
 from txbox.brokers.kafka.librdkafka import ALL_BROKERS_DOWN, ClientLog, producer_options, text_of
-from txbox.brokers.plain import CONTENT_TYPE, MESSAGE_ID, TYPE, described, utf8
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.message import Message
 
 _PROBE_S = 5.0
 _LAST_WORD_S = 0.5
 _FULL_S = 0.05
-# the client's own codes are public, their names begin with an underscore all the same
-_UNKNOWN = frozenset(
-    {
-        KafkaError.UNKNOWN_TOPIC_OR_PART,
-        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
-        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
-    }
-)
-_PURGED = frozenset(
-    {
-        KafkaError._PURGE_QUEUE,  # noqa: SLF001
-        KafkaError._PURGE_INFLIGHT,  # noqa: SLF001
-        KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
-    }
-)
-#: The broker refuses a batch as a whole when one message of it, or their sum, is not to its taste.
-_OF_THE_BATCH = frozenset(
-    {
-        KafkaError.MSG_SIZE_TOO_LARGE,
-        KafkaError.RECORD_LIST_TOO_LARGE,
-        KafkaError.INVALID_RECORD,
-        KafkaError.INVALID_TIMESTAMP,
-    }
-)
+# the client's own codes are public, even though their names start with an underscore
+_UNKNOWN = {
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
+    KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
+}
+_PURGED = {
+    KafkaError._PURGE_QUEUE,  # noqa: SLF001
+    KafkaError._PURGE_INFLIGHT,  # noqa: SLF001
+    KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
+}
+#: The broker refuses a whole batch if it dislikes one of its messages, or their total size.
+_OF_THE_BATCH = {
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.RECORD_LIST_TOO_LARGE,
+    KafkaError.INVALID_RECORD,
+    KafkaError.INVALID_TIMESTAMP,
+}
 _NEVER = _OF_THE_BATCH | {KafkaError.TOPIC_EXCEPTION, KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT}
 
-_Answer = BrokerError | KafkaError | None
+_Report = Callable[[Any, Any], None]
 
 
 class KafkaPublisher:
     """Publishes with `acks=all` and `enable.idempotence`, and waits for every delivery report.
 
-    The key decides the partition as the JVM's clients do (`partitioner` is murmur2_random; a message
-    without a key goes to any). The id is the header `message-id`, type and content type are headers
-    `type` and `content-type`, the time is the record's timestamp in milliseconds, None is a tombstone.
-    Header values arrive as bytes.
+    The key decides the partition, as in the JVM clients (`partitioner` is murmur2_random; a message
+    without a key goes to any). The time is in milliseconds, None is a tombstone, and header values
+    arrive as bytes.
 
-    Guarantee: what is confirmed is on all in-sync replicas, so `min.insync.replicas` of the topic
-    decides what that survives. What is not confirmed in time is purged, and its producer ended; what
-    of it was on its way may still arrive, under the same id. Messages of a partition that are
-    published again in their order first arrive in that order.
+    Guarantee: what is confirmed is on all in-sync replicas; the topic's `min.insync.replicas` decides
+    what that survives. What is not confirmed in time is purged and its producer closed; messages already
+    on their way may still arrive, under the same id. If messages of a partition are published again in
+    order, their first arrivals are in that order.
     """
 
-    event_prefix = "ce_"
+    event_prefix = KAFKA.prefix
 
     def __init__(self, bootstrap_servers: str, options: Mapping[str, Any]) -> None:
         config = producer_options(options)
@@ -79,25 +73,20 @@ class KafkaPublisher:
     ) -> Sequence[BrokerError | None]:
         if not messages:
             return []
-        # a part of the time is for asking whether anybody is there at all
+        # part of the time is reserved for checking whether any broker is there at all
         until = time.monotonic() + within_s - min(_LAST_WORD_S, within_s / 4)
         producer = self._connected(until)
-        pending = BrokerError("nothing was said of it")
-        answers: list[_Answer] = [pending] * len(messages)
-        for at, message in enumerate(messages):
-            self._send(producer, message, until, partial(_report, answers, at))
-        left = producer.flush(max(0.0, until - time.monotonic()))
-        if not left:
-            self._send_alone(producer, messages, answers, until)
+        batch = _Batch(KAFKA.name, messages, within_s)
+        for at, record in batch.entries(_record):
+            self._send(producer, record, until, partial(batch.report, at))
+        if not producer.flush(max(0.0, until - time.monotonic())):
+            self._send_alone(producer, batch, until)
         if len(producer) or self._ended:
             self._end(producer)
-            if not any(_answered(answer, pending) for answer in answers):
+            if not batch.heard:
                 self._check_there()
-        self._proven = self._proven or None in answers
-        return [
-            _unconfirmed(message) if answer is pending else _sentence(answer, message)
-            for answer, message in zip(answers, messages, strict=True)
-        ]
+        self._proven = self._proven or None in batch.answers
+        return batch.answers
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
@@ -108,18 +97,13 @@ class KafkaPublisher:
     # -- sending ------------------------------------------------------------------------------
 
     def _send(
-        self, producer: client.Producer, message: Message[Any], until: float, report: Any
+        self, producer: client.Producer, record: dict[str, Any], until: float, report: _Report
     ) -> None:
-        try:
-            record = _record(message)
-        except MessageRefused as refusal:
-            report(refusal, None)
-            return
         while True:
             try:
                 producer.produce(**record, on_delivery=report)
             except BufferError:
-                # the client's queue is full: room comes with the reports
+                # the client's queue is full; delivery reports make room
                 producer.poll(_FULL_S)
                 if time.monotonic() > until:
                     return
@@ -129,26 +113,17 @@ class KafkaPublisher:
             else:
                 return
 
-    def _send_alone(
-        self,
-        producer: client.Producer,
-        messages: Sequence[Message[Any]],
-        answers: list[_Answer],
-        until: float,
-    ) -> None:
-        """Send again, each in a batch of its own, what was refused as part of a batch."""
-        refused: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for at, answer in enumerate(answers):
-            if isinstance(answer, KafkaError) and answer.code() in _OF_THE_BATCH:
-                refused[messages[at].topic, answer.code()].append(at)
-        for suspects in refused.values():
-            # one alone was a batch of its own already
-            for at in suspects if len(suspects) > 1 else ():
-                if time.monotonic() > until:
-                    return
-                self._send(producer, messages[at], until, partial(_report, answers, at))
-                if producer.flush(max(0.0, until - time.monotonic())):
-                    return
+    def _send_alone(self, producer: client.Producer, batch: _Batch, until: float) -> None:
+        """Resend what was refused as part of a batch, each message in a batch of its own."""
+        suspects = batch.suspects()
+        for at, unconfirmed in suspects.items():
+            batch.answers[at] = unconfirmed
+        for at in suspects:
+            if time.monotonic() > until:
+                return
+            self._send(producer, _record(batch.messages[at]), until, partial(batch.report, at))
+            if producer.flush(max(0.0, until - time.monotonic())):
+                return
 
     # -- the producer -------------------------------------------------------------------------
 
@@ -163,7 +138,7 @@ class KafkaPublisher:
                 )
             except (KafkaException, TypeError, ValueError) as error:
                 raise ConfigurationError(
-                    f"Kafka refuses its options ({text_of(error)}): correct those of Kafka(…)."
+                    f"Kafka rejects its options ({text_of(error)}): correct those of Kafka(…)."
                 ) from error
             self._producer, self._proven, self._ended = producer, False, False
         if not self._proven:
@@ -183,17 +158,17 @@ class KafkaPublisher:
         self._proven = True
 
     def _end(self, producer: client.Producer) -> None:
-        """What is not confirmed must not leave later, and an idempotent producer keeps no gaps."""
+        """Purge: what is not confirmed must not be sent later, and an idempotent producer tolerates no gaps."""
         producer.purge()
         producer.poll(0)
         self._producer = None
 
     def _check_there(self) -> None:
-        """Raise BrokerUnavailable unless somebody answers; by a new producer, the old may wait still."""
+        """Raise BrokerUnavailable if no broker answers. Uses a new producer, as the old one may still be waiting."""
         self._connected(time.monotonic() + _LAST_WORD_S)
 
     def _failed(self, error: KafkaError) -> None:
-        """Called by the client inside poll and flush."""
+        """Called by the client during poll and flush."""
         self._said = error.str()
         if error.code() == ALL_BROKERS_DOWN:
             self._proven = False
@@ -203,6 +178,35 @@ class KafkaPublisher:
             self._on_error(error)
 
 
+class _Batch(Batch):
+    """The delivery reports of one call."""
+
+    def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
+        super().__init__(broker, messages, within_s)
+        self._unconfirmed = list(self.answers)
+        self._refused: dict[tuple[str, int], list[int]] = defaultdict(list)
+
+    def report(self, at: int, error: KafkaError | None, _: object) -> None:
+        """Record a delivery report. One that says the client gave up is not an answer from the broker."""
+        topic = self.messages[at].topic
+        if error is None:
+            self.answer(at, None)
+        elif error.code() not in _PURGED:
+            self.answer(at, _error_of(error, topic))
+            if error.code() in _OF_THE_BATCH:
+                self._refused[topic, error.code()].append(at)
+
+    def suspects(self) -> dict[int, BrokerError | None]:
+        """Return the messages that may have been refused because of a neighbour, with their previous answers."""
+        # a message that was refused alone was already a batch of its own
+        return {
+            at: self._unconfirmed[at]
+            for refused in self._refused.values()
+            if len(refused) > 1
+            for at in refused
+        }
+
+
 def _record(message: Message[Any]) -> dict[str, Any]:
     record: dict[str, Any] = {
         "topic": message.topic,
@@ -210,44 +214,25 @@ def _record(message: Message[Any]) -> dict[str, Any]:
         "key": None if message.key is None else utf8(message.key),
         "headers": [
             (name, utf8(value) if isinstance(value, str) else value)
-            for name, value in described(message, MESSAGE_ID, TYPE, CONTENT_TYPE)
+            for name, value in KAFKA.headers(message)
         ],
     }
     for text in (message.topic, *message.headers.names()):
         if b"\0" in utf8(text):
-            raise MessageRefused("Kafka takes no NUL in a topic or in the name of a header.")
+            raise MessageRefused("Kafka does not allow NUL in a topic or a header name.")
     if message.time is not None:
-        # 0 would be now, and there is nothing before it
+        # 0 would mean now, and times before it do not exist
         record["timestamp"] = max(0, int(message.time.timestamp() * 1000))
     return record
 
 
-def _report(answers: list[_Answer], at: int, answer: _Answer, _: object) -> None:
-    answers[at] = answer
-
-
-def _answered(answer: _Answer, pending: BrokerError) -> bool:
-    """Somebody has said something of it."""
-    if isinstance(answer, KafkaError):
-        return answer.code() not in _PURGED
-    return answer is not pending and not isinstance(answer, MessageRefused)
-
-
-def _sentence(answer: _Answer, message: Message[Any]) -> BrokerError | None:
-    if not isinstance(answer, KafkaError):
-        return answer
-    code, text, topic = answer.code(), answer.str(), message.topic
+def _error_of(error: KafkaError, topic: str) -> BrokerError:
+    code, text = error.code(), error.str()
     if code in _NEVER:
         return MessageRefused(
-            f"Kafka will not take the message for topic {topic!r} ({text}): "
+            f"Kafka will not accept the message for topic {topic!r} ({text}): "
             "make it smaller, or correct its topic, key or time."
         )
     if code in _UNKNOWN:
         return BrokerError(f"Kafka has no topic {topic!r} ({text}): create it.")
-    if code in _PURGED:
-        return _unconfirmed(message)
-    return BrokerError(f"Kafka did not take the message for topic {topic!r} ({text}).")
-
-
-def _unconfirmed(message: Message[Any]) -> BrokerError:
-    return BrokerError(f"Kafka has not confirmed the message for topic {message.topic!r} in time.")
+    return BrokerError(f"Kafka did not accept the message for topic {topic!r} ({text}).")

@@ -1,18 +1,19 @@
-"""Kafka, by confluent-kafka: a group's partitions, and the gapless front of each."""
+"""Kafka through confluent-kafka: a group's partitions, and how far each is settled without gaps."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from txbox.brokers.base import Anchored, Delivery, InFlight, Progress
+from txbox.brokers.base import Anchored, Delivery, Facts, InFlight, Progress, Source
+from txbox.brokers.kafka.facts import facts_of
 from txbox.brokers.kafka.librdkafka import (
     ALL_BROKERS_DOWN,
     AUTHENTICATION,
@@ -48,46 +49,40 @@ _log = logging.getLogger("txbox")
 _COMMIT_S = 0.5
 _TEND_S = 0.5
 _PROBE_S = 1.0
-#: every topic but the internal ones, whose names begin with two underscores
+#: every topic except internal ones, whose names begin with two underscores
 _ALL_TOPICS = "^_?[^_].*"
 _MAX_POLL_MS = 300_000
 
 
-class Kafka:
+class Kafka(Source):
     """Consumes Kafka topics as a member of a consumer group.
 
     Args:
         bootstrap_servers: "host:port", several separated by commas.
-        group: the consumer group; its committed offsets are the progress. Publishing needs none.
-        anchored: also keep how far each partition has come in the database, and after a failover
-            or a restore of the database read again what it has lost. The worker's database decides.
-        revoke_wait: when a rebalance takes partitions away, how long to wait for what is in flight
-            from them; what is not done by then is delivered to their next owner, too.
-        options: of librdkafka, by their own names.
+        group: the consumer group; its committed offsets are the progress. Not needed to publish.
+        anchored: also keep each partition's progress in the database. After a failover or a restore of
+            the database, whatever it lost is read again. The worker's database decides.
+        revoke_wait: how long a rebalance waits for the in-flight messages of revoked partitions.
+            Those not done by then are delivered to the next owner as well.
+        options: librdkafka options under their own names.
         librdkafka: the same with underscores for dots: `session_timeout_ms=6000`.
 
     Defaults that differ from librdkafka's: `auto.offset.reset` is earliest (a new group misses
-    nothing), `isolation.level` is read_committed, `partition.assignment.strategy` is
+    nothing), `isolation.level` is read_committed, and `partition.assignment.strategy` is
     cooperative-sticky unless `group.protocol` is consumer (KIP-848). Auto-commit is refused.
 
-    The id is the header `message-id` or CloudEvents `ce_source` and `ce_id`; the weak id of a message
-    that has neither is its topic's UUID with partition and offset. The type is the header `type` or
-    `ce_type`. A key that is not UTF-8 becomes its hexadecimal form after "hex:". A null value is a
-    tombstone. `redelivered` marks the first messages of a partition after its assignment:
-    another member may have died of them.
+    A message's weak id is its topic's UUID with partition and offset. A null value is a tombstone.
+    `redelivered` marks the first messages of a partition after its assignment, because another member
+    may have died of them.
 
     Guarantee: an offset is committed only after all messages delivered before it are stored. Commits
-    are at most half a second behind, and are made up before partitions are given back. After a
-    crash, or when a partition is lost, what was not committed comes again and is a duplicate.
-    `anchored`: an offset is committed only after the database has it, too; what a database without
-    its last transactions has lost comes again.
+    are at most half a second behind, and are brought up to date before partitions are given back. After
+    a crash, or when a partition is lost, what was not committed comes again and is a duplicate.
+    `anchored`: an offset is committed only after the database has it too; what a database lost along
+    with its last transactions comes again.
 
     Source: docs/decisions/0016-anchored-offsets.md, docs/decisions/0025-kafka-commits.md
     """
-
-    topics: Sequence[str] | None = None
-    exhausted = False
-    tend_every_s: float | None = _TEND_S
 
     def __init__(
         self,
@@ -101,7 +96,7 @@ class Kafka:
     ) -> None:
         if not bootstrap_servers:
             raise ConfigurationError(
-                'Kafka needs servers: Kafka("localhost:9092", group="shop"), without group= to publish only.'
+                'Kafka needs servers: Kafka("localhost:9092", group="shop"); omit group= to publish only.'
             )
         self._servers, self._options = bootstrap_servers, checked_options(options or {}, librdkafka)
         config = consumer_options(self._options)
@@ -113,17 +108,16 @@ class Kafka:
         if not 0 <= self._revoke_wait_s < max_poll_s:
             raise ConfigurationError(
                 f"revoke_wait is {self._revoke_wait_s:g} s: it must be less than max.poll.interval.ms "
-                f"({max_poll_s:g} s), after which the group goes on without this member."
+                f"({max_poll_s:g} s), after which the group drops this member."
             )
-        self.tend_every_s = min(_TEND_S, max_poll_s / 4)
         self._anchored = anchored
         self._topic_ids = TopicIds(self._config)
         self._consumer: client.Consumer | None = None
         self._in_flight: InFlight | None = None
         self._partitions = Assignment()
-        self._commits = Commits(self.name, self._partitions, self._ended)
         self._held: deque[tuple[client.Message, Partition, Record]] = deque()
         self._trouble: KafkaError | None = None
+        self._refusal: KafkaError | None = None
         self._away = False
         self._paused = False
         self._closing = False
@@ -136,16 +130,24 @@ class Kafka:
 
     @property
     def redelivery_s(self) -> float:
-        """Seconds without a poll after which the group takes the partitions away; `tend` polls."""
+        """Seconds without a poll after which the group takes the partitions away. `tend` polls."""
         return int(self._config.get("max.poll.interval.ms", _MAX_POLL_MS)) / 1000
+
+    @property
+    def tend_every_s(self) -> float:
+        return min(_TEND_S, self.redelivery_s / 4)
 
     def publisher(self) -> KafkaPublisher:
         return KafkaPublisher(self._servers, self._options)
 
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Ask for the retention of topics; it takes the right to DescribeConfigs."""
+        return facts_of(self._config, topics)
+
     # -- the source ---------------------------------------------------------------------------
 
-    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
-        """A key has a partition, and a partition one consumer of the group."""
+    def keeps_order(self, topic: str) -> bool:
+        """A key maps to one partition, and a partition to one consumer of the group."""
         return True
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
@@ -157,15 +159,15 @@ class Kafka:
         if self._anchored:
             if not isinstance(progress, Anchored):
                 raise ConfigurationError(
-                    "Kafka(anchored=True) needs a worker that keeps anchors: run it by txbox run."
+                    "Kafka(anchored=True) needs a worker that keeps anchors: run it with txbox run."
                 )
             self._partitions.anchoring = Anchoring(self._group, progress.anchors, self._topic_ids)
         self._closing = self._paused = False
-        # the first receive finds out whether anybody answers
+        # the first receive finds out whether a broker answers
         self._away = True
         try:
             self._consumer = client.Consumer(
-                self._config | {"error_cb": self._failed, "on_commit": self._commits.answered},
+                self._config | {"error_cb": self._failed, "on_commit": self._answered},
                 logger=ClientLog(),
             )
             self._consumer.subscribe(
@@ -177,7 +179,7 @@ class Kafka:
         except (KafkaException, TypeError, ValueError) as error:
             self._consumer = None
             raise ConfigurationError(
-                f"Kafka refuses its options ({text_of(error)}): correct those of Kafka(…)."
+                f"Kafka rejects its options ({text_of(error)}): correct those of Kafka(…)."
             ) from error
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
@@ -188,7 +190,7 @@ class Kafka:
         self._partitions.check()
         self._resume()
         if not self._held:
-            # consume() would wait for the whole batch: one message is waited for, the rest is there
+            # consume() would wait for a whole batch: wait for one message, then take what is there
             first = consumer.poll(wait_s)
             if first is not None:
                 self._take(first)
@@ -202,10 +204,10 @@ class Kafka:
             self._raise_trouble()
         return found
 
-    def tend(self, deliveries: Sequence[Delivery]) -> None:  # noqa: ARG002  # a partition is kept as a whole
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
         consumer = self._open_consumer()
-        # first: with the database away the rest raises, and the group must not miss this member
-        if time.monotonic() - self._polled_at >= (self.tend_every_s or 0.0) / 2:
+        # first, because the rest raises while the database is away, and the group must not miss this member
+        if time.monotonic() - self._polled_at >= self.tend_every_s / 2:
             self._poll_paused(consumer)
         self._commit_if_due()
         self._partitions.check()
@@ -220,7 +222,7 @@ class Kafka:
         consumer, self._consumer = self._consumer, None
         if consumer is None:
             return
-        # nobody settles any more: a revocation inside close() has nothing to wait for
+        # nobody settles any more, so a revocation inside close() has nothing to wait for
         self._closing = True
         try:
             if not self._away:
@@ -234,7 +236,7 @@ class Kafka:
 
     def _open_consumer(self) -> client.Consumer:
         if self._consumer is None:
-            raise BrokerError("The Kafka source is not open: it is opened by the worker.")
+            raise BrokerError("The Kafka source is not open: the worker opens it.")
         return self._consumer
 
     def _take(self, raw: client.Message) -> None:
@@ -244,12 +246,12 @@ class Kafka:
             offset = raw.offset() or 0
             partition = self._partitions.get(key) or self._partitions.add(*key)
             if offset <= partition.last:
-                # the log was cut, and reading starts again: what is in flight is of another past
+                # the log was truncated and reading restarted: what is in flight belongs to another past
                 partition = self._partitions.replace(partition)
             record = partition.deliver(offset, raw.leader_epoch(), self._window)
             self._held.append((raw, partition, record))
         elif error.code() == MAX_POLL_EXCEEDED:
-            _log.warning("%s: %s; the group is joined again.", self.name, error.str())
+            _log.warning("%s: %s; joining the group again.", self.name, error.str())
         elif error.code() != PARTITION_EOF:
             self._trouble = error
 
@@ -274,7 +276,7 @@ class Kafka:
         return found
 
     def _failed(self, error: KafkaError) -> None:
-        """Called by the client inside poll; single connections that fail are its own business."""
+        """Called by the client during poll. Failures of single connections are its own business."""
         if error.code() == ALL_BROKERS_DOWN:
             self._away = True
         elif error.fatal() or error.code() in (AUTHENTICATION, *REFUSALS):
@@ -282,23 +284,20 @@ class Kafka:
         if self._on_error is not None:
             self._on_error(error)
 
-    def _ended(self, error: KafkaError) -> None:
-        """A commit says that the membership is over; raised by the next receive that finds nothing."""
-        self._trouble = error
-
     def _raise_trouble(self) -> None:
         error, self._trouble = self._trouble, None
         if error is None:
             return
-        # as a message, a fatal error does not say of itself that it is fatal
+        # an error delivered as a message does not say that it is fatal
         if error.fatal() or error.code() in (AUTO_OFFSET_RESET, FATAL):
-            raise BrokerError(f"Kafka ends the membership of group {self._group}: {error.str()}.")
-        raise BrokerUnavailable(f"Kafka reports: {error.str()}. It is tried again.")
+            raise BrokerError(f"Kafka ended the membership of group {self._group}: {error.str()}.")
+        raise BrokerUnavailable(f"Kafka reports: {error.str()}. It will be tried again.")
 
     def _check_away(self) -> None:
-        """The client says once that all brokers are down, and never that they are back.
+        """Check whether the brokers are back.
 
-        Nor do messages say so: the client has fetched them before.
+        The client says once that all brokers are down, and never that they are back. Messages do not
+        say so either: the client may have fetched them before.
         """
         if not self._away:
             return
@@ -323,7 +322,7 @@ class Kafka:
         raw = consumer.poll(0)
         if raw is not None:
             self._take(raw)
-        # a rebalance inside poll may have brought partitions that are not paused yet
+        # a rebalance inside poll may have added partitions that are not paused yet
         self._pause()
         self._polled_at = time.monotonic()
 
@@ -337,32 +336,80 @@ class Kafka:
     # -- committing ---------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
-        self._commits.raise_refusal()
+        self._raise_refusal()
         if not self._away and time.monotonic() >= self._commit_at:
             self._commit(self._open_consumer(), self._partitions.values())
 
     def _commit(
         self, consumer: client.Consumer, among: Iterable[Partition], *, wait: bool = False
     ) -> None:
-        """Commit the fronts that are behind; raises as `Commits.ask`."""
-        behind = [
-            partition
-            for partition in among
-            if partition.front is not None
-            and partition.front is not (partition.committed if wait else partition.asked)
+        """Commit the fronts that are behind. Unless `wait`, results arrive at `_answered` in a later poll.
+
+        While messages flow nobody waits: if the coordinator has died, the client holds a commit until
+        there is a new one, and the pump would stand still that long. A refused commit counts as behind
+        again, and is retried as long as the partition is ours.
+        Raises:
+            BrokerUnavailable: a commit was refused, if that is known already.
+            StoreError: the fronts could not be anchored; no commit was sent.
+        """
+        behind = [partition for partition in among if partition.is_behind(answered=wait)]
+        if not behind:
+            return
+        self._commit_at = time.monotonic() + _COMMIT_S
+        anchoring = self._partitions.anchoring
+        if anchoring is not None:
+            lost = anchoring.advance(behind)
+            self._partitions.read_again(lost)
+            behind = [partition for partition in behind if partition not in lost]
+        offsets = [
+            partition.commit("" if anchoring is None else anchoring.mark(partition))
+            for partition in behind
         ]
-        if behind:
-            self._commit_at = time.monotonic() + _COMMIT_S
-            self._commits.ask(consumer, behind, wait=wait)
+        if not offsets:
+            return
+        try:
+            if wait:
+                self._answered(None, consumer.commit(offsets=offsets, asynchronous=False))
+            else:
+                consumer.commit(offsets=offsets, asynchronous=True)
+        except KafkaException as error:
+            self._answered(error.args[0], offsets)
+        if wait:
+            self._raise_refusal()
+
+    def _answered(self, error: KafkaError | None, offsets: Iterable[TopicPartition]) -> None:
+        """Called by the client during poll, and after a synchronous commit."""
+        for answer in offsets:
+            refusal = answer.error or error
+            if partition := self._partitions.get((answer.topic, answer.partition)):
+                partition.answer(answer.offset, refused=refusal is not None)
+            if refusal is None:
+                continue
+            if refusal.code() in MOVED_ON:
+                # retried after the rebalance, if the partition is still ours
+                _log.info(
+                    "%s: not committed while the group rebalances: %s", self.name, refusal.str()
+                )
+            elif refusal.fatal():
+                # raised by the next receive that finds no messages
+                self._trouble = refusal
+            else:
+                self._refusal = refusal
+
+    def _raise_refusal(self) -> None:
+        """Raise BrokerUnavailable once if a commit was refused since the last call."""
+        error, self._refusal = self._refusal, None
+        if error is not None:
+            raise BrokerUnavailable(f"Kafka did not accept the commit ({error.str()}).")
 
     # -- rebalances: called by the client inside poll, consume and close ----------------------
 
     def _assigned(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
-        # one that was paused when it was lost comes back paused: the next receive resumes all there are
+        # a partition that was paused when it was lost comes back paused; the next receive resumes all
         self._paused = True
         for topic_partition in partitions:
             if old := self._partitions.get((topic_partition.topic, topic_partition.partition)):
-                # lost without a word: reading starts again at what was committed
+                # lost without notice: reading restarts at the last commit
                 self._partitions.forget([old])
             self._partitions.add(topic_partition.topic, topic_partition.partition)
             self._topic_ids.forget(topic_partition.topic)
@@ -381,87 +428,9 @@ class Kafka:
             if not self._away:
                 self._commit(consumer, leaving, wait=True)
         except (BrokerError, StoreError) as error:
-            # the next owner starts at the last commit and finds duplicates
+            # the next owner starts at the last commit and meets duplicates
             _log.info("%s: revoked without a commit: %s", self.name, error)
         self._partitions.forget(leaving)
 
     def _lost(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
         self._partitions.forget(self._partitions.known(partitions))
-
-
-class Commits:
-    """Asks for the commits of one source and hears the answers.
-
-    Args:
-        source: its name, for people.
-        ended: is called with an error that ends the membership.
-
-    Guarantee: what was refused is behind again, so it is asked for again while it is ours.
-    """
-
-    def __init__(
-        self, source: str, partitions: Assignment, ended: Callable[[KafkaError], None]
-    ) -> None:
-        self._source = source
-        self._partitions = partitions
-        self._ended = ended
-        self._refusal: KafkaError | None = None
-
-    def ask(
-        self, consumer: client.Consumer, behind: Sequence[Partition], *, wait: bool = False
-    ) -> None:
-        """Commit the fronts; unless `wait`, the answers come to `answered`, inside a later poll.
-
-        While messages come nobody waits: a commit whose coordinator has died is kept by the client
-        until there is one again, and the pump would stand still for as long.
-
-        Raises:
-            BrokerUnavailable: refused, if that is known already.
-            StoreError: the fronts could not be anchored; nothing was asked.
-        """
-        anchoring = self._partitions.anchoring
-        if anchoring is not None:
-            lost = anchoring.advance(behind)
-            self._partitions.read_again(lost)
-            behind = [partition for partition in behind if partition not in lost]
-        offsets: list[TopicPartition] = []
-        for partition in behind:
-            if partition.front is not None:
-                partition.asked = partition.front
-                mark = "" if anchoring is None else anchoring.mark(partition)
-                offsets.append(partition.offset_of(partition.front, mark))
-        if not offsets:
-            return
-        try:
-            if wait:
-                self.answered(None, consumer.commit(offsets=offsets, asynchronous=False))
-            else:
-                consumer.commit(offsets=offsets, asynchronous=True)
-        except KafkaException as error:
-            self.answered(error.args[0], offsets)
-        if wait:
-            self.raise_refusal()
-
-    def answered(self, error: KafkaError | None, offsets: Iterable[TopicPartition]) -> None:
-        """Called by the client inside poll, and when it was waited for."""
-        for answer in offsets:
-            refusal = answer.error or error
-            if partition := self._partitions.get((answer.topic, answer.partition)):
-                partition.answer(answer.offset, refused=refusal is not None)
-            if refusal is not None:
-                self._refused(refusal)
-
-    def _refused(self, error: KafkaError) -> None:
-        if error.code() in MOVED_ON:
-            # tried again after the rebalance, if the partition is still ours by then
-            _log.info("%s: not committed while the group rebalances: %s", self._source, error.str())
-        elif error.fatal():
-            self._ended(error)
-        else:
-            self._refusal = error
-
-    def raise_refusal(self) -> None:
-        """Raises BrokerUnavailable, once: a commit was refused since the last call."""
-        error, self._refusal = self._refusal, None
-        if error is not None:
-            raise BrokerUnavailable(f"Kafka did not take the commit ({error.str()}).")

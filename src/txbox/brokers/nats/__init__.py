@@ -1,4 +1,4 @@
-"""NATS JetStream, by nats-py, which the extra `nats` installs."""
+"""NATS JetStream through nats-py, which the extra `nats` installs."""
 
 from txbox.errors import ConfigurationError
 

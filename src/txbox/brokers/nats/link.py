@@ -1,4 +1,4 @@
-"""A connection to NATS JetStream: its event loop in a thread, its pull consumers, its headers."""
+"""A connection to NATS JetStream: its pull consumers, and messages with all their headers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import asyncio
 import json
 import logging
 import random
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,73 +20,37 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from txbox.brokers.base import Delivery
-from txbox.brokers.plain import plain_time
-from txbox.errors import BrokerUnavailable
-from txbox.message import Headers, Message
+from txbox.brokers.envelope import NATS, clock
 
 _log = logging.getLogger("txbox")
 
-Result = TypeVar("Result")
 Connected = TypeVar("Connected", bound="Client")
 
 PULL_S = 5.0
 _REFUSED_S = 0.25
+#: Errors that waiting can cure: no server, no leader, a connection lost meanwhile.
+PASSING = (nats.errors.Error, OSError, TimeoutError)
 _ACK = b"+ACK"
 _NAK = b"-NAK"
 _IN_PROGRESS = b"+WPI"
 
 
-class Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, work: Coroutine[Any, Any, Result], within_s: float) -> Result:
-        """Run a coroutine on the loop.
-
-        Raises:
-            BrokerUnavailable: it took longer.
-        """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(within_s)
-        except (TimeoutError, FutureTimeoutError) as error:
-            future.cancel()
-            raise BrokerUnavailable(f"NATS did not answer within {within_s:g} s.") from error
-
-    def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _end_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class RawHeaders(dict[str, str]):
-    """What the client makes of headers, and the headers as they came: repeated, bytes that are no text."""
+    """Empty for the client; `pairs` has the headers as received, including repeats and bytes that are not text."""
 
-    def __init__(self, known: Mapping[str, str], pairs: Sequence[tuple[str, str | bytes]]) -> None:
-        super().__init__(known)
+    def __init__(self, pairs: Sequence[tuple[str, str | bytes]]) -> None:
+        super().__init__()
         self.pairs = pairs
 
 
 class Client(nats.aio.client.Client):
-    """The client, which would drop the headers of a message of which it cannot read one."""
+    """The nats-py client, which would otherwise drop all headers of a message if it cannot parse one."""
 
     async def _process_headers(self, headers: Any) -> Any:
         if headers and not bytes(headers).startswith(b"NATS/1.0\r\n"):
-            # a status of the server
+            # a status sent by the server
             return await super()._process_headers(headers)  # pyright: ignore[reportUnknownMemberType]  # untyped there
-        return RawHeaders({}, _pairs(bytes(headers))) if headers else None
+        return RawHeaders(_pairs(bytes(headers))) if headers else None
 
 
 def _pairs(raw: bytes) -> list[tuple[str, str | bytes]]:
@@ -109,7 +70,7 @@ def _text(value: bytes) -> str | bytes:
 
 
 class Pull:
-    """One durable consumer: a request is on its way as long as there is room for its answer."""
+    """One durable consumer. A pull request is kept outstanding as long as there is room for its messages."""
 
     def __init__(self, stream: str, durable: str, topic: str) -> None:
         self.stream = stream
@@ -117,13 +78,13 @@ class Pull:
         self.topic = topic
         self.until = 0.0
         self.wanted = 0
-        self.gone = False  # perhaps: to be looked at before the next request
+        self.gone = False  # possibly; checked before the next request
         self.inbox = ""
         self.subscription: Subscription | None = None
 
 
 class Link:
-    """One connection with its pulls; when it is lost, so is the link. All methods run on the loop."""
+    """One connection with its pulls, which are lost along with it. All methods run on the loop."""
 
     def __init__(self, client: Any, buffer: deque[Delivery]) -> None:
         self._client = client
@@ -141,7 +102,7 @@ class Link:
 
     async def start(self, pull: Pull) -> None:
         pull.inbox = self._client.new_inbox()
-        # nothing may be dropped here: what is asked for is the bound
+        # nothing may be dropped here; requests bound what arrives
         pull.subscription = await self._client.subscribe(
             pull.inbox, cb=partial(self._got, pull),
             pending_msgs_limit=-1, pending_bytes_limit=-1,
@@ -156,14 +117,14 @@ class Link:
         elif status in ("404", "408"):
             pull.until = 0.0  # the request has ended
         elif status not in ("100", None):
-            # 409 may, 503 will mean that the consumer is gone; asking again at once would be a storm
+            # 409 may mean, and 503 does mean, that the consumer is gone; asking again at once would be a storm
             pull.gone = True
             pull.until = time.monotonic() + _REFUSED_S
             return
         self._arrived.set()
 
     async def receive(self, messages_max: int, wait_s: float) -> None:
-        """Ask for messages where nothing is asked for, and wait for the first."""
+        """Request messages where no request is outstanding, and wait for the first."""
         self._arrived.clear()
         if not self._buffer:
             share = max(1, messages_max // len(self.pulls))
@@ -179,11 +140,11 @@ class Link:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{pull.stream}.{pull.durable}"
         await self._client.publish(subject, json.dumps(request).encode(), pull.inbox)
         pull.wanted = count
-        # a second more than the server takes, in case its word that it has ended gets lost
+        # a second longer than the server takes, in case its end-of-request status is lost
         pull.until = time.monotonic() + PULL_S + 1.0
 
     async def acknowledge(self, replies: Sequence[str], confirm_s: float | None) -> int:
-        """Acknowledge; returns how many were not confirmed."""
+        """Acknowledge; returns how many acknowledgements were not confirmed."""
         if confirm_s is None:
             await self._publish(replies, _ACK)
             return 0
@@ -196,7 +157,7 @@ class Link:
             if isinstance(answer, nats.errors.NoRespondersError):
                 # the stream or its consumer is gone, and the delivery with it
                 continue
-            if isinstance(answer, (nats.errors.Error, OSError, asyncio.TimeoutError)):
+            if isinstance(answer, PASSING):
                 missing += 1
             elif isinstance(answer, BaseException):
                 raise answer
@@ -206,12 +167,12 @@ class Link:
         await self._publish(replies, _IN_PROGRESS)
 
     async def give_back(self, replies: Sequence[str]) -> None:
-        """Return what was not processed, to be delivered to another at once."""
+        """Return what was not processed, for immediate delivery to another consumer."""
         if not replies:
             return
         for pull in self.pulls:
-            # asked how a consumer is, the server drops the requests that nobody listens for any more;
-            # into one of those it would deliver what is returned, and lose count of it
+            # asking for a consumer's info makes the server drop requests nobody listens to any more;
+            # otherwise it would deliver what is returned into one of those, and lose track of it
             with suppress(nats.js.errors.NotFoundError):
                 await self.js.consumer_info(pull.stream, pull.durable)
         await self._publish(replies, _NAK)
@@ -222,7 +183,7 @@ class Link:
         await self._client.flush(2)
 
     async def unsubscribe(self) -> None:
-        """Listen no more; what is on its way comes again after `ack_wait`."""
+        """Stop listening; what is on its way comes again after `ack_wait`."""
         for pull in self.pulls:
             if pull.subscription is not None:
                 await pull.subscription.unsubscribe()
@@ -232,31 +193,24 @@ class Link:
 
 
 async def connect(
-    servers: Sequence[str], options: Mapping[str, Any], buffer: deque[Delivery]
-) -> Link:
-    """Connect to one of the servers, to pull."""
-    return Link(await connected(servers, options, Client), buffer)
-
-
-async def connected(
     servers: Sequence[str], options: Mapping[str, Any], make: Callable[[], Connected]
 ) -> Connected:
     """Connect a new client to one of the servers.
 
     Raises:
-        nats.errors.Error: the last one's answer.
-        OSError: the last one cannot be reached.
+        nats.errors.Error: the last server's answer.
+        OSError: the last server cannot be reached.
     """
     failure: Exception | None = None
     for server in random.sample(list(servers), len(servers)):
         client: Any = make()
         try:
-            # a subscription that lived through a reconnect can fall silent: each connection has new ones
+            # a subscription that survived a reconnect can fall silent, so every connection gets new ones
             await client.connect(
                 servers=[server], **{"error_cb": _noted, **options},
                 allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0.1,
             )  # fmt: skip
-        except (nats.errors.Error, OSError, TimeoutError) as error:
+        except PASSING as error:
             failure = error
             await client.close()
         else:
@@ -271,24 +225,19 @@ async def _noted(error: Exception) -> None:
 
 
 def delivery_of(got: Msg, topic: str) -> Delivery:
-    """Make a message of JetStream a delivery; its tag is the subject that acknowledges it."""
-    raw: Any = {} if got.headers is None else got.headers
-    headers = Headers(raw.pairs if isinstance(raw, RawHeaders) else raw.items())
+    """Turn a JetStream message into a delivery; its tag is the subject that acknowledges it."""
+    headers: Any = {} if got.headers is None else got.headers
     at = got.metadata
-    # nanoseconds: when the stream stored it, the same in every delivery
+    # when the stream stored it, in nanoseconds; the same in every delivery
     tokens = got.reply.split(".")
     stored_ns = int(tokens[7 if len(tokens) == 9 else 9])
-    own_topic = got.subject if topic == "*" else topic
-    message: Message[Any] = Message(
-        topic=own_topic,
-        payload=got.data,
-        id=_non_empty(headers, "Nats-Msg-Id"),
-        type=headers.text("type") or headers.text("ce_type") or headers.text("ce-type"),
-        key=_key(headers),
-        headers=headers,
-        content_type=headers.text("content-type") or headers.text("ce_datacontenttype"),
-        time=plain_time(headers)
-        or _time(headers.text("ce_time") or headers.text("ce-time"), stored_ns),
+    return NATS.delivery(
+        got.subject if topic == "*" else topic,
+        got.data,
+        headers.pairs if isinstance(headers, RawHeaders) else headers,
+        tag=got.reply,
+        redelivered=at.num_delivered > 1,
+        stored_at=clock(stored_ns / 1e9),
         origin={
             "stream": at.stream,
             "sequence": at.sequence.stream,
@@ -297,23 +246,3 @@ def delivery_of(got: Msg, topic: str) -> Delivery:
             "weak_id": f"nats:{at.domain or ''}:{at.stream}:{stored_ns}:{at.sequence.stream}",
         },
     )
-    return Delivery(message, own_topic, got.reply, redelivered=at.num_delivered > 1)
-
-
-def _non_empty(headers: Headers, name: str) -> Any:
-    return headers.get(name) or None
-
-
-def _key(headers: Headers) -> str | None:
-    key = headers.get("key", headers.get("ce_subject", headers.get("ce-subject")))
-    return f"hex:{key.hex()}" if isinstance(key, bytes) else key
-
-
-def _time(text: str | None, stored_ns: int) -> datetime | None:
-    if text is None:
-        return datetime.fromtimestamp(stored_ns / 1e9, UTC)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

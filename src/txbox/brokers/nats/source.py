@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 import re
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-import nats.errors
 import nats.js.errors
-from nats.js.api import AckPolicy, ConsumerConfig
+from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
-from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.brokers.nats.link import Link, Loop, Pull, connect
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, refuse
+from txbox.brokers.loop import EventLoop, Result
+from txbox.brokers.nats.link import PASSING, Client, Link, Pull, connect
 from txbox.brokers.nats.publisher import NatsPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 
 _log = logging.getLogger("txbox")
-
-Result = TypeVar("Result")
 
 _CALL_S = 10.0
 _CONFIRM_S = 5.0
 _MAX_DELIVER_MIN = 20
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _REFUSED_OPTIONS = {
-    "servers": "name them first",
-    "allow_reconnect": "the source connects anew, with new subscriptions",
-    "max_reconnect_attempts": "the source tries for as long as it runs",
+    "servers": "pass them as the first argument",
+    "allow_reconnect": "the source reconnects by itself, with new subscriptions",
+    "max_reconnect_attempts": "the source keeps trying as long as it runs",
     "reconnect_time_wait": "the worker waits between attempts",
 }
 _REFUSED_CONSUMER = {
     "name": "set durable=",
     "durable_name": "set durable=",
     "ack_wait": "set ack_wait=",
-    "ack_policy": "each message is acknowledged by itself",
+    "ack_policy": "every message is acknowledged individually",
     "filter_subject": "the topic is the filter",
     "filter_subjects": "the topic is the filter",
     "deliver_subject": "messages are pulled",
@@ -45,37 +44,33 @@ _REFUSED_CONSUMER = {
     "headers_only": "payloads are needed",
     "inactive_threshold": "the consumer must outlive the worker",
 }
-# what a wait can cure: no server, no leader, a connection that was lost meanwhile
-_PASSING = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
-class Nats:
-    """Pulls from a JetStream stream by durable consumers, one a topic; a topic is a subject.
+class Nats(Source):
+    """Pulls from JetStream through durable consumers, one per topic. A topic is a subject.
 
     Args:
         servers: URLs of one cluster.
-        durable: the name of the consumer, which all workers of a service share. With several topics
-            it is followed by "-" and the topic, in which each run of other characters than letters
-            and digits is "_"; a mapping gives the name for each topic instead. Publishing needs none.
-        stream: the stream's name; without it, the one that has the topic among its subjects.
-        ack_wait: how long the server waits for a consumer that is created here; one that exists
-            keeps its own.
-        confirm: wait until the server has confirmed each acknowledgement. Without, one that gets
-            lost is a redelivery, found to be a duplicate.
+        durable: the name of the consumer, shared by all workers of a service. With several topics the
+            name is followed by "-" and the topic, in which every run of other characters than letters
+            and digits becomes "_". Or a mapping from topic to name. Not needed to publish.
+        stream: the stream's name; by default the one that has the topic among its subjects.
+        ack_wait: how long the server waits for a consumer created here. An existing consumer keeps
+            its own.
+        confirm: wait until the server confirms each acknowledgement. Otherwise one that is lost leads
+            to a redelivery, which is a duplicate.
         consumer: further fields of `nats.js.api.ConsumerConfig` for consumers created here.
         options: passed to the client's `connect`: `user_credentials`, `tls`, `token` …
 
-    A topic may have wildcards: it is the topic of all its messages, the subject is in their origin.
-    The topic "*" is the whole stream; then each message's topic is its subject. The id is the header
-    `Nats-Msg-Id`, then `message-id`, then CloudEvents; headers `type`, `key` and `content-type` are
-    read as well. A key that is not UTF-8 becomes its hexadecimal digits after "hex:".
+    A topic may contain wildcards. It is then the topic of all its messages, and the subject is in their
+    origin. The topic "*" is the whole stream; then each message's topic is its subject.
 
-    The weak id is stream, sequence and the time at which the stream stored the message, so that a
-    recreated stream, whose sequence begins anew, has other ids. A mirror may store at other times.
+    The weak id is made of the stream, the sequence and the time at which the stream stored the message,
+    so a recreated stream, whose sequence starts over, has other ids. A mirror may store at other times.
 
-    Guarantee: a message is acknowledged only when its outcome is on disk; while it is in flight the
-    server is told so. A limit on deliveries would end that guarantee: `max_deliver` below 20 is
-    refused, and any other is warned about.
+    Guarantee: a message is acknowledged only once its outcome is on disk; while it is in flight, the
+    server is told so. A delivery limit would break that guarantee: `max_deliver` below 20 is refused,
+    and any other limit is logged as a warning.
     """
 
     def __init__(
@@ -89,12 +84,10 @@ class Nats:
         consumer: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        for option, why in _REFUSED_OPTIONS.items():
-            if option in options:
-                raise ConfigurationError(f"Nats takes no {option}=: {why}.")
-        for option, why in _REFUSED_CONSUMER.items():
-            if option in (consumer or {}):
-                raise ConfigurationError(f"consumer= of Nats takes no {option}: {why}.")
+        refuse(options, _REFUSED_OPTIONS, "Nats does not take {option}=: {why}.")
+        refuse(
+            consumer or (), _REFUSED_CONSUMER, "consumer= of Nats does not take {option}: {why}."
+        )
         if ack_wait < timedelta(seconds=1):
             raise ConfigurationError(f"ack_wait is {ack_wait}: it must be 1 second or more.")
         self._servers = [servers] if isinstance(servers, str) else list(servers)
@@ -113,13 +106,10 @@ class Nats:
         self._wanted["ack_wait"] = self._ack_wait_s = ack_wait.total_seconds()
         self._names: dict[str, str] = {}
         self._was_there = False
-        self._loop: Loop | None = None
+        self._loop: EventLoop | None = None
         self._link: Link | None = None
         self._buffer: deque[Delivery] = deque()
-        self._unsettled: dict[Any, None] = {}  # how each that was handed out is acknowledged
-
-    topics: Sequence[str] | None = None
-    exhausted = False
+        self._unsettled: dict[Any, None] = {}  # the acknowledgement subjects of what was handed out
 
     @property
     def name(self) -> str:
@@ -136,32 +126,58 @@ class Nats:
 
     @property
     def redelivery_s(self) -> float | None:
-        """Seconds after which the server delivers again what nobody tends; after `open`, as the consumers have it."""
+        """Seconds after which the server redelivers what nobody tends; after `open`, the consumers' own setting."""
         return self._ack_wait_s
 
-    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
-        """A consumer shares a stream out message by message."""
-        return False
-
-    def open(
-        self,
-        topics: Sequence[str],
-        progress: Progress,  # noqa: ARG002  # the server remembers
-        in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes what is tended
-    ) -> None:
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         if not self._durable:
-            raise ConfigurationError("Nats needs the name of a durable consumer: durable=.")
+            raise ConfigurationError("Nats needs the name of a durable consumer: set durable=.")
         if not topics:
-            raise ConfigurationError("Nats was asked for no topic: name subjects.")
+            raise ConfigurationError("Nats was given no topics: name subjects.")
         self._names = self._consumer_names(["*"] if "*" in topics else topics)
         self._buffer.clear()
         self._unsettled.clear()
         self._was_there = False
-        self._loop = Loop(f"txbox-{self.name}")
+        self._loop = EventLoop(f"txbox-{self.name}")
         try:
             self._connected()
         except BrokerUnavailable as away:
             _log.debug("%s cannot be opened yet: %s", self.name, away)
+
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Ask for streams and, to consume, for their consumers."""
+        names = (
+            self._consumer_names(["*"] if "*" in topics else topics)
+            if self._durable
+            else dict.fromkeys(topics)
+        )
+        loop = EventLoop(f"txbox-{self.name}-facts")
+        try:
+            return loop.call(self._facts_of(names), _CALL_S)
+        except PASSING as error:
+            raise BrokerUnavailable(f"NATS cannot be used now: {error!r}") from error
+        finally:
+            loop.close()
+
+    async def _facts_of(self, names: Mapping[str, str | None]) -> list[Facts]:
+        client: Any = await connect(self._servers, self._options, Client)
+        try:
+            return [await self._facts(client.jetstream(), *named) for named in names.items()]
+        finally:
+            await client.close()
+
+    async def _facts(self, js: Any, topic: str, durable: str | None) -> Facts:
+        try:
+            stream = self._stream or await js.find_stream_name_by_subject(topic)
+            kept = (await js.stream_info(stream)).config
+        except nats.js.errors.NotFoundError:
+            return Facts(topic=topic, found=False)
+        consumer: ConsumerConfig | None = None
+        if durable is not None:
+            # one that is not there is created as this source wants it
+            with suppress(nats.js.errors.NotFoundError):
+                consumer = (await js.consumer_info(stream, durable)).config
+        return _facts(topic, kept, consumer, self._ack_wait_s)
 
     def _consumer_names(self, topics: Sequence[str]) -> dict[str, str]:
         if "*" in topics and self._stream is None:
@@ -179,7 +195,7 @@ class Nats:
         names = {topic: f"{durable}-{_NO_NAME.sub('_', topic)}" for topic in topics}
         if len(set(names.values())) < len(names):
             raise ConfigurationError(
-                "Two topics would have consumers of one name: give durable= a mapping of topics to names."
+                "Two topics would share a consumer name: give durable= a mapping from topics to names."
             )
         return names
 
@@ -195,30 +211,30 @@ class Nats:
         return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
-        """Tell the server that what is in flight is in progress; it then waits `ack_wait` anew."""
+        """Tell the server that what is in flight is in progress; it then waits `ack_wait` again."""
         replies = [delivery.tag for delivery in (*deliveries, *self._buffer)]
         if replies:
             self._call(self._connected().in_progress(replies))
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        # whatever becomes of this, it is not given back: if it fails they come again by themselves
+        # never given back, whatever happens here: if this fails, they come again anyway
         for delivery in deliveries:
             self._unsettled.pop(delivery.tag, None)
-        # the subjects that acknowledge outlive the connection they came by
+        # acknowledgement subjects outlive the connection they came through
         link = self._connected()
         missing = self._call(
             link.acknowledge([delivery.tag for delivery in deliveries], self._confirm_s), _CONFIRM_S
         )
         if missing:
             raise BrokerError(
-                f"NATS did not confirm {missing} of {len(deliveries)} acknowledgements: they come again.",
+                f"NATS did not confirm {missing} of {len(deliveries)} acknowledgements: they will come again.",
                 failed=missing,
             )
 
     def close(self) -> None:
-        """Return at once what was not settled, for whoever receives next, and disconnect.
+        """Return what was not settled, for whoever receives next, and disconnect.
 
-        The server counts that as a delivery, as it would when `ack_wait` has passed.
+        The server counts that as a delivery, as it would after `ack_wait`.
         """
         loop, link = self._loop, self._link
         self._loop = self._link = None
@@ -227,8 +243,8 @@ class Nats:
         try:
             if link is not None and link.up:
                 loop.call(self._close(link), _CALL_S)
-        except _PASSING as error:
-            raise BrokerUnavailable(f"NATS cannot be used now: {error!r}") from error
+        except PASSING as error:
+            raise BrokerUnavailable(f"NATS is unavailable: {error!r}") from error
         finally:
             self._buffer.clear()
             self._unsettled.clear()
@@ -245,8 +261,8 @@ class Nats:
         assert self._loop is not None
         try:
             return self._loop.call(work, _CALL_S + more_s)
-        except _PASSING as error:
-            raise BrokerUnavailable(f"NATS cannot be used now: {error!r}") from error
+        except PASSING as error:
+            raise BrokerUnavailable(f"NATS is unavailable: {error!r}") from error
 
     def _connected(self) -> Link:
         link = self._link
@@ -256,7 +272,7 @@ class Nats:
         return link
 
     async def _connect(self) -> Link:
-        link = await connect(self._servers, self._options, self._buffer)
+        link = Link(await connect(self._servers, self._options, Client), self._buffer)
         try:
             waits_s: list[float] = []
             for topic, durable in self._names.items():
@@ -277,12 +293,12 @@ class Nats:
             found: str = await link.js.find_stream_name_by_subject(topic)
         except nats.js.errors.NotFoundError as error:
             raise ConfigurationError(
-                f"No stream of NATS has the subject {topic!r}: create one, or check the topic."
+                f"No NATS stream has the subject {topic!r}: create one, or check the topic."
             ) from error
         return found
 
     async def _ensure(self, link: Link, pull: Pull) -> float:
-        """Create the consumer where there is none; returns its time-out in seconds."""
+        """Create the consumer if it does not exist; returns its timeout in seconds."""
         subject = None if pull.topic == "*" else pull.topic
         try:
             try:
@@ -312,14 +328,14 @@ class Nats:
             raise ConfigurationError(f"{what} pushes: set durable= to a pull consumer.")
         if config.ack_policy not in (AckPolicy.EXPLICIT, "explicit"):
             raise ConfigurationError(
-                f"{what} has ack_policy {config.ack_policy}: only explicit keeps what a crash leaves."
+                f"{what} has ack_policy {config.ack_policy}: only explicit redelivers what a crash leaves behind."
             )
         if config.headers_only:
             raise ConfigurationError(f"{what} has headers_only: payloads are needed.")
-        # a stream of one subject may report no filter
+        # a stream with a single subject may report no filter
         if config.filter_subject != subject and config.filter_subject and subject:
             raise ConfigurationError(
-                f"{what} filters {config.filter_subject!r}, not {subject!r}: set durable= to another name."
+                f"{what} filters {config.filter_subject!r}, not {subject!r}: set durable= to a different name."
             )
         self._check_limit(config, what)
         waits = config.backoff or [config.ack_wait or self._ack_wait_s]
@@ -331,10 +347,41 @@ class Nats:
             return
         if limit < _MAX_DELIVER_MIN:
             raise ConfigurationError(
-                f"{what} has max_deliver {limit}: after so many deliveries NATS never delivers a message again, "
-                "and crashes count. Set it to -1; attempts are counted in the database."
+                f"{what} has max_deliver {limit}: after that many deliveries NATS never delivers a message again, "
+                "and crashes count too. Set it to -1; attempts are counted in the database."
             )
         _log.warning(
-            "%s has max_deliver %d: a message that was delivered so often is lost to it. Set it to -1.",
+            "%s has max_deliver %d: a message delivered that often is lost to it. Set it to -1.",
             what, limit,
         )  # fmt: skip
+
+
+def _facts(
+    topic: str, stream: StreamConfig, consumer: ConsumerConfig | None, ack_wait_s: float
+) -> Facts:
+    age_s = float(stream.max_age or 0.0) or math.inf
+    # what everybody has acknowledged is gone from the others
+    replayed = str(getattr(stream.retention, "value", stream.retention)) in ("None", "limits")
+    waits_s: list[float] = [ack_wait_s]
+    most, policy = None, None
+    if consumer is not None:
+        waits_s = list(consumer.backoff or [consumer.ack_wait or ack_wait_s])
+        most, policy = consumer.max_deliver, consumer.ack_policy
+    aged = f"stream {stream.name}: max_age={0 if math.isinf(age_s) else age_s:g} s"
+    return Facts(
+        topic=topic,
+        replay_s=age_s if replayed else None,
+        kept_s=None if math.isinf(age_s) else age_s,
+        redelivery_s=min(waits_s),
+        deliveries_max=most if most is not None and most > 0 else None,
+        acknowledged=policy is None or policy in (AckPolicy.EXPLICIT, "explicit"),
+        duplicates_s=float(stream.duplicate_window or 0.0) or None,
+        said={
+            "replay_s": aged,
+            "kept_s": aged,
+            "redelivery_s": f"ack_wait={min(waits_s):g} s",
+            "deliveries_max": f"max_deliver={most}",
+            "acknowledged": f"ack_policy={getattr(policy, 'value', policy)}",
+            "duplicates_s": f"stream {stream.name}: duplicate_window={stream.duplicate_window:g} s",
+        },
+    )

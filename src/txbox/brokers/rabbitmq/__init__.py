@@ -1,4 +1,4 @@
-"""RabbitMQ, by aio-pika, which the extra `rabbitmq` installs."""
+"""RabbitMQ through aio-pika, which the extra `rabbitmq` installs."""
 
 from txbox.errors import ConfigurationError
 

@@ -1,9 +1,10 @@
-"""One AMQP 0-9-1 connection: its consumers, and their deliveries as messages whatever bytes they hold."""
+"""One AMQP 0-9-1 connection: its consumers, and their deliveries as messages, whatever bytes they hold."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import struct
 import threading
@@ -18,20 +19,28 @@ import aio_pika
 import pamqp.frame
 from aiormq.abc import AbstractChannel, DeliveredMessage
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
-from aiormq.exceptions import AMQPConnectionError, ChannelNotFoundEntity
+from aiormq.exceptions import (
+    AMQPConnectionError,
+    AMQPError,
+    ChannelInvalidStateError,
+    ChannelNotFoundEntity,
+)
 from pamqp import commands, header
 from yarl import URL
 
 from txbox.brokers.base import Delivery
-from txbox.message import HeaderValue, Message
+from txbox.brokers.envelope import RABBITMQ, text_or_hex
+from txbox.message import HeaderValue
+
+_log = logging.getLogger("txbox")
 
 CLOSE_S = 5.0
+HEARTBEAT_S = 20
+#: What waiting can cure. The client leaks StopAsyncIteration if a server hangs up during the handshake.
+TROUBLE = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsyncIteration)
 _FRAME_HEADER_BYTES = 7
 _METHOD, _CONTENT_HEADER = 1, 2
 _DELIVER = struct.pack(">HH", 60, 60)
-_TYPE_HEADERS = ("type", "ce_type", "ce-type", "cloudEvents:type", "cloudEvents_type")
-_KEYS = ("partitionkey", "subject")
-_CE_PREFIXES = ("ce_", "ce-", "cloudEvents:", "cloudEvents_")
 _SHOWN_PROPERTIES = ("correlation_id", "reply_to", "app_id", "user_id", "content_encoding")
 
 
@@ -40,9 +49,9 @@ class MissingQueueError(Exception):
 
 
 class Link:
-    """One connection, one channel and its consumers; delivery tags mean nothing beyond it.
+    """One connection with one channel and its consumers. Delivery tags mean nothing outside it.
 
-    Everything but `take` and `lost` runs on the loop's thread.
+    Everything except `take` and `lost` runs on the loop's thread.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -64,7 +73,7 @@ class Link:
         self._connection.close_callbacks.add(self._closed)
         channel = await self._connection.opened_channel(publisher_confirms=False)
         channel.close_callbacks.add(self._closed)
-        # aio-pika closes a channel that nobody holds
+        # aio-pika closes a channel nobody holds a reference to
         self._owner = channel
         self._channel = await channel.get_underlay_channel()
         self._channel.on_consumer_cancel_callbacks.add(self._cancelled)
@@ -84,7 +93,7 @@ class Link:
             tag = delivered.delivery_tag
             assert tag is not None
             if tag != self._last_tag + 1:
-                # a tag we know nothing of must not fall under a multiple acknowledgement
+                # a multiple acknowledgement must never cover a tag we do not know
                 self.lose(f"delivery {tag} came after delivery {self._last_tag}")
                 return
             self._last_tag = tag
@@ -96,11 +105,11 @@ class Link:
         return receive
 
     def take(self, messages_max: int, wait_s: float) -> list[Delivery]:
-        """Wait for the first delivery; returns early, with nothing, when the link is lost."""
+        """Wait for the first delivery; returns early and empty if the link is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self.lost is not None, wait_s)
             if self.lost is not None:
-                # their tags are dead: the queue has them again
+                # their tags are dead: the queue has the messages again
                 return []
             count = min(messages_max, len(self._arrived))
             taken = [self._arrived.popleft() for _ in range(count)]
@@ -121,7 +130,7 @@ class Link:
         for queue in queues:
             answer = await self._channel.queue_declare(queue, passive=True)
             if not answer.consumer_count:
-                self.lose(f"the server knows no consumer of queue {queue!r} any more")
+                self.lose(f"the server no longer has a consumer for queue {queue!r}")
         self._heard_at = time.monotonic()
 
     async def acknowledge(self, tags: Sequence[int]) -> None:
@@ -138,7 +147,7 @@ class Link:
             del self._unsettled[tag]
             await self._channel.basic_ack(tag, wait=False)
         if front:
-            # all older ones are acknowledged: one frame stands for the whole front
+            # all older ones are acknowledged too: one frame covers the whole front
             await self._channel.basic_ack(front, multiple=True)
 
     def lose(self, reason: str) -> None:
@@ -155,8 +164,7 @@ class Link:
 
     async def close(self) -> None:
         self.lose("closed")
-        async with asyncio.timeout(CLOSE_S):
-            await self._connection.close()
+        await close_quietly(self._connection)
 
 
 def shown(error: BaseException) -> str:
@@ -165,17 +173,17 @@ def shown(error: BaseException) -> str:
 
 
 def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: object) -> Delivery:
-    """Return what the server delivered as a message, or as a problem.
+    """Return what the server delivered, as a message or as a problem.
 
     Args:
-        unreadable: the mark of `Transport` on properties that could not be decoded.
+        unreadable: what `CheckedTransport` puts in place of properties that cannot be decoded.
     """
     frame = cast("commands.Basic.Deliver", delivered.delivery)
     redelivered, properties = bool(frame.redelivered), delivered.header.properties
     if properties.content_type == unreadable:
         problem = (
             "The AMQP properties or headers of this message cannot be decoded (text that is not "
-            "UTF-8, an unknown type or an impossible time): correct its publisher."
+            "UTF-8, an unknown type or an impossible time): fix the publisher."
         )
         return Delivery(None, queue, tag, problem, delivered.body, redelivered)
     try:
@@ -184,7 +192,7 @@ def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: o
         ]
     except RecursionError:
         problem = (
-            "The AMQP headers of this message are nested too deeply to keep: correct its publisher."
+            "The AMQP headers of this message are nested too deeply to store: fix the publisher."
         )
         return Delivery(None, queue, tag, problem, delivered.body, redelivered)
     origin: dict[str, Any] = {
@@ -195,32 +203,20 @@ def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: o
     for name in _SHOWN_PROPERTIES:
         if value := getattr(properties, name):
             origin[name] = value
-    message: Message[Any] = Message(
-        topic=queue,
-        payload=delivered.body,
-        # clients that always send the property leave it empty: then the headers decide
-        id=properties.message_id or None,
-        headers=headers,
-        content_type=properties.content_type or None,
-        time=_time(properties.timestamp),
+    at = properties.timestamp
+    return RABBITMQ.delivery(
+        queue,
+        delivered.body,
+        headers,
+        tag=tag,
+        redelivered=redelivered,
         origin=origin,
-        type=properties.message_type or _first_text(headers, _TYPE_HEADERS),
-        key=_first_text(headers, ["key"])
-        or _first_text(headers, [prefix + name for name in _KEYS for prefix in _CE_PREFIXES]),
+        # clients that always send the property leave it empty; then the headers decide
+        message_id=properties.message_id or None,
+        message_type=properties.message_type,
+        content_type=properties.content_type,
+        time=at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC),
     )
-    return Delivery(message, queue, tag, redelivered=redelivered)
-
-
-def _first_text(headers: list[tuple[str, HeaderValue]], names: Sequence[str]) -> str | None:
-    values = {name.lower(): value for name, value in reversed(headers)}
-    found = (values.get(name.lower()) for name in names)
-    return next((value for value in found if isinstance(value, str) and value), None)
-
-
-def _time(value: object) -> datetime | None:
-    if not isinstance(value, datetime):
-        return None
-    return value if value.tzinfo is not None else value.replace(tzinfo=UTC)
 
 
 def _header_value(value: Any) -> HeaderValue:
@@ -244,18 +240,20 @@ def _json_value(value: object) -> object:
 
 
 class Connection(aio_pika.Connection):
-    """A connection that survives frames which the client cannot decode."""
+    """A connection with heartbeats that survives frames the client cannot decode."""
 
     def __init__(self, url: URL, *args: Any, **options: Any) -> None:
+        if "heartbeat" not in url.query:
+            url = url.update_query(heartbeat=HEARTBEAT_S)
         super().__init__(url, *args, **options)
-        self.frames = Transport(url)
+        self.frames = CheckedTransport(url)
         self.kwargs["transport_factory"] = self.frames
 
     async def opened_channel(self, **options: Any) -> aio_pika.abc.AbstractChannel:
         """Open a channel.
 
         Raises:
-            AMQPConnectionError: the connection has ended, for which the client has a bare RuntimeError.
+            AMQPConnectionError: the connection has ended, which the client reports as a bare RuntimeError.
         """
         try:
             return await self.channel(**options)
@@ -265,18 +263,27 @@ class Connection(aio_pika.Connection):
             raise AMQPConnectionError("the connection has ended") from error
 
 
-class Transport(TransportFactory):
-    """The client's own transport, with content headers it cannot decode replaced by marked ones.
+async def close_quietly(connection: Connection) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await connection.close()
+    except (*TROUBLE, asyncio.CancelledError) as error:
+        # the server notices by itself, and takes back what was unacknowledged
+        _log.debug("A connection did not close cleanly: %s", shown(error))
 
-    The server passes the bytes of properties and headers on unchecked, and the client answers
-    one it cannot decode by closing the connection: one message would stop a queue for ever.
+
+class CheckedTransport(TransportFactory):
+    """The client's own transport, which replaces content headers it cannot decode with marked ones.
+
+    The server passes on the bytes of properties and headers unchecked. The client closes the connection
+    when it cannot decode them, so a single message would block a queue for ever.
     """
 
     def __init__(self, url: URL) -> None:
         self._inner: TransportFactory = (
             TLSTransportFactory() if url.scheme == "amqps" else TCPTransportFactory()
         )
-        #: Nobody can guess it, so no publisher can send it.
+        #: Random, so no publisher can send it.
         self.mark = f"unreadable:{secrets.token_hex(16)}"
 
     async def create(
@@ -287,7 +294,7 @@ class Transport(TransportFactory):
 
 
 class _Frames:
-    """The part of StreamReader that the client uses: reads frame by frame, hands out checked bytes."""
+    """The part of StreamReader the client uses. Reads frame by frame and returns checked bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, mark: str) -> None:
         self._reader = reader
@@ -310,7 +317,7 @@ class _Frames:
         start = await self._reader.readexactly(_FRAME_HEADER_BYTES)
         kind, channel, length = struct.unpack(">BHI", start)
         if start.startswith(b"AMQP"):
-            # a server that refuses the protocol version answers with its own, in eight bytes
+            # a server that refuses the protocol version replies with its own, in eight bytes
             return start + await self._reader.readexactly(1)
         frame = start + await self._reader.readexactly(length + 1)
         if kind == _CONTENT_HEADER and not _readable(frame):
@@ -331,42 +338,25 @@ class _Frames:
 def _readable(frame: bytes) -> bool:
     try:
         pamqp.frame.unmarshal(frame)
-    except Exception:  # noqa: BLE001  # a stranger's bytes in a decoder that promises no kind of error
+    except Exception:  # noqa: BLE001  # untrusted bytes, in a decoder that may raise anything
         return False
     return True
 
 
 def _with_readable_names(frame: bytes, channel: int) -> bytes:
-    """Write a Basic.Deliver again whose exchange or routing key is not UTF-8."""
-    parts = _delivered_parts(frame[_FRAME_HEADER_BYTES + 4 : -1])
-    tag, exchange, routing_key = (_text(name) for name in parts["names"])
-    return pamqp.frame.marshal(
-        commands.Basic.Deliver(
-            tag, parts["delivery_tag"], parts["redelivered"], exchange, routing_key
-        ),
-        channel,
-    )
-
-
-def _delivered_parts(content: bytes) -> Mapping[str, Any]:
-    def short(at: int) -> tuple[bytes, int]:
-        end = at + 1 + content[at]
-        return content[at + 1 : end], end
-
-    consumer_tag, at = short(0)
+    """Rewrite a Basic.Deliver whose exchange or routing key is not UTF-8."""
+    content = frame[_FRAME_HEADER_BYTES + 4 : -1]
+    consumer_tag, at = _short_text(content, 0)
     delivery_tag, redelivered = struct.unpack_from(">QB", content, at)
-    exchange, at = short(at + 9)
-    routing_key, _ = short(at)
-    return {
-        "names": (consumer_tag, exchange, routing_key),
-        "delivery_tag": delivery_tag,
-        "redelivered": bool(redelivered),
-    }
+    exchange, at = _short_text(content, at + 9)
+    routing_key, _ = _short_text(content, at)
+    deliver = commands.Basic.Deliver(
+        consumer_tag, delivery_tag, bool(redelivered), exchange, routing_key
+    )
+    return pamqp.frame.marshal(deliver, channel)
 
 
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        # a short string holds 255 bytes
-        return f"hex:{value.hex()}"[:255]
+def _short_text(content: bytes, at: int) -> tuple[str, int]:
+    """Read a short string of up to 255 bytes; returns it and the position after it."""
+    end = at + 1 + content[at]
+    return text_or_hex(content[at + 1 : end])[:255], end

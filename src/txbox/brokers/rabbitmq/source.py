@@ -1,29 +1,37 @@
-"""RabbitMQ queues, by aio-pika on an event loop of its own."""
+"""RabbitMQ: queues, the connection that consumes them, and recovery when it is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError as FutureCancelledError
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from aiormq.exceptions import (
-    AMQPError,
     AuthenticationError,
     ChannelAccessRefused,
-    ChannelInvalidStateError,
+    ChannelNotFoundEntity,
     ChannelPreconditionFailed,
     ConnectionNotAllowed,
     ProbableAuthenticationError,
 )
 from yarl import URL
 
-from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.brokers.rabbitmq.link import CLOSE_S, Connection, Link, MissingQueueError, shown
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, refuse
+from txbox.brokers.loop import EventLoop, Result
+from txbox.brokers.rabbitmq.link import (
+    CLOSE_S,
+    HEARTBEAT_S,
+    TROUBLE,
+    Connection,
+    Link,
+    MissingQueueError,
+    close_quietly,
+    shown,
+)
 from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
 from txbox.errors import BrokerUnavailable, ConfigurationError
 
@@ -31,20 +39,23 @@ _log = logging.getLogger("txbox")
 
 _CALL_S = 10.0
 _SLACK_S = 5.0
-_HEARTBEAT_S = 20
 _RETRY_S = (0.1, 5.0)
 _STEADY_S = 10.0
 _NAME_BYTES_MAX = 255
 _PREFETCH_MAX = 65_535
 _REFUSED = {
-    "no_ack": "only what is stored may be acknowledged, and only by txbox",
-    "auto_ack": "only what is stored may be acknowledged, and only by txbox",
-    "prefetch_count": "it is named prefetch here",
-    "requeue": "failures are retried from the database, nothing is put back into a queue",
+    "no_ack": "txbox acknowledges by itself, and only what is stored",
+    "auto_ack": "txbox acknowledges by itself, and only what is stored",
+    "prefetch_count": "it is called prefetch here",
+    "requeue": "failures are retried from the database; nothing goes back into a queue",
     "connection_class": "txbox reconnects by itself",
 }
 _OPTIONS = {"ssl_context", "client_properties"}
-# at the first connection these are mistakes; later they may be repairs under way
+_NOT_TOLD = (
+    "AMQP tells neither x-message-ttl nor the delivery limit nor consumer_timeout: look at `rabbitmqctl list_queues "
+    "name arguments effective_policy_definition` and `rabbitmqctl environment`."
+)
+# on the first connection these are mistakes; later they may be repairs under way
 _NEVER = (
     AuthenticationError,
     ProbableAuthenticationError,
@@ -52,44 +63,33 @@ _NEVER = (
     ChannelAccessRefused,
     ChannelPreconditionFailed,
 )
-# the client lets StopAsyncIteration out when a server hangs up during the handshake
-_TROUBLE = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsyncIteration)
-
-_T = TypeVar("_T")
 
 
-class RabbitMQ:
-    """Consumes RabbitMQ queues, classic or quorum; a topic is the name of a queue.
+class RabbitMQ(Source):
+    """Consumes RabbitMQ queues, classic or quorum. A topic is the name of a queue.
 
     Args:
         url: "amqp://user:password@host:5672/vhost" or "amqps://…", with the query options of aio-pika.
-        queues: the queues to consume; without them, those that handlers name as topics. They must
-            exist: queues, bindings and policies are yours to declare.
-        prefetch: deliveries of each queue that may be unacknowledged at a time; each is held in memory.
-        consumer_timeout: what the server is set to (`consumer_timeout`, 30 minutes by default): it
-            takes back what is unacknowledged for longer. None when it is switched off.
+        queues: the queues to consume; by default those that handlers name as topics. They must exist:
+            declaring queues, bindings and policies is up to you.
+        prefetch: how many deliveries per queue may be unacknowledged at a time; all are held in memory.
+        consumer_timeout: the server's setting (`consumer_timeout`, 30 minutes by default), after which
+            it takes back what is unacknowledged. None if it is switched off.
         arguments: of the consumers, such as {"x-priority": 10}.
-        check: how long a silent consumer is trusted before the server is asked whether it exists.
+        check: how long a consumer may be silent before the server is asked whether it still exists.
         single_active_consumer: the queues are declared with `x-single-active-consumer`, so that one
-            consumer at a time gets all messages, in their order; `ordered=True` needs it.
-        exchange: where messages are published to, with the topic as routing key; "" is the default
-            exchange, on which the topic is the name of a queue.
+            consumer at a time gets all messages in order; `ordered=True` needs it.
+        exchange: where messages are published, with the topic as routing key; "" is the default
+            exchange, where the topic is the name of a queue.
         options: `ssl_context` and `client_properties` of `aio_pika.connect`.
 
-    The id is the `message_id` property, else a `message-id` header or CloudEvents `id` and `source`
-    (headers with `cloudEvents:`, `ce-` or `ce_`). There is no weak id: a delivery tag names nothing
-    beyond its channel. The type is the `type` property, else a header `type` or the CloudEvents type;
-    the key is a header `key`, else the CloudEvents `partitionkey`, else `subject`. Header values
-    that are no text become text: numbers, true and false, ISO times, JSON for tables and arrays;
-    bytes stay bytes.
+    There is no weak id, because a delivery tag means nothing outside its channel. Header values that are
+    not text become text: numbers, true and false, ISO times, JSON for tables and arrays; bytes stay bytes.
 
-    Guarantee: a message is acknowledged only after it is stored, on the channel that delivered it,
-    and is never rejected or requeued. When the channel or its consumer dies, the source connects
-    again; what was unacknowledged comes again and is found to be a duplicate.
+    Guarantee: a message is acknowledged only after it is stored, on the channel that delivered it, and
+    is never rejected or requeued. When the channel or its consumer dies, the source reconnects; what
+    was unacknowledged comes again and is a duplicate.
     """
-
-    tend_every_s: float | None = None  # the server offers no extension of its time-out
-    exhausted = False
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RabbitMQ:
         self._given = None if queues is None else _checked_queues(queues)
         if not 1 <= prefetch <= _PREFETCH_MAX:
             raise ConfigurationError(
-                f"prefetch is {prefetch}: it must be 1 to {_PREFETCH_MAX}, 0 would mean no bound at all."
+                f"prefetch is {prefetch}: it must be 1 to {_PREFETCH_MAX}; 0 would mean unlimited."
             )
         _check_options(options)
         self._prefetch = prefetch
@@ -124,8 +124,7 @@ class RabbitMQ:
         self._failures = 0
         self._retry_at = 0.0
         self._reason = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop: EventLoop | None = None
 
     @property
     def name(self) -> str:
@@ -140,8 +139,8 @@ class RabbitMQ:
         """Seconds after which the server takes an unacknowledged delivery back."""
         return None if self._consumer_timeout is None else self._consumer_timeout.total_seconds()
 
-    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
-        """Several consumers of a queue take turns, message by message, unless one is active at a time."""
+    def keeps_order(self, topic: str) -> bool:
+        """Consumers of a queue take turns, message by message, unless only one is active at a time."""
         return self._single_active_consumer
 
     def publisher(self) -> RabbitMQPublisher:
@@ -153,28 +152,19 @@ class RabbitMQ:
     def _where(self) -> str:
         return f"{self._url.host}:{self._url.port or 5672}{self._url.path or '/'}"
 
-    def open(
-        self,
-        topics: Sequence[str],
-        progress: Progress,  # noqa: ARG002  # the server remembers
-        in_flight: InFlight,  # noqa: ARG002  # it takes back without asking
-    ) -> None:
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         if self._given is None and "*" in topics:
             raise ConfigurationError(
-                f"{self.name} cannot list the queues of the server: pass queues= to RabbitMQ(…)."
+                f"{self.name} cannot list the server's queues: pass queues= to RabbitMQ(…)."
             )
         named = [topic for topic in topics if topic != "*"]
         self._queues = _checked_queues(named) if named else self._given or ()
         self._was_linked, self._failures, self._retry_at = False, 0, 0.0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._loop,), name="txbox-rabbitmq", daemon=True
-        )
-        self._thread.start()
+        self._loop = EventLoop("txbox-rabbitmq")
         try:
             self._connect()
         except BrokerUnavailable as error:
-            # a server that is away when the worker starts is waited for as it is later
+            # a server that is away at start-up is waited for, just as it is later
             _log.debug("%s", error)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
@@ -187,12 +177,9 @@ class RabbitMQ:
         if not taken and link.lost is None and link.silent_s() > self._check_s:
             try:
                 self._call(link.check(self._queues))
-            except _TROUBLE as error:
+            except TROUBLE as error:
                 link.lose(shown(error))
         return taken
-
-    def tend(self, deliveries: Sequence[Delivery]) -> None:
-        """Nothing: the server counts from the delivery, and nothing extends it."""
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         link = self._link
@@ -202,66 +189,92 @@ class RabbitMQ:
             return
         try:
             self._call(link.acknowledge(tags))
-        except _TROUBLE as error:
+        except TROUBLE as error:
             link.lose(shown(error))
             raise BrokerUnavailable(
-                f"{self.name} could not acknowledge ({shown(error)}): the messages come again.",
+                f"{self.name} could not acknowledge ({shown(error)}): the messages will come again.",
                 failed=len(tags),
             ) from error
 
     def close(self) -> None:
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
+        loop, link = self._loop, self._link
+        if loop is None:
             return
         try:
-            if self._link is not None:
-                self._close(self._link)
+            if link is not None:
+                self._close(link)
         finally:
-            self._link = self._loop = self._thread = None
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
+            self._link = self._loop = None
+            loop.close()
+
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Look whether queues exist; AMQP tells no more of them."""
+        queues = [topic for topic in topics if topic != "*"] or self._given or ()
+        loop = EventLoop("txbox-rabbitmq-facts")
+        try:
+            there = loop.call(self._there(queues), _CALL_S, CLOSE_S + _SLACK_S)
+        except TROUBLE as error:
+            raise BrokerUnavailable(
+                f"RabbitMQ at {self._where} cannot be asked ({shown(error)})."
+            ) from error
+        finally:
+            loop.close()
+        return [
+            Facts(topic=queue, found=queue in there, unknown=(_NOT_TOLD,) if queue in there else ())
+            for queue in queues
+        ]
+
+    async def _there(self, queues: Iterable[str]) -> set[str]:
+        connection = Connection(self._url, **self._options)
+        there: set[str] = set()
+        try:
+            await connection.connect()
+            for queue in queues:
+                # a name that is not there ends the channel
+                channel = await connection.opened_channel(publisher_confirms=False)
+                with suppress(ChannelNotFoundEntity):
+                    await (await channel.get_underlay_channel()).queue_declare(queue, passive=True)
+                    there.add(queue)
+        finally:
+            await close_quietly(connection)
+        return there
 
     # -- the connection -----------------------------------------------------------------------
 
     def _connect(self) -> Link:
-        """Connect and consume, not sooner after a failure than the back-off allows."""
+        """Connect and consume; after a failure, not before the back-off allows."""
         if time.monotonic() < self._retry_at:
             raise BrokerUnavailable(self._reason)
         try:
             link = self._link = self._call(self._linked(), _CALL_S + CLOSE_S)
-        except MissingQueueError as error:
-            message = (
-                f"The queue {str(error)!r} does not exist on RabbitMQ at {self._where}: "
-                "declare it before the worker starts, or correct the topic of the handler."
-            )
+        except (MissingQueueError, *_NEVER) as error:
+            if isinstance(error, MissingQueueError):
+                message = (
+                    f"The queue {str(error)!r} does not exist on RabbitMQ at {self._where}: "
+                    "declare it before the worker starts, or correct the handler's topic."
+                )
+            else:
+                message = (
+                    f"RabbitMQ at {self._where} rejects this consumer ({shown(error)}): "
+                    "check user, password, vhost, permissions and arguments."
+                )
             if not self._was_linked:
                 raise ConfigurationError(message) from error
             raise self._failed(message) from error
-        except _NEVER as error:
-            message = (
-                f"RabbitMQ at {self._where} refuses this consumer ({shown(error)}): "
-                "check user, password, vhost, permissions and arguments."
-            )
-            if not self._was_linked:
-                raise ConfigurationError(message) from error
-            raise self._failed(message) from error
-        except _TROUBLE as error:
+        except TROUBLE as error:
             raise self._failed(
-                f"RabbitMQ at {self._where} cannot be reached ({shown(error)}): it is tried again."
+                f"RabbitMQ at {self._where} cannot be reached ({shown(error)}): it will be tried again."
             ) from error
         self._was_linked = True
         return link
 
     async def _linked(self) -> Link:
-        url = self._url
-        if "heartbeat" not in url.query:
-            url = url.update_query(heartbeat=_HEARTBEAT_S)
-        link = Link(Connection(url, **self._options))
+        link = Link(Connection(self._url, **self._options))
         try:
             async with asyncio.timeout(_CALL_S):
                 await link.consume(self._queues, self._prefetch, self._arguments)
         except BaseException:
-            await _close_quietly(link)
+            await link.close()
             raise
         return link
 
@@ -284,37 +297,14 @@ class RabbitMQ:
 
     def _close(self, link: Link) -> None:
         try:
-            self._call(_close_quietly(link))
+            self._call(link.close())
         except TimeoutError:
             _log.warning("%s left a connection behind that did not close.", self.name)
 
-    def _call(self, work: Coroutine[Any, Any, _T], within_s: float = _CALL_S) -> _T:
+    def _call(self, work: Coroutine[Any, Any, Result], within_s: float = _CALL_S) -> Result:
         assert self._loop is not None
-
-        async def bounded() -> _T:
-            async with asyncio.timeout(within_s):
-                return await work
-
-        task = asyncio.run_coroutine_threadsafe(bounded(), self._loop)
-        try:
-            # the client may hold on to a cancellation while it closes what is dead already
-            return task.result(within_s + CLOSE_S + _SLACK_S)
-        except FutureCancelledError:
-            # the client cancels who waits on a connection that dies
-            raise TimeoutError("the connection ended during the call") from None
-
-
-async def _close_quietly(link: Link) -> None:
-    try:
-        await link.close()
-    except (*_TROUBLE, asyncio.CancelledError) as error:
-        # the server takes back what was unacknowledged when it notices by itself
-        _log.debug("A connection did not close cleanly: %s", shown(error))
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.get_loop().run_forever()
+        # the client may delay a cancellation while it closes what is already dead
+        return self._loop.call(work, within_s, CLOSE_S + _SLACK_S)
 
 
 def _checked_url(url: str) -> URL:
@@ -323,11 +313,11 @@ def _checked_url(url: str) -> URL:
     except ValueError:
         parsed = URL()
     if parsed.scheme not in ("amqp", "amqps") or not parsed.host:
-        # not shown: it may hold a password
+        # not shown: it may contain a password
         raise ConfigurationError(
-            "The URL of RabbitMQ(…) is none: write amqp://user:password@host:5672/vhost."
+            "The URL of RabbitMQ(…) is invalid: use amqp://user:password@host:5672/vhost."
         )
-    heartbeat = parsed.query.get("heartbeat", str(_HEARTBEAT_S))
+    heartbeat = parsed.query.get("heartbeat", str(HEARTBEAT_S))
     if not heartbeat.isdecimal() or int(heartbeat) == 0:
         raise ConfigurationError(
             f"heartbeat={heartbeat} would leave a dead connection unnoticed: use 5 to 60 seconds."
@@ -340,18 +330,17 @@ def _checked_queues(queues: Iterable[str]) -> tuple[str, ...]:
     for queue in found:
         if not queue or len(queue.encode()) > _NAME_BYTES_MAX:
             raise ConfigurationError(
-                f"{queue!r} is no name of a queue: RabbitMQ allows 1 to {_NAME_BYTES_MAX} bytes."
+                f"{queue!r} is not a valid queue name: RabbitMQ allows 1 to {_NAME_BYTES_MAX} bytes."
             )
     if not found:
-        raise ConfigurationError("RabbitMQ(…) has no queue to consume: pass queues=.")
+        raise ConfigurationError("RabbitMQ(…) has no queues to consume: pass queues=.")
     return found
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
+    refuse(options, _REFUSED, "RabbitMQ(…) does not take {option}=: {why}.")
     for name in options:
-        if name in _REFUSED:
-            raise ConfigurationError(f"RabbitMQ(…) refuses {name}=: {_REFUSED[name]}.")
         if name not in _OPTIONS:
             raise ConfigurationError(
-                f"RabbitMQ(…) knows no option {name!r}: connection options go into the URL's query."
+                f"RabbitMQ(…) has no option {name!r}: connection options go into the URL's query."
             )

@@ -1,4 +1,4 @@
-"""Redis Streams, by redis-py, which the extra `redis` installs."""
+"""Redis Streams through redis-py, which the extra `redis` installs."""
 
 from txbox.errors import ConfigurationError
 

@@ -1,4 +1,4 @@
-"""A consumer group on its streams: the commands of one consumer of it, and its entries as messages."""
+"""One consumer of a group: its commands, and stream entries as messages."""
 
 from __future__ import annotations
 
@@ -6,48 +6,56 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
+import redis
 from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
-from txbox.brokers.base import Delivery
-from txbox.brokers.plain import plain_time
-from txbox.message import Headers, Message
+from txbox.brokers.base import Delivery, Facts
+from txbox.brokers.envelope import REDIS, clock
 
 _COMMAND_IDS = 500
 
-#: An entry id and its fields; None for one that was trimmed or deleted.
+#: An entry id and its fields; None for an entry that was trimmed or deleted.
 Entry = tuple[bytes, list[tuple[bytes, bytes]] | None]
 
-# an id from before 2001 was made up by the producer: the server's own ids begin with its clock
+# the server's ids begin with its clock, so an id from before 2001 was made up by a producer
 _CLOCK_MS_MIN = 10**12
 
 
+def new_client(url: str, options: Mapping[str, Any]) -> Any:
+    """Create a client that never retries silently and decodes nothing; raises ValueError for a bad URL."""
+    return cast("Any", redis.Redis).from_url(
+        url, **options, decode_responses=False, protocol=2, retry=Retry(NoBackoff(), 0)
+    )
+
+
 class Group:
-    """One consumer, whose name is new each time. All commands raise redis-py's RedisError as it comes."""
+    """One consumer, with a new name each time. Commands raise redis-py's RedisError unchanged."""
 
     def __init__(self, client: Any, name: str, streams: Sequence[str]) -> None:
         self.name = name
         self.streams = tuple(streams)
         self._client = client
         for command in ("XREADGROUP", "XAUTOCLAIM", "XCLAIM"):
-            # redis-py would fold repeated fields into a dict, and knows JUSTID only from its own method
+            # redis-py would fold repeated fields into a dict, and supports JUSTID only in its own method
             client.set_response_callback(command, _as_it_came)
-        # two processes under one name would read each other's pending entries
+        # two processes with the same name would read each other's pending entries
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
     def create(self, stream: str, start: str) -> None:
-        """Make sure of the group and of the stream; `start` is for a group that was not there."""
+        """Create the stream and the group if missing; `start` applies to a group created here."""
         try:
             self._client.xgroup_create(stream, self.name, id=start, mkstream=True)
         except exceptions.ResponseError as error:
             if code_of(error) != "BUSYGROUP":
                 raise
 
-    def read_own(self, stream: str) -> Iterator[list[Entry]]:
-        """What is pending under our own name, in parts."""
+    def read_pending(self, stream: str) -> Iterator[list[Entry]]:
+        """Yield what is pending under our own name, in parts."""
         after: bytes | str = "0"
         while True:
             reply = self._client.execute_command(
@@ -61,7 +69,7 @@ class Group:
             after = entries[-1][0]
 
     def read_new(self, count: int, block_ms: int) -> Iterator[tuple[str, list[Entry]]]:
-        """What nobody has read yet, up to `count` of each stream; waits when `block_ms` is not 0."""
+        """Read entries nobody has read yet, up to `count` per stream; waits if `block_ms` is not 0."""
         block = ("BLOCK", block_ms) if block_ms > 0 else ()
         reply = self._client.execute_command(
             "XREADGROUP", "GROUP", self.name, self._consumer, "COUNT", count, *block,
@@ -72,10 +80,10 @@ class Group:
     def claim(
         self, stream: str, cursor: bytes, idle_ms: int, count: int
     ) -> tuple[bytes, Iterator[Entry], Sequence[bytes]]:
-        """Take over what has been idle for so long.
+        """Take over entries that have been idle for this long.
 
-        Returns: the next cursor, "0-0" at the end; what is ours now; the ids of what was trimmed or
-        deleted, which Redis has taken out of the group itself.
+        Returns: the next cursor ("0-0" at the end), the entries that are ours now, and the ids of
+            trimmed or deleted entries, which Redis has already removed from the group.
         """
         following, found, *deleted = self._client.execute_command(
             "XAUTOCLAIM", stream, self.name, self._consumer, idle_ms, cursor, "COUNT", count
@@ -93,10 +101,10 @@ class Group:
             _run(pipeline)
 
     def touch(self, tags: Sequence[tuple[str, bytes]], idle_ms: int) -> None:
-        """Set for how long entries count as idle; neither delivered nor counted by that."""
+        """Set the idle time of entries, without delivering them or counting a delivery."""
         with self._client.pipeline(transaction=False) as pipeline:
             for stream, entry_ids in _by_stream(tags):
-                # an entry that is acknowledged by now is passed over
+                # entries that were acknowledged meanwhile are skipped
                 pipeline.execute_command(
                     "XCLAIM", stream, self.name, self._consumer, 0, *entry_ids,
                     "IDLE", idle_ms, "JUSTID",
@@ -106,7 +114,7 @@ class Group:
     def leave(self) -> None:
         for stream in self.streams:
             try:
-                # DELCONSUMER forgets what is pending: it must be nothing
+                # DELCONSUMER forgets pending entries, so there must be none
                 if not self._client.xpending_range(
                     stream, self.name, "-", "+", 1, consumername=self._consumer
                 ):
@@ -116,8 +124,27 @@ class Group:
                     raise
 
 
+def facts_of(client: Any, stream: str, claim_idle_s: float) -> Facts:
+    """What can be read again of a stream; one that is not there is created when it is read."""
+    replay_s: float | None = None
+    said = {"redelivery_s": f"claim_idle={claim_idle_s:g} s"}
+    unknown: tuple[str, ...] = ()
+    if entries := client.xrange(stream, count=1):
+        seconds, microseconds = client.time()
+        entry_id = entries[0][0].decode()
+        stored_ms = int(entry_id.partition("-")[0])
+        if stored_ms >= _CLOCK_MS_MIN:
+            replay_s = max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)
+            said["replay_s"] = f"XLEN {client.xlen(stream)}, oldest entry {entry_id}"
+        else:
+            unknown = (f"its ids are made up by the producer ({entry_id}), and tell no age.",)
+    return Facts(
+        topic=stream, replay_s=replay_s, redelivery_s=claim_idle_s, said=said, unknown=unknown
+    )
+
+
 def code_of(error: Exception) -> str:
-    """The error code, with which every error reply of Redis begins."""
+    """Return the error code that every Redis error reply begins with."""
     return getattr(error, "status_code", None) or str(error).partition(" ")[0]
 
 
@@ -142,7 +169,7 @@ def _by_stream(tags: Sequence[tuple[str, bytes]]) -> Iterator[tuple[str, list[by
 
 
 def entries_of(reply: Any) -> Iterator[tuple[str, list[Entry]]]:
-    """Read the answer to XREADGROUP: each stream with its entries."""
+    """Parse the reply to XREADGROUP: each stream with its entries."""
     for stream, entries in reply or ():
         yield stream.decode(), [entry_of(entry) for entry in entries]
 
@@ -160,21 +187,19 @@ def delivery_of(
     *,
     redelivered: bool,
 ) -> Delivery:
-    """Make an entry a message, or say why it is none.
+    """Turn an entry into a message, or say why it is not one.
 
     Args:
         tag: stream and entry id.
-        weak_scope: what the weak id begins with.
+        weak_scope: the prefix of the weak id.
     """
-    stream, entry_id = tag
-    names = [name for name, _ in fields]
+    stream, entry_id = tag[0], tag[1].decode()
     content_type = None
-    if payload_field in names:
-        at = names.index(payload_field)
+    at = next((at for at, (name, _) in enumerate(fields) if name == payload_field), None)
+    if at is not None:
         payload = fields[at][1]
-        headers = _headers(fields[:at] + fields[at + 1 :])
+        fields = fields[:at] + fields[at + 1 :]
     else:
-        headers = _headers(fields)
         content_type = "application/json"
         try:
             texts = {name.decode(): value.decode() for name, value in fields}
@@ -184,59 +209,22 @@ def delivery_of(
             return Delivery(
                 None, stream, tag, redelivered=redelivered,
                 raw=b"\n".join(name + b"=" + value for name, value in fields),
-                problem=f"Entry {entry_id.decode()} has no field {payload_field.decode()!r}, and its fields are "
-                "no JSON object: one is repeated or not UTF-8. Set payload= of RedisStreams.",
+                problem=f"Entry {entry_id} has no field {payload_field.decode()!r}, and its fields do not form "
+                "a JSON object: one is repeated or not UTF-8. Set payload= of RedisStreams.",
             )  # fmt: skip
         payload = json.dumps(texts, ensure_ascii=False).encode()
-    message: Message[Any] = Message(
-        topic=stream,
-        payload=payload,
-        type=headers.text("type") or headers.text("ce_type"),
-        key=_key(headers),
-        headers=headers,
-        content_type=headers.text("content-type")
-        or headers.text("ce_datacontenttype")
-        or content_type,
-        time=plain_time(headers) or _time(headers.text("ce_time"), entry_id),
-        origin=_origin(stream, entry_id, weak_scope),
+    origin: dict[str, Any] = {"stream": stream, "entry_id": entry_id}
+    stored_ms = int(entry_id.partition("-")[0])
+    by_clock = stored_ms >= _CLOCK_MS_MIN
+    if by_clock:
+        origin["weak_id"] = f"{weak_scope}:{stream}:{entry_id}"
+    return REDIS.delivery(
+        stream,
+        payload,
+        [(name.decode(errors="backslashreplace"), value) for name, value in fields],
+        tag=tag,
+        redelivered=redelivered,
+        origin=origin,
+        content_type=content_type,
+        stored_at=clock(stored_ms / 1000) if by_clock else None,
     )
-    return Delivery(message, stream, tag, redelivered=redelivered)
-
-
-def _origin(stream: str, entry_id: bytes, weak_scope: str) -> dict[str, Any]:
-    id_text = entry_id.decode()
-    origin: dict[str, Any] = {"stream": stream, "entry_id": id_text}
-    if _clock_ms(entry_id) >= _CLOCK_MS_MIN:
-        origin["weak_id"] = f"{weak_scope}:{stream}:{id_text}"
-    return origin
-
-
-def _headers(fields: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return Headers((name.decode(errors="backslashreplace"), value) for name, value in fields)
-
-
-def _key(headers: Headers) -> str | None:
-    key = headers.get("key", headers.get("ce_subject"))
-    if not isinstance(key, bytes):
-        return key
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        return f"hex:{key.hex()}"
-
-
-def _clock_ms(entry_id: bytes) -> int:
-    return int(entry_id.partition(b"-")[0])
-
-
-def _time(text: str | None, entry_id: bytes) -> datetime | None:
-    try:
-        if text is None:
-            clock_ms = _clock_ms(entry_id)
-            return (
-                datetime.fromtimestamp(clock_ms / 1000, UTC) if clock_ms >= _CLOCK_MS_MIN else None
-            )
-        moment = datetime.fromisoformat(text)
-    except (ValueError, OverflowError, OSError):
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

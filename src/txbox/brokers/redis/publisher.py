@@ -1,35 +1,24 @@
-"""Publishing to Redis Streams: pipelined XADD, each with its answer."""
+"""Publishing to Redis Streams: pipelined XADD, with an answer for each."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import redis
 from redis import exceptions
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from txbox.brokers.plain import (
-    CONTENT_TYPE,
-    KEY,
-    MESSAGE_ID,
-    TIME,
-    TYPE,
-    described,
-    payload_of,
-    utf8,
-)
+from txbox.brokers.base import Batch, parts
+from txbox.brokers.envelope import REDIS, utf8
+from txbox.brokers.redis.group import new_client
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.message import Message
 
 _PART_COMMANDS = 500
 _PART_BYTES = 4 * 1024 * 1024
 _FIELD_BYTES_MAX = 512 * 1024 * 1024
-_AWAY = (exceptions.ConnectionError, exceptions.TimeoutError)
-#: The server is there and cannot write at all now: another becomes master, data are being loaded.
+#: The server is there but cannot write now: a failover is under way, or data is being loaded.
 _PASSING = (
     exceptions.ReadOnlyError,
     exceptions.ClusterDownError,
@@ -37,26 +26,23 @@ _PASSING = (
     exceptions.BusyLoadingError,
 )
 
-_Command = tuple[int, list[bytes]]
-
 
 class RedisPublisher:
-    """Appends entries as RedisStreams reads them; a topic is a stream's key, made where it is missing.
+    """Appends entries in the form RedisStreams reads. A topic is a stream's key, created if missing.
 
-    The payload is one field, `message-id`, `type`, `key`, `content-type`, `time` and each header are
-    others, with bytes for values; a repeated header is a repeated field, one without a value an
-    empty field. There are no tombstones.
+    Headers are fields whose values are bytes. A repeated header is a repeated field; one without a
+    value is an empty field.
 
     Args:
-        payload: the field that holds the payload.
-        maxlen: trim each stream to about so many entries; None keeps all.
+        payload: the field for the payload.
+        maxlen: trim each stream to about this many entries; None keeps all.
         replicas: how many replicas must have an entry before it counts as confirmed (WAIT).
 
-    Guarantee: what is confirmed is in the stream of the master. Only `appendfsync always` keeps it
-    through a power failure; a failover may lose what no replica has.
+    Guarantee: what is confirmed is in the master's stream. Only with `appendfsync always` does it
+    survive a power failure; a failover may lose what no replica has.
     """
 
-    event_prefix = "ce_"
+    event_prefix = REDIS.prefix
 
     def __init__(
         self,
@@ -81,38 +67,29 @@ class RedisPublisher:
     def publish(
         self, messages: Sequence[Message[Any]], within_s: float
     ) -> Sequence[BrokerError | None]:
-        # the last command may begin at half the time, and take as long again
+        # the last command may start at half the time, and take as long again
         until, timeout_s = time.monotonic() + within_s / 2, within_s / 2
-        answers: list[BrokerError | None] = [
-            BrokerError(f"Redis has not confirmed the entry within {within_s:g} s.")
-        ] * len(messages)
         try:
             self._connect(timeout_s)
         except exceptions.RedisError as error:
             raise self._away(error) from error
-        commands: list[_Command] = []
-        for at, message in enumerate(messages):
-            try:
-                commands.append((at, self._command(message)))
-            except MessageRefused as refusal:
-                answers[at] = refusal
-        heard = False
-        for part in _parts(commands):
+        batch = Batch(REDIS.name, messages, within_s)
+        commands = batch.entries(self._command)
+        for part in parts(commands, _size_of, _PART_COMMANDS, _PART_BYTES):
             if time.monotonic() > until:
                 break
             try:
                 replies = self._run([command for _, command in part], timeout_s)
             except exceptions.RedisError as error:
                 away = self._away(error)
-                if not heard:
+                if not batch.heard:
                     raise away from error
                 break
-            if all(isinstance(reply, _PASSING) for reply in replies) and not heard:
+            if all(isinstance(reply, _PASSING) for reply in replies) and not batch.heard:
                 raise self._away(replies[0]) from replies[0]
-            heard = True
             for (at, _), reply in zip(part, replies, strict=True):
-                answers[at] = _sentence(reply, messages[at].topic)
-        return answers
+                batch.answer(at, _error_of(reply, messages[at].topic))
+        return batch.answers
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -122,14 +99,14 @@ class RedisPublisher:
     # -- commands -----------------------------------------------------------------------------
 
     def _command(self, message: Message[Any]) -> list[bytes]:
-        fields = [self._payload, payload_of(message, "Redis")]
-        for name, value in described(message, MESSAGE_ID, TYPE, KEY, CONTENT_TYPE, TIME):
+        fields = [self._payload, REDIS.payload(message)]
+        for name, value in REDIS.headers(message):
             text = "" if value is None else value
             fields += [utf8(name), text if isinstance(text, bytes) else utf8(text)]
         longest = max(map(len, fields))
         if longest > self._field_bytes_max:
             raise MessageRefused(
-                f"A field of {longest} bytes is more than Redis takes ({self._field_bytes_max}, its "
+                f"A field of {longest} bytes exceeds what Redis allows ({self._field_bytes_max}, its "
                 "proto-max-bulk-len): make the payload or the header smaller."
             )
         return [b"XADD", utf8(message.topic), *self._trim, b"*", *fields]
@@ -146,7 +123,7 @@ class RedisPublisher:
         *replies, copies = replies
         if isinstance(copies, exceptions.RedisError) or copies < self._replicas:
             missing = BrokerError(
-                f"{copies} of {self._replicas} replicas of Redis have confirmed the entry in time."
+                f"Only {copies} of {self._replicas} replicas of Redis confirmed the entry in time."
             )
             return [reply if isinstance(reply, Exception) else missing for reply in replies]
         return replies
@@ -163,43 +140,32 @@ class RedisPublisher:
             limit = next(iter(dict(found).values()), _FIELD_BYTES_MAX)
             self._field_bytes_max = int(limit)
         except exceptions.ResponseError:
-            # managed servers do not tell; then it is the default
+            # managed servers do not reveal it; assume the default
             self._field_bytes_max = _FIELD_BYTES_MAX
         self._client, self._timeout_s = client, timeout_s
 
     def _new_client(self, timeout_s: float) -> Any:
         timeouts = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-        return cast("Any", redis.Redis).from_url(
-            self._url, **{**self._options, **timeouts},
-            decode_responses=False, protocol=2, retry=Retry(NoBackoff(), 0),
-        )  # fmt: skip
+        return new_client(self._url, {**self._options, **timeouts})
 
     def _away(self, error: Exception) -> BrokerUnavailable:
         self.close()
-        return BrokerUnavailable(f"Redis cannot be used now: {error}")
+        return BrokerUnavailable(f"Redis is unavailable: {error}")
 
 
-def _parts(commands: Sequence[_Command]) -> Iterator[Sequence[_Command]]:
-    part: list[_Command] = []
-    size = 0
-    for command in commands:
-        own_size = sum(map(len, command[1]))
-        if part and (len(part) == _PART_COMMANDS or size + own_size > _PART_BYTES):
-            yield part
-            part, size = [], 0
-        part.append(command)
-        size += own_size
-    if part:
-        yield part
+def _size_of(entry: tuple[int, list[bytes]]) -> int:
+    return sum(map(len, entry[1]))
 
 
-def _sentence(reply: object, topic: str) -> BrokerError | None:
+def _error_of(reply: object, topic: str) -> BrokerError | None:
     if isinstance(reply, exceptions.OutOfMemoryError):
         return BrokerError(
-            f"Redis has no memory for stream {topic!r}: raise maxmemory, or trim streams by maxlen=."
+            f"Redis is out of memory for stream {topic!r}: raise maxmemory, or trim streams with maxlen=."
         )
     if isinstance(reply, BrokerError):
         return reply
     if isinstance(reply, Exception):
-        return BrokerError(f"Redis did not take the entry for {topic!r} ({reply}): check the key.")
+        return BrokerError(
+            f"Redis did not accept the entry for {topic!r} ({reply}): check the key."
+        )
     return None

@@ -1,4 +1,4 @@
-"""Redis Streams: consumer groups, claims of what dead consumers left, an alarm for what was trimmed."""
+"""Redis Streams: consumer groups, taking over from dead consumers, and alarms for trimmed entries."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any
 
-import redis
 from redis import exceptions
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.brokers.redis.group import Entry, Group, code_of, delivery_of
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, refuse
+from txbox.brokers.redis.group import Entry, Group, code_of, delivery_of, facts_of, new_client
 from txbox.brokers.redis.publisher import RedisPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.events import MessagesLost
@@ -27,13 +25,13 @@ _log = logging.getLogger("txbox")
 _SOCKET_TIMEOUT_S = 10.0
 _REFUSED = {
     "decode_responses": "payloads stay bytes",
-    "protocol": "replies are read in one form",
-    "retry": "a read that is repeated unseen loses what its first answer held",
-    "retry_on_error": "a read that is repeated unseen loses what its first answer held",
-    "retry_on_timeout": "a read that is repeated unseen loses what its first answer held",
-    "single_connection_client": "the source opens its connections itself",
+    "protocol": "replies are parsed in one format only",
+    "retry": "a silent retry of a read loses what the first answer held",
+    "retry_on_error": "a silent retry of a read loses what the first answer held",
+    "retry_on_timeout": "a silent retry of a read loses what the first answer held",
+    "single_connection_client": "the source opens its own connections",
 }
-# what a wait can cure: another server becomes master, the disk has room again, a script ends
+# what waiting can cure: a failover, a full disk, a long script
 _PASSING = frozenset({"BUSY", "MISCONF", "NOREPLICAS", "UNBLOCKED"})
 _PASSING_ERRORS = (
     exceptions.ConnectionError,
@@ -45,36 +43,34 @@ _PASSING_ERRORS = (
 )
 
 
-class RedisStreams:
-    """Reads Redis streams as one consumer of a group; a topic is a stream's key.
+class RedisStreams(Source):
+    """Reads Redis streams as one consumer of a group. A topic is a stream's key.
 
     Args:
-        url: as redis-py takes it: `redis://`, `rediss://` or `unix://`.
-        group: the consumer group; created where a stream lacks it, the stream as well. Publishing
-            needs none.
-        payload: the field that holds the payload. An entry without it has all its fields as a JSON
-            object of texts for a payload.
-        claim_idle: an entry that no consumer tended for so long is taken over, 1 second or more.
-        start: where a group that is created here begins: "0" is the whole stream, "$" what comes next.
+        url: as in redis-py: `redis://`, `rediss://` or `unix://`.
+        group: the consumer group. It is created if a stream lacks it, and so is the stream. Not needed
+            to publish.
+        payload: the field that holds the payload. If an entry lacks it, the payload is a JSON object
+            of all its fields as text.
+        claim_idle: an entry that no consumer has tended for this long is taken over; 1 second or more.
+        start: where a group created here begins: "0" is the whole stream, "$" only what comes next.
         incarnation: text for weak ids, see below.
-        maxlen: of publishing: trim each stream to about so many entries.
-        replicas: of publishing: how many replicas must have an entry before it counts as confirmed.
+        maxlen: for publishing: trim each stream to about this many entries.
+        replicas: for publishing: how many replicas must have an entry before it counts as confirmed.
         options: passed to `redis.Redis.from_url`.
 
-    Fields `message-id`, `type`, `key`, `content-type` and CloudEvents `ce_…` describe the message;
-    every field but the payload's is a header, its value as bytes. A key that is not UTF-8 becomes
-    its hexadecimal digits after "hex:". The fields of an entry whose payload is a JSON object must
-    be UTF-8 and each there once; otherwise it is quarantined.
+    Every field except the payload is a header, with bytes as its value. In an entry without the payload
+    field, the fields must be UTF-8 and not repeated; otherwise it is quarantined.
 
-    The weak id is `incarnation`, database number, stream and entry id. Redis tells nothing by which
-    a recreated stream could be known, but ids that the server makes begin with its clock, so a new
-    stream does not repeat them unless that clock is set back. Ids that the producer made up can come
-    again: one that cannot be a time gives no weak id. Set `incarnation` when streams of one name lie
-    on several servers, and change it with a stream whose ids begin anew.
+    The weak id is made of `incarnation`, database number, stream and entry id. Redis offers nothing to
+    recognise a recreated stream by. But ids generated by the server begin with its clock, so a new
+    stream does not repeat them unless that clock is set back. Ids made up by a producer can repeat: one
+    that cannot be a time gives no weak id. Set `incarnation` if streams of the same name exist on
+    several servers, and change it when a stream's ids start over.
 
-    Guarantee: an entry is acknowledged only when its outcome is on disk. An entry that was trimmed
-    or deleted while it was pending cannot be processed: it is logged as "lost upstream", reported as
-    `MessagesLost`, counted in `lost_upstream` and acknowledged. Redis 7 or later.
+    Guarantee: an entry is acknowledged only once its outcome is on disk. An entry that was trimmed or
+    deleted while pending cannot be processed: it is logged as "lost upstream", reported as
+    `MessagesLost`, counted in `lost_upstream` and acknowledged. Requires Redis 7 or later.
     """
 
     def __init__(
@@ -90,12 +86,10 @@ class RedisStreams:
         replicas: int = 0,
         **options: Any,
     ) -> None:
-        for option, why in _REFUSED.items():
-            if option in options:
-                raise ConfigurationError(f"RedisStreams takes no {option}=: {why}.")
+        refuse(options, _REFUSED, "RedisStreams does not take {option}=: {why}.")
         if (maxlen is not None and maxlen < 1) or replicas < 0:
             raise ConfigurationError(
-                f"maxlen={maxlen}, replicas={replicas}: use 1 entry or more, and 0 replicas or more."
+                f"maxlen={maxlen}, replicas={replicas}: maxlen must be at least 1, and replicas at least 0."
             )
         if claim_idle < timedelta(seconds=1):
             raise ConfigurationError(f"claim_idle is {claim_idle}: it must be 1 second or more.")
@@ -104,17 +98,18 @@ class RedisStreams:
         )
         options.setdefault("socket_timeout", _SOCKET_TIMEOUT_S)
         timeout_s: float | None = options["socket_timeout"]
+        self._new_client = partial(new_client, url, options)
         try:
-            self._client: Any = cast("Any", redis.Redis).from_url(
-                url, **options, decode_responses=False, protocol=2, retry=Retry(NoBackoff(), 0)
-            )
+            self._client = self._new_client()
         except ValueError:
-            # redis-py's text may quote the URL, which may hold a password
+            # redis-py's message may quote the URL, which may contain a password
             raise ConfigurationError(
-                "The URL of RedisStreams is not usable: write redis://host:port/database."
+                "The URL of RedisStreams is invalid: use redis://host:port/database."
             ) from None
         if self._client.connection_pool.connection_kwargs.get("decode_responses"):
-            raise ConfigurationError("RedisStreams takes no decode_responses: payloads stay bytes.")
+            raise ConfigurationError(
+                "RedisStreams does not take decode_responses: payloads stay bytes."
+            )
         self._block_max_s = math.inf if timeout_s is None else timeout_s / 2
         database = self._client.connection_pool.connection_kwargs.get("db") or 0
         self._weak_scope = f"redis:{incarnation}:{database}"
@@ -127,12 +122,9 @@ class RedisStreams:
         self._broken = False
         self._claim_at = 0.0
         self._buffer: deque[Delivery] = deque()
-        self._held: set[tuple[str, bytes]] = set()  # ours: in the buffer or handed out
+        self._held: set[tuple[str, bytes]] = set()  # ours: buffered or handed out
         #: Entries that were trimmed or deleted before they could be processed.
         self.lost_upstream = 0
-
-    topics: Sequence[str] | None = None
-    exhausted = False
 
     @property
     def name(self) -> str:
@@ -150,21 +142,12 @@ class RedisStreams:
         """Seconds after which another consumer takes over what nobody tends."""
         return self._claim_idle_s
 
-    def keeps_order(self, topic: str) -> bool:  # noqa: ARG002  # every one
-        """A group shares a stream out entry by entry."""
-        return False
-
-    def open(
-        self,
-        topics: Sequence[str],
-        progress: Progress,  # noqa: ARG002  # the group remembers
-        in_flight: InFlight | None = None,
-    ) -> None:
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         if not self._group.name:
             raise ConfigurationError("RedisStreams needs the name of a consumer group: group=.")
         if "*" in topics or not topics:
             raise ConfigurationError(
-                "RedisStreams reads streams by name: list them, app.consume(source, topics=[…])."
+                "RedisStreams reads streams by name: list them in app.consume(source, topics=[…])."
             )
         self._group = Group(self._client, self._group.name, topics)
         self._in_flight = in_flight
@@ -180,45 +163,49 @@ class RedisStreams:
         except exceptions.RedisError as error:
             self._at_open(error)
 
-    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Ask for the oldest entry of each stream: a group that is made anew begins there."""
+        client = self._new_client()
         try:
+            return [facts_of(client, topic, self._claim_idle_s) for topic in topics if topic != "*"]
+        except exceptions.RedisError as error:
+            raise BrokerUnavailable(f"Redis does not tell of its streams: {error}") from error
+        finally:
+            client.close()
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        with self._translated():
             if not self._ready:
                 self._prepare()
             if not self._buffer:
                 self._claim(messages_max)
             if not self._buffer:
                 self._read_new(messages_max, wait_s)
-        except exceptions.RedisError as error:
-            self._raise(error)
         return [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
-        """Reset the idle time of what is in flight; neither delivered nor counted by that."""
-        try:
-            self._group.touch(
-                [delivery.tag for delivery in (*deliveries, *self._buffer)], idle_ms=0
-            )
-        except exceptions.RedisError as error:
-            self._raise(error)
+        """Reset the idle time of what is in flight, without delivering it or counting a delivery."""
+        tags = [delivery.tag for delivery in (*deliveries, *self._buffer)]
+        with self._translated():
+            self._group.touch(tags, idle_ms=0)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        # if it fails they come again by a claim, as duplicates
-        self._held.difference_update(delivery.tag for delivery in deliveries)
-        try:
-            self._group.acknowledge([delivery.tag for delivery in deliveries])
-        except exceptions.RedisError as error:
-            self._raise(error)
+        # if this fails, they are claimed again later, as duplicates
+        tags = [delivery.tag for delivery in deliveries]
+        self._held.difference_update(tags)
+        with self._translated():
+            self._group.acknowledge(tags)
 
     def close(self) -> None:
-        """Let the others take over at once what was not settled, and leave the group."""
+        """Leave the group, and let other consumers take over at once what was not settled."""
         try:
-            if self._ready:
-                self._group.touch(list(self._held), idle_ms=math.ceil(self._claim_idle_s * 1000))
-                # after a broken connection an unseen read could still bring entries under our name
-                if not self._broken:
-                    self._group.leave()
-        except exceptions.RedisError as error:
-            self._raise(error)
+            with self._translated():
+                if self._ready:
+                    idle_ms = math.ceil(self._claim_idle_s * 1000)
+                    self._group.touch(list(self._held), idle_ms=idle_ms)
+                    # after a broken connection, an unseen read could still assign entries to our name
+                    if not self._broken:
+                        self._group.leave()
         finally:
             self._buffer.clear()
             self._held.clear()
@@ -228,16 +215,16 @@ class RedisStreams:
     # -- reading ------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Make sure of the groups, then take what is pending under our own name."""
+        """Make sure the groups exist, then take what is pending under our own name."""
         for stream in self._group.streams:
             self._group.create(stream, self._start)
         for stream in self._group.streams:
-            for entries in self._group.read_own(stream):
+            for entries in self._group.read_pending(stream):
                 self._keep(stream, entries, redelivered=True)
         self._ready = True
 
     def _read_new(self, messages_max: int, wait_s: float) -> None:
-        # COUNT holds for each stream; what is more than asked for waits in the buffer, tended
+        # COUNT applies to each stream; anything beyond what was asked for waits in the buffer, and is tended
         count = math.ceil(messages_max / len(self._group.streams))
         block_ms = math.floor(min(wait_s, self._block_max_s) * 1000)
         try:
@@ -252,14 +239,14 @@ class RedisStreams:
 
     def _recreate(self) -> None:
         _log.warning(
-            "%s: the group or a stream of %s was deleted; it is created again and read from its beginning.",
+            "%s: the group or a stream of %s was deleted; it is recreated and read from the beginning.",
             self.name, ", ".join(self._group.streams),
         )  # fmt: skip
         for stream in self._group.streams:
             self._group.create(stream, "0")
 
     def _claim(self, messages_max: int) -> None:
-        """Take over what consumers that are gone left pending, oldest first."""
+        """Take over what dead consumers left pending, oldest first."""
         if time.monotonic() < self._claim_at:
             return
         idle_ms = math.ceil(self._claim_idle_s * 1000)
@@ -282,7 +269,7 @@ class RedisStreams:
                 if cursor == b"0-0":
                     break
             more = more or len(self._buffer) >= messages_max
-        # with more to claim, the next receive goes on
+        # if there is more to claim, the next receive continues
         self._claim_at = 0.0 if more else time.monotonic() + self._claim_idle_s / 4
 
     def _keep(self, stream: str, entries: Iterable[Entry], *, redelivered: bool) -> None:
@@ -311,7 +298,7 @@ class RedisStreams:
         self.lost_upstream += len(entry_ids)
         reason = (
             f"lost upstream: {len(entry_ids)} entries of stream {stream} were trimmed or deleted before group "
-            f"{self._group.name} could process them (first {entry_ids[0].decode()}): give the stream a longer MAXLEN."
+            f"{self._group.name} could process them (first {entry_ids[0].decode()}): raise the stream's MAXLEN."
         )
         _log.warning("%s", reason)
         if self._in_flight is not None:
@@ -328,16 +315,24 @@ class RedisStreams:
             ) from error
         if code_of(error) == "WRONGTYPE":
             raise ConfigurationError(
-                f"One of the keys {', '.join(map(repr, self._group.streams))} is no stream: check the topics."
+                f"One of the keys {', '.join(map(repr, self._group.streams))} is not a stream: check the topics."
             ) from error
-        try:
-            self._raise(error)
-        except BrokerUnavailable as away:
-            _log.debug("%s cannot be opened yet: %s", self.name, away)
+        found = self._failure(error)
+        if not isinstance(found, BrokerUnavailable):
+            raise found from error
+        _log.debug("%s cannot be opened yet: %s", self.name, found)
 
-    def _raise(self, error: exceptions.RedisError) -> NoReturn:
+    @contextmanager
+    def _translated(self) -> Generator[None]:
+        """Raise Redis errors as BrokerUnavailable, or as BrokerError if waiting does not help."""
+        try:
+            yield
+        except exceptions.RedisError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: exceptions.RedisError) -> BrokerError:
         if isinstance(error, _PASSING_ERRORS) or code_of(error) in _PASSING:
-            # an answer may have been lost on its way: what it held is pending under our name
+            # a reply may have been lost on its way; what it held is pending under our name
             self._ready, self._broken = False, True
-            raise BrokerUnavailable(f"Redis cannot be used now: {error}") from error
-        raise BrokerError(f"Redis refused a command of {self.name}: {error}") from error
+            return BrokerUnavailable(f"Redis is unavailable: {error}")
+        return BrokerError(f"Redis refused a command of {self.name}: {error}")

@@ -1,4 +1,4 @@
-"""Amazon SQS, by boto3: the extra `sqs` installs it, and SQS(…) asks for it."""
+"""Amazon SQS through boto3, which the extra `sqs` installs; SQS(…) reports when it is missing."""
 
 from txbox.brokers.sqs.source import SQS
 

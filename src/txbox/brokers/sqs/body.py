@@ -1,4 +1,4 @@
-"""One message as SQS carries it: text, and ten attributes at most; what does not fit so is encoded."""
+"""A message as SQS carries it: text and at most ten attributes. What does not fit is encoded."""
 
 from __future__ import annotations
 
@@ -11,23 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
-from txbox.brokers.plain import (
-    CONTENT_TYPE,
-    KEY,
-    MESSAGE_ID,
-    TIME,
-    TYPE,
-    Pair,
-    described,
-    payload_of,
-    utf8,
-)
+from txbox.brokers.envelope import SQS, SQS_GROUPED, Pair, utf8
 from txbox.errors import MessageRefused
 from txbox.message import Headers, HeaderValue, Message
 
-#: How the body is to be read: "base64", or "empty" for a body that SQS would not take.
+#: How to decode the body: "base64", or "empty" because SQS does not accept empty bodies.
 _BODY = "txbox-body"
-#: The headers that are no attributes, as JSON: [name, value] each, bytes as {"base64": "…"}.
+#: Headers that cannot be attributes, as JSON: a [name, value] pair each, with bytes as {"base64": "…"}.
 _HEADERS = "txbox-headers"
 _ATTRIBUTES_MAX = 10
 _NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -39,15 +29,13 @@ def entry_of(message: Message[Any], *, fifo: bool) -> dict[str, Any]:
     """Return the message as an entry of SendMessageBatch, without its Id.
 
     Raises:
-        MessageRefused: SQS has no way to carry it.
+        MessageRefused: SQS cannot carry it.
     """
-    body, encoding = _body(payload_of(message, "SQS"))
+    body, encoding = _body(SQS.payload(message))
     markers = {} if encoding is None else {_BODY: _attribute(encoding)}
     grouped = fifo and message.key is not None and _TOKEN.fullmatch(message.key) is not None
-    names = (MESSAGE_ID, TYPE, CONTENT_TYPE, *(() if grouped else (KEY,)), TIME)
-    attributes, rest = _divided(
-        list(described(message, *names)), _ATTRIBUTES_MAX - len(markers) - 1
-    )
+    pairs = list((SQS_GROUPED if grouped else SQS).headers(message))
+    attributes, rest = _divided(pairs, _ATTRIBUTES_MAX - len(markers) - 1)
     if rest:
         markers[_HEADERS] = _attribute(json.dumps([_packed(pair) for pair in rest]))
     entry: dict[str, Any] = {"MessageBody": body, "MessageAttributes": attributes | markers}
@@ -59,7 +47,7 @@ def entry_of(message: Message[Any], *, fifo: bool) -> dict[str, Any]:
 
 
 def size_of(entry: Mapping[str, Any]) -> int:
-    """What SQS counts: the body, and of each attribute its name, type and value."""
+    """Return the size SQS counts: the body, plus each attribute's name, type and value."""
     size = len(entry["MessageBody"].encode())
     for name, attribute in entry["MessageAttributes"].items():
         value: str | bytes = (
@@ -71,7 +59,7 @@ def size_of(entry: Mapping[str, Any]) -> int:
 
 
 def read(body: str, attributes: Mapping[str, Any]) -> tuple[bytes, Headers]:
-    """Return payload and headers of a received message; a stranger's are taken as they are."""
+    """Return payload and headers of a received message; one from another producer is read as it is."""
     pairs = [
         (name, _value(attribute)) for name, attribute in attributes.items() if name != _HEADERS
     ]
@@ -79,20 +67,17 @@ def read(body: str, attributes: Mapping[str, Any]) -> tuple[bytes, Headers]:
         try:
             more = json.loads(attributes[_HEADERS]["StringValue"])
             pairs += [(str(name), _unpacked(value)) for name, value in more]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             pairs.append((_HEADERS, _value(attributes[_HEADERS])))
     encoding = dict(pairs).get(_BODY)
-    payload = body.encode()
-    if encoding == "empty":
-        payload = b""
-    elif encoding == "base64":
+    if encoding in ("empty", "base64"):
         try:
-            payload = base64.b64decode(body, validate=True)
+            payload = b"" if encoding == "empty" else base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError):
-            return payload, Headers(pairs)
-    else:
-        return payload, Headers(pairs)
-    return payload, Headers(pair for pair in pairs if pair[0] != _BODY)
+            # another producer's attribute of the same name
+            return body.encode(), Headers(pairs)
+        return payload, Headers(pair for pair in pairs if pair[0] != _BODY)
+    return body.encode(), Headers(pairs)
 
 
 def _body(payload: bytes) -> tuple[str, str | None]:
@@ -108,7 +93,7 @@ def _body(payload: bytes) -> tuple[str, str | None]:
 
 
 def _divided(pairs: list[Pair], room: int) -> tuple[dict[str, Any], list[Pair]]:
-    """Return attributes, and the headers that can be none: repeated, without a value, one too many."""
+    """Split into attributes and headers that cannot be one: repeated, without a value, or one too many."""
     names = Counter(name for name, _ in pairs)
     attributes: dict[str, Any] = {}
     rest: list[Pair] = []
@@ -153,15 +138,15 @@ def _unpacked(value: Any) -> HeaderValue:
 
 
 def _token(text: str) -> str:
-    """Return what SQS takes as a group or deduplication id: the text itself, or its digest."""
+    """Return a valid group or deduplication id: the text itself, or its digest if SQS would refuse it."""
     if _TOKEN.fullmatch(text):
         return text
     return hashlib.sha256(utf8(text)).hexdigest()
 
 
 def checked_queue(name: str) -> None:
-    """Raises MessageRefused: SQS has no such names."""
+    """Raise MessageRefused for a name that SQS does not allow."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}|(?=.{1,80}\Z)[A-Za-z0-9_-]+\.fifo", name):
         raise MessageRefused(
-            f"{name!r} is no name of a queue: SQS allows 80 letters, digits, - and _, and .fifo at the end."
+            f"{name!r} is not a valid queue name: SQS allows 80 letters, digits, - and _, and .fifo at the end."
         )

@@ -1,4 +1,4 @@
-"""Calls of SQS: the client, and what an error means for the messages to be sent."""
+"""Calls to SQS: the client, and what its errors mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from txbox.errors import ConfigurationError
 
-#: Requests at a time, and connections kept for them.
+#: Concurrent requests, and connections kept for them.
 WORKERS = 8
 GONE = frozenset({"QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue"})
 DENIED = frozenset({
@@ -15,13 +15,16 @@ DENIED = frozenset({
     "MissingAuthenticationToken", "AccessDenied", "AccessDeniedException", "InvalidSecurity",
     "AWS.SimpleQueueService.AccessDenied",
 })  # fmt: skip
-#: The caller shall slow down, or the server is in trouble: not for what the messages are.
+#: Errors the client raises itself, before calling.
+NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"})
+MALFORMED = "ParamValidation"
+#: Throttling or server trouble, whatever the messages are.
 _LATER = ("Throttl", "RequestThrottled", "OverLimit", "ServiceUnavailable", "InternalError",
           "InternalFailure", "RequestExpired", "ExpiredToken")  # fmt: skip
 
 
 class CallError(Exception):
-    """SQS has refused a call or an entry of it, or was not reached."""
+    """SQS refused a call or one of its entries, or could not be reached."""
 
     def __init__(self, code: str, *, sender: bool = True, away: bool = False) -> None:
         super().__init__(code)
@@ -36,10 +39,10 @@ class CallError(Exception):
 
 
 def new_client(given: Mapping[str, Any], within_s: float) -> Any:
-    """Make a client of boto3 by the options of SQS(…), that waits so many seconds for an answer.
+    """Create a boto3 client from the options of SQS(…), with this read timeout in seconds.
 
     Raises:
-        ConfigurationError: boto3 does not take the options.
+        ConfigurationError: boto3 rejects the options.
     """
     import boto3.session
     from botocore.config import Config
@@ -59,28 +62,24 @@ def new_client(given: Mapping[str, Any], within_s: float) -> Any:
         return session.client("sqs", **options)
     except (BotoCoreError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"boto3 makes no SQS client ({error}): check region, profile and options of SQS(…)."
+            f"boto3 cannot create an SQS client ({error}): check region, profile and options of SQS(…)."
         ) from error
 
 
 def called(call: Callable[[], Any]) -> Any:
-    """Call SQS to send, or to find where to.
-
-    Raises:
-        CallError.
-    """
+    """Call SQS; raises CallError."""
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
 
     try:
         return call()
     except boto.ParamValidationError as error:
-        raise CallError("ParamValidation") from error
+        raise CallError(MALFORMED) from error
     except boto.ClientError as error:
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400))
         away = status >= 500 or any(fragment in code for fragment in _LATER)
         raise CallError(code, away=away) from error
     except (boto.BotoCoreError, ResponseParserError) as error:
-        # connections, time-outs, credentials that cannot be had now
+        # connections, timeouts, credentials that are temporarily unavailable
         raise CallError(type(error).__name__, away=True) from error

@@ -1,15 +1,17 @@
-"""Publishing to Amazon SQS: batches of ten, side by side except into FIFO queues."""
+"""Publishing to Amazon SQS: batches of ten, in parallel except for FIFO queues."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from txbox.brokers.base import Batch, parts
+from txbox.brokers.envelope import SQS
 from txbox.brokers.sqs.body import checked_queue, entry_of, size_of
 from txbox.brokers.sqs.client import DENIED, GONE, WORKERS, CallError, called, new_client
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
@@ -18,32 +20,39 @@ from txbox.message import Message
 _BATCH_MAX = 10
 _BATCH_BYTES_MIN, _BYTES_MAX = 256 * 1024, 1024 * 1024
 
+_Entry = tuple[int, dict[str, Any]]
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True)
 class _Queue:
     topic: str
     url: str
     fifo: bool
     bytes_max: int
-    waiting: list[tuple[int, dict[str, Any]]] = field(
-        default_factory=list[tuple[int, dict[str, Any]]]
-    )
+
+    def entry_of(self, message: Message[Any]) -> dict[str, Any]:
+        entry = entry_of(message, fifo=self.fifo)
+        if (size := size_of(entry)) > self.bytes_max:
+            raise MessageRefused(
+                f"The message has {size} bytes with its attributes: queue {self.topic!r} takes "
+                f"{self.bytes_max}. Make it smaller, or send a reference to it."
+            )
+        return entry
 
 
 class SQSPublisher:
-    """Sends batches of up to ten messages; a topic is a queue's name, `.fifo` included.
+    """Sends batches of up to ten messages. A topic is a queue's name, including `.fifo`.
 
-    Payloads that are UTF-8 text are bodies as they are; others are base64 and marked by the attribute
-    `txbox-body`, as an empty one is. Id, type, content type, key and time are attributes, as are
-    headers. SQS takes ten: headers beyond, repeated, empty or with a name that no attribute may have are JSON in
-    the one attribute `txbox-headers`. In a FIFO queue the key is the MessageGroupId (a message without one has a
-    group of its own), the id the MessageDeduplicationId; SHA-256 stands for what SQS does not take
-    there. There are no tombstones.
+    A UTF-8 payload is sent as the body unchanged. Any other is encoded as base64 and marked by the
+    attribute `txbox-body`; so is an empty one. Headers are attributes, of which SQS allows ten. Those
+    beyond ten, repeated, empty or with an illegal name go as JSON into one attribute, `txbox-headers`.
+    In a FIFO queue the key is the MessageGroupId (a message without one gets a group of its own) and
+    the id the MessageDeduplicationId. Values SQS does not allow there are replaced by their SHA-256.
 
-    Guarantee: what is confirmed is stored by SQS in several places.
+    Guarantee: what is confirmed is stored redundantly by SQS.
     """
 
-    event_prefix = "ce-"
+    event_prefix = SQS.prefix
 
     def __init__(self, given: Any, options: Mapping[str, Any], urls: Mapping[str, str]) -> None:
         self._given, self._options, self._urls = given, options, urls
@@ -54,23 +63,26 @@ class SQSPublisher:
     def publish(
         self, messages: Sequence[Message[Any]], within_s: float
     ) -> Sequence[BrokerError | None]:
-        batch = _Batch(messages, time.monotonic() + within_s)
+        batch = _Batch(SQS.name, messages, within_s)
         self._connect(within_s)
         topics = list(dict.fromkeys(message.topic for message in messages))
         in_time = _side_by_side([partial(self._find, batch, topic) for topic in topics], batch)
         queues = [self._queues[topic] for topic in topics if topic in self._queues]
         jobs: list[Callable[[], None]] = []
         for queue in queues:
-            parts = list(_parts(batch.entries(queue), max(queue.bytes_max, _BATCH_BYTES_MIN)))
+            entries = batch.entries(queue.entry_of, queue.topic)
+            bytes_max = max(queue.bytes_max, _BATCH_BYTES_MIN)
+            in_parts = list(parts(entries, _size_of, _BATCH_MAX, bytes_max))
             if queue.fifo:
-                jobs.append(partial(self._send_in_order, batch, queue, parts))
+                jobs.append(partial(self._send_in_order, batch, queue, in_parts))
             else:
-                jobs += [partial(self._send, batch, queue, part) for part in parts]
+                jobs += [partial(self._send, batch, queue, part) for part in in_parts]
         in_time = _side_by_side(jobs, batch) and in_time
         if batch.away is not None and not batch.heard:
             raise batch.away
         if not in_time and not batch.heard:
             raise BrokerUnavailable(f"SQS did not answer within {within_s:g} s.")
+        # an abandoned thread may still write into the original list
         return list(batch.answers)
 
     def close(self) -> None:
@@ -98,7 +110,8 @@ class SQSPublisher:
         except CallError as error:
             batch.fail(at, error, topic)
         except MessageRefused as refusal:
-            batch.answer(at, refusal)
+            for index in at:
+                batch.answers[index] = refusal
         else:
             self._queues[topic] = _Queue(topic, url, url.endswith(".fifo"), bytes_max)
 
@@ -112,21 +125,21 @@ class SQSPublisher:
         except CallError as error:
             if error.code not in DENIED:
                 raise
-            # a publisher may not be allowed to ask; then SQS itself refuses
+            # a publisher may lack the permission to ask; then SQS itself enforces the limit
             return _BYTES_MAX
         return int(known.get("Attributes", {}).get("MaximumMessageSize", _BYTES_MAX))
 
     # -- sending ------------------------------------------------------------------------------
 
     def _send_in_order(
-        self, batch: _Batch, queue: _Queue, parts: Sequence[Sequence[_Entry]]
+        self, batch: _Batch, queue: _Queue, in_parts: Sequence[Sequence[_Entry]]
     ) -> None:
         behind: set[str] = set()
-        for part in parts:
+        for part in in_parts:
             free = [entry for entry in part if entry[1]["MessageGroupId"] not in behind]
             if free:
                 self._send(batch, queue, free)
-            # what follows a message that may still be taken waits for it
+            # later messages of a group wait for an earlier one that may still be accepted
             behind |= {
                 entry["MessageGroupId"] for at, entry in part
                 if batch.answers[at] is not None and not isinstance(batch.answers[at], MessageRefused)
@@ -147,87 +160,58 @@ class SQSPublisher:
                 self._send(batch, queue, part[half:])
                 return
             if error.code in GONE:
-                # looked for again by the next call
+                # the next call looks it up again
                 self._queues.pop(queue.topic, None)
             batch.fail([at for at, _ in part], error, queue.topic)
             return
-        batch.heard = True
         for sent in answer.get("Successful", []):
-            batch.answers[part[int(sent["Id"])][0]] = None
+            batch.answer(part[int(sent["Id"])][0], None)
         for failed in answer.get("Failed", []):
             why = CallError(str(failed.get("Code", "")), sender=bool(failed.get("SenderFault")))
             batch.fail([part[int(failed["Id"])][0]], why, queue.topic)
 
 
-_Entry = tuple[int, dict[str, Any]]
+class _Batch(Batch):
+    """The messages of one call and the answers so far. Written by several threads."""
 
-
-class _Batch:
-    """The messages of one call and what has been heard of them; written by several threads."""
-
-    def __init__(self, messages: Sequence[Message[Any]], until: float) -> None:
-        self.messages, self._until = messages, until
-        self.answers: list[BrokerError | None] = [
-            BrokerError(f"SQS has not confirmed the message for queue {message.topic!r} in time.")
-            for message in messages
-        ]
-        self.heard = False
+    def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
+        super().__init__(broker, messages, within_s)
+        self._until = time.monotonic() + within_s
         self.away: BrokerUnavailable | None = None
 
     def left_s(self) -> float:
         return max(0.0, self._until - time.monotonic())
 
-    def entries(self, queue: _Queue) -> Iterator[_Entry]:
-        for at, message in enumerate(self.messages):
-            if message.topic != queue.topic:
-                continue
-            try:
-                entry = entry_of(message, fifo=queue.fifo)
-            except MessageRefused as refusal:
-                self.answers[at] = refusal
-                continue
-            if (size := size_of(entry)) <= queue.bytes_max:
-                yield at, entry
-            else:
-                self.answers[at] = MessageRefused(
-                    f"The message has {size} bytes with its attributes: queue {queue.topic!r} takes "
-                    f"{queue.bytes_max}. Make it smaller, or send a reference to it."
-                )
-
-    def answer(self, at: Sequence[int], error: BrokerError) -> None:
-        for index in at:
-            self.answers[index] = error
-
     def fail(self, at: Sequence[int], error: CallError, topic: str) -> None:
-        if error.away:
-            self.away = BrokerUnavailable(
-                f"SQS cannot be reached for queue {topic!r} ({error.code})."
-            )
-            self.answer(at, self.away)
-            return
-        self.heard = True
-        if error.code in GONE:
-            answer = BrokerError(f"SQS has no queue {topic!r} ({error.code}): create it.")
-        elif error.code in DENIED:
-            answer = BrokerError(
-                f"Queue {topic!r} cannot be used ({error.code}): check the region and the permissions."
-            )
-        elif error.of_the_messages:
-            answer = MessageRefused(
-                f"SQS does not take the message for queue {topic!r} ({error.code}): "
-                "make it smaller, or correct its attributes."
-            )
-        else:
-            answer = BrokerError(
-                f"SQS did not take the message for queue {topic!r} ({error.code})."
-            )
-        self.answer(at, answer)
+        for index in at:
+            if error.away:
+                self.away = BrokerUnavailable(
+                    f"SQS cannot be reached for queue {topic!r} ({error.code})."
+                )
+                self.answers[index] = self.away
+            else:
+                self.answer(index, _error_of(error, topic))
+
+
+def _error_of(error: CallError, topic: str) -> BrokerError:
+    if error.code in GONE:
+        return BrokerError(f"SQS has no queue {topic!r} ({error.code}): create it.")
+    if error.code in DENIED:
+        return BrokerError(
+            f"Access to queue {topic!r} was denied ({error.code}): check the region and the permissions."
+        )
+    if error.of_the_messages:
+        return MessageRefused(
+            f"SQS will not accept the message for queue {topic!r} ({error.code}): "
+            "make it smaller, or correct its attributes."
+        )
+    return BrokerError(f"SQS did not accept the message for queue {topic!r} ({error.code}).")
 
 
 def _side_by_side(jobs: Sequence[Callable[[], None]], batch: _Batch) -> bool:
-    """Run jobs in a few threads, until the time of the batch is up; returns whether all have ended.
+    """Run jobs in a few threads until the batch's time is up; returns whether all have finished.
 
-    Threads that hang are left behind: the process may end without them.
+    Threads that hang are abandoned; they do not keep the process alive.
     """
     waiting = deque(jobs)
     failures: list[BaseException] = []
@@ -237,11 +221,11 @@ def _side_by_side(jobs: Sequence[Callable[[], None]], batch: _Batch) -> bool:
             try:
                 job = waiting.popleft()
             except IndexError:
-                # another was faster
+                # another thread was faster
                 return
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            except BaseException as error:  # noqa: BLE001  # re-raised by the waiting thread
                 failures.append(error)
 
     threads = [
@@ -258,15 +242,5 @@ def _side_by_side(jobs: Sequence[Callable[[], None]], batch: _Batch) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def _parts(entries: Iterator[_Entry], bytes_max: int) -> Iterator[list[_Entry]]:
-    part: list[_Entry] = []
-    size = 0
-    for entry in entries:
-        own_size = size_of(entry[1])
-        if part and (len(part) == _BATCH_MAX or size + own_size > bytes_max):
-            yield part
-            part, size = [], 0
-        part.append(entry)
-        size += own_size
-    if part:
-        yield part
+def _size_of(entry: _Entry) -> int:
+    return size_of(entry[1])

@@ -1,64 +1,76 @@
-"""Amazon SQS: standard and FIFO queues, kept invisible for as long as their messages are worked on."""
+"""Amazon SQS: standard and FIFO queues, whose messages stay invisible while they are being processed."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.brokers.plain import plain_time
+from txbox.brokers import envelope
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source
 from txbox.brokers.sqs.body import read
-from txbox.brokers.sqs.client import DENIED, GONE, new_client
+from txbox.brokers.sqs.client import (
+    DENIED,
+    GONE,
+    MALFORMED,
+    NO_CREDENTIALS,
+    CallError,
+    called,
+    new_client,
+)
 from txbox.brokers.sqs.publisher import SQSPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.identity import scoped_id
-from txbox.message import Headers, Message
+from txbox.message import Headers
 
 _log = logging.getLogger("txbox")
 
 _WAIT_MAX = timedelta(seconds=20)
-VISIBLE_MAX_S = 12 * 3600.0  # from the receipt on; no extension leads beyond it
-_BATCH_MAX = 10  # SQS's own bound, on every call
+VISIBLE_MAX_S = 12 * 3600.0  # counted from receipt; no extension goes beyond it
+_BATCH_MAX = 10  # SQS's limit for every call
+_ASK_S = 10.0
 _QUIET_S = (0.1, 1.0)
+_SHOWN = {
+    "SequenceNumber": "sequence_number",
+    "ApproximateReceiveCount": "receive_count",
+    "MessageDeduplicationId": "deduplication_id",
+}
 _RECEIPT_GONE = frozenset({
     "ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight",
     "AWS.SimpleQueueService.MessageNotInflight",
 })  # fmt: skip
 
 
-class SQS:
-    """Receives from queues; a topic is a queue's name, `.fifo` included.
+class SQS(Source):
+    """Receives from queues. A topic is a queue's name, including `.fifo`.
 
     Args:
-        queues: names or URLs; without any, the topics of the handlers are the names.
-        visibility: how long a message stays ours without word from us, up to 12 h; without it, the
-            queue's own time-out. It is extended every third of that while the message is in flight.
-        wait: the long poll of an idle source, 1 to 20 s. A longer one costs fewer requests; a stop,
-            and the other queues of this source, wait for it to end.
-        deduplication_ids: take a FIFO message's MessageDeduplicationId (within its group, where the
-            queue deduplicates by group) as id when it has no other. Only for producers that set it
-            to the id of the event; refused on queues that hash the content, where two equal
-            messages would be one.
-        client: a boto3 SQS client of your own, instead of options.
-        options: for boto3's client: `region_name`, `endpoint_url`, `config` …; `profile_name` too.
+        queues: names or URLs; by default the handlers' topics are the names.
+        visibility: how long a message stays ours without an extension, up to 12 h; by default the
+            queue's own timeout. It is extended every third of that while the message is in flight.
+        wait: the long poll of an idle source, 1 to 20 s. A longer one costs fewer requests, but
+            stopping, and the source's other queues, wait for it to end.
+        deduplication_ids: use a FIFO message's MessageDeduplicationId (within its group, if the queue
+            deduplicates by group) as the id of a message without any other. Only for producers that
+            set it to the event's id. Refused on queues that hash the content, where two equal messages
+            would count as one.
+        client: your own boto3 SQS client, instead of options.
+        options: for boto3's client: `region_name`, `endpoint_url`, `config` …, and `profile_name`.
 
-    The id is the message attribute `message-id`, or CloudEvents `ce-source` and `ce-id` (or with
-    `ce_`). SQS's MessageId differs when a producer sends again: it counts only on handlers with
-    `weak_ids=True`. Attributes become headers, binary ones as bytes; the attribute `key`, else the
-    MessageGroupId, is the key. A body that is marked as base64 by txbox's publisher is decoded.
+    The weak id is SQS's MessageId, which differs when a producer sends again. Attributes become headers,
+    binary ones as bytes. A body that txbox's publisher marked as base64 is decoded.
 
-    Guarantee: a message is deleted only after it is settled. What could not be deleted comes again,
-    and the inbox takes it as a duplicate. What is in flight at the end is given back at once.
+    Guarantee: a message is deleted only after it is settled. If the deletion fails it comes again, as a
+    duplicate. On close, what is in flight is given back at once.
     """
-
-    topics: Sequence[str] | None
-    exhausted = False
 
     def __init__(
         self,
@@ -74,33 +86,36 @@ class SQS:
         if not timedelta(seconds=1) <= wait <= _WAIT_MAX:
             raise ConfigurationError(f"wait is {wait}: use 1 to 20 seconds.")
         if client is not None and options:
-            raise ConfigurationError("SQS() takes a client or options for one, not both.")
+            raise ConfigurationError("SQS() takes either a client or options for one, not both.")
         if "*" in queues or not all(queues):
-            raise ConfigurationError("SQS() takes names or URLs of queues: name each.")
+            raise ConfigurationError("SQS() takes names or URLs of queues: list each one.")
         self._wanted = {_topic(queue): queue for queue in queues}
         if len(self._wanted) < len(set(queues)):
             raise ConfigurationError(
-                "Two queues of SQS() have one name: give each a source of its own."
+                "Two queues of SQS() have the same name: give each a source of its own."
             )
         if importlib.util.find_spec("boto3") is None:
-            raise ConfigurationError("SQS needs boto3: install it with pip install 'txbox[sqs]'.")
-        self.topics = tuple(self._wanted) or None
+            raise ConfigurationError("SQS needs boto3: run pip install 'txbox[sqs]'.")
+        self._topics = tuple(self._wanted) or None
         self._visible_s = None if visibility is None else math.ceil(visibility.total_seconds())
         self._wait_s = math.ceil(wait.total_seconds())
         self._deduplication_ids = deduplication_ids
         self._given, self._options = client, options
         self._client: Any = None
-        self._queues: list[Queue] = []
+        self._queues: deque[Queue] = deque()
         self._receipts: dict[tuple[str, str], Receipt] = {}
-        self._turn = 0
 
     @property
     def name(self) -> str:
         return "sqs:" + ",".join(sorted(self._wanted))
 
     @property
+    def topics(self) -> Sequence[str] | None:
+        return self._topics
+
+    @property
     def redelivery_s(self) -> float | None:
-        """After so many seconds without word from us a message comes again; None before `open`."""
+        """Seconds after which a message comes again unless extended; None before `open`."""
         return min((float(queue.visible_s) for queue in self._queues), default=None)
 
     @property
@@ -112,19 +127,14 @@ class SQS:
         return SQSPublisher(self._given, self._options, self._wanted)
 
     def keeps_order(self, topic: str) -> bool:
-        """A FIFO queue has message groups; a group's next messages wait for those in flight."""
+        """In a FIFO queue, the next messages of a group wait for those in flight."""
         return topic.endswith(".fifo")
 
-    def open(
-        self,
-        topics: Sequence[str],
-        progress: Progress,  # noqa: ARG002  # SQS remembers
-        in_flight: InFlight | None = None,  # noqa: ARG002  # nobody takes a message away
-    ) -> None:
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
         if not self._wanted:
             if not topics or "*" in topics:
                 raise ConfigurationError(
-                    "SQS has no 'all queues': name them, as in SQS('orders'), or name handlers' topics."
+                    "SQS cannot consume all queues: name them, as in SQS('orders'), or name handlers' topics."
                 )
             self._wanted = {_topic(topic): topic for topic in topics}
         self._receipts = {}
@@ -132,17 +142,16 @@ class SQS:
         try:
             self._find_queues()
         except BrokerUnavailable as error:
-            # found again by the first receive
+            # the first receive looks for them again
             _log.debug("%s is away: %s", self.name, error)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         self._find_queues()
-        self._turn += 1
-        turn = self._turn % len(self._queues)
-        inturn = self._queues[turn:] + self._queues[:turn]
+        # a busy queue must not starve the others
+        self._queues.rotate(-1)
         found: list[Delivery] = []
-        if wait_s <= 0 or len(inturn) > 1:
-            for queue in inturn:
+        if wait_s <= 0 or len(self._queues) > 1:
+            for queue in self._queues:
                 if len(found) >= messages_max:
                     return found
                 if time.monotonic() < queue.look_at:
@@ -150,40 +159,39 @@ class SQS:
                 try:
                     found += self._receive_from(queue, messages_max - len(found), 0)
                 except BrokerUnavailable:
-                    # what has come already is handed out; the next receive says what is wrong
+                    # hand out what has arrived; the next receive reports the problem
                     if not found:
                         raise
                     return found
         if not found and wait_s > 0:
-            found += self._receive_from(inturn[0], messages_max, self._wait_s)
+            found += self._receive_from(self._queues[0], messages_max, self._wait_s)
         return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         receipts = [delivery.tag for delivery in deliveries if isinstance(delivery.tag, Receipt)]
-        in_batches([receipt for receipt in receipts if not receipt.gone], Queue.extend)
+        for queue, part in in_batches(receipt for receipt in receipts if not receipt.gone):
+            queue.extend(part)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        receipts = [delivery.tag for delivery in deliveries if isinstance(delivery.tag, Receipt)]
-        for receipt in receipts:
+        left = [delivery.tag for delivery in deliveries if isinstance(delivery.tag, Receipt)]
+        for receipt in left:
             self._receipts.pop((receipt.queue.url, receipt.message_id), None)
-        deleted = 0
-
-        def delete(queue: Queue, batch: Sequence[Receipt]) -> list[Receipt]:
-            nonlocal deleted
-            left = queue.delete(batch)
-            deleted += len(batch) - len(left)
-            return left
-
+        count, deleted = len(left), 0
         try:
-            left = in_batches(receipts, delete)
-            if left:
-                left = in_batches(left, delete)
+            # failed deletions are retried once
+            for _ in range(2):
+                refused: list[Receipt] = []
+                for queue, part in in_batches(left):
+                    failed = queue.delete(part)
+                    deleted += len(part) - len(failed)
+                    refused += failed
+                left = refused
         except BrokerUnavailable as error:
-            error.failed = len(receipts) - deleted
+            error.failed = count - deleted
             raise
         if left:
             raise BrokerError(
-                f"SQS did not delete {len(left)} of {len(receipts)} messages: they come again as duplicates.",
+                f"SQS did not delete {len(left)} of {count} messages: they will come again as duplicates.",
                 failed=len(left),
             )
 
@@ -195,23 +203,90 @@ class SQS:
         if client is None:
             return
         try:
-            in_batches(receipts, Queue.release)
+            for queue, part in in_batches(receipts):
+                queue.release(part)
         finally:
-            self._queues = []
+            self._queues.clear()
             if self._given is None:
                 client.close()
+
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Ask for the attributes of queues; it takes the right to GetQueueAttributes."""
+        client = self._given or new_client(self._options, _ASK_S)
+        try:
+            return [self._facts(client, topic, self._wanted.get(topic, topic)) for topic in topics]
+        finally:
+            if self._given is None:
+                client.close()
+
+    def _facts(self, client: Any, topic: str, queue: str) -> Facts:
+        try:
+            url = (
+                queue
+                if "/" in queue
+                else called(partial(client.get_queue_url, QueueName=queue))["QueueUrl"]
+            )
+            asked = partial(client.get_queue_attributes, QueueUrl=url, AttributeNames=["All"])
+            known = called(asked)["Attributes"]
+        except CallError as error:
+            if error.code in GONE:
+                return Facts(topic=topic, found=False)
+            raise BrokerUnavailable(
+                f"SQS does not describe queue {queue!r} ({error.code})."
+            ) from error
+        kept = known.get("MessageRetentionPeriod")
+        visible_s = self._visible_s or int(known["VisibilityTimeout"])
+        most = json.loads(known.get("RedrivePolicy", "{}")).get("maxReceiveCount")
+        return Facts(
+            topic=topic,
+            # what could not be deleted comes again for as long
+            replay_s=None if kept is None else float(kept),
+            kept_s=None if kept is None else float(kept),
+            redelivery_s=float(visible_s),
+            deliveries_max=None if most is None else int(most),
+            said={
+                "replay_s": f"MessageRetentionPeriod={kept}",
+                "kept_s": f"MessageRetentionPeriod={kept}",
+                "redelivery_s": "visibility="
+                if self._visible_s
+                else f"VisibilityTimeout={visible_s}",
+                "deliveries_max": f"maxReceiveCount={most}",
+            },
+            unknown=() if kept is not None else ("the server tells no MessageRetentionPeriod.",),
+        )
 
     # -- queues and their messages ------------------------------------------------------------
 
     def _find_queues(self) -> None:
         if not self._queues:
-            self._queues = [
-                look_up(
-                    self._client, topic, queue, self._visible_s,
-                    deduplication_ids=self._deduplication_ids,
-                )
-                for topic, queue in self._wanted.items()
-            ]  # fmt: skip
+            self._queues = deque([self._look_up(*wanted) for wanted in self._wanted.items()])
+
+    def _look_up(self, topic: str, queue: str) -> Queue:
+        """Look up a queue by its name or URL.
+
+        Raises:
+            ConfigurationError: it does not exist, or cannot be used this way.
+            BrokerUnavailable.
+        """
+        url, client = queue, self._client
+        if "/" not in queue:
+            url = _called(partial(client.get_queue_url, QueueName=queue), queue, found=False)[
+                "QueueUrl"
+            ]
+        asked = partial(client.get_queue_attributes, QueueUrl=url, AttributeNames=["All"])
+        known = _called(asked, queue, found=False)["Attributes"]
+        if self._deduplication_ids and known.get("ContentBasedDeduplication") == "true":
+            raise ConfigurationError(
+                f"Queue {queue!r} hashes the content for its deduplication id, so two equal messages would count as "
+                "one: remove deduplication_ids= and send a message-id attribute."
+            )
+        visible_s = self._visible_s or int(known["VisibilityTimeout"])
+        if visible_s < 1:
+            raise ConfigurationError(
+                f"Queue {queue!r} has no visibility timeout: pass visibility= to SQS(…)."
+            )
+        per_group = known.get("DeduplicationScope") == "messageGroup"
+        return Queue(client, topic, url, known["QueueArn"], per_group, visible_s)
 
     def _receive_from(self, queue: Queue, messages_max: int, wait_s: int) -> list[Delivery]:
         received = queue.receive(messages_max, wait_s)
@@ -222,48 +297,35 @@ class SQS:
         receipt = Receipt(queue, record["MessageId"], record["ReceiptHandle"])
         known = self._receipts.setdefault((queue.url, receipt.message_id), receipt)
         if known is not receipt:
-            # it became visible while we still work on it: the newest handle is the one that deletes
+            # it became visible while we still work on it: only the newest handle can delete it
             known.handle, known.received_at, known.gone = receipt.handle, receipt.received_at, False
             return None
         counted = record.get("Attributes", {})
         redelivered = int(counted.get("ApproximateReceiveCount", "1")) > 1
         try:
-            message = self._message(queue, record, counted)
+            payload, headers = read(str(record["Body"]), record.get("MessageAttributes", {}))
         except UnicodeEncodeError:
             raw = str(record["Body"]).encode("utf-8", "surrogatepass")
-            problem = "The body contains lone surrogates: it is not text."
+            problem = "The body contains lone surrogates: it is not valid text."
             return Delivery(None, queue.topic, receipt, problem, raw, redelivered)
-        return Delivery(message, queue.topic, receipt, redelivered=redelivered)
-
-    def _message(
-        self, queue: Queue, record: dict[str, Any], counted: dict[str, str]
-    ) -> Message[Any]:
-        payload, headers = read(str(record["Body"]), record.get("MessageAttributes", {}))
-        group = counted.get("MessageGroupId")
-        origin: dict[str, Any] = {
-            "source": "sqs",
-            "queue": queue.arn,
-            "sqs_message_id": record["MessageId"],
-            "weak_id": f"{queue.arn}/{record['MessageId']}",
-        }
-        for name, kept in (
-            ("SequenceNumber", "sequence_number"), ("ApproximateReceiveCount", "receive_count"),
-            ("MessageDeduplicationId", "deduplication_id"),
-        ):  # fmt: skip
-            if name in counted:
-                origin[kept] = counted[name]
-        sent = counted.get("SentTimestamp")
-        return Message(
-            topic=queue.topic,
-            payload=payload,
-            id=self._deduplication_id(queue, headers, counted),
-            type=headers.text("type") or headers.text("ce_type") or headers.text("ce-type"),
-            key=headers.text("key") or group,
-            headers=headers,
-            content_type=headers.text("content-type"),
-            time=plain_time(headers)
-            or (None if sent is None else datetime.fromtimestamp(int(sent) / 1000, UTC)),
-            origin=origin,
+        sent_ms = counted.get("SentTimestamp")
+        return envelope.SQS.delivery(
+            queue.topic,
+            payload,
+            headers,
+            tag=receipt,
+            redelivered=redelivered,
+            origin={
+                "source": "sqs",
+                "queue": queue.arn,
+                "sqs_message_id": record["MessageId"],
+                "weak_id": f"{queue.arn}/{record['MessageId']}",
+                **{kept: counted[name] for name, kept in _SHOWN.items() if name in counted},
+            },
+            message_id=self._deduplication_id(queue, headers, counted),
+            # a key that is not a valid group name is sent as a header beside its digest
+            key=headers.get("key") or counted.get("MessageGroupId"),
+            stored_at=None if sent_ms is None else envelope.clock(int(sent_ms) / 1000),
         )
 
     def _deduplication_id(
@@ -287,12 +349,12 @@ def _topic(queue: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """What a source knows of one queue. Every call raises as `_called` says.
+    """What a source knows about one queue. Calls raise what `_called` raises.
 
     Args:
         per_group: it deduplicates within a message group.
-        visible_s: how long a message is ours without word from us.
-        quiet_s: how long an empty queue is left alone; `look_at`: until when, of the monotonic clock.
+        visible_s: how long a message stays ours without an extension.
+        quiet_s: how long an empty queue is left alone; `look_at`: until when, by the monotonic clock.
     """
 
     client: Any
@@ -305,71 +367,68 @@ class Queue:
     look_at: float = 0.0
 
     def receive(self, messages_max: int, wait_s: int) -> Sequence[dict[str, Any]]:
-        answer = _called(
-            lambda: self.client.receive_message(
-                QueueUrl=self.url,
-                MaxNumberOfMessages=min(messages_max, _BATCH_MAX),
-                WaitTimeSeconds=wait_s,
-                VisibilityTimeout=self.visible_s,
-                MessageAttributeNames=["All"],
-                MessageSystemAttributeNames=["All"],
-            ),
-            self.topic,
+        answer = self._call(
+            "receive_message",
+            MaxNumberOfMessages=min(messages_max, _BATCH_MAX),
+            WaitTimeSeconds=wait_s,
+            VisibilityTimeout=self.visible_s,
+            MessageAttributeNames=["All"],
+            MessageSystemAttributeNames=["All"],
         )
         received: Sequence[dict[str, Any]] = answer.get("Messages", [])
-        # while others are worked on, an empty queue is not asked many times a second
+        # while others are busy, do not ask an empty queue many times a second
         first_s, longest_s = _QUIET_S
         self.quiet_s = 0.0 if received else min(max(first_s, 2 * self.quiet_s), longest_s)
         self.look_at = time.monotonic() + self.quiet_s
         return received
 
-    def extend(self, receipts: Sequence[Receipt]) -> list[Receipt]:
-        entries: list[dict[str, Any]] = []
-        for index, receipt in enumerate(receipts):
-            left_s = VISIBLE_MAX_S - (time.monotonic() - receipt.received_at)
-            receipt.gone = left_s < 1
+    def extend(self, receipts: Sequence[Receipt]) -> None:
+        for receipt in receipts:
+            receipt.gone = receipt.left_s() < 1
             if receipt.gone:
                 _log.warning(
-                    "A message of %s is in flight for 12 h: SQS will deliver it again.", self.topic
+                    "A message of %s has been in flight for 12 h: SQS will deliver it again.",
+                    self.topic,
                 )
-            else:
-                entries.append(_entry(index, receipt, min(self.visible_s, int(left_s))))
-        if entries:
-            for failed in self._change_visibility(entries):
-                receipts[int(failed["Id"])].gone = failed.get("Code") in _RECEIPT_GONE
-        return []
+        self._change_visibility(
+            (receipt, min(self.visible_s, int(receipt.left_s())))
+            for receipt in receipts
+            if not receipt.gone
+        )
+
+    def release(self, receipts: Sequence[Receipt]) -> None:
+        self._change_visibility((receipt, 0) for receipt in receipts)
 
     def delete(self, receipts: Sequence[Receipt]) -> list[Receipt]:
-        """Return those that were not deleted."""
-        entries = [_entry(index, receipt) for index, receipt in enumerate(receipts)]
-        answer = _called(
-            lambda: self.client.delete_message_batch(QueueUrl=self.url, Entries=entries),
-            self.topic,
-        )
+        """Delete messages; returns those that were not deleted."""
+        entries = [receipt.entry(index) for index, receipt in enumerate(receipts)]
+        answer = self._call("delete_message_batch", Entries=entries)
         return [receipts[int(failed["Id"])] for failed in answer.get("Failed", [])]
 
-    def release(self, receipts: Sequence[Receipt]) -> list[Receipt]:
-        self._change_visibility(
-            [_entry(index, receipt, 0) for index, receipt in enumerate(receipts)]
-        )
-        return []
+    def _change_visibility(self, wanted_s: Iterable[tuple[Receipt, int]]) -> None:
+        changes = list(wanted_s)
+        if changes:
+            entries = [
+                {**receipt.entry(index), "VisibilityTimeout": visible_s}
+                for index, (receipt, visible_s) in enumerate(changes)
+            ]
+            answer = self._call("change_message_visibility_batch", Entries=entries)
+            for failed in answer.get("Failed", []):
+                receipt, _ = changes[int(failed["Id"])]
+                receipt.gone = failed.get("Code") in _RECEIPT_GONE
 
-    def _change_visibility(self, entries: list[dict[str, Any]]) -> list[Any]:
-        answer = _called(
-            lambda: self.client.change_message_visibility_batch(QueueUrl=self.url, Entries=entries),
-            self.topic,
-        )
-        failed: list[Any] = answer.get("Failed", [])
-        return failed
+    def _call(self, name: str, **arguments: Any) -> Any:
+        call = partial(getattr(self.client, name), QueueUrl=self.url, **arguments)
+        return _called(call, self.topic)
 
 
 @dataclass(slots=True, eq=False)
 class Receipt:
-    """The right to delete one message: the newest handle of it.
+    """The right to delete one message: its newest handle.
 
     Args:
-        received_at: of the monotonic clock, in seconds.
-        gone: SQS does not know the handle any more, or will not in a moment.
+        received_at: by the monotonic clock, in seconds.
+        gone: SQS no longer knows the handle, or is about to forget it.
     """
 
     queue: Queue
@@ -378,99 +437,47 @@ class Receipt:
     received_at: float = field(default_factory=time.monotonic)
     gone: bool = False
 
+    def left_s(self) -> float:
+        return VISIBLE_MAX_S - (time.monotonic() - self.received_at)
 
-def look_up(
-    client: Any, topic: str, queue: str, visible_s: int | None, *, deduplication_ids: bool
-) -> Queue:
-    """Ask for a queue by its name or URL.
-
-    Args:
-        visible_s: instead of the queue's own time-out.
-        deduplication_ids: they are to be ids of messages.
-
-    Raises:
-        ConfigurationError: it is not there, or cannot be used so.
-        BrokerUnavailable.
-    """
-    url: str = queue
-    if "/" not in queue:
-        url = _called(lambda: client.get_queue_url(QueueName=queue), queue, found=False)["QueueUrl"]
-    known = _called(
-        lambda: client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"]),
-        queue,
-        found=False,
-    )["Attributes"]
-    if deduplication_ids and known.get("ContentBasedDeduplication") == "true":
-        raise ConfigurationError(
-            f"Queue {queue!r} hashes the content as deduplication id: two equal messages would be one; "
-            "leave deduplication_ids out and send a message-id attribute."
-        )
-    visible_s = visible_s or int(known["VisibilityTimeout"])
-    if visible_s < 1:
-        raise ConfigurationError(
-            f"Queue {queue!r} has no visibility time-out: pass visibility= to SQS(…)."
-        )
-    return Queue(
-        client,
-        topic,
-        url,
-        known["QueueArn"],
-        per_group=known.get("DeduplicationScope") == "messageGroup",
-        visible_s=visible_s,
-    )
+    def entry(self, index: int) -> dict[str, Any]:
+        return {"Id": str(index), "ReceiptHandle": self.handle}
 
 
-def in_batches(
-    receipts: Sequence[Receipt], call: Callable[[Queue, Sequence[Receipt]], list[Receipt]]
-) -> list[Receipt]:
-    """Call with each queue's receipts, as many as SQS takes at once; returns what the calls do."""
+def in_batches(receipts: Iterable[Receipt]) -> Iterator[tuple[Queue, Sequence[Receipt]]]:
+    """Yield the receipts of each queue, in batches as large as SQS allows."""
     of_queue: dict[str, list[Receipt]] = {}
     for receipt in receipts:
         of_queue.setdefault(receipt.queue.url, []).append(receipt)
-    left: list[Receipt] = []
-    for queue_receipts in of_queue.values():
-        for start in range(0, len(queue_receipts), _BATCH_MAX):
-            left += call(queue_receipts[0].queue, queue_receipts[start : start + _BATCH_MAX])
-    return left
-
-
-def _entry(index: int, receipt: Receipt, visible_s: int | None = None) -> dict[str, Any]:
-    more = {} if visible_s is None else {"VisibilityTimeout": visible_s}
-    return {"Id": str(index), "ReceiptHandle": receipt.handle, **more}
+    for of_one in of_queue.values():
+        for start in range(0, len(of_one), _BATCH_MAX):
+            yield of_one[0].queue, of_one[start : start + _BATCH_MAX]
 
 
 def _called(call: Callable[[], Any], queue: str, *, found: bool = True) -> Any:
-    """Call SQS; what it answers decides whether waiting helps.
+    """Call SQS; its answer decides whether waiting helps.
 
     Args:
-        found: the queue has been there: who makes it anew, or starts its server, brings it back.
+        found: the queue existed before, so whoever recreates it or starts its server brings it back.
 
     Raises:
-        ConfigurationError: no wait helps.
-        BrokerUnavailable: it may.
+        ConfigurationError: waiting does not help.
+        BrokerUnavailable: waiting may help.
     """
-    from botocore import exceptions as boto
-    from botocore.parsers import ResponseParserError
-
     try:
-        return call()
-    except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
-        raise ConfigurationError(
-            f"There are no credentials for queue {queue!r}: set AWS's variables, or pass a profile_name."
-        ) from error
-    except (
-        boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError,
-        boto.CredentialRetrievalError, ResponseParserError,
-    ) as error:  # fmt: skip
-        raise BrokerUnavailable(
-            f"SQS cannot be reached for queue {queue!r} ({type(error).__name__})."
-        ) from error
-    except boto.ParamValidationError as error:
-        raise ConfigurationError(f"Queue {queue!r} cannot be asked for: check its name.") from error
-    except boto.ClientError as error:
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        if code in DENIED or (code in GONE and not found):
+        return called(call)
+    except CallError as error:
+        if error.code in NO_CREDENTIALS:
             raise ConfigurationError(
-                f"Queue {queue!r} cannot be used ({code}): check its name, the region and the permissions."
+                f"No credentials for queue {queue!r}: set the AWS variables, or pass profile_name=."
             ) from error
-        raise BrokerUnavailable(f"SQS refused a call for queue {queue!r} ({code}).") from error
+        if error.code == MALFORMED:
+            raise ConfigurationError(
+                f"{queue!r} is not a valid queue name or URL: check it."
+            ) from error
+        if error.code in DENIED or (error.code in GONE and not found):
+            raise ConfigurationError(
+                f"Queue {queue!r} cannot be used ({error.code}): check its name, the region and the permissions."
+            ) from error
+        what = "SQS cannot be reached" if error.away else "SQS refused a call"
+        raise BrokerUnavailable(f"{what} for queue {queue!r} ({error.code}).") from error

@@ -1,4 +1,4 @@
-"""Webhooks: an ASGI application for an endpoint, and the schemes by which senders sign."""
+"""Webhooks: an ASGI application for an endpoint, and the schemes senders sign with."""
 
 from txbox.brokers.webhook.endpoint import Receive, Scope, Send, Webhook, answer
 from txbox.brokers.webhook.schemes import GitHub, StandardWebhooks, Stripe, Verified, Verify

@@ -1,4 +1,4 @@
-"""Webhooks: an ASGI application that verifies who sent a request and answers once it is safe."""
+"""Webhooks: an ASGI application that verifies the sender and answers once the message is safe."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from txbox.outcome import Answer, Outcome
 
 _log = logging.getLogger("txbox")
 
-# they open doors elsewhere and have no place in a table
+# credentials open doors elsewhere and do not belong in a table
 _NOT_KEPT = frozenset({"authorization", "proxy-authorization", "cookie"})
-# by these txbox identifies, types and answers a message: where the scheme signs, what is unsigned has no say
+# headers txbox reads ids, types and reply topics from; ignored when unsigned in a scheme that signs
 _SPEAKING = re.compile(r"message-id|reply-to|(ce[-_]|cloudevents[:_]).*")
-# what strangers may send at once, in each process, before anything is verified
+# how much unverified data may be in transit at once, per process
 _READING_MAX = 256
 _READING_BYTES = 64 * 1024 * 1024
+_TEXT = b"text/plain; charset=utf-8"
 _NEVER_CURED = (Fault.SCHEMA, Fault.OTHER)
 
 Scope = MutableMapping[str, Any]
@@ -36,39 +37,39 @@ Process = Callable[[Message[Any]], Awaitable[Answered]]
 
 
 class Webhook:
-    """An ASGI application for one endpoint: `app.consume(hook)` and `txbox run` serve it, a framework mounts it.
+    """An ASGI application for one endpoint. `txbox run` serves it after `app.consume(hook)`; a framework can mount it.
 
     Args:
-        process: what takes the message in: `app.process_async`; `app.answer_async`, whose kept result
-            is the answer's body; or `app.send_async`, which only stores it, for every consumer of the
-            topic. Without it, `app.consume(hook)` gives it to every
-            consumer of its topic, one after the other.
+        process: what accepts the message: `app.process_async`; `app.answer_async`, whose kept result
+            becomes the response body; or `app.send_async`, which only stores it for every consumer of
+            the topic. By default `app.consume(hook)` passes it to every consumer of its topic, one
+            after the other.
         topic: of its messages.
         verify: GitHub(secret), Stripe(secret), StandardWebhooks(secret), or a callable
             `(headers, body)` that returns True or Verified for a genuine request.
-        path: where `txbox run` serves it; `/webhooks/` and the topic by default.
-        body_bytes: a longer body is answered 413.
-        in_flight_max: verified requests at work at once, in each process; more are answered 503.
-        answer_within: bound on reading a request, and again on answering it. What takes longer goes
-            on, the sender is told to come again and then meets a duplicate.
+        path: where `txbox run` serves it; by default `/webhooks/` and the topic.
+        body_bytes: a longer body is answered with 413.
+        in_flight_max: verified requests in progress at once, per process; more are answered with 503.
+        answer_within: time limit for reading a request, and again for answering it. Work that takes
+            longer continues; the sender is told to retry, and then meets a duplicate.
         retry_after: what a 503 asks for.
-        quarantined_status: the answer for a message that is set aside because its id is known with another
-            body, or it has none: 200, or an error such as 409 that the sender's own log shows.
+        quarantined_status: the response for a message that is set aside because its id is known with a
+            different body, or it has none: 200, or an error such as 409 that shows up in the sender's log.
 
-    200: processed, a duplicate, parked, set aside or stored; the text says which. Where one consumer
-    takes the message and keeps its result (`keep_result=True`), the body is that, as JSON; a duplicate
-    gets it where `verify` returned True, that is, where the request itself proves who asks. 401: not
-    genuine, nothing was stored. 413: too long. 408: the body did not come. 503 with Retry-After: in
-    progress elsewhere, too many at once, or the database is away. A wrong program is an exception,
-    which servers answer with 500.
+    200: processed, duplicate, parked, set aside or stored; the text says which. If a single consumer
+    takes the message and keeps its result (`keep_result=True`), the body is that result as JSON. A
+    duplicate gets it only if `verify` returned True, that is, if the request itself proves who is asking.
+    401: not genuine; nothing was stored. 413: too long. 408: the body did not arrive. 503 with
+    Retry-After: in progress elsewhere, too many requests at once, or the database is unavailable. A bug
+    is an exception, which servers turn into a 500.
 
-    Where `verify` returns Verified, as the schemes do, the message's id and type are what it says: the
-    headers `message-id`, `ce-…` and `reply-to` are dropped, since no signature covers them.
+    If `verify` returns Verified, as the schemes do, it decides the message's id and type. The headers
+    `message-id`, `ce-…` and `reply-to` are dropped, because no signature covers them.
 
-    Unverified requests never keep a genuine one out: of 256, or of 64 MiB, that are being read, the
-    oldest is cut off (408) for the next.
+    Unverified requests never keep a genuine one out: when more than 256, or 64 MiB, are being read, the
+    oldest is cut off (408) to make room.
 
-    Guarantee: 2xx is sent only after the commit that holds the effects or the message itself.
+    Guarantee: a 2xx is sent only after the commit that holds the effects or the message itself.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Webhook:
         if _is_async(verify):
             raise ConfigurationError(
                 "verify= takes GitHub(secret), Stripe(secret), StandardWebhooks(secret) or a plain "
-                "function of headers and body."
+                "function of headers and body; it must not be async."
             )
         if body_bytes < 1 or in_flight_max < 1:
             raise ConfigurationError("body_bytes and in_flight_max must be 1 or more.")
@@ -95,7 +96,7 @@ class Webhook:
             raise ConfigurationError(f"path is {path!r}: write it like /webhooks/github.")
         if answer_within <= timedelta(0) or retry_after < timedelta(0):
             raise ConfigurationError(
-                "answer_within must be longer than nothing, and retry_after not negative."
+                "answer_within must be above zero, and retry_after must not be negative."
             )
         if quarantined_status != 200 and not 400 <= quarantined_status <= 599:
             raise ConfigurationError(
@@ -108,7 +109,7 @@ class Webhook:
         self._process = process
         self._in_flight_max = in_flight_max
         self._quarantined_status = quarantined_status
-        #: How many bytes have come of each body that is being read, the oldest first.
+        #: How many bytes of each body being read have arrived, oldest first.
         self._reading: dict[asyncio.Timeout, int] = {}
         self._verify = verify
         self._body_bytes = body_bytes
@@ -120,16 +121,16 @@ class Webhook:
         return f"Webhook(topic={self.topic!r}, path={self.path!r})"
 
     def bind(self, process: Process) -> None:
-        """Take messages in with this, unless `process` was given."""
+        """Process messages with this, unless `process` was given."""
         self._process = self._process or process
 
     @property
     def in_flight(self) -> int:
-        """Verified requests at work, those included that were told to come again."""
+        """Verified requests in progress, including those whose sender was told to retry."""
         return len(self._running)
 
     async def ended(self) -> None:
-        """Wait for what took longer than its answer."""
+        """Wait for the work that outlasted its answer."""
         while self._running:
             await asyncio.wait(self._running)
 
@@ -159,7 +160,7 @@ class Webhook:
             async with asyncio.timeout(self._answer_s) as reading:
                 body = await self._body(headers, receive, reading)
         except TimeoutError:
-            await self._answer(send, 408, "the body did not come", [(b"connection", b"close")])
+            await self._answer(send, 408, "the body did not arrive", [(b"connection", b"close")])
             return
         except _TooLongError:
             await self._answer(send, 413, "the body is too long", [(b"connection", b"close")])
@@ -167,7 +168,7 @@ class Webhook:
         except _GoneError:
             return
         verified = self._verify(headers, body)
-        # anything truthy will not do: a forgotten await is truthy as well
+        # merely truthy is not enough: a coroutine that was not awaited is truthy too
         if verified is not True and not isinstance(verified, Verified):
             await self._answer(send, 401, "the signature is missing, wrong or too old")
             return
@@ -229,13 +230,13 @@ class Webhook:
     async def _settle(self, message: Message[Any], send: Send, *, proven: bool) -> None:
         if self._process is None:
             raise ConfigurationError(
-                "This Webhook has nothing that takes its messages: app.consume(hook), or give it "
+                "Nothing processes the messages of this Webhook: call app.consume(hook), or pass it "
                 "app.process_async."
             )
         running = asyncio.ensure_future(self._process(message))
         self._running.add(running)
         running.add_done_callback(self._ended)
-        # neither the time nor a sender that hangs up ends a transaction half-way
+        # neither the time limit nor a sender that hangs up may end a transaction half-way
         done, _ = await asyncio.wait([running], timeout=self._answer_s)
         if not done:
             await self._come_again(send, "still running")
@@ -245,8 +246,8 @@ class Webhook:
         except StoreError as error:
             if not isinstance(error, StoreUnavailable) and error.fault in _NEVER_CURED:
                 raise
-            _log.warning("A webhook of %s was not taken: %s", self.topic, error)
-            await self._come_again(send, "the database is away")
+            _log.warning("A webhook message for %s was not accepted: %s", self.topic, error)
+            await self._come_again(send, "the database is unavailable")
             return
         answers: list[Outcome | Answer] = (
             list(answer.values()) if isinstance(answer, Mapping) else [answer]
@@ -256,10 +257,9 @@ class Webhook:
             await self._come_again(send, "in progress")
             return
         result = answers[0].json if len(answers) == 1 and isinstance(answers[0], Answer) else None
-        # a captured request can be sent again: what it signs does not say who asks
+        # a captured request can be replayed: its signature does not prove who is asking
         if result is not None and (proven or outcomes[0] is Outcome.PROCESSED):
-            self.answers[200] += 1
-            await _send(send, 200, b"application/json", result)
+            await self._answer(send, 200, result, kind=b"application/json")
             return
         status = self._quarantined_status if Outcome.QUARANTINED in outcomes else 200
         await self._answer(send, status, ", ".join(dict.fromkeys(outcomes)))
@@ -267,19 +267,23 @@ class Webhook:
     def _ended(self, running: asyncio.Future[Answered]) -> None:
         self._running.discard(running)
         if not running.cancelled() and (error := running.exception()) is not None:
-            # seen here, even when the answer was given before it
-            _log.debug("A webhook of %s ended with %s", self.topic, type(error).__name__)
+            # retrieved here even if the answer was sent before, so that asyncio does not complain
+            _log.debug("A webhook request for %s ended with %s", self.topic, type(error).__name__)
 
-    async def _come_again(
-        self, send: Send, why: str, more: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
-        await self._answer(send, 503, why, [(b"retry-after", self._retry_after), *more])
+    async def _come_again(self, send: Send, why: str) -> None:
+        await self._answer(send, 503, why, [(b"retry-after", self._retry_after)])
 
     async def _answer(
-        self, send: Send, status: int, text: str, more: Sequence[tuple[bytes, bytes]] = ()
+        self,
+        send: Send,
+        status: int,
+        body: str | bytes,
+        more: Sequence[tuple[bytes, bytes]] = (),
+        *,
+        kind: bytes = _TEXT,
     ) -> None:
         self.answers[status] += 1
-        await answer(send, status, text, more)
+        await answer(send, status, body, more, kind=kind)
 
 
 class _TooLongError(Exception):
@@ -291,22 +295,18 @@ class _GoneError(Exception):
 
 
 async def answer(
-    send: Send, status: int, text: str, more: Sequence[tuple[bytes, bytes]] = ()
+    send: Send,
+    status: int,
+    body: str | bytes,
+    more: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    kind: bytes = _TEXT,
 ) -> None:
-    """Send a whole answer."""
-    await _send(send, status, b"text/plain; charset=utf-8", text.encode() + b"\n", more)
-
-
-async def _send(
-    send: Send, status: int, kind: bytes, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()
-) -> None:
-    headers = [
-        (b"content-type", kind),
-        (b"content-length", str(len(body)).encode()),
-        *more,
-    ]
+    """Send a complete response: a line of text, or bytes of another content type."""
+    content = f"{body}\n".encode() if isinstance(body, str) else body
+    headers = [(b"content-type", kind), (b"content-length", str(len(content)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": content})
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -314,15 +314,15 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def _value(value: bytes) -> HeaderValue:
-    # HTTP promises no encoding: what is not ASCII stays as it came
+    # HTTP defines no encoding: anything but ASCII stays bytes
     return value.decode("ascii") if value.isascii() else value
 
 
 def _over(digits: str, limit: int) -> bool:
-    # Python refuses to read integers of thousands of digits
+    # Python will not parse integers of thousands of digits
     return len(digits) > 19 or int(digits) > limit
 
 
 def _is_async(verify: object) -> bool:
-    call = getattr(type(verify), "__call__", None)  # noqa: B004  # sync or async, not whether it is there
+    call = getattr(type(verify), "__call__", None)  # noqa: B004  # is it async, not: is it callable
     return inspect.iscoroutinefunction(verify) or inspect.iscoroutinefunction(call)

@@ -17,14 +17,14 @@ from txbox.errors import ConfigurationError
 from txbox.message import Headers
 
 _TOLERANCE = timedelta(minutes=5)
-# a shorter one can be guessed from one captured request; Standard Webhooks names its own bounds
+# a shorter one can be guessed from a single captured request; Standard Webhooks has its own bounds
 _SECRET_BYTES_MIN = 8
 _STANDARD_SECRET_BYTES = (24, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What is signed of a genuine request; its headers say nothing about the message's id, type or replies."""
+    """What a genuine request's signature covers. Its headers then have no say in the message's id, type or replies."""
 
     id: str | None = None
     type: str | None = None
@@ -32,8 +32,8 @@ class Verified:
     time: datetime | None = None
 
 
-#: Returns True where the whole request is genuine, its headers included (a token over TLS), and Verified
-#: where a signature covers what that says; everything else refuses the request.
+#: Returns True if the whole request is genuine, including its headers (a token over TLS). Returns Verified if a
+#: signature covers what that contains. Anything else rejects the request.
 Verify = Callable[[Headers, bytes], Verified | bool]
 
 
@@ -41,13 +41,13 @@ class GitHub:
     """GitHub's `X-Hub-Signature-256`; the id is `X-GitHub-Delivery`, the type `X-GitHub-Event`.
 
     Args:
-        secrets: one, or several while one replaces another.
+        secrets: one, or several while rotating.
 
-        id_from: "delivery" for GitHub's id; "body" for the SHA-256 of the body, so that a request that is
-            sent again under another id is a duplicate, and so is a second event with the same body.
+        id_from: "delivery" for GitHub's id; "body" for the SHA-256 of the body. With "body", a request
+            replayed under another id is a duplicate, but so is a second event with the same body.
 
-    GitHub signs the body alone: not the id, not the type, not the time. Whoever has seen one genuine
-    request can send it again under another id and as another type.
+    GitHub signs only the body, not the id, the type or the time. Whoever has seen one genuine request
+    can replay it under another id and as another type.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class GitHub:
 
 
 class Stripe:
-    """Stripe's `Stripe-Signature` with `t=` and `v1=`; id, type and time are the event's own.
+    """Stripe's `Stripe-Signature` with `t=` and `v1=`; id, type and time come from the event.
 
     Args:
-        secrets: the endpoint's (`whsec_…`, used as it stands), or several while one replaces another.
-        tolerance: how far the signed time may be from this machine's clock.
+        secrets: the endpoint's (`whsec_…`, used verbatim), or several while rotating.
+        tolerance: how far the signed time may differ from this machine's clock.
     """
 
     def __init__(self, *secrets: str | bytes, tolerance: timedelta = _TOLERANCE) -> None:
@@ -107,18 +107,17 @@ class StandardWebhooks:
     """`webhook-id`, `webhook-timestamp` and `webhook-signature` of standardwebhooks.com, scheme v1.
 
     Args:
-        secrets: base64 with or without `whsec_`, or the key itself as bytes; several while one
-            replaces another.
-        tolerance: how far the signed time may be from this machine's clock.
+        secrets: base64 with or without `whsec_`, or the key itself as bytes; several while rotating.
+        tolerance: how far the signed time may differ from this machine's clock.
     """
 
     def __init__(self, *secrets: str | bytes, tolerance: timedelta = _TOLERANCE) -> None:
-        self._keys = [_decoded(secret) for secret in _some(secrets, "StandardWebhooks")]
+        self._keys = [standard_key(secret) for secret in _some(secrets, "StandardWebhooks")]
         self._tolerance_s = _tolerance_s(tolerance)
 
     def __call__(self, headers: Headers, body: bytes) -> Verified | bool:
-        own_id, moment = headers.text("webhook-id"), headers.text("webhook-timestamp") or ""
-        if not own_id or not _fresh(moment, self._tolerance_s):
+        webhook_id, moment = headers.text("webhook-id"), headers.text("webhook-timestamp") or ""
+        if not webhook_id or not _fresh(moment, self._tolerance_s):
             return False
         given = [
             _unbase64(value)
@@ -127,10 +126,10 @@ class StandardWebhooks:
             )
             if scheme == "v1"
         ]
-        if not _genuine(self._keys, f"{own_id}.{moment}.".encode() + body, given):
+        if not _genuine(self._keys, f"{webhook_id}.{moment}.".encode() + body, given):
             return False
         return Verified(
-            id=own_id, type=_text(_members(body).get("type")), time=_moment(int(moment))
+            id=webhook_id, type=_text(_members(body).get("type")), time=_moment(int(moment))
         )
 
 
@@ -139,7 +138,7 @@ def _genuine(keys: Sequence[bytes], content: bytes, given: Sequence[bytes | None
     for key in keys:
         digest = hmac.new(key, content, hashlib.sha256).digest()
         for signature in given:
-            # no early end: the time must not tell which one came close
+            # no early exit: timing must not reveal which signature came close
             genuine |= hmac.compare_digest(digest, signature or b"")
     return genuine
 
@@ -152,13 +151,13 @@ def _fresh(moment: str, tolerance_s: float) -> bool:
 
 def _some(secrets: Sequence[str | bytes], scheme: str) -> Sequence[str | bytes]:
     if not secrets:
-        raise ConfigurationError(f"{scheme}() takes one secret or more.")
+        raise ConfigurationError(f"{scheme}() takes one or more secrets.")
     return secrets
 
 
 def _tolerance_s(tolerance: timedelta) -> float:
     if tolerance <= timedelta(0):
-        raise ConfigurationError("tolerance must be longer than nothing: clocks differ.")
+        raise ConfigurationError("tolerance must be above zero, because clocks differ.")
     return tolerance.total_seconds()
 
 
@@ -166,21 +165,22 @@ def _bytes(secret: str | bytes) -> bytes:
     key = secret.encode() if isinstance(secret, str) else secret
     if len(key) < _SECRET_BYTES_MIN:
         raise ConfigurationError(
-            f"A secret has {len(key)} bytes: use {_SECRET_BYTES_MIN} or more, at random; a short one is guessed."
+            f"The secret has {len(key)} bytes: use at least {_SECRET_BYTES_MIN} random ones; short secrets are guessed."
         )
     return key
 
 
-def _decoded(secret: str | bytes) -> bytes:
+def standard_key(secret: str | bytes) -> bytes:
+    """Return the key of a Standard Webhooks secret: base64 with or without `whsec_`, or the key itself as bytes."""
     key = secret if isinstance(secret, bytes) else _unbase64(secret.removeprefix("whsec_"))
     if key is None:
         raise ConfigurationError(
-            "A secret of StandardWebhooks() is not base64: copy it whole, with or without whsec_."
+            "A secret of Standard Webhooks is not base64: copy all of it, with or without whsec_."
         )
     least, most = _STANDARD_SECRET_BYTES
     if not least <= len(key) <= most:
         raise ConfigurationError(
-            f"A secret of StandardWebhooks() has {len(key)} bytes: the standard wants {least} to {most}."
+            f"A secret of Standard Webhooks has {len(key)} bytes: the standard requires {least} to {most}."
         )
     return key
 
@@ -203,7 +203,7 @@ def _members(body: bytes) -> dict[str, Any]:
     try:
         members = json.loads(body)
     except (ValueError, RecursionError):
-        # genuine, but no JSON: without an id the inbox sets it aside
+        # genuine, but not JSON: without an id the inbox quarantines it
         return {}
     return cast("dict[str, Any]", members) if isinstance(members, dict) else {}
 

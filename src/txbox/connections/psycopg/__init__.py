@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakKeyDictionary
@@ -16,25 +17,27 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 from psycopg.sql import SQL, Identifier
 
-from txbox.connections.base import Idle, not_in_transaction, sync_async_mismatch, unreachable
-from txbox.connections.psycopg.connection import (
-    AsyncPsycopgConnection,
-    PsycopgConnection,
-    translated_or_lost,
+from txbox.connections.base import (
+    Executor,
+    Pool,
+    not_in_transaction,
+    sync_async_mismatch,
+    unreachable,
 )
+from txbox.connections.psycopg.connection import PsycopgConnection, translated_or_lost
 from txbox.errors import ConfigurationError, StoreUnavailable, redacted
-from txbox.steps import Result, Statement
+from txbox.session import Result, Statement
 from txbox.store.dialect import Dialect, dialect, native
 
 _log = logging.getLogger("txbox")
 
 # psycopg's own default
 _PREPARE_AFTER = 5
-# how long a listener waits for notifications before it looks whether it was stopped
+# how long a listener waits for notifications before it checks whether it was stopped
 _LOOK_S = 0.5
-# its pause before it connects again: the first, and the longest
+# its pause before reconnecting: the first, and the longest
 _PAUSE_S = (0.2, 10.0)
-# a server that went away without a word is noticed; what the URL says goes first
+# notice a server that vanished silently; settings in the URL take precedence
 _ALIVE = {"connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 10}
 
 
@@ -46,13 +49,13 @@ def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
     conninfo = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
     if parts.path in ("", "/") and "dbname" not in options:
         raise ConfigurationError(
-            f"The URL {redacted(url)} names no database: write postgresql://host/name."
+            f"The URL {redacted(url)} names no database: use postgresql://host/name."
         )
     return PsycopgDatabase(redacted(url), schema, prepare, conninfo=conninfo)
 
 
 def open_object(target: Any, *, schema: str | None = None) -> PsycopgDatabase:
-    """Use a pool of the user's."""
+    """Use the user's pool."""
     import psycopg_pool
 
     if isinstance(target, psycopg_pool.AsyncConnectionPool):
@@ -61,7 +64,7 @@ def open_object(target: Any, *, schema: str | None = None) -> PsycopgDatabase:
         return PsycopgDatabase("a ConnectionPool", schema, True, pool=target)
     raise ConfigurationError(
         f"App() cannot use a {type(target).__qualname__}: pass a URL or a psycopg_pool pool; "
-        "a single connection belongs into Inbox.accept(tx, …)."
+        "a single connection belongs in Inbox.accept(tx, …)."
     )
 
 
@@ -83,129 +86,94 @@ class PsycopgDatabase:
         self.dialect: Dialect = dialect("postgresql", schema)
         self.prepare = prepare
         self.conninfo = conninfo
-        self.sync = None if async_pool is not None else _Connections(self, pool)
-        self.asynchronous = None if pool is not None else _AsyncConnections(self, async_pool)
+        self.sync = None if async_pool is not None else _Connections(self, pool, is_async=False)
+        self.asynchronous = (
+            None if pool is not None else _Connections(self, async_pool, is_async=True)
+        )
 
     @property
     def host(self) -> str | None:
-        """The host that the URL names."""
+        """The host named in the URL."""
         return None if self.conninfo is None else urlsplit(self.conninfo).hostname
 
     @property
     def threshold(self) -> int | None:
-        """How often psycopg sends a statement of a handler's before it prepares it; None for never."""
+        """How often psycopg runs a handler's statement before preparing it; None for never."""
         return _PREPARE_AFTER if self.prepare else None
 
     def listener(self, channel: str, heard: Callable[[], None]) -> Listener | None:
-        """Listen on a connection of its own; None with a pool, whose connections are for work."""
+        """Listen on a dedicated connection; None with a pool, whose connections are for work."""
         return None if self.conninfo is None else Listener(self.conninfo, channel, heard)
 
     def close(self) -> None:
         if self.sync is not None:
-            self.sync.idle.clear()
+            self.sync.clear()
         if self.asynchronous is not None:
-            self.asynchronous.idle.clear()
+            self.asynchronous.clear()
 
     async def close_async(self) -> None:
         self.close()
 
 
-class _Connections:
-    def __init__(self, database: PsycopgDatabase, pool: Any) -> None:
+class _Connections(Pool[PsycopgConnection]):
+    """Connections by URL, or from the user's pool."""
+
+    def __init__(self, database: PsycopgDatabase, pool: Any, *, is_async: bool) -> None:
+        super().__init__(is_async=is_async)
         self._database = database
         self._pool = pool
-        self.idle: Idle[PsycopgConnection] = Idle()
         self._known: WeakKeyDictionary[Any, PsycopgConnection] = WeakKeyDictionary()
 
-    def acquire(self) -> PsycopgConnection:
+    async def acquire(self) -> PsycopgConnection:
         if self._pool is None:
-            waiting = self.idle.take(lambda connection: not connection.taken)
-            if waiting is not None:
-                return waiting
-        database = self._database
-        try:
-            if self._pool is None:
-                raw = psycopg.Connection.connect(
-                    database.conninfo or "", prepare_threshold=database.threshold
-                )
-                return PsycopgConnection(raw, database.dialect, database.prepare, None)
-            raw = self._pool.getconn()
-        except psycopg.Error as error:
-            raise _unreachable(error, database) from error
-        except Exception as error:
-            if type(error).__module__.startswith("psycopg_pool"):
-                raise _unreachable(error, database) from error
-            raise
+            return await super().acquire()
+        raw = await self._connected(self._pool.getconn)
         known = self._known.get(raw)
         if known is None:
-            known = self._known[raw] = PsycopgConnection(
-                raw, database.dialect, database.prepare, self._pool
-            )
-        known.prepare_for_use()
-        return known
-
-    def release(self, connection: PsycopgConnection) -> None:
-        if connection.taken:
-            connection.discard()
-        elif self._pool is None:
-            self.idle.give(connection)
-        else:
-            connection.give_back()
-            self._pool.putconn(connection.native)
-
-
-class _AsyncConnections:
-    def __init__(self, database: PsycopgDatabase, pool: Any) -> None:
-        self._database = database
-        self._pool = pool
-        self.idle: Idle[AsyncPsycopgConnection] = Idle()
-        self._known: WeakKeyDictionary[Any, AsyncPsycopgConnection] = WeakKeyDictionary()
-
-    async def acquire(self) -> AsyncPsycopgConnection:
-        loop = asyncio.get_running_loop()
-        if self._pool is None:
-            waiting = self.idle.take(
-                lambda connection: connection.loop is loop and not connection.taken
-            )
-            if waiting is not None:
-                return waiting
-        database = self._database
-        try:
-            if self._pool is None:
-                raw = await psycopg.AsyncConnection.connect(
-                    database.conninfo or "", prepare_threshold=database.threshold
-                )
-                return AsyncPsycopgConnection(raw, database.dialect, database.prepare, None)
-            raw = await self._pool.getconn()
-        except psycopg.Error as error:
-            raise await asyncio.to_thread(_unreachable, error, database) from error
-        except Exception as error:
-            if type(error).__module__.startswith("psycopg_pool"):
-                raise await asyncio.to_thread(_unreachable, error, database) from error
-            raise
-        known = self._known.get(raw)
-        if known is None:
-            known = self._known[raw] = AsyncPsycopgConnection(
-                raw, database.dialect, database.prepare, self._pool
-            )
+            database = self._database
+            known = PsycopgConnection(raw, database.dialect, database.prepare, self._pool)
+            self._known[raw] = known
         await known.prepare_for_use()
         return known
 
-    async def release(self, connection: AsyncPsycopgConnection) -> None:
+    async def release(self, connection: PsycopgConnection) -> None:
         if connection.taken:
             connection.discard()
         elif self._pool is None:
-            self.idle.give(connection)
+            await super().release(connection)
         else:
             await connection.give_back()
-            await self._pool.putconn(connection.native)
+            returned = self._pool.putconn(connection.native)
+            if self.is_async:
+                await returned
+
+    async def _opened(self) -> PsycopgConnection:
+        database = self._database
+        kind: Any = psycopg.AsyncConnection if self.is_async else psycopg.Connection
+        connect = partial(
+            kind.connect, database.conninfo or "", prepare_threshold=database.threshold
+        )
+        raw = await self._connected(connect)
+        return PsycopgConnection(raw, database.dialect, database.prepare, None)
+
+    async def _connected(self, connect: Callable[[], Any]) -> Any:
+        try:
+            return await connect() if self.is_async else connect()
+        except Exception as error:
+            package = type(error).__module__.partition(".")[0]
+            if not isinstance(error, psycopg.Error) and package != "psycopg_pool":
+                raise
+            if self.is_async:
+                # this looks the host up, which blocks
+                raise await asyncio.to_thread(_unreachable, error, self._database) from error
+            raise _unreachable(error, self._database) from error
 
 
 class Listener:
-    """Calls `heard` after each notification, and after each connect, since nobody listened before.
+    """Calls `heard` after each notification, and after each connect, because notifications were missed before it.
 
-    A lost connection, or a pooler that hands it to others, costs notifications and nothing else:
-    whoever is woken must look by itself as well.
+    A lost connection, or a pooler that shares it, only costs notifications: whoever is woken by them
+    must poll as well.
     """
 
     def __init__(self, conninfo: str, channel: str, heard: Callable[[], None]) -> None:
@@ -237,59 +205,42 @@ class Listener:
                             self._heard()
             except psycopg.Error as error:
                 # the text may quote the URL
-                _log.info("Nobody listens for a while, relays poll: %s", type(error).__name__)
+                _log.info(
+                    "Not listening for a while, relays poll instead: %s", type(error).__name__
+                )
                 self._stopped.wait(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
 
 
-class Borrowed:
+class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
+    def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
         self._tx = tx
         self.dialect = sql_dialect
+        self.is_async = is_async
 
-    def execute(self, statement: Statement) -> Result:
+    async def _execute(self, statement: Statement) -> Result:
         sql, names = native(statement.sql, "format")
+        values = [statement.params[name] for name in names]
         try:
-            with self._tx.cursor(row_factory=tuple_row) as cursor:
-                cursor.execute(sql, [statement.params[name] for name in names])
-                return Result(cursor.fetchall() if cursor.description else (), cursor.rowcount)
+            cursor = self._tx.cursor(row_factory=tuple_row)
+            sent = cursor.execute(sql, values)
+            if self.is_async:
+                await sent
+            if not cursor.description:
+                return Result((), cursor.rowcount)
+            fetched = cursor.fetchall()
+            return Result(await fetched if self.is_async else fetched, cursor.rowcount)
         except psycopg.Error as error:
             raise translated_or_lost(error, self.dialect) from error
 
 
-class AsyncBorrowed:
-    """The async twin of `Borrowed`."""
-
-    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-
-    async def execute(self, statement: Statement) -> Result:
-        sql, names = native(statement.sql, "format")
-        try:
-            async with self._tx.cursor(row_factory=tuple_row) as cursor:
-                await cursor.execute(sql, [statement.params[name] for name in names])
-                return Result(
-                    await cursor.fetchall() if cursor.description else (), cursor.rowcount
-                )
-        except psycopg.Error as error:
-            raise translated_or_lost(error, self.dialect) from error
-
-
-def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
-    if not isinstance(tx, psycopg.Connection):
-        raise sync_async_mismatch(tx, wants="async")
+def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
+    if not isinstance(tx, psycopg.AsyncConnection if is_async else psycopg.Connection):
+        raise sync_async_mismatch(tx, wants="sync" if is_async else "async")
     _check_transaction(tx)
-    return Borrowed(tx, dialect("postgresql", schema))
-
-
-def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
-    if not isinstance(tx, psycopg.AsyncConnection):
-        raise sync_async_mismatch(tx, wants="sync")
-    _check_transaction(tx)
-    return AsyncBorrowed(tx, dialect("postgresql", schema))
+    return Borrowed(tx, dialect("postgresql", schema), is_async=is_async)
 
 
 def _check_transaction(tx: Any) -> None:

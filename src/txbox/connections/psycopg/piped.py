@@ -1,8 +1,8 @@
-"""psycopg connections whose handler's statements can be put off, to be sent together with close and COMMIT.
+"""psycopg connections on which a handler's statements are deferred and sent together with close and COMMIT.
 
-A handler that declares `pipeline=True` writes `tx.execute(…)` as always. While statements are put off it
-sends them to libpq without a cursor and without looking at the socket, which cost more than the
-statement. Whatever else the handler does with the connection first sends what was put off.
+A handler that declares `pipeline=True` calls `tx.execute(…)` as usual. While deferring, statements go to
+libpq without a cursor and without looking at the socket, both of which cost more than the statement.
+Anything else the handler does with the connection first sends what was deferred.
 
 Source: docs/decisions/0023-pipelined-handlers.md
 """
@@ -24,14 +24,14 @@ _FLUSH_EVERY = 32
 _INTS = {int}
 # the OIDs of int2[], int4[] and int8[]
 _INT_ARRAYS = ((2**15, 1005), (2**31, 1007), (2**63, 1016))
-# psycopg's own bound on what a connection has prepared
+# psycopg's own limit on prepared statements per connection
 _PLANS_MAX = 100
 _IN_TRANSACTION = int(pq.TransactionStatus.INTRANS)
 _FINE = (int(pq.ExecStatus.COMMAND_OK), int(pq.ExecStatus.TUPLES_OK))
 
 
 class Plan:
-    """A query in libpq's words, and the names it is prepared under, one for each set of types."""
+    """A query in libpq's syntax, and the names it is prepared under, one per combination of types."""
 
     __slots__ = ("formats", "names", "sql")
 
@@ -54,15 +54,15 @@ class Plans:
         self._named = 0
 
     def forget(self) -> None:
-        """The server has deallocated every prepared statement."""
+        """Forget all plans: the server has deallocated every prepared statement."""
         self._known.clear()
 
     def find(self, query: str) -> Plan | None:
-        """The plan of a query with `%s` placeholders; None for what only psycopg itself understands."""
+        """Return the plan of a query with `%s` placeholders; None for queries only psycopg understands."""
         if query in self._known:
             return self._known[query]
         if len(self._known) >= _PLANS_MAX:
-            # a handler that writes its values into its SQL
+            # the handler writes values into its SQL
             return None
         found = _PLACEHOLDER.findall(query)
         numbers = iter(range(1, len(found) + 1))
@@ -79,14 +79,14 @@ class Plans:
 
 
 class Queue:
-    """What one handler's transaction has put off; nothing here waits.
+    """What one handler's transaction has deferred. Nothing here waits.
 
     Attributes:
         entered: libpq is in pipeline mode, and answers are outstanding.
-        sent: answers that are outstanding.
-        position: the number of the next answer, from the beginning of the transaction.
+        sent: how many answers are outstanding.
+        position: the number of the next answer, counted from the beginning of the transaction.
         failure: the error of the first statement that failed, and the number of its answer.
-        over: its transaction takes nothing more by it.
+        over: nothing more is sent through it.
     """
 
     def __init__(self, connection: Any, plans: Plans) -> None:
@@ -106,7 +106,7 @@ class Queue:
         self.unread = Unread(connection)
 
     def put(self, query: Any, params: Any) -> bool:
-        """Send a statement of the handler's; False leaves it to psycopg."""
+        """Send a handler's statement; False leaves it to psycopg."""
         pgconn, plans = self._pgconn, self._plans
         kind: type[Any] = params.__class__
         if query.__class__ is not str or (kind is not tuple and kind is not list):
@@ -127,7 +127,7 @@ class Queue:
             pgconn.send_query_params(plan.sql, values, types, formats)
         self._count()
         if not self.sent % _FLUSH_EVERY:
-            # the server works while the handler goes on
+            # let the server work while the handler goes on
             pgconn.flush()
         return True
 
@@ -142,7 +142,7 @@ class Queue:
         return values, transformer.types or (), transformer.formats
 
     def command(self, sql: bytes) -> bool:
-        """Send a command without parameters; False where there is no transaction to send it in."""
+        """Send a command without parameters; False if there is no transaction to send it in."""
         if not self._may_send():
             return False
         self._pgconn.send_query_params(sql, None)
@@ -156,8 +156,8 @@ class Queue:
                 or self._pgconn.transaction_status != _IN_TRANSACTION
                 or self._pgconn.pipeline_status
             ):
-                # the handler has ended the transaction, or it has failed, or it is in a pipeline of its
-                # own: psycopg knows what to do
+                # the handler ended the transaction, or it has failed, or the handler uses a pipeline of
+                # its own: psycopg knows what to do
                 return False
             self._pgconn.enter_pipeline_mode()
             self.entered = True
@@ -168,12 +168,12 @@ class Queue:
         self.position += 1
 
     def left(self) -> int:
-        """Its answers are being collected by the caller; returns how many."""
+        """Hand over the outstanding answers to the caller, who collects them; returns how many."""
         sent, self.sent, self.entered = self.sent, 0, False
         return sent
 
     def drained(self) -> Any:
-        """The generator, for `wait`, that collects all answers and keeps the first failure."""
+        """Return the generator, for `wait`, that collects all answers and keeps the first failure."""
         first = self.position - self.sent
         self.left()
         answers = yield from collected(self._pgconn)
@@ -182,20 +182,20 @@ class Queue:
                 if self.failure is None:
                     self.failure = psycopg.errors.error_from_result(answer), number
                 for plan, types in self._parsed:
-                    # a Parse behind a failure never ran; one before it is only prepared once more
+                    # a Parse after a failure never ran; one before it is merely prepared again
                     plan.names.pop(types, None)
                 break
         self._parsed.clear()
 
 
 def _int_arrays(params: Any) -> tuple[list[bytes], tuple[int, ...]] | None:
-    """Write lists of integers as psycopg does, in a fifth of its time; None unless all parameters are such."""
+    """Write lists of integers as psycopg does, in a fifth of the time; None unless all parameters are such lists."""
     values: list[bytes] = []
     types: list[int] = []
     for param in params:
         if param.__class__ is not list or set(map(type, param)) != _INTS:
             return None
-        # the smallest type that holds the largest number
+        # the smallest type that can hold the largest number
         largest = max(*param, -min(param) - 1)
         kind = next((oid for bound, oid in _INT_ARRAYS if largest < bound), None)
         if kind is None:
@@ -206,14 +206,14 @@ def _int_arrays(params: Any) -> tuple[list[bytes], tuple[int, ...]] | None:
 
 
 class Unread(psycopg.Cursor[Any]):
-    """What `execute` returns while statements are put off: it has no rows, and says so when asked."""
+    """What `execute` returns while deferring. It has no rows, and says so when asked."""
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         return self.connection.cursor().execute(*args, **kwargs)
 
 
 class _PutOff:
-    """What a connection's `execute` and `wait` are while its statements are put off."""
+    """Replaces a connection's `execute` and `wait` while its statements are deferred."""
 
     def __init__(self, connection: psycopg.Connection[Any], queue: Queue) -> None:
         self._connection = connection
@@ -238,7 +238,7 @@ class _PutOff:
 
 
 class _PutOffAsync:
-    """The awaitable twin of `_PutOff`."""
+    """`_PutOff` for async connections."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], queue: Queue) -> None:
         self._connection = connection
@@ -260,10 +260,11 @@ class _PutOffAsync:
 
 
 def put_off(connection: Any, queue: Queue) -> bool:
-    """Have a connection's own `execute` and `wait` go by the queue, until `put_on`.
+    """Route a connection's own `execute` and `wait` through the queue until `put_on`.
 
-    On the object and not by a class of txbox's: any pool's connection will do, and one that puts nothing off
-    pays nothing. False leaves a connection as it is that has such methods of its own, to trace them perhaps.
+    Done on the object rather than with a class of ours: any pool's connection will do, and one that defers
+    nothing pays nothing. Returns False, without changes, for a connection that overrides these methods
+    (for tracing, say).
     """
     kind: Any = connection.__class__
     mine: dict[str, Any] = connection.__dict__
@@ -279,6 +280,6 @@ def put_off(connection: Any, queue: Queue) -> bool:
 
 
 def put_on(connection: Any, queue: Queue) -> None:
-    """The end of `put_off`; a method that a handler has kept since then is psycopg's again."""
+    """Undo `put_off`. A bound method that a handler kept since then goes back to psycopg."""
     queue.over = True
     del connection.execute, connection.wait

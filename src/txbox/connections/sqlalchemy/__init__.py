@@ -10,14 +10,16 @@ from sqlalchemy import exc, orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from txbox.connections.base import (
+    Executor,
     dbapi_error,
     finished,
+    forgets_parent,
     not_in_transaction,
-    of_own,
+    of_valid_sql,
     sync_async_mismatch,
     unreachable,
 )
-from txbox.connections.sqlalchemy.connection import AsyncSQLAlchemyConnection, SQLAlchemyConnection
+from txbox.connections.sqlalchemy.connection import SQLAlchemyConnection
 from txbox.connections.sqlalchemy.driver import (
     Watched,
     autocommits,
@@ -27,199 +29,157 @@ from txbox.connections.sqlalchemy.driver import (
     unusable,
 )
 from txbox.errors import ConfigurationError, StoreUnavailable, redacted
-from txbox.forks import forgets_parent
-from txbox.steps import Result, Statement
+from txbox.session import Result, Statement, blocking
 from txbox.store.dialect import Dialect
+
+_SYNC = (sa.Connection, orm.Session, orm.scoped_session)
+_ASYNC = (sa_async.AsyncConnection, sa_async.AsyncSession, sa_async.async_scoped_session)
 
 
 def open_object(target: Any, *, schema: str | None = None) -> SQLAlchemyDatabase:
-    """Use an engine or sessionmaker of the user's."""
-    if isinstance(target, sa.Engine):
+    """Use the user's engine or sessionmaker."""
+    if isinstance(target, (sa.Engine, sa_async.AsyncEngine)):
         return SQLAlchemyDatabase(target, schema)
-    if isinstance(target, sa_async.AsyncEngine):
-        return SQLAlchemyDatabase(target.sync_engine, schema, async_engine=target)
     if isinstance(target, (orm.sessionmaker, sa_async.async_sessionmaker)):
         bind = target.kw.get("bind")
         if target.kw.get("binds") or not isinstance(bind, (sa.Engine, sa_async.AsyncEngine)):
             raise ConfigurationError(
                 "The sessionmaker has no single engine: pass one made with sessionmaker(engine), so that the inbox "
-                "row and the writes of a handler share a transaction."
+                "row and a handler's writes share a transaction."
             )
-        if isinstance(bind, sa_async.AsyncEngine):
-            return SQLAlchemyDatabase(bind.sync_engine, schema, async_engine=bind, maker=target)
         return SQLAlchemyDatabase(bind, schema, maker=target)
     raise ConfigurationError(
         f"App() cannot use a {type(target).__qualname__}: pass an Engine, AsyncEngine, sessionmaker or "
-        "async_sessionmaker; a single connection or session belongs into Inbox.accept(tx, …)."
+        "async_sessionmaker; a single connection or session belongs in Inbox.accept(tx, …)."
     )
 
 
 class SQLAlchemyDatabase:
-    """Where connections of a user's engine come from."""
+    """Takes connections from the user's engine."""
 
     def __init__(
-        self, engine: sa.Engine, schema: str | None, *, async_engine: Any = None, maker: Any = None
+        self, bind: sa.Engine | sa_async.AsyncEngine, schema: str | None, *, maker: Any = None
     ) -> None:
-        self.engine = engine
+        self.engine = engine = bind.sync_engine if isinstance(bind, sa_async.AsyncEngine) else bind
         self.schema = schema
         self.name = redacted(engine.url.render_as_string())
         self.dialect = dialect_of(engine, schema)
         if self.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:"):
             raise ConfigurationError(
-                "An SQLite engine in memory is another database for each connection: use a file, sqlite:///name.db."
+                "An in-memory SQLite engine is a separate database per connection: use a file, sqlite:///name.db."
             )
-        self.sync = None if async_engine is not None else _Connections(self, maker)
-        self.asynchronous = (
-            _AsyncConnections(self, async_engine, maker) if async_engine is not None else None
-        )
+        connections = _Connections(self, bind, maker)
+        self.sync = None if connections.is_async else connections
+        self.asynchronous = connections if connections.is_async else None
         forgets_parent(self)
 
     def forget_parent(self) -> None:
-        # the parent still uses the sockets of the pool
+        # the parent still uses the pool's sockets
         self.engine.dispose(close=False)
 
     def close(self) -> None:
-        """Leave the engine open: it is the user's."""
+        """Leave the engine open: it belongs to the user."""
 
     async def close_async(self) -> None:
-        """Leave the engine open: it is the user's."""
+        """Leave the engine open: it belongs to the user."""
         if self.asynchronous is not None:
             await finished(self.asynchronous.closing)
 
 
 class _Connections:
-    def __init__(self, database: SQLAlchemyDatabase, maker: Any) -> None:
-        self._database = database
-        self._maker = maker
-
-    def acquire(self) -> SQLAlchemyConnection:
-        database = self._database
-        try:
-            raw = database.engine.connect()
-        except (exc.SQLAlchemyError, OSError) as error:
-            raise _unreachable(error, database) from error
-        connection = SQLAlchemyConnection(raw, database.dialect, self._maker)
-        try:
-            connection.prepare()
-        except (exc.SQLAlchemyError, OSError) as error:
-            connection.discard()
-            raise _unreachable(error, database) from error
-        return connection
-
-    def release(self, connection: SQLAlchemyConnection) -> None:
-        connection.give_back()
-
-
-class _AsyncConnections:
     def __init__(self, database: SQLAlchemyDatabase, engine: Any, maker: Any) -> None:
+        self.is_async = isinstance(engine, sa_async.AsyncEngine)
         self._database = database
         self._engine = engine
         self._maker = maker
         self.closing: set[asyncio.Task[None]] = set()
 
-    async def acquire(self) -> AsyncSQLAlchemyConnection:
-        database = self._database
+    async def acquire(self) -> SQLAlchemyConnection:
+        database, connection = self._database, None
         try:
-            raw = await self._engine.connect()
-        except (exc.SQLAlchemyError, OSError) as error:
-            raise await asyncio.to_thread(_unreachable, error, database) from error
-        connection = AsyncSQLAlchemyConnection(raw, database.dialect, self._maker, self.closing)
-        try:
+            opened = self._engine.connect()
+            raw = await opened if self.is_async else opened
+            connection = SQLAlchemyConnection(raw, database.dialect, self._maker, self.closing)
             await connection.prepare()
         except (exc.SQLAlchemyError, OSError) as error:
-            connection.discard()
-            raise await asyncio.to_thread(_unreachable, error, database) from error
+            if connection is not None:
+                connection.discard()
+            if self.is_async:
+                # this looks the host up, which blocks
+                raise await asyncio.to_thread(_unreachable, error, database) from error
+            raise _unreachable(error, database) from error
         return connection
 
-    async def release(self, connection: AsyncSQLAlchemyConnection) -> None:
+    async def release(self, connection: SQLAlchemyConnection) -> None:
         await connection.give_back()
 
 
-class Borrowed:
-    """The caller's connection or session, in the caller's transaction."""
+class Borrowed(Executor):
+    """The caller's connection, in the caller's transaction. An async session provides it at the first statement."""
 
-    def __init__(self, tx: sa.Connection, dialect: Dialect) -> None:
-        if autocommits(tx):
-            raise not_in_transaction(tx)
+    def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
         self._tx = tx
-        self._wire = Watched(tx, style_of(tx.dialect))
-        self.dialect = dialect
+        self.dialect = sql_dialect
+        self.is_async = is_async
+        self._wire = None if is_async else _wire_of(tx)
 
-    def execute(self, statement: Statement) -> Result:
+    async def _execute(self, statement: Statement) -> Result:
+        if not self.is_async:
+            return self._sent(self._tx, statement)
+        if not isinstance(self._tx, sa_async.AsyncConnection):
+            self._tx = await _connection_of(self._tx, self.dialect, is_async=True)
+        result: Result = await self._tx.run_sync(self._sent, statement)
+        return result
+
+    def _sent(self, raw: sa.Connection, statement: Statement) -> Result:
+        if self._wire is None:
+            self._wire = _wire_of(raw)
         try:
             return self._wire.execute(statement)
         except exc.SQLAlchemyError as error:
-            found = translated(error, self.dialect, self._tx.dialect)
-            raise of_own(found or unusable(error)) from error
+            found = translated(error, self.dialect, raw.dialect)
+            raise of_valid_sql(found or unusable(error)) from error
 
 
-class AsyncBorrowed:
-    """The async twin of `Borrowed`; a session's connection is asked for at the first statement."""
-
-    def __init__(self, tx: Any, dialect: Dialect) -> None:
-        self._tx = tx
-        self.dialect = dialect
-        self._borrowed: Borrowed | None = None
-        self._connection: Any = None
-
-    async def execute(self, statement: Statement) -> Result:
-        if self._connection is None:
-            if isinstance(self._tx, sa_async.AsyncConnection):
-                self._connection = self._tx
-            else:
-                try:
-                    self._connection = await self._tx.connection()
-                except exc.SQLAlchemyError as error:
-                    engine = _bind_of(self._tx)
-                    raise translated(error, self.dialect, engine.dialect) or unusable(
-                        error
-                    ) from error
-
-        def call(raw: sa.Connection) -> Result:
-            if self._borrowed is None:
-                self._borrowed = Borrowed(raw, self.dialect)
-            return self._borrowed.execute(statement)
-
-        result: Result = await self._connection.run_sync(call)
-        return result
+def _wire_of(raw: sa.Connection) -> Watched:
+    if autocommits(raw):
+        raise not_in_transaction(raw)
+    return Watched(raw, style_of(raw.dialect))
 
 
-def borrow(tx: Any, *, schema: str | None = None) -> Borrowed:
-    if isinstance(
-        tx, (sa_async.AsyncConnection, sa_async.AsyncSession, sa_async.async_scoped_session)
-    ):
-        raise sync_async_mismatch(tx, wants="async")
-    if isinstance(tx, sa.Connection):
-        return Borrowed(tx, dialect_of(tx, schema))
-    if not isinstance(tx, (orm.Session, orm.scoped_session)):
-        raise _no_transaction_object(tx)
-    dialect = dialect_of(_bind_of(tx), schema)
+async def _connection_of(session: Any, sql_dialect: Dialect, *, is_async: bool) -> Any:
     try:
-        connection = tx.connection()
+        asked = session.connection()
+        return await asked if is_async else asked
     except exc.SQLAlchemyError as error:
-        raise translated(error, dialect, _bind_of(tx).dialect) or unusable(error) from error
-    return Borrowed(connection, dialect)
+        engine = _bind_of(session)
+        raise translated(error, sql_dialect, engine.dialect) or unusable(error) from error
 
 
-def borrow_async(tx: Any, *, schema: str | None = None) -> AsyncBorrowed:
-    if isinstance(tx, (sa.Connection, orm.Session, orm.scoped_session)):
-        raise sync_async_mismatch(tx, wants="sync")
+def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
+    if isinstance(tx, _SYNC if is_async else _ASYNC):
+        raise sync_async_mismatch(tx, wants="sync" if is_async else "async")
+    if isinstance(tx, sa.Connection):
+        return Borrowed(tx, dialect_of(tx, schema), is_async=False)
     if isinstance(tx, sa_async.AsyncConnection):
         if tx.sync_connection is None:
             raise ConfigurationError(
-                "This AsyncConnection is not started: use `async with engine.begin() as tx`."
+                "This AsyncConnection has not been started: use `async with engine.begin() as tx`."
             )
         if autocommits(tx.sync_connection):
             raise not_in_transaction(tx)
-        return AsyncBorrowed(tx, dialect_of(tx.sync_connection, schema))
-    if not isinstance(tx, (sa_async.AsyncSession, sa_async.async_scoped_session)):
+        return Borrowed(tx, dialect_of(tx.sync_connection, schema), is_async=True)
+    if not isinstance(tx, (*_SYNC, *_ASYNC)):
         raise _no_transaction_object(tx)
-    return AsyncBorrowed(tx, dialect_of(_bind_of(tx), schema))
+    sql_dialect = dialect_of(_bind_of(tx), schema)
+    if not is_async:
+        tx = blocking(_connection_of(tx, sql_dialect, is_async=False))
+    return Borrowed(tx, sql_dialect, is_async=is_async)
 
 
 def _no_transaction_object(tx: Any) -> ConfigurationError:
     return ConfigurationError(
-        f"A {type(tx).__qualname__} is in no transaction: pass the Connection or Session that your writes go through."
+        f"A {type(tx).__qualname__} is not in a transaction: pass the Connection or Session you write through."
     )
 
 
@@ -228,7 +188,7 @@ def _bind_of(session: Any) -> Any:
         return session.get_bind()
     except exc.UnboundExecutionError as error:
         raise ConfigurationError(
-            "This session has no single engine: pass the Connection that your writes go through, "
+            "This session has no single engine: pass the Connection you write through, "
             "session.connection(bind_arguments=…)."
         ) from error
 

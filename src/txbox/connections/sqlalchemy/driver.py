@@ -1,13 +1,12 @@
-"""The driver under an SQLAlchemy engine, and how txbox's own statements travel on it.
+"""The driver under an SQLAlchemy engine, and how txbox's own statements reach it.
 
-SQLAlchemy's way for a statement costs more than the statement, so it is taken only where somebody
-watches it: with listeners on the engine, or echo. Else a cursor of the driver's does, or, for psycopg,
-libpq's pipeline, where BEGIN and claim, close and COMMIT are one round trip each.
+SQLAlchemy's execution costs more than the statement, so it is used only if somebody watches: when the
+engine has listeners or echoes. Otherwise statements go through a driver cursor or, with psycopg, through
+libpq's pipeline, where BEGIN and claim, and close and COMMIT, take one round trip each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import sqlalchemy as sa
@@ -15,7 +14,7 @@ from sqlalchemy import exc
 
 from txbox.connections.base import PROBE, check_closed, check_committed, dbapi_error, plain_rows
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.steps import Result, Statement
+from txbox.session import Result, Statement, Statements
 from txbox.store.dialect import Dialect, Style, dialect, native
 
 _DIALECTS = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
@@ -32,7 +31,7 @@ def dialect_of(bind: sa.Engine | sa.Connection, schema: str | None) -> Dialect:
     name = bind.dialect.name
     if name not in _DIALECTS or bind.dialect.paramstyle not in _STYLES:
         raise ConfigurationError(
-            f"txbox does not know {name}+{bind.dialect.driver}: use PostgreSQL, MySQL, MariaDB or SQLite."
+            f"txbox does not support {name}+{bind.dialect.driver}: use PostgreSQL, MySQL, MariaDB or SQLite."
         )
     return dialect(_DIALECTS[name], schema)
 
@@ -42,11 +41,11 @@ def style_of(driver: sa.Dialect) -> Style:
 
 
 def autocommits(raw: sa.Connection) -> bool:
-    """Say whether each statement would commit by itself; asks the driver's object, not the server."""
+    """Whether each statement would commit by itself. Asks the driver's object, not the server."""
     if raw.closed or raw.invalidated:
         return False
     if raw.dialect.name == "sqlite":
-        # engines that send BEGIN themselves run the driver in autocommit: what counts is the transaction
+        # engines that send BEGIN themselves run the driver in autocommit, so check for a transaction
         driver: Any = raw.connection.driver_connection
         return driver.isolation_level is None and not driver.in_transaction
     connection = raw.connection.dbapi_connection
@@ -61,7 +60,7 @@ def driver_error(driver: sa.Dialect) -> type[Exception]:
 
 
 def translated(error: BaseException, sql_dialect: Dialect, driver: sa.Dialect) -> StoreError | None:
-    """Put an error of SQLAlchemy's driver into txbox's words; None when it is none."""
+    """Translate an error of SQLAlchemy or its driver; None if it is neither."""
     if isinstance(error, exc.DBAPIError):
         cause = error.orig
         if cause is None:
@@ -81,52 +80,52 @@ def unusable(error: BaseException) -> StoreError:
 
 
 class Wire(Protocol):
-    """Raises StoreError, SQLAlchemy's or the driver's errors."""
+    """How statements travel. Raises StoreError, or errors of SQLAlchemy or the driver."""
 
-    def begin(self, statements: Sequence[Statement]) -> list[Result]: ...
+    def begin(self, statements: Statements) -> list[Result]: ...
     def execute(self, statement: Statement) -> Result: ...
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
-        """Run what comes last before SQLAlchemy's own COMMIT, which finds nothing to do if it is sent here."""
+    def commit(self, statements: Statements) -> list[Result]:
+        """Run the last statements before SQLAlchemy's COMMIT, which is a no-op if it is already sent here."""
         ...
 
     def is_over(self) -> bool:
-        """Say whether the transaction has ended, so that the driver's rollback will do nothing."""
+        """Whether the transaction has ended, so that the driver's rollback will do nothing."""
         ...
 
     def rolled_back(self) -> None: ...
 
     @property
     def taken(self) -> bool:
-        """Somebody whom a handler has left behind uses the connection: nobody else may get it."""
+        """Whether somebody a handler left behind uses the connection; then nobody else may get it."""
         ...
 
     def give_up(self) -> None: ...
 
     def end(self, dialect: Dialect) -> None:
-        """Send COMMIT where SQLAlchemy's own would not tell what was answered."""
+        """Send COMMIT where SQLAlchemy's own would hide the server's answer."""
         ...
 
 
 class Watched:
-    """Through SQLAlchemy: its listeners and its log see every statement."""
+    """Through SQLAlchemy, whose listeners and log see every statement."""
 
     def __init__(self, raw: sa.Connection, style: Style) -> None:
         self._raw = raw
         self._style: Style = style
 
-    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+    def begin(self, statements: Statements) -> list[Result]:
         return [self.execute(statement) for statement in statements]
 
     def execute(self, statement: Statement) -> Result:
         if not statement.sql:
-            # this database has nothing to do at this point
+            # nothing to do here on this database
             return Result((), 0)
         sql, names = native(statement.sql, self._style)
         result = self._raw.exec_driver_sql(sql, tuple(statement.params[name] for name in names))
         rows = plain_rows(result.fetchall()) if result.returns_rows else []
         return check_closed(statement, Result(rows, result.rowcount))
 
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+    def commit(self, statements: Statements) -> list[Result]:
         results = [self.execute(statement) for statement in statements or (PROBE,)]
         return results if statements else []
 
@@ -144,7 +143,7 @@ class Watched:
     def end(self, dialect: Dialect) -> None:
         raw = self._raw
         if dialect.name == "mysql":
-            return  # which has nothing to tell
+            return  # MySQL's answer says nothing more
         if raw.dialect.driver == "asyncpg":
             from asyncpg import InterfaceError, InternalClientError, PostgresError
 
@@ -167,7 +166,7 @@ def _commit(driver: Any) -> Any:
 
 
 class Cursors(Watched):
-    """Through a cursor of the driver's."""
+    """Through a cursor of the driver."""
 
     def execute(self, statement: Statement) -> Result:
         if not statement.sql:
@@ -183,10 +182,10 @@ class Cursors(Watched):
 
 
 class Libpq:
-    """Through libpq's pipeline, on the connection that psycopg made."""
+    """Through libpq's pipeline, on psycopg's connection."""
 
     def __init__(self, raw: sa.Connection, dialect: Dialect) -> None:
-        from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, Pipeline, Turns
+        from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, ExclusiveUse, Pipeline
 
         self._begin, self._commit, self._deallocate = BEGIN, COMMIT, DEALLOCATE
         self._raw = raw
@@ -195,46 +194,46 @@ class Libpq:
             driver: Any = raw.connection.driver_connection
             pipeline = raw.info[_INFO] = Pipeline(
                 driver,
-                # engines behind a pooler switch psycopg's prepared statements off
+                # engines behind a pooler switch off psycopg's prepared statements
                 prepare=driver.prepare_threshold is not None,
                 translate=lambda error: dbapi_error(error, dialect),
             )
         self._pipeline = pipeline
-        self._turns = Turns(raw.connection.driver_connection)
+        self._use = ExclusiveUse(raw.connection.driver_connection)
 
     def _wait(self, steps: Any) -> list[Result]:
         adapted: Any = self._raw.connection.dbapi_connection
         if not self._raw.dialect.is_async:
-            return cast("list[Result]", self._turns.wait(steps))
+            return cast("list[Result]", self._use.wait(steps))
 
         def wait(_driver: Any) -> Any:
-            return self._turns.wait_async(steps)
+            return self._use.wait_async(steps)
 
         return cast("list[Result]", adapted.run_async(wait))
 
-    def begin(self, statements: Sequence[Statement]) -> list[Result]:
+    def begin(self, statements: Statements) -> list[Result]:
         return self._wait(self._pipeline.send(statements, before=self._begin))
 
     def execute(self, statement: Statement) -> Result:
         return self._wait(self._pipeline.send((statement,)))[0]
 
-    def commit(self, statements: Sequence[Statement]) -> list[Result]:
+    def commit(self, statements: Statements) -> list[Result]:
         return self._wait(self._pipeline.send(statements, after=self._commit))
 
     @property
     def taken(self) -> bool:
-        return self._turns.taken()
+        return self._use.taken()
 
     def give_up(self) -> None:
         if self._raw.dialect.is_async:
             adapted: Any = self._raw.connection.dbapi_connection
 
             def end(_driver: Any) -> Any:
-                return self._turns.end_other_async()
+                return self._use.end_other_async()
 
             adapted.run_async(end)
         else:
-            self._turns.end_other()
+            self._use.end_other()
 
     def end(self, dialect: Dialect) -> None: ...
 
@@ -245,14 +244,14 @@ class Libpq:
 
     def rolled_back(self) -> None:
         self._pipeline.forget()
-        # psycopg may just have deallocated everything, or nothing: make it everything
+        # psycopg may have deallocated everything or nothing just now: make sure it is everything
         self._wait(self._pipeline.send((), after=self._deallocate))
 
 
 def wire(raw: sa.Connection, dialect: Dialect, style: Style) -> Wire:
-    """The shortest way that nobody watches."""
+    """Return the fastest way that hides nothing from whoever is watching."""
     engine: Any = raw.engine
-    # not public, so that a release without it has every statement watched
+    # private attributes; a release without them has every statement watched
     if (
         getattr(raw, "_has_events", True)
         or getattr(engine, "_has_events", True)

@@ -1,0 +1,121 @@
+"""`txbox doctor`: what is wrong, how one sees it, and what mends it; and what could not be looked at.
+
+Nothing here writes, and nothing reads a table through.
+
+Source: docs/decisions/0035-doctor.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+
+from txbox.admin.doctor import brokers, database, rows, settings
+from txbox.admin.doctor.case import Case, ConfiguredApp
+from txbox.admin.doctor.finding import (
+    CODES,
+    SEVERITIES,
+    Diagnosis,
+    Finding,
+    Severity,
+    Unchecked,
+)
+from txbox.connections.base import Database
+from txbox.errors import StoreError, StoreUnavailable
+from txbox.session import Session
+from txbox.store.dialect import Dialect
+
+__all__ = [
+    "CODES",
+    "SEVERITIES",
+    "ConfiguredApp",
+    "Diagnosis",
+    "Finding",
+    "Severity",
+    "Unchecked",
+    "examine",
+    "examine_app",
+    "says_anything",
+]
+
+Check = Callable[[Case], AsyncIterator[Finding]]
+
+# what is examined, by which query where not every database has something to say, and how
+_OF_SERVER: tuple[tuple[str, str | None, Check], ...] = (
+    ("the pooler", "doctor_backend", database.pooler),
+    ("the server's settings", None, database.settings),
+    ("the clock", "doctor_clock", database.clock),
+    ("standbys", "doctor_standbys", database.standbys),
+    ("old transactions", "doctor_transactions", database.transactions),
+)
+_OF_TABLES: tuple[tuple[str, str | None, Check], ...] = (
+    ("who may create in the schema", "schema_creators", database.creators),
+    ("dead rows and autovacuum", "doctor_storage", database.storage),
+    ("partitions", "partitions", database.partitioned),
+    ("messages that wait", None, rows.inbox),
+    ("outgoing messages that wait", None, rows.outbox),
+    ("the quarantine", None, rows.quarantine),
+    ("pruning", None, rows.pruning),
+)
+
+
+async def examine(
+    db: Session, dialect: Dialect, target: Database, app: ConfiguredApp | None, diagnosis: Diagnosis
+) -> None:
+    """Examine the database, in small transactions that only read.
+
+    Raises:
+        StoreUnavailable: it does not answer.
+    """
+    case = Case(db, dialect, target, app, diagnosis)
+    try:
+        await db.begin()
+    except StoreError:
+        db.discard()
+        if finding := await database.transactions_refused(case):
+            diagnosis.found([finding])
+            return
+        raise
+    await db.commit()
+    await _check(case, "the tables", database.tables)
+    for what, query, check in (*_OF_SERVER, *(_OF_TABLES if case.usable else ())):
+        if query is None or case.dialect.has(query):
+            await _check(case, what, check)
+    if not case.usable:
+        diagnosis.not_checked("rows, pruning and partitions", "the tables are not whole")
+    elif app is None:
+        diagnosis.not_checked(
+            "rows that no handler or relay takes",
+            "no App was given (--app): handlers and routes are not known",
+        )
+
+
+async def _check(case: Case, what: str, check: Check) -> None:
+    try:
+        async for finding in check(case):
+            case.diagnosis.found([finding])
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        # a right that is missing, above all
+        await case.db.rollback()
+        case.diagnosis.not_checked(what, str(error))
+
+
+def says_anything(app: ConfiguredApp) -> bool:
+    """Say whether an App has handlers, sources or routes."""
+    return bool(len(app.handlers) or app.consumptions or app.routes.all())
+
+
+def examine_app(app: ConfiguredApp, diagnosis: Diagnosis, grace: timedelta | None) -> None:
+    """Examine what an App says of itself, and ask its brokers.
+
+    Args:
+        grace: how long a drain may take; None where nobody said.
+    """
+    diagnosis.found(settings.time_outs(app))
+    diagnosis.found(settings.weak_ids(app.handlers))
+    if grace is not None:
+        diagnosis.found(settings.grace(app, grace))
+    brokers.sources(app, diagnosis)
+    brokers.destinations(app, diagnosis)

@@ -1,0 +1,143 @@
+"""The brokers' own settings, as each source tells them, against what the App relies on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from txbox.admin.doctor import settings
+from txbox.admin.doctor.case import ConfiguredApp, lasting
+from txbox.admin.doctor.finding import Diagnosis, Finding
+from txbox.brokers.base import Examinable, Facts, Source
+from txbox.errors import BrokerError, ConfigurationError
+
+# crashes count as deliveries, too
+_DELIVERIES_MIN = 20
+# a weekend's outage is longer; this one is anybody's
+_KEPT_MIN_S = 3600.0
+
+
+def sources(app: ConfiguredApp, diagnosis: Diagnosis) -> None:
+    """Look at each source, and at what its broker says of its topics."""
+    for consumption in app.consumptions:
+        source = consumption.source
+        diagnosis.found(settings.redelivery(app, source))
+        try:
+            topics = settings.topics_of(app.handlers, source, consumption.topics)
+        except ConfigurationError as error:
+            problem, _, remedy = str(error).rpartition(": ")
+            diagnosis.found(
+                [Finding("topic-unhandled", f"{problem}.", f"{remedy[0].upper()}{remedy[1:]}")]
+            )
+            continue
+        diagnosis.found(settings.order(app.handlers, source, topics))
+        for facts in _asked(source, source.name, topics, diagnosis):
+            diagnosis.found(_consumed(app, source, facts))
+
+
+def destinations(app: ConfiguredApp, diagnosis: Diagnosis) -> None:
+    """Look at what the brokers that are published to say of the topics that are named."""
+    for route in app.routes.all():
+        if route.destination is not None and route.topics and not route.others:
+            for facts in _asked(route.destination, route.name, route.topics, diagnosis):
+                diagnosis.found(_published(app, route.name, facts))
+
+
+def _asked(
+    broker: object, name: str, topics: Sequence[str], diagnosis: Diagnosis
+) -> Sequence[Facts]:
+    if not isinstance(broker, Examinable):
+        return ()
+    try:
+        found = broker.examine(topics)
+    except (BrokerError, ConfigurationError) as error:
+        diagnosis.not_checked(f"the settings of {name}", str(error))
+        return ()
+    for facts in found:
+        for sentence in facts.unknown:
+            diagnosis.not_checked(f"{facts.topic} of {name}", sentence)
+    return found
+
+
+def _consumed(app: ConfiguredApp, source: Source, facts: Facts) -> Iterator[Finding]:
+    where = f"{facts.topic!r} of {source.name}"
+    if not facts.found:
+        yield _missing(where)
+        return
+    if not facts.acknowledged:
+        yield Finding(
+            "auto-ack",
+            f"{where} counts what it delivers as acknowledged{_said(facts, 'acknowledged')}: what a crash leaves is "
+            "lost.",
+            "Have each message acknowledged by itself: delete the consumer, and let txbox create it.",
+        )
+    yield from _kept(app, where, facts)
+    if facts.deliveries_max is not None and facts.deliveries_max < _DELIVERIES_MIN:
+        yield Finding(
+            "delivery-limit",
+            f"{where} gives a message up after {facts.deliveries_max} deliveries{_said(facts, 'deliveries_max')}, and "
+            "crashes and deployments count: attempts are counted in the database.",
+            f"Take the limit away, or make it {_DELIVERIES_MIN} or more.",
+        )
+    claim_s = app.limits.lock_timeout.total_seconds()
+    if facts.redelivery_s is not None and facts.redelivery_s <= claim_s:
+        yield Finding(
+            "time-out-redelivery",
+            f"{where} delivers again after {lasting(facts.redelivery_s)}{_said(facts, 'redelivery_s')}, and a claim "
+            f"may wait {lasting(claim_s)} (Limits.lock_timeout): a message that waits comes a second time.",
+            "Make the broker's time-out longer, or Limits.lock_timeout shorter.",
+        )
+
+
+def _kept(app: ConfiguredApp, where: str, facts: Facts) -> Iterator[Finding]:
+    kept_s = app.retention.processed.total_seconds()
+    if facts.replay_s is not None and math.isinf(facts.replay_s):
+        yield Finding(
+            "replay-unbounded",
+            f"{where} keeps messages without a bound in time{_said(facts, 'replay_s')}, and Retention.processed is "
+            f"{lasting(kept_s)}: who replays older ones processes them again.",
+            "Bound it, or replay no further back than the retention.",
+        )
+    elif facts.replay_s is not None and facts.replay_s > kept_s:
+        yield Finding(
+            "retention-too-short",
+            f"{where} can deliver again what is {lasting(facts.replay_s)} old{_said(facts, 'replay_s')}, and "
+            f"Retention.processed is {lasting(kept_s)}: what comes again after that is processed again.",
+            f"`Retention(processed=timedelta(days={math.ceil(facts.replay_s / 86400) + 1}))`, or let the broker keep "
+            "less.",
+        )
+    if facts.kept_s is not None and facts.kept_s < _KEPT_MIN_S:
+        yield Finding(
+            "broker-drops",
+            f"{where} drops after {lasting(facts.kept_s)} what nobody has received{_said(facts, 'kept_s')}: a longer "
+            "outage loses messages.",
+            "Have the broker keep them for longer than an outage may last.",
+        )
+
+
+def _published(app: ConfiguredApp, route: str, facts: Facts) -> Iterator[Finding]:
+    where = f"{facts.topic!r} of {route}"
+    if not facts.found:
+        yield _missing(where)
+        return
+    lease_s = app.relaying.lease.total_seconds()
+    if facts.duplicates_s is not None and facts.duplicates_s < lease_s:
+        yield Finding(
+            "duplicate-window",
+            f"{where} knows a message by its id for {lasting(facts.duplicates_s)}{_said(facts, 'duplicates_s')}, and a "
+            f"relay that dies sends again after {lasting(lease_s)} (RelayPolicy.lease): consumers see it twice.",
+            "Make the window longer than the lease; consumers with an inbox take the second one as a duplicate.",
+        )
+
+
+def _missing(where: str) -> Finding:
+    return Finding(
+        "topic-missing",
+        f"{where} does not exist.",
+        "Create it, or correct the topic.",
+    )
+
+
+def _said(facts: Facts, what: str) -> str:
+    said = facts.said.get(what)
+    return f" ({said})" if said else ""

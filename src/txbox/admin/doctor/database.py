@@ -1,0 +1,477 @@
+"""The server and the tables: settings, durability, the guard, partitions, and what holds back vacuum."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Final
+
+from txbox.admin.doctor.case import Case, lasting
+from txbox.admin.doctor.finding import Finding
+from txbox.connections.base import Database
+from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.session import Connection, Connections
+from txbox.store import catalogue, partitions, schema
+from txbox.store.dialect import dialect as load_dialect
+
+_SKEW_S = 2.0
+_LAG_S = 60.0
+_LAG_BYTES = 256 * 1024 * 1024
+# beyond both, a table is more garbage than a vacuum that keeps up leaves behind
+_DEAD_ROWS = 50_000
+_DEAD_SHARE = 0.2
+_NAMED = 5
+_POOLER_LOOKS = 5
+_BETWEEN = "whether a pooler is between"
+
+
+async def tables(case: Case) -> AsyncIterator[Finding]:
+    """The version of the tables, and all that belongs to it."""
+    await case.db.begin()
+    try:
+        state = await schema.read_state(case.db, case.dialect)
+    except StoreError as error:
+        if error.fault is not Fault.SCHEMA:
+            raise
+        await case.db.rollback()
+        state = schema.SchemaState(None, None, None)
+    else:
+        await case.db.commit()
+    if refusal := schema.unusable(state):
+        problem, _, remedy = refusal.partition(": ")
+        code = "schema-missing" if state.version is None else "schema-version"
+        yield Finding(code, f"{problem}.", f"{remedy[0].upper()}{remedy[1:]}")
+        return
+    case.usable = True
+    if state.schema is not None:
+        case.dialect = load_dialect(case.dialect.name, state.schema)
+    version = state.version or 0
+    if version < schema.VERSION:
+        yield Finding(
+            "schema-behind",
+            f"The txbox tables are at version {version}, this release knows {schema.VERSION}.",
+            "`txbox schema apply`.",
+        )
+    async for finding in _drift(case, version):
+        yield finding
+    async for finding in _guard(case, state):
+        yield finding
+
+
+async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
+    wanted = catalogue.expected(case.dialect.name, min(version, schema.VERSION))
+    await case.db.begin()
+    found, invalid = await catalogue.read(case.db, case.dialect)
+    await case.db.commit()
+    print_it = f"Restore it: `txbox schema print --dialect {case.dialect.name}` has its SQL."
+    if lacking := catalogue.missing(wanted, found):
+        # a missing table or column would only be found again, by each statement that fails
+        case.usable = not any(part.startswith(("table", "column")) for part in lacking)
+        problem = (
+            f"Version {version} of the tables is recorded, but of it is missing: {_named(lacking)}."
+        )
+        yield Finding("schema-drift", problem, print_it)
+    for table, index in invalid:
+        yield Finding(
+            "index-invalid",
+            f"The index {index} of {table} is not valid: its making or rebuilding was cut off, and nothing uses it.",
+            f"`REINDEX INDEX CONCURRENTLY {index}`.",
+        )
+    if other := catalogue.changed(wanted, found):
+        problem = f"The text of {_named(other)} is not that of version {version}: the guard may let half a message in."
+        yield Finding("guard-changed", problem, print_it)
+
+
+async def _guard(case: Case, state: schema.SchemaState) -> AsyncIterator[Finding]:
+    await case.db.begin()
+    try:
+        fires = await schema.guarded(case.db, case.dialect, state)
+    except StoreError as error:
+        if error.fault is not Fault.SCHEMA:
+            raise
+        # what is missing is named already
+        await case.db.rollback()
+        return
+    await case.db.commit()
+    if not fires:
+        yield Finding(
+            "guard-off",
+            "The transaction guard does not fire: a handler that commits by itself leaves half a message.",
+            _GUARDS[case.dialect.name],
+        )
+
+
+_GUARDS: Final = {
+    "postgresql": "`ALTER TABLE txbox_inbox ENABLE ALWAYS TRIGGER txbox_inbox_guard`, on each partition as well, and "
+    "`SET session_replication_role = origin` for the role of the workers.",
+    "mysql": "`ALTER TABLE txbox_inbox ENGINE = InnoDB`.",
+    "sqlite": "`PRAGMA foreign_keys = ON` on every connection, and txbox_guard as `txbox schema print` has it.",
+}  # fmt: skip
+
+
+async def creators(case: Case) -> AsyncIterator[Finding]:
+    """Who else may create in the schema of the tables."""
+    if found := await schema.creators(case.db, case.dialect):
+        yield Finding(
+            "foreign-create",
+            f"{', '.join(found)} may create in the schema of the txbox tables, and so have code run by whoever uses "
+            "them.",
+            f"`REVOKE CREATE ON SCHEMA … FROM {', '.join(found)}`, or keep the tables in a schema of their own.",
+        )
+
+
+async def partitioned(case: Case) -> AsyncIterator[Finding]:
+    """Partitions must be made ahead: later ones than the last go to the default one, which only batches prune."""
+    await case.db.begin()
+    layout = await partitions.read(case.db, case.dialect)
+    await case.db.commit()
+    ready = layout.ready_until
+    if ready is not None and partitions.missing(layout, case.retention.partition, 1):
+        yield Finding(
+            "partitions-missing",
+            f"The partitions of the inbox end at {partitions.moment(ready.timestamp())}, and it is "
+            f"{partitions.moment(layout.clock_s)}: later messages go to the default partition.",
+            "Have `txbox run` or `txbox maintain` running.",
+        )
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+async def settings(case: Case) -> AsyncIterator[Finding]:
+    """What the server is set to, as a transaction of txbox's sees it."""
+    await case.db.begin()
+    found = (await case.db.execute(case.statement("doctor_settings"))).rows
+    await case.db.commit()
+    case.settings = {str(name): str(value) for name, value in found}
+    for part in (_writable, _isolation, _durability, _time_outs):
+        for finding in part(case):
+            yield finding
+
+
+def _writable(case: Case) -> Iterator[Finding]:
+    for name in _READ_ONLY:
+        if case.settings.get(name, "off").lower() not in ("off", "0"):
+            yield Finding(
+                "on-replica",
+                f"{case.database.name} takes no writes ({name} is {case.settings[name]}): who has processed what "
+                "is decided on the primary only.",
+                "Give the App the URL of the primary.",
+            )
+            return
+
+
+_READ_ONLY: Final = (
+    "in_recovery", "transaction_read_only", "super_read_only", "read_only", "innodb_read_only",
+)  # fmt: skip
+
+
+def _isolation(case: Case) -> Iterator[Finding]:
+    level = case.settings.get("transaction_isolation") or case.settings.get("tx_isolation")
+    given = case.settings.get("default_transaction_isolation", "read committed")
+    if level is not None and level.lower().replace("-", " ") != "read committed":
+        yield Finding(
+            "isolation-level",
+            f"The transactions of txbox run at {level.upper()} instead of READ COMMITTED: a rival's commit is a "
+            "serialization failure.",
+            "Leave the isolation level of the pool or engine that App() was given at READ COMMITTED.",
+        )
+    elif given != "read committed":
+        yield Finding(
+            "isolation-level",
+            f"default_transaction_isolation is {given}: the transactions of txbox are READ COMMITTED all the same, "
+            "but one that you begin for Inbox.accept meets a rival's commit as a serialization failure.",
+            "`ALTER ROLE … SET default_transaction_isolation = 'read committed'`, or try again at SQLSTATE 40001.",
+        )
+
+
+def _durability(case: Case) -> Iterator[Finding]:
+    for name, bad, code, so, remedy in _DURABLE:
+        value = case.settings.get(name, "").lower()
+        # a log that is not written need not be flushed
+        if value in bad and (name != "sync_binlog" or case.settings.get("log_bin") == "ON"):
+            yield Finding(code, f"{name} is {value}: {so}.", remedy)
+
+
+_LOST = "what was acknowledged to a broker can be lost with the machine"
+_TORN = "a page that was half written when the machine went down stays damaged"
+#: Setting, values that are wrong, code, what that means, what mends it.
+_DURABLE: Final = (
+    (
+        "fsync", ("off",), "durability-fsync", f"{_LOST}, and the database be damaged",
+        "`ALTER SYSTEM SET fsync = on`, and reload.",
+    ),
+    (
+        "full_page_writes", ("off",), "durability-torn-pages", _TORN,
+        "`ALTER SYSTEM SET full_page_writes = on`, and reload.",
+    ),
+    (
+        "synchronous_commit", ("off",), "durability-commit",
+        "txbox waits for the disk before it acknowledges all the same, your own transactions are lost with the server",
+        "`ALTER ROLE … SET synchronous_commit = on`.",
+    ),
+    (
+        "innodb_doublewrite", ("off", "detect_only"), "durability-torn-pages", _TORN,
+        "Set innodb_doublewrite = ON, and restart.",
+    ),
+    (
+        "innodb_flush_log_at_trx_commit", ("0", "2"), "durability-flush", _LOST,
+        "`SET GLOBAL innodb_flush_log_at_trx_commit = 1`, and in the server's configuration.",
+    ),
+    (
+        "sync_binlog", ("0",), "durability-flush", f"{_LOST}, on a replica that is promoted",
+        "`SET GLOBAL sync_binlog = 1`, and in the server's configuration.",
+    ),
+    (
+        "synchronous", ("0", "1"), "durability-flush", _LOST,
+        "`PRAGMA synchronous = FULL` on every connection of the engine.",
+    ),
+    (
+        "journal_mode", ("off", "memory"), "durability-journal", "a crash in a transaction damages the file",
+        "`PRAGMA journal_mode = WAL`.",
+    ),
+)  # fmt: skip
+
+
+def _time_outs(case: Case) -> Iterator[Finding]:
+    claim_s, longest_s = case.limits.lock_timeout.total_seconds(), _longest_s(case)
+    lease_s = case.lease.duration.total_seconds()
+    for name, unit_s in _OF_STATEMENTS.items():
+        if 0 < (set_s := float(case.settings.get(name, 0)) * unit_s) <= claim_s:
+            yield Finding(
+                "time-out-statement",
+                f"{name} is {lasting(set_s)} and Limits.lock_timeout {lasting(claim_s)}: a claim that waits for a "
+                "rival is ended by the server, and taken for a database in trouble.",
+                "Set it longer for the role of the workers, or make Limits.lock_timeout shorter.",
+            )
+    for name, unit_s in _OF_TRANSACTIONS.items():
+        if 0 < (set_s := float(case.settings.get(name, 0)) * unit_s) <= longest_s:
+            yield Finding(
+                "time-out-transaction",
+                f"{name} is {lasting(set_s)} and a run may take {lasting(longest_s)} (timeout= of the handlers, else "
+                "Lease.duration): the server ends its transaction first.",
+                "Set it longer for the role of the workers, or give the handlers a shorter timeout=.",
+            )
+    waits_s = float(case.settings.get("innodb_lock_wait_timeout", 0))
+    if waits_s >= lease_s:
+        yield Finding(
+            "time-out-lock-wait",
+            f"innodb_lock_wait_timeout is {lasting(waits_s)} and Lease.duration {lasting(lease_s)}: a handler that "
+            "waits for a lock outlasts its lease.",
+            "Set innodb_lock_wait_timeout below the lease.",
+        )
+
+
+# in which unit the server gives them
+_OF_STATEMENTS: Final = {"statement_timeout": 0.001, "max_statement_time": 1.0}
+_OF_TRANSACTIONS: Final = {
+    "transaction_timeout": 0.001,
+    "idle_transaction_timeout": 1.0,
+    "idle_write_transaction_timeout": 1.0,
+    "wait_timeout": 1.0,
+}
+
+
+def _longest_s(case: Case) -> float:
+    """The longest that a run may take."""
+    handlers = [] if case.app is None else list(case.app.handlers)
+    bounds = [handler.options.timeout or case.lease.duration for handler in handlers]
+    return max(bounds, default=case.lease.duration).total_seconds()
+
+
+# -- what is between, beside and behind the server --------------------------------------------
+
+
+async def clock(case: Case) -> AsyncIterator[Finding]:
+    """The database's clock decides over leases and retries; this machine's goes into new ids and signatures."""
+    before = time.time()
+    (row,) = await case.rows("doctor_clock")
+    after = time.time()
+    skew_s = float(row[0]) - (before + after) / 2
+    if abs(skew_s) - (after - before) / 2 > _SKEW_S:
+        yield Finding(
+            "clock-skew",
+            f"The clock of this machine is {lasting(abs(skew_s))} {'behind' if skew_s > 0 else 'ahead of'} the "
+            "database's: leases and retries go by the database's, but ids that are made here, the age of webhook "
+            "signatures and logs do not.",
+            "Have both synchronised by NTP.",
+        )
+
+
+async def pooler(case: Case) -> AsyncIterator[Finding]:
+    """Two connections of ours on one connection of the server's: somebody shares those out by transaction."""
+    connections = _connections(case.database, is_async=case.db.is_async)
+    first = await connections.acquire()
+    try:
+        shared, prepared = await _beside(case, connections, first)
+    finally:
+        await connections.release(first)
+    if not shared:
+        return
+    if not prepared:
+        yield Finding(
+            "pooler-prepared",
+            "A pooler gives out connections by transaction and knows no prepared statements: one of txbox's has "
+            "met another client's.",
+            "`?prepare=off` in the URL, or PgBouncer 1.21 with max_prepared_statements (docs/howto/pgbouncer.md).",
+        )
+    yield Finding(
+        "pooler-transaction",
+        "A pooler gives out connections by transaction: session settings, LISTEN and advisory locks of a session do "
+        "not hold, and prepared statements only where it knows them.",
+        "Nothing of txbox needs them; docs/howto/pgbouncer.md says what your own code must not use.",
+    )
+    if case.app is not None and case.app.notify:
+        yield Finding(
+            "pooler-listen",
+            "App(notify=True) wakes relays by LISTEN, which hears nothing through this pooler: they look once a poll.",
+            "Give the App of the relay a URL past the pooler, or leave notify=True out.",
+        )
+
+
+async def _beside(case: Case, connections: Connections, first: Connection) -> tuple[bool, bool]:
+    """Whether the connection is on the same one of the server's as another, and whether prepared statements hold."""
+    try:
+        second = await connections.acquire()
+    except StoreUnavailable as error:
+        case.diagnosis.not_checked(_BETWEEN, f"it takes two connections at a time: {error}")
+        return False, True
+    try:
+        if first.native is second.native:
+            # Django's, which has one a thread
+            case.diagnosis.not_checked(
+                _BETWEEN, "it takes two connections at a time, and there is one."
+            )
+            return False, True
+        return await _shared(case, first, second), True
+    except StoreError as error:
+        if error.fault is not Fault.PREPARED:
+            raise
+        # one connection has met what the other has prepared
+        return True, False
+    finally:
+        await connections.release(second)
+
+
+async def _shared(case: Case, first: Connection, second: Connection) -> bool:
+    asked = case.statement("doctor_backend")
+    seen: tuple[set[int], set[int]] = (set(), set())
+    for _ in range(_POOLER_LOOKS):
+        for connection, known in zip((first, second), seen, strict=True):
+            known.add(int((await connection.read(asked)).rows[0][0]))
+        if seen[0] & seen[1]:
+            return True
+    return False
+
+
+def _connections(database: Database, *, is_async: bool) -> Connections:
+    found = database.asynchronous if is_async else database.sync
+    assert found is not None, "the session came from it"
+    return found
+
+
+async def transactions_refused(case: Case) -> Finding | None:
+    """What is found when BEGIN failed since a pooler takes single statements only; None when it was something else."""
+    if not case.dialect.has("doctor_backend"):
+        return None
+    try:
+        await case.rows("doctor_backend")
+    except StoreError:
+        # it takes none at all
+        case.db.discard()
+        return None
+    try:
+        await case.db.begin()
+    except StoreError:
+        case.db.discard()
+    else:
+        # it was away for a moment
+        await case.db.commit()
+        return None
+    return Finding(
+        "pooler-statement",
+        "A pooler gives out connections by statement, and refuses transactions: nothing of txbox can work.",
+        "`pool_mode = transaction` in pgbouncer.ini, or a URL past the pooler.",
+    )
+
+
+async def standbys(case: Case) -> AsyncIterator[Finding]:
+    """Standbys that are far behind, or that a commit does not wait for."""
+    found = await case.rows("doctor_standbys")
+    for name, lag_s, lag_bytes, _ in found:
+        if float(lag_s) > _LAG_S or int(lag_bytes or 0) > _LAG_BYTES:
+            yield Finding(
+                "replication-lag",
+                f"The standby {name!r} is {lasting(float(lag_s))} and {int(lag_bytes or 0) / 1e6:,.0f} MB behind: a "
+                "failover to it loses what was acknowledged meanwhile.",
+                "`SELECT * FROM pg_stat_replication` shows where it hangs.",
+            )
+    if found and not case.settings.get("synchronous_standby_names", "?"):
+        yield Finding(
+            "replication-asynchronous",
+            f"{len(found)} standbys follow, and no commit waits for one (synchronous_standby_names is empty): a "
+            "failover loses what was acknowledged last.",
+            "Set synchronous_standby_names, or use Kafka(anchored=True), which reads again what was lost.",
+        )
+
+
+async def storage(case: Case) -> AsyncIterator[Finding]:
+    """Tables that are not vacuumed, or not fast enough."""
+    found = await case.rows("doctor_storage")
+    for name in ("autovacuum", "track_counts"):
+        if case.settings.get(name) == "off":
+            yield Finding(
+                "autovacuum-off",
+                f"{name} is off on the server: no table is vacuumed, and the outbox grows with each message.",
+                f"`ALTER SYSTEM SET {name} = on`, and reload.",
+            )
+    off = [str(name) for name, _, _, vacuumed, _ in found if not vacuumed]
+    if off:
+        yield Finding(
+            "autovacuum-off",
+            f"autovacuum_enabled is off for {_named(off)}: what is pruned or sent keeps its space.",
+            f"`ALTER TABLE {off[0]} RESET (autovacuum_enabled)`.",
+        )
+    for name, live, dead, _, ago_s in found:
+        if dead > _DEAD_ROWS and dead > _DEAD_SHARE * (live + dead):
+            last = "never" if ago_s is None else f"{lasting(float(ago_s))} ago"
+            yield Finding(
+                "dead-tuples",
+                f"{name} has about {dead:,} dead rows beside {live:,} live ones, and was vacuumed {last}.",
+                f"`VACUUM (ANALYZE) {name}`; an old transaction or a replication slot may hold it back.",
+            )
+
+
+async def transactions(case: Case) -> AsyncIterator[Finding]:
+    """A transaction that is older than any run may be holds back vacuum and purge."""
+    found = await case.rows("doctor_transactions")
+    lease_s = case.lease.duration.total_seconds()
+    for kind, name, who, state, age_s in found:
+        if kind == "blind":
+            case.diagnosis.not_checked(
+                "transactions of other roles",
+                f"the role {who} does not see them: GRANT pg_read_all_stats TO {who}.",
+            )
+        elif float(age_s) > lease_s:
+            what = (
+                f"session {name} of {who}" if kind == "session" else f"prepared transaction {name}"
+            )
+            end = (
+                f"ROLLBACK PREPARED '{name}'"
+                if kind == "prepared"
+                else _END[case.dialect.name].format(name)
+            )
+            yield Finding(
+                "old-transaction",
+                f"The transaction of {what} ({state}) is open for {lasting(float(age_s))}, longer than a run may take "
+                f"({lasting(lease_s)}): what is dead since then cannot be removed.",
+                f"End it where it was begun, or `{end}`.",
+            )
+
+
+_END: Final = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

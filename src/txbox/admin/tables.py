@@ -1,0 +1,612 @@
+"""The tables as operators see them: rows, filters, statuses, and what may be changed."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timedelta
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+from txbox.errors import ConfigurationError
+from txbox.message import Message
+from txbox.outcome import Status
+from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
+from txbox.store.dialect import as_time
+from txbox.store.waits import Waits
+
+#: What is done to rows of a table.
+Verb = Literal["retry", "discard", "reroute", "accept"]
+_ENCODED = "(encoded: the App that has the codec= can read it)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerStatus:
+    """One consumer: rows by status, what is quarantined, and how old its oldest unfinished row is."""
+
+    consumer: str
+    counts: dict[str, int]
+    quarantined: int
+    oldest_unfinished_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicStatus:
+    """What goes one way, of one topic.
+
+    Attributes:
+        route: where it goes; "" is whoever publishes or consumes the topic.
+        counts: rows by status.
+        overdue: of those that are due, how many have been for a minute without an attempt: no relay
+            that has the route is running, or it is behind, or its broker is away.
+        oldest_waiting_s: how long ago the oldest row was staged that is due, leased or failed.
+    """
+
+    topic: str
+    route: str
+    counts: dict[str, int]
+    overdue: int
+    oldest_waiting_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSize:
+    """How large a table is.
+
+    Attributes:
+        table: its name; on SQLite all tables are one file, whose size is known.
+        table_bytes: without its indexes, where those are known.
+        index_bytes: of all its indexes; None where that is not known.
+        partitions: how many tables it consists of.
+    """
+
+    table: str
+    table_bytes: int
+    index_bytes: int | None
+    partitions: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionStatus:
+    """How the inbox is partitioned.
+
+    Attributes:
+        kind: "uuid7", "ulid" or "hash".
+        count: how many partitions there are.
+        ready_until: until when partitions are made, where they are of a time each.
+        missing: rows of now have no partition: they go to the default one, which only batches prune.
+    """
+
+    kind: str
+    count: int
+    ready_until: datetime | None
+    missing: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """A change that an operator has made: one batch of it.
+
+    Attributes:
+        actor: who, as the command line or the dashboard knows them.
+        login: the database role that it was done with.
+        filter: what was asked for, by name.
+        affected: rows of this batch.
+    """
+
+    number: int
+    recorded_at: datetime
+    actor: str
+    login: str | None
+    action: str
+    filter: dict[str, str]
+    affected: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureGroup:
+    """Messages that failed in the same way and are dead, or wait for their next attempt.
+
+    Attributes:
+        consumers: by consumer, how many are dead and how many failed.
+        first_at: when the first of them was received.
+        last_at: when one of them failed last.
+        sample: consumer and id of one of them.
+        error: the first line of what that one says; of the most frequent groups.
+        more: not all failures of a consumer were looked at: there may be more of them, and older ones.
+    """
+
+    fingerprint: str | None
+    error_type: str | None
+    count: int
+    consumers: Mapping[str, Mapping[str, int]]
+    first_at: datetime
+    last_at: datetime
+    sample: tuple[str, str]
+    error: str | None = None
+    more: bool = False
+
+    def joined(self, other: FailureGroup) -> FailureGroup:
+        """This group with those of another consumer or status."""
+        consumers = {name: dict(counts) for name, counts in self.consumers.items()}
+        for name, counts in other.consumers.items():
+            consumers.setdefault(name, {}).update(counts)
+        return replace(
+            self,
+            count=self.count + other.count,
+            consumers=consumers,
+            first_at=min(self.first_at, other.first_at),
+            last_at=max(self.last_at, other.last_at),
+            more=self.more or other.more,
+        )
+
+
+# The fields of a row are the columns of its `…_list` query, in their order.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InboxRow:
+    """A message of one consumer.
+
+    Attributes:
+        attempts: failures so far.
+        starts: runs from the table that never ended.
+        arrival: its place in the order of arrivals, by which pages go on.
+        waits_for: what stands in its way; asked for by the Admin, where an App says that there is an order.
+    """
+
+    consumer: str
+    message_id: str
+    status: str
+    topic: str
+    type: str | None
+    key: str | None
+    attempts: int
+    starts: int
+    received_at: datetime
+    updated_at: datetime
+    processed_at: datetime | None
+    next_attempt_at: datetime | None
+    lease_until: datetime | None
+    error_type: str | None
+    error: str | None
+    fingerprint: str | None
+    has_payload: bool
+    arrival: int
+    waits_for: Waits | None = field(default=None, metadata={"column": False})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxRow:
+    """An outgoing message.
+
+    Attributes:
+        number: its place in the order of staging, by which pages go on.
+        status: `due`, `delayed` (staged for later), `leased` by a relay, `failed` (waits for its next
+            attempt), `dead`, `sent`, `discarded`.
+        route: where it goes; "" is whoever publishes or consumes the topic.
+        next_attempt_at: when a delayed or failed one is due.
+        waits_for: the message of its key that must leave before it; in a list only its id.
+    """
+
+    message_id: str
+    number: int
+    status: str
+    topic: str
+    route: str
+    type: str | None
+    key: str | None
+    attempts: int
+    staged_at: datetime
+    next_attempt_at: datetime | None
+    lease_until: datetime | None
+    sent_at: datetime | None
+    cause_consumer: str | None
+    cause_id: str | None
+    error_type: str | None
+    error: str | None
+    waits_for: Waits | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineRow:
+    """A message that was set aside.
+
+    Attributes:
+        hash: of its payload, in hexadecimal digits.
+        status: "quarantined" until somebody decides, then "accepted" or "discarded"; "replaced" is what stood in
+            the inbox before somebody edited it.
+        seen: how often it came.
+        kept_bytes: how much of its payload is stored; 0 when it was dropped, or had none.
+    """
+
+    consumer: str
+    message_id: str
+    hash: str
+    status: str
+    reason: str
+    topic: str | None
+    type: str | None
+    key: str | None
+    seen: int
+    received_at: datetime
+    updated_at: datetime
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedAttempt:
+    """One entry of a message's history."""
+
+    attempt: int
+    status: str
+    error_type: str | None
+    error: str | None
+    fingerprint: str | None
+    recorded_at: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a message carries; payload and header values only when revealed, as the rules of the App leave them.
+
+    Attributes:
+        redacted: a rule hides something of payload or result: what is shown is not what is stored.
+    """
+
+    content_type: str | None
+    headers: tuple[tuple[str, str | None], ...]
+    payload_bytes: int | None
+    payload: bytes | None
+    redacted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InboxMessage(Content, InboxRow):
+    """A message with everything that is known of it."""
+
+    origin: dict[str, Any]
+    sequence: int | None
+    payload_hash: str | None
+    result_bytes: int | None
+    result: bytes | None
+    history: tuple[RecordedAttempt, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutboxMessage(Content, OutboxRow):
+    """An outgoing message with everything that is known of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuarantinedMessage(Content, QuarantineRow):
+    """A message that was set aside, with everything that is known of it."""
+
+    origin: dict[str, Any]
+
+
+RowT = TypeVar("RowT")
+MessageT = TypeVar("MessageT")
+
+
+class Change(NamedTuple):
+    """Which rows a verb may change: a pass over the table for each status, in this order, so that none is met twice.
+
+    `meant` are those that a filter means which names neither a status nor a message.
+    """
+
+    statuses: tuple[str, ...]
+    meant: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table as operators see it.
+
+    Attributes:
+        name: what its queries begin with.
+        noun: one of its rows.
+        key: the columns that name a row.
+        place: the column that pages and batches go on by; None where a row itself is the mark.
+        audited: a verb, as `txbox_audit` and events name it.
+    """
+
+    name: str
+    noun: str
+    row: type[Any]
+    message: type[Any]
+    content: tuple[str, ...]
+    key: tuple[str, ...]
+    place: str | None
+    statuses: tuple[str, ...]
+    changes: Mapping[Verb, Change]
+    audited: str
+
+
+INBOX = Table(
+    name="inbox",
+    noun="message",
+    row=InboxRow,
+    message=InboxMessage,
+    content=("content_type", "headers", "payload", "origin", "sequence", "payload_hash", "result"),
+    key=("consumer", "message_id"),
+    place="arrival",
+    statuses=tuple(Status),
+    changes={
+        # failed first: a dead row that is retried is failed
+        "retry": Change(("failed", "dead"), meant=("dead",)),
+        "discard": Change(("pending", "failed", "dead"), meant=("dead",)),
+    },
+    audited="{}",
+)
+OUTBOX = Table(
+    name="outbox",
+    noun="outgoing message",
+    row=OutboxRow,
+    message=OutboxMessage,
+    content=("content_type", "headers", "payload"),
+    key=("message_id",),
+    place="number",
+    statuses=("due", "delayed", "leased", "failed", "dead", "sent", "discarded"),
+    changes={
+        "retry": Change(("failed", "dead"), meant=("dead",)),
+        "discard": Change(("due", "delayed", "failed", "dead"), meant=("dead",)),
+        # due first: what has failed is due once it is rerouted
+        "reroute": Change(("due", "delayed", "failed", "dead"), meant=("due", "delayed", "failed")),
+    },
+    audited="{} outgoing",
+)
+_WAITING = Change(("quarantined",), meant=("quarantined",))
+QUARANTINE = Table(
+    name="quarantine",
+    noun="quarantined message",
+    row=QuarantineRow,
+    message=QuarantinedMessage,
+    content=("content_type", "headers", "payload", "origin"),
+    key=("consumer", "message_id", "hash"),
+    place=None,
+    statuses=("quarantined", "accepted", "discarded", "replaced"),
+    changes={"accept": _WAITING, "discard": _WAITING},
+    audited="quarantine {}",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter(Generic[RowT, MessageT]):
+    """Which rows of a table an operator means; what is None is not asked for."""
+
+    table: ClassVar[Table]
+
+    message_id: str | None = None
+    status: str | None = None
+    topic: str | None = None
+    type: str | None = None
+    key: str | None = None
+    older_than: timedelta | None = None
+
+    def criteria(self) -> dict[str, str]:
+        """What is asked for, for people and for `txbox_audit`."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    def params(self) -> dict[str, Any]:
+        """What is asked for, for the queries."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        age = values.pop("older_than")
+        return {**values, "older_than_s": None if age is None else age.total_seconds()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InboxFilter(Filter[InboxRow, InboxMessage]):
+    """Which messages of the inbox an operator means."""
+
+    table = INBOX
+
+    consumer: str | None = None
+    error_type: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxFilter(Filter[OutboxRow, OutboxMessage]):
+    """Which outgoing messages an operator means."""
+
+    table = OUTBOX
+
+    route: str | None = None
+    error_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineFilter(Filter[QuarantineRow, QuarantinedMessage]):
+    """Which quarantined messages an operator means.
+
+    Args:
+        hash: of the payload, in hexadecimal digits; the first ones are enough.
+    """
+
+    table = QUARANTINE
+
+    consumer: str | None = None
+    hash: str | None = None
+
+
+def row_of(columns: Columns, table: Table, found: Sequence[Any]) -> Any:
+    """Read a row of a `…_list` query."""
+    return table.row(**_named(columns, _columns(table), found)[0])
+
+
+def message_of(
+    columns: Columns,
+    table: Table,
+    found: Sequence[Any],
+    attempts: Sequence[Sequence[Any]],
+    *,
+    reveal: bool,
+) -> Any:
+    """Read a row of a `…_show` query, in the inbox with those of its attempts.
+
+    Raises:
+        ConfigurationError: revealed, and written through a codec that this app does not have.
+    """
+    values, key_id = _named(columns, (*_columns(table), *table.content), found)
+    payload = values["payload"]
+    if reveal or key_id is None:
+        payload = columns.payload_back(payload, key_id)
+    values["payload_bytes"] = None if payload is None else len(payload)
+    payload, redacted = _shown(columns, "body", payload if reveal else None)
+    values["payload"] = payload
+    values["headers"] = _headers(columns, values["headers"], key_id, reveal=reveal)
+    if "origin" in values:
+        values["origin"] = json.loads(values["origin"]) if values["origin"] else {}
+    if table is INBOX:
+        result = values["result"]
+        values["result_bytes"] = None if result is None else len(result)
+        result = columns.result_back(result) if reveal else None
+        values["result"], hidden = _shown(columns, "result", result)
+        redacted |= hidden
+        names = [item.name for item in fields(RecordedAttempt)]
+        values["history"] = tuple(
+            RecordedAttempt(**_named(columns, names, attempt, key_id)[0]) for attempt in attempts
+        )
+    return table.message(**values, redacted=redacted)
+
+
+def _shown(
+    columns: Columns, what: Literal["body", "result"], data: Any
+) -> tuple[bytes | None, bool]:
+    """What is revealed, as the rules leave it, and whether they hide anything of it."""
+    return (None, False) if data is None else columns.redact.json(what, bytes(data))
+
+
+def failures_of(
+    fingerprint: str | None,
+    error_type: str | None,
+    consumer: str,
+    status: str,
+    counted: Sequence[Any],
+) -> FailureGroup:
+    """Read a row of `failure_groups`."""
+    count, first, last, message_id = counted
+    first_at, last_at = as_time(first), as_time(last)
+    assert first_at is not None
+    assert last_at is not None
+    return FailureGroup(
+        fingerprint=fingerprint,
+        error_type=error_type,
+        count=int(count),
+        consumers={consumer: {status: int(count)}},
+        first_at=first_at,
+        last_at=last_at,
+        sample=(consumer, message_id),
+    )
+
+
+def audited_of(found: Sequence[Any]) -> Audited:
+    """Read a row of `audit_list`."""
+    values = dict(zip((item.name for item in fields(Audited)), found, strict=True))
+    values["recorded_at"] = as_time(values["recorded_at"])
+    values["filter"] = json.loads(values["filter"])
+    return Audited(**values)
+
+
+def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[Any]]:
+    """Read a row of `quarantine_lock`: how much of the payload is kept, and the message that it was.
+
+    Raises:
+        ConfigurationError: written through a codec that this app does not have.
+    """
+    values = dict(zip((*_columns(QUARANTINE), *QUARANTINE.content), found, strict=True))
+    origin, time = decode_origin(values["origin"])
+    message: Message[Any] = Message(
+        topic=values["topic"] or "",
+        type=values["type"],
+        key=values["key"],
+        payload=columns.payload_back(values["payload"], values["key_id"]),
+        headers=columns.headers_back(values["headers"], values["key_id"]),
+        content_type=values["content_type"],
+        time=time,
+        origin=origin,
+        consumer=values["consumer"],
+    )
+    return int(values["kept_bytes"]), message
+
+
+def place_of(row: InboxRow | OutboxRow | QuarantineRow) -> int | str:
+    """Where the page behind this row begins: what `Admin.list` takes as `before`."""
+    if isinstance(row, QuarantineRow):
+        mark = json.dumps([row.consumer, row.message_id, row.hash])
+        return base64.urlsafe_b64encode(mark.encode()).decode()
+    return row.arrival if isinstance(row, InboxRow) else row.number
+
+
+def mark_of(place: str) -> tuple[str, str, bytes]:
+    """The key of the quarantine row that `place_of` was asked about.
+
+    Raises:
+        ConfigurationError: this is no such place.
+    """
+    with suppress(ValueError, TypeError):
+        consumer, message_id, digits = json.loads(base64.urlsafe_b64decode(place))
+        if isinstance(consumer, str) and isinstance(message_id, str):
+            return consumer, message_id, bytes.fromhex(str(digits))
+    raise ConfigurationError(
+        "This is not where a page begins: give what the page before it ended with."
+    )
+
+
+def _columns(table: Table) -> tuple[str, ...]:
+    named = (item.name for item in fields(table.row) if item.metadata.get("column", True))
+    return (*named, "key_id")
+
+
+def _named(
+    columns: Columns, names: Sequence[str], found: Sequence[Any], key_id: str | None = None
+) -> tuple[dict[str, Any], str | None]:
+    """A row by its columns, as people read them, and the key that it was encoded with."""
+    values = dict(zip(names, found, strict=True))
+    key_id = values.pop("key_id", key_id)
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name.endswith(("_at", "_until")):
+            values[name] = as_time(value)
+        elif name in ("hash", "payload_hash"):
+            values[name] = bytes(value).hex()
+        elif name == "has_payload":
+            values[name] = bool(value)
+        elif name == "error":
+            known = columns.error_back(value, key_id) or ""
+            values[name] = _ENCODED if known.startswith(ENCODED_ERROR) else known
+        elif name == "reason":
+            values[name] = columns.redact.error(value)
+        elif name == "waits_for":
+            values[name] = Waits(message_id=value)
+    return values, key_id
+
+
+def _headers(
+    columns: Columns, text: str | None, key_id: str | None, *, reveal: bool
+) -> tuple[tuple[str, str | None], ...]:
+    """Read a column of headers; their values only when revealed, and names only where they can be decoded.
+
+    Raises:
+        ConfigurationError: revealed, and written through a codec that this app does not have.
+    """
+    try:
+        headers = columns.headers_back(text, key_id)
+    except ConfigurationError:
+        if reveal:
+            raise
+        return (("(encoded)", None),)
+    return tuple(
+        (name, columns.redact.header(name, _text(value)) if reveal else None)
+        for name, value in headers
+    )
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value

@@ -1,0 +1,369 @@
+"""What operators look at, as data: tables of named columns, and records of names and values, for others to render."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from txbox.admin.activity import WorkerStatus
+from txbox.admin.replay import ReplayFailure
+from txbox.admin.tables import (
+    INBOX,
+    OUTBOX,
+    QUARANTINE,
+    ConsumerStatus,
+    RecordedAttempt,
+    Table,
+    TableSize,
+    TopicStatus,
+)
+from txbox.outcome import Status
+from txbox.store.pauses import Pause
+
+if TYPE_CHECKING:
+    from txbox.admin.explain import Explanation
+
+#: What stands in a table: what is empty has no value.
+Cell = str | int | float | datetime | timedelta | None
+#: Names and values of one message.
+Record = list[tuple[str, Cell]]
+
+#: Stands for the consumer of what no handler consumes.
+UNMATCHED = "(no consumer)"
+_ERROR_CHARACTERS = 120
+_MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
+_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
+_LISTED = {
+    INBOX.name: (
+        "consumer", "id", "status", "topic", "type", "key", "attempts", "received", "waits for", "error",
+    ),
+    OUTBOX.name: (
+        "id", "status", "topic", "route", "type", "key", "attempts", "staged", "next attempt", "waits for", "error",
+    ),
+    QUARANTINE.name: ("consumer", "id", "hash", "status", "topic", "type", "seen", "received", "reason"),
+}  # fmt: skip
+# of the three tables together: what a row does not have is left out
+_RECORD = (
+    "consumer", "id", "hash", "status", "topic", "route", "type", "key", "sequence", "number", "received", "staged",
+    "caused by", "updated", "processed", "sent", "next attempt", "waits for", "leased until", "attempts",
+    "unfinished starts", "seen", "content type", "headers", "origin", "payload", "payload sha-256", "result",
+    "reason", "error type", "fingerprint",
+)  # fmt: skip
+
+
+# ids and error texts come from strangers: nothing of theirs may steer a terminal or a page
+# and what cannot be seen makes no two ids look alike: soft hyphens, zero-width characters, marks of direction, tags
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
+    r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+
+
+class View(NamedTuple):
+    """A table for people: the names of its columns, and its rows."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+
+
+def age(seconds: float | None) -> str:
+    """A length of time for people: 42s, 5m 10s, 3h 12m, 2d 4h."""
+    if seconds is None:
+        return ""
+    left, parts = int(seconds), list[str]()
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        number, left = divmod(left, size)
+        if number or parts:
+            parts.append(f"{number}{unit}" if number else "")
+    return " ".join(part for part in parts[:2] if part) or "0s"
+
+
+def duration_of(text: str) -> timedelta:
+    """Read 30s, 5m, 2h, 7d, or a sum like 1h30m.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = _DURATION.findall(text)
+    if not parts or "".join(f"{number}{unit}" for number, unit in parts) != text:
+        raise ValueError(
+            f"{text!r} is no duration: write a number with its unit, like 30s, 5m, 2h or 7d"
+        )
+    return timedelta(seconds=sum(float(number) * _UNITS_S[unit] for number, unit in parts))
+
+
+def counted(number: int, noun: str = "message") -> str:
+    """1 message, 2 messages."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def filled(view: View) -> View:
+    """A table without the columns that have no value in any row; the first one stays."""
+    kept = [
+        index
+        for index in range(len(view.columns))
+        if index == 0 or any(row[index] not in (None, "") for row in view.rows)
+    ]
+    rows = [tuple(row[index] for index in kept) for row in view.rows]
+    return View(tuple(view.columns[index] for index in kept), rows)
+
+
+class Warned(NamedTuple):
+    """Something that somebody should look at: "warn" or "bad", what it is, and what to do."""
+
+    severity: str
+    said: str
+    remedy: str
+
+
+def warnings(
+    consumers: Iterable[ConsumerStatus], topics: Iterable[TopicStatus]
+) -> Generator[Warned]:
+    """What the counts of inbox and outbox say is stuck."""
+    for status in consumers:
+        name = status.consumer or UNMATCHED
+        if dead := status.counts.get("dead"):
+            yield Warned(
+                "bad",
+                f"{counted(dead)} of {name} {'is' if dead == 1 else 'are'} dead.",
+                "Nothing happens to them until somebody looks at the error, and retries or discards them.",
+            )
+        if status.quarantined:
+            yield Warned(
+                "warn",
+                f"{counted(status.quarantined)} of {name} {'is' if status.quarantined == 1 else 'are'} quarantined.",
+                "They never ran: accept or discard them.",
+            )
+    for topic in topics:
+        if topic.overdue:
+            yield Warned("bad", *overdue(topic))
+        if dead := topic.counts.get("dead"):
+            yield Warned(
+                "bad",
+                f"{counted(dead, 'outgoing message')} of topic {topic.topic} {'is' if dead == 1 else 'are'} dead.",
+                "They have not left, and will not until somebody retries or discards them.",
+            )
+
+
+def overdue(status: TopicStatus) -> tuple[str, str]:
+    """That messages should have left, and what to do."""
+    remedy = (
+        f"See that a worker or `txbox relay` of an App with the route {status.route or 'any'} runs and reaches "
+        "its destination, or `txbox outbox reroute` them."
+    )
+    late = f"{counted(status.overdue)} of topic {status.topic}"
+    return f"{late} should have left more than a minute ago.", remedy
+
+
+def consumers(statuses: Iterable[ConsumerStatus]) -> View:
+    """The inbox by consumer and status."""
+    counted = ("pending", "processing", "failed", "dead", "processed", "discarded")
+    view = View(("consumer", *counted, "quarantined", "oldest unfinished"), [])
+    for status in statuses:
+        counts = [status.counts.get(name, 0) for name in counted]
+        age = _age(status.oldest_unfinished_s)
+        view.rows.append((status.consumer or UNMATCHED, *counts, status.quarantined, age))
+    return view
+
+
+def topics(statuses: Iterable[TopicStatus]) -> View:
+    """The outbox by topic, route and status."""
+    view = View(("topic", "route", *OUTBOX.statuses, "oldest waiting"), [])
+    for status in statuses:
+        counts = [status.counts.get(name, 0) for name in OUTBOX.statuses]
+        age = _age(status.oldest_waiting_s)
+        view.rows.append((status.topic, status.route or "any", *counts, age))
+    return view
+
+
+def sizes(tables: Iterable[TableSize]) -> View:
+    """The tables and how large they are."""
+    view = View(("table", "rows", "indexes", "partitions"), [])
+    for size in tables:
+        parts = size.partitions if size.partitions > 1 else "-"
+        sizes = _megabytes(size.table_bytes), _megabytes(size.index_bytes)
+        view.rows.append((size.table, *sizes, parts))
+    return view
+
+
+def workers(found: Iterable[WorkerStatus]) -> View:
+    """The processes at work."""
+    columns = (
+        "host", "pid", "command", "state", "consumers", "busy", "lanes", "leases", "in flight", "app", "version",
+        "started", "seen",
+    )  # fmt: skip
+    view = View(columns, [])
+    for each in found:
+        names = [f"{name} (paused)" if name in each.paused else name for name in each.consumers]
+        consumers = ", ".join(names) or "-"
+        doing = each.busy, each.lanes, each.leases, each.in_flight
+        view.rows.append(
+            (each.host, each.pid, each.kind, each.state, consumers, *doing, each.app, each.version, each.started_at,
+             each.seen_at)
+        )  # fmt: skip
+    return view
+
+
+def pauses(found: Iterable[Pause]) -> View:
+    """The consumers that are paused."""
+    return View(
+        ("consumer", "since", "by", "reason"),
+        [(pause.consumer, pause.paused_at, pause.actor, pause.reason) for pause in found],
+    )
+
+
+def page(table: Table, rows: Iterable[Any]) -> View:
+    """Messages of one table, a row each."""
+    columns = _LISTED[table.name]
+    return View(columns, [tuple(_value(name, row, _SHORT) for name in columns) for row in rows])
+
+
+def record(message: Any) -> Record:
+    """Everything that is known of one message but its error, its attempts and its payload."""
+    found = ((name, _value(name, message, _LONG)) for name in _RECORD)
+    return [(name, value) for name, value in found if value not in (None, "")]
+
+
+def attempts(history: Iterable[RecordedAttempt]) -> View:
+    """The attempts of one message."""
+    return View(
+        ("attempt", "at", "became", "error"),
+        [(past.attempt, past.recorded_at, past.status, _error(past)) for past in history],
+    )
+
+
+def failures(failed: Iterable[ReplayFailure]) -> View:
+    """The messages whose replay failed."""
+    return View(("id", "error"), [(failure.message_id, _error(failure)) for failure in failed])
+
+
+def explanation(
+    told: Explanation,
+) -> list[tuple[str, list[tuple[str, str, str | None]]]]:
+    """Each place where a message stands: its title, and a mark, a text and a command for each sentence."""
+    places: list[tuple[str, list[tuple[str, str, str | None]]]] = []
+    for place in told.places:
+        where = (
+            f" of {place.consumer or UNMATCHED}" if place.table in ("inbox", "quarantine") else ""
+        )
+        title = f"{told.message_id} in the {place.table}{where}: {place.status}"
+        places.append(
+            (
+                title if place.table else f"{told.message_id}: unknown",
+                [(_MARKS[said.severity], said.text, said.command) for said in place.sentences],
+            )
+        )
+    return places
+
+
+def keys(table: Table, named: Iterable[Mapping[str, str]]) -> View:
+    """What names rows of a table, as the sample of a change does."""
+    return View(
+        tuple("id" if column == "message_id" else column for column in table.key),
+        [tuple(_key(column, key[column]) for column in table.key) for key in named],
+    )
+
+
+def _key(column: str, value: str) -> str:
+    if column == "hash":
+        return value[:12]
+    return value or (UNMATCHED if column == "consumer" else "(none)")
+
+
+def _value(name: str, row: Any, said: Mapping[str, Callable[[Any], Cell]]) -> Cell:
+    attribute = _ATTRIBUTES.get(name, name.replace(" ", "_"))
+    if not hasattr(row, attribute):
+        return None
+    say = said.get(name) or _SAID.get(name)
+    value: Cell = getattr(row, attribute) if say is None else say(row)
+    return value
+
+
+def _first_in_line(row: Any) -> str | None:
+    if row.waits_for is None:
+        return None
+    return row.waits_for.message_id or f"version {row.waits_for.version}"
+
+
+def _waits_for(row: Any) -> str | None:
+    waits = row.waits_for
+    if waits is None:
+        return None
+    if waits.message_id is None:
+        return f"version {waits.version} of its key, which has not arrived"
+    at = _next_attempt(waits)
+    return f"{waits.message_id} ({waits.status}{f', next attempt {at:%Y-%m-%d %H:%M:%S}' if at else ''})"
+
+
+def _next_attempt(row: Any) -> datetime | None:
+    at: datetime | None = row.next_attempt_at
+    return at if row.status in (Status.FAILED, Status.PENDING, "delayed") else None
+
+
+def _caused_by(row: Any) -> str | None:
+    return None if row.cause_id is None else f"{row.cause_consumer or ''} {row.cause_id}".strip()
+
+
+def _error(row: Any) -> str | None:
+    if row.error_type is None:
+        return None
+    if not row.error:
+        return str(row.error_type)
+    return f"{row.error_type}: {row.error.partition(chr(10))[0]}"[:_ERROR_CHARACTERS]
+
+
+def _headers(message: Any) -> str:
+    return ", ".join(
+        name if value is None else f"{name}={value}" for name, value in message.headers
+    )
+
+
+def _payload(message: Any) -> str:
+    if not getattr(message, "has_payload", True):
+        return "not kept"
+    size = message.payload_bytes
+    return "none: a tombstone, or dropped" if size is None else f"{size} bytes"
+
+
+def _age(seconds: float | None) -> Cell:
+    return "-" if seconds is None else timedelta(seconds=seconds)
+
+
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1_000_000:,.1f} MB"
+
+
+_ATTRIBUTES = {
+    "id": "message_id",
+    "received": "received_at",
+    "staged": "staged_at",
+    "updated": "updated_at",
+    "processed": "processed_at",
+    "sent": "sent_at",
+    "caused by": "cause_id",
+    "next attempt": "next_attempt_at",
+    "leased until": "lease_until",
+    "unfinished starts": "starts",
+    "payload sha-256": "payload_hash",
+}
+_SAID: dict[str, Callable[[Any], Cell]] = {
+    "consumer": lambda row: row.consumer or UNMATCHED,
+    "id": lambda row: row.message_id or "(none)",
+    "route": lambda row: row.route or "any",
+    "next attempt": _next_attempt,
+    "caused by": _caused_by,
+    "unfinished starts": lambda row: row.starts or None,
+    "error": _error,
+    "headers": _headers,
+    "origin": lambda row: ", ".join(f"{name}={value}" for name, value in row.origin.items()),
+    "payload": _payload,
+    "result": lambda row: None if row.result_bytes is None else f"{row.result_bytes} bytes",
+}
+_SHORT: dict[str, Callable[[Any], Cell]] = {
+    "hash": lambda row: row.hash[:12],
+    "waits for": _first_in_line,
+}
+_LONG: dict[str, Callable[[Any], Cell]] = {"waits for": _waits_for}

@@ -1,0 +1,378 @@
+"""Publishing to an HTTP endpoint: one signed POST a message, by the scheme of Standard Webhooks."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import io
+import ipaddress
+import math
+import re
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+
+from txbox.brokers.base import Batch
+from txbox.brokers.envelope import HTTP
+from txbox.brokers.loop import EventLoop
+from txbox.brokers.webhook.schemes import standard_key
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    MessageRefused,
+    NotTried,
+)
+from txbox.message import Message
+
+_TOPIC = "{topic}"
+_ANSWER_BYTES = 2048
+_CLOSE_S = 5.0
+_LAST_WORD_S = 0.5
+#: The endpoint is asked to wait no longer than this, whatever it says.
+_RETRY_AFTER_MAX_S = 3600.0
+#: A later try may succeed: the request timed out there, came too early or too often, or the server is in trouble.
+_PASSING = frozenset({408, 425, 429})
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_NOT_IN_VALUE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+#: They frame, route or authenticate the request, which is this publisher's business.
+_STEERING = frozenset(
+    {
+        "host", "content-length", "transfer-encoding", "connection", "keep-alive", "proxy-connection", "te", "trailer",
+        "upgrade", "expect", "accept-encoding", "user-agent", "authorization", "proxy-authorization", "cookie",
+        "idempotency-key", "webhook-timestamp", "webhook-signature",
+    }
+)  # fmt: skip
+
+
+class Http:
+    """An HTTP endpoint to which staged messages are POSTed, each by itself.
+
+    Args:
+        url: of the endpoint; `{topic}` in its path or query stands for the topic of the message.
+        secrets: with them requests are signed as standardwebhooks.com says (`whsec_…`, or the key as
+            bytes); several while one replaces another, and then each signs.
+        headers: sent with every request, such as Authorization.
+        timeout: for one request; `RelayPolicy.confirm_within` bounds it, too.
+        concurrency: requests at a time.
+        private: allow http://, and addresses that are not public: this machine's, the local network's, a
+            cloud's metadata.
+        tls: instead of the system's certificate authorities.
+
+    `webhook-id` and `Idempotency-Key` are the message's id, the same at each try; type, key and time are the
+    CloudEvents attributes of the same names. Redirects are not followed, no proxy is used, and what the
+    endpoint's name resolves to is checked at each connection.
+
+    A message is sent once the endpoint answers 2xx. 408, 425, 429, 5xx, no answer in time and a broken
+    connection cost an attempt: `RelayPolicy.retry` decides when the next one comes, `Retry-After` (up to an
+    hour) how early. Any other answer makes the message dead, with the first line of what was answered. An
+    endpoint that cannot be connected to pauses the relay and costs no attempt.
+
+    Guarantee: what is confirmed was answered with 2xx. Any message may come twice: the endpoint tells by its id.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *secrets: str | bytes,
+        headers: Mapping[str, str] | None = None,
+        timeout: timedelta = timedelta(seconds=10),
+        concurrency: int = 10,
+        private: bool = False,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        _check_url(url, private)
+        if timeout <= timedelta(0):
+            raise ConfigurationError(f"timeout is {timeout}: it must be longer than zero.")
+        if concurrency < 1:
+            raise ConfigurationError(f"concurrency is {concurrency}: it must be at least 1.")
+        for name, value in (headers or {}).items():
+            if not _NAME.fullmatch(name) or _NOT_IN_VALUE.search(value):
+                raise ConfigurationError(f"headers= has {name!r}, which HTTP does not allow.")
+        self._url = url
+        self._keys = [standard_key(secret) for secret in secrets]
+        self._headers = dict(headers or {})
+        self._timeout_s = timeout.total_seconds()
+        self._concurrency = concurrency
+        self._private = private
+        self._tls = tls
+
+    def publisher(self) -> HttpPublisher:
+        return HttpPublisher(
+            self._url, self._keys, self._headers, timeout_s=self._timeout_s,
+            concurrency=self._concurrency, private=self._private, tls=self._tls,
+        )  # fmt: skip
+
+
+class HttpPublisher:
+    """Sends messages side by side; see `Http`. The relay sends one of a key at a time."""
+
+    event_prefix = HTTP.prefix
+
+    def __init__(
+        self,
+        url: str,
+        keys: Sequence[bytes],
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float,
+        concurrency: int,
+        private: bool,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._url, self._keys, self._headers = url, keys, headers
+        self._timeout_s, self._concurrency = timeout_s, concurrency
+        self._private, self._tls = private, tls
+        parts = urlsplit(url)
+        # what stands behind the path may be a secret
+        self.name = (
+            f"http:{parts.hostname}{'' if parts.port is None else f':{parts.port}'}{parts.path}"
+        )
+        self._loop: EventLoop | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    def publish(
+        self, messages: Sequence[Message[object]], within_s: float
+    ) -> Sequence[BrokerError | None]:
+        if self._loop is None:
+            self._loop = EventLoop(f"txbox-{self.name}")
+        batch = _Batch(messages, within_s)
+        work = self._publish(batch, time.monotonic() + within_s - _LAST_WORD_S)
+        # it ends by itself; on a machine that stands still what was answered until now counts
+        with suppress(TimeoutError):
+            self._loop.call(work, within_s + _LAST_WORD_S)
+        if batch.away is not None and not batch.heard:
+            raise BrokerUnavailable(f"{self.name} cannot be reached: {batch.away}")
+        # what was cut off may still answer into its own
+        return list(batch.answers)
+
+    def close(self) -> None:
+        loop, self._loop = self._loop, None
+        session, self._session = self._session, None
+        if loop is not None:
+            try:
+                if session is not None:
+                    loop.call(session.close(), _CLOSE_S)
+            finally:
+                loop.close()
+
+    # -- on the loop --------------------------------------------------------------------------
+
+    async def _publish(self, batch: _Batch, until: float) -> None:
+        if self._session is None:
+            self._session = self._new_session()
+        entries = batch.entries(self._headers_of)
+
+        async def sends() -> None:
+            # one iterator under all of them: who is done takes the next
+            for at, headers in entries:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or batch.away is not None:
+                    return
+                await self._send(batch, at, headers, min(left_s, self._timeout_s))
+
+        await asyncio.gather(*(sends() for _ in range(self._concurrency)))
+
+    async def _send(
+        self, batch: _Batch, at: int, headers: Sequence[tuple[str, str]], timeout_s: float
+    ) -> None:
+        assert self._session is not None
+        message = batch.messages[at]
+        body = HTTP.payload(message)
+        moment = str(int(time.time()))
+        url = self._url.replace(_TOPIC, quote(message.topic, safe=""))
+        signed = [*headers, *self._signature(str(message.id), moment, body)]
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout_s / 2)
+        broken: Exception | None = None
+        # a second time, since a connection that was kept open may have ended in the meantime
+        for _ in range(2):
+            try:
+                async with self._session.post(
+                    url,
+                    data=io.BytesIO(body),
+                    headers=signed,
+                    timeout=timeout,
+                    allow_redirects=False,
+                ) as response:
+                    said = await response.content.read(_ANSWER_BYTES)
+                    batch.answer(at, _error_of(response, said))
+                    return
+            except (
+                aiohttp.ClientConnectorError,
+                aiohttp.ConnectionTimeoutError,
+                _Refused,
+            ) as error:
+                batch.away = str(error)
+                return
+            except TimeoutError:
+                batch.answer(
+                    at, BrokerError(f"The endpoint did not answer within {timeout_s:g} s.")
+                )
+                return
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                broken = error
+            except aiohttp.ClientError as error:
+                # what came is no HTTP
+                broken = error
+                break
+        # this message may be the reason: it has its attempts like others
+        why = f"{type(broken).__name__}: {broken}"
+        batch.answer(at, BrokerError(f"The endpoint broke the request off ({why})."))
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(
+            limit=self._concurrency,
+            resolver=ThreadedResolver() if self._private else _PublicAddresses(),
+            ssl=self._tls if self._tls is not None else True,
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers={"user-agent": "txbox", **self._headers},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+
+    def _headers_of(self, message: Message[object]) -> list[tuple[str, str]]:
+        HTTP.payload(message)
+        pairs = [("idempotency-key", str(message.id))]
+        for name, value in HTTP.headers(message):
+            if name.lower() in _STEERING:
+                continue
+            try:
+                text = "" if value is None else value if isinstance(value, str) else value.decode()
+                text.encode()
+            except UnicodeError:
+                raise MessageRefused(f"The header {name!r} is not UTF-8: leave it out.") from None
+            if not _NAME.fullmatch(name) or _NOT_IN_VALUE.search(text):
+                raise MessageRefused(
+                    f"HTTP allows no header {name!r} with this value: leave it out, or encode it."
+                )
+            pairs.append((name, text))
+        return pairs
+
+    def _signature(self, message_id: str, moment: str, body: bytes) -> list[tuple[str, str]]:
+        if not self._keys:
+            return []
+        content = f"{message_id}.{moment}.".encode() + body
+        signatures = (hmac.new(key, content, hashlib.sha256).digest() for key in self._keys)
+        value = " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in signatures)
+        return [("webhook-timestamp", moment), ("webhook-signature", value)]
+
+
+class _Batch(Batch):
+    """The messages of one call, and why the endpoint could not be connected to."""
+
+    def __init__(self, messages: Sequence[Message[object]], within_s: float) -> None:
+        super().__init__(HTTP.name, messages, within_s)
+        self.answers = [NotTried("There was no time left for this message.") for _ in messages]
+        self.away: str | None = None
+
+
+class _Refused(Exception):
+    """The endpoint's name leads to an address that is not public."""
+
+
+class _PublicAddresses(AbstractResolver):
+    """Resolves names, and leaves out what they should not lead to; asked again for each connection."""
+
+    def __init__(self) -> None:
+        self._names = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._names.resolve(host, port, family)
+        public = [each for each in found if is_public(each["host"])]
+        if not public:
+            raise _Refused(
+                f"{host} leads to an address that is not public: use Http(…, private=True) if that is meant."
+            )
+        return public
+
+    async def close(self) -> None:
+        await self._names.close()
+
+
+def is_public(address: str) -> bool:
+    """Say whether an IP address is one of the public internet, also where IPv6 only carries an IPv4 address."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        carried = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if carried is None and ip in _NAT64:
+            carried = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if carried is not None:
+            ip = carried
+    return ip.is_global and not ip.is_multicast
+
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def _check_url(url: str, private: bool) -> None:
+    parts, complete = None, False
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        # a port that is no number is found when it is asked for
+        complete = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    if not complete or parts is None or parts.scheme not in ("http", "https"):
+        raise ConfigurationError("Http() needs a URL such as https://example.com/hooks.")
+    host = str(parts.hostname)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigurationError(
+            "The URL of Http() has a user or a password, which logs would show: send them by headers=."
+        )
+    if _TOPIC in (parts.netloc or ""):
+        raise ConfigurationError("The topic may stand in the path of the URL, not in its host.")
+    if private:
+        return
+    if parts.scheme == "http":
+        raise ConfigurationError(
+            "Http() sends over TLS: use https://, or private=True for an endpoint of your own network."
+        )
+    try:
+        # a literal address is never looked up
+        public = is_public(host)
+    except ValueError:
+        # "127.1" and "2130706433" are addresses to those who connect, which look up no name for them either
+        public = not host.replace(".", "").isdigit()
+    if not public:
+        raise ConfigurationError(
+            f"{host} is not a public address: use Http(…, private=True) if that is meant."
+        )
+
+
+def _error_of(response: aiohttp.ClientResponse, said: bytes) -> BrokerError | None:
+    status = response.status
+    if 200 <= status < 300:
+        return None
+    line = said.decode(errors="replace").strip().partition("\n")[0][:500]
+    text = f"The endpoint answered {status}{f': {line}' if line else ''}"
+    if status in _PASSING or status >= 500:
+        return BrokerError(text, retry_after_s=_retry_after_s(response.headers.get("retry-after")))
+    return MessageRefused(text)
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Read what Retry-After says, in seconds or as a date; None where it says nothing."""
+    if value is None:
+        return None
+    try:
+        wait_s = float(value)
+    except ValueError:
+        try:
+            moment = parsedate_to_datetime(value)
+        except ValueError:
+            return None
+        wait_s = (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    return min(max(wait_s, 0.0), _RETRY_AFTER_MAX_S) if math.isfinite(wait_s) else None

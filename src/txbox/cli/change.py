@@ -1,0 +1,426 @@
+"""retry, discard, reroute, accept and replay: single messages, or what a filter means; dry runs, consent, audit."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from txbox.admin import Changed, views
+from txbox.admin.replay import Replayed
+from txbox.admin.tables import QUARANTINE, Filter, InboxFilter, Table
+from txbox.admin.views import counted
+from txbox.cli.application import admin_of
+from txbox.cli.options import add_audit, add_filter, filter_of, header_of, route
+from txbox.cli.output import (
+    as_json,
+    confirmed,
+    interactive,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    printable_lines,
+    progress,
+    shown,
+)
+from txbox.errors import ConfigurationError
+from txbox.outcome import Status
+
+_DONE = {
+    "retry": "retried",
+    "discard": "discarded",
+    "reroute": "rerouted",
+    "accept": "accepted",
+    "replay": "replayed",
+}
+_ASKED = """\
+Message ids are changed at once. A filter is counted first and asked about;
+without a terminal it needs --yes. --dry-run changes nothing and asks nothing."""
+_CONSENT = f"""\
+What is changed must be said: message ids, at least one filter, or --all.
+{_ASKED}"""
+#: By verb: help in a list of commands, and the description.
+_HELP = {
+    "retry": (
+        "give dead or failed {} a new budget of attempts, due at once",
+        "Gives {} a full new budget of attempts, due at once, under their ids.",
+    ),
+    "discard": ("give {} up for good", "Gives {} up for good: they never run or leave."),
+    "reroute": (
+        "send {} another way: those whose route no App has any more",
+        """Gives {} another route, with a full new budget of attempts: for those that no relay takes, since their route
+        was renamed or removed. Only a relay whose App has the new route takes them.""",
+    ),
+    "accept": (
+        "have {} processed after all",
+        """Stores {} as pending, in the order in which they came; a worker then processes them. One without an id, or
+        with one that another message has (another payload under a known id), needs --id. With --app, version and hash
+        are made as its handler says.""",
+    ),
+}
+_ALSO = {
+    (
+        "inbox",
+        "retry",
+    ): """Messages whose handler broke the transaction (what they wrote is unknown) are left alone
+        unless named by id or with --error-type TransactionBroken.""",
+    ("inbox", "discard"): "A copy that arrives later is a duplicate.",
+    ("outbox", "discard"): "What a relay has leased is left to it.",
+    (
+        "quarantine",
+        "discard",
+    ): "Their payload is dropped, their row stays for Retention.quarantine.",
+}
+
+
+def add(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
+    """Add what changes the table that the filter is for."""
+    table = kind.table
+    for verb, change in table.changes.items():
+        told, described = (text.format(f"{table.noun}s") for text in _HELP[verb])
+        if len(change.statuses) > 1:
+            meant = " or ".join(change.meant)
+            described += f" A filter means those that are {meant}, unless --status names others."
+        also = _ALSO.get((table.name, verb), "")
+        command = commands.add_parser(
+            verb, parents=[common], help=told, description=f"{described} {also}\n\n{_CONSENT}"
+        )
+        _add_targets(command, kind, statuses=change.statuses)
+        command.add_argument(
+            "--all",
+            action="store_true",
+            help="no filter: everything that a filter could mean",
+        )
+        if verb == "reroute":
+            command.add_argument(
+                "--to", required=True, metavar="ROUTE", type=route,
+                help="the new route, as `txbox status` shows it: a broker, local:… (an App's own consumers), local "
+                "(whichever App has a consumer), any (whichever App publishes or consumes the topic)",
+            )  # fmt: skip
+        if (table.name, verb) == ("inbox", "retry"):
+            command.add_argument(
+                "--canary", action="store_true",
+                help="dead ones: one, then ten, then the rest, while a worker runs; it ends when the failure returns",
+            )  # fmt: skip
+        if verb == "accept":
+            command.add_argument(
+                "--id", dest="message_id", metavar="ID", help="the id to process it under; for one message"
+            )  # fmt: skip
+        command.set_defaults(run=_change, kind=kind, verb=verb)
+
+
+def add_edit(commands: Any, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "edit", parents=[common], help="correct the payload or headers of a dead or failed message, and retry it",
+        description="Gives one dead or failed message another payload or other headers, and a full new budget of "
+        "attempts, due at once. It keeps its id, its place and the hash of what came: a copy of that is a duplicate. "
+        "What was there before stays readable, as long as the message: `txbox quarantine show CONSUMER ID --reveal`. "
+        "With --app, a payload that the handler cannot read, or that has another id or version, is refused.",
+    )  # fmt: skip
+    command.add_argument("of", metavar="CONSUMER", help="the consumer of the message")
+    command.add_argument("message_id", metavar="ID", help="its id")
+    command.add_argument("--payload", metavar="FILE", help="the new payload; - is standard input")
+    command.add_argument("--content-type", metavar="TYPE", help="the new content type")
+    command.add_argument(
+        "--header", action="append", default=[], metavar="NAME=VALUE", help="instead of those of that name"
+    )  # fmt: skip
+    command.add_argument(
+        "--without-header", action="append", default=[], metavar="NAME", help="may be repeated"
+    )
+    command.add_argument("--dry-run", action="store_true", help="check it, and change nothing")
+    add_audit(command)
+    command.set_defaults(run=_edit)
+
+
+def _edit(args: argparse.Namespace) -> int:
+    headers: dict[str, str | None] = dict.fromkeys(args.without_header)
+    headers.update(header_of(pair) for pair in args.header)
+    with admin_of(args) as admin:
+        edited = admin.edit(
+            args.of,
+            args.message_id,
+            payload=None if args.payload is None else payload_of(args.payload),
+            content_type=args.content_type,
+            headers=headers,
+            actor=args.actor,
+            reason=args.reason,
+            dry_run=args.dry_run,
+        )
+    if args.json:
+        print_json({"action": "edit", **as_json(edited)})
+        return 0
+    (before, after), would = edited.payload_bytes, "would be " if args.dry_run else ""
+    if edited.payload_hash[0] != edited.payload_hash[1]:
+        old, new = (digits[:12] for digits in edited.payload_hash)
+        print_line(f"payload: {old} ({before or 0} bytes) → {new} ({after or 0} bytes)")
+    if edited.headers:
+        print_line(f"headers: {', '.join(map(shown, edited.headers))}")
+    print_line(f"1 message {would}edited and retried.")
+    return 0
+
+
+def add_rehearse(commands: Any, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "rehearse", parents=[common], help="run a message's handler in a transaction that is always rolled back",
+        description="Runs the handler of one message, of whatever status, in a transaction that is never committed, on "
+        "a connection that is thrown away, with deferred constraints checked; tells what would have become of the "
+        "message, what its handler sent to the database and what it would have staged. What the handler does "
+        "elsewhere (HTTP, files, other connections) is done. Takes --app; not on MySQL and MariaDB, where no COMMIT "
+        "can be refused. Exit status: 0 it would be processed, 1 it would not.",
+    )  # fmt: skip
+    command.add_argument("of", metavar="CONSUMER", help="the consumer of the message")
+    command.add_argument("message_id", metavar="ID", help="its id")
+    command.add_argument(
+        "--payload", metavar="FILE", help="with this payload, as for edit; - is standard input"
+    )
+    add_audit(command)
+    command.set_defaults(run=_rehearse)
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    payload = None if args.payload is None else payload_of(args.payload)
+    with admin_of(args, handlers="runs a handler") as admin:
+        done = admin.rehearse(
+            args.of, args.message_id, payload=payload, actor=args.actor, reason=args.reason
+        )
+    if args.json:
+        print_json({"action": "rehearse", **as_json(done)})
+        return 0 if done.outcome == "processed" else 1
+    would = "processed" if done.outcome == "processed" else f"{done.outcome} ({done.error_type})"
+    print_line(f"It would be {shown(would)}, after {done.duration_s:.3f} s. Nothing was committed.")
+    if done.error:
+        print_line(f"\n{printable_lines(done.error)}")
+    if done.statements:
+        print_line("\nStatements:")
+        for statement in done.statements:
+            print_line(f"  {shown(statement)}")
+    if done.staged:
+        print_line("\nStaged:")
+        rows = [(link.topic, link.consumer or "outbox", link.message_id) for link in done.staged]
+        print_table(("topic", "where", "id"), rows)
+    return 0 if done.outcome == "processed" else 1
+
+
+def payload_of(path: str) -> bytes:
+    """Read a payload from a file, or from standard input.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    if path == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def add_replay(commands: Any, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "replay", parents=[common], help="run processed messages once more, or feed them to another consumer",
+        description="Runs processed messages through their handler once more, here and now; their payload must have "
+        "been kept (keep_payload=). A replay that fails leaves its message processed, and is reported. "
+        "With --as, stores the messages in arrival order as pending ones of another consumer instead. "
+        "Takes --app; with --as, --database is enough.\n\n"
+        f"A replay is of one consumer: CONSUMER and message ids, or --consumer with any other filter. {_ASKED}",
+    )  # fmt: skip
+    names = ("consumer", "status", "topic", "type", "key")
+    _add_targets(command, InboxFilter, names, statuses=tuple(Status))
+    command.add_argument(
+        "--as", dest="as_consumer", metavar="CONSUMER", help="store them for this consumer instead"
+    )
+    # a replay is of one consumer, which is a filter
+    command.set_defaults(run=_change, kind=InboxFilter, verb="replay", all=False)
+
+
+def _add_targets(
+    command: argparse.ArgumentParser,
+    kind: type[Filter[Any, Any]],
+    names: Sequence[str] | None = None,
+    *,
+    statuses: Sequence[str],
+) -> None:
+    if "consumer" in kind.table.key:
+        command.add_argument(
+            "of", nargs="?", metavar="CONSUMER", help="the consumer of the messages"
+        )
+    command.add_argument("ids", nargs="*", metavar="ID", help="message ids")
+    add_filter(command, kind, names, statuses=statuses)
+    command.add_argument("--dry-run", action="store_true", help="count, and change nothing")
+    command.add_argument("--yes", action="store_true", help="do not ask")
+    add_audit(command)
+
+
+def _targets(args: argparse.Namespace) -> tuple[list[Filter[Any, Any]], bool]:
+    """One filter for each message that is named, or the one that was given; and whether any is named."""
+    where = filter_of(args)
+    consumer: str | None = getattr(args, "of", None)
+    marked = getattr(where, "hash", None) is not None
+    if consumer is not None and not args.ids and not marked:
+        raise ConfigurationError(
+            f"Which messages of {consumer!r}? Give ids after it, or --consumer {consumer} for all of them."
+        )
+    given = set(where.criteria()) - {"hash"}
+    if args.ids and (given or args.all):
+        raise ConfigurationError("Give message ids or a filter, not both.")
+    if args.all and (given or marked):
+        raise ConfigurationError("--all goes without a filter: leave one of them out.")
+    if len(args.ids) > 1 and getattr(args, "message_id", None) is not None:
+        raise ConfigurationError("--id is for one message: accept them one by one.")
+    if args.ids or marked:
+        whose: dict[str, Any] = {} if consumer is None else {"consumer": consumer}
+        return [
+            dataclasses.replace(where, message_id=message_id, **whose)
+            for message_id in args.ids or [None]
+        ], True
+    if args.verb == "replay" and args.consumer is None:
+        raise ConfigurationError(
+            "A replay is of one consumer: give --consumer, or CONSUMER and ids."
+        )
+    if not given and not args.all:
+        named = "CONSUMER and ids" if hasattr(args, "of") else "message ids"
+        raise ConfigurationError(
+            f"What is to be {_DONE[args.verb]}? Give {named}, a filter, or --all."
+        )
+    return [where], False
+
+
+def _change(args: argparse.Namespace) -> int:
+    targets, named = _targets(args)
+    names = ("to", "message_id", "as_consumer")
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    runs = args.verb == "replay" and args.as_consumer is None
+    if getattr(args, "canary", False):
+        return _canary(args, targets[0], named=named)
+    with admin_of(args, handlers="runs handlers" if runs else None) as admin:
+        change = partial(getattr(admin, args.verb), **options)
+        who = {"actor": args.actor, "reason": args.reason}
+        results: list[Any]
+        if args.dry_run:
+            results = [change(where, dry_run=True) for where in targets]
+        elif named:
+            results = [change(where, **who) for where in targets]
+        else:
+            expected = change(targets[0], dry_run=True).count
+            if not _agreed(args, expected, targets[0]):
+                print_error("Nothing was changed.")
+                return 1
+            with progress(args.verb, expected or None) as bar:
+                results = [change(targets[0], **who, progress=bar)]
+        left = [
+            admin.why_not(args.verb, where)
+            for where, result in zip(targets, results, strict=True)
+            if named and not result.count and not getattr(result, "refused", ())
+        ]
+    well = (
+        _print_replayed(args, results) if args.verb == "replay" else _print_changed(args, results)
+    )
+    for sentence in left:
+        print_error(shown(sentence))
+    return 0 if well and not left else 1
+
+
+def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -> int:
+    """Retry one, ten, then the rest, and tell what becomes of each step."""
+    if named or not isinstance(where, InboxFilter):
+        raise ConfigurationError("--canary is for a filter: retry single messages by their ids.")
+    with admin_of(args) as admin:
+        expected = admin.canary(where, dry_run=True).left
+        if args.dry_run:
+            redriven = admin.canary(where, dry_run=True)
+        elif not _agreed(args, expected, where):
+            print_error("Nothing was changed.")
+            return 1
+        else:
+            redriven = admin.canary(
+                where, actor=args.actor, reason=args.reason, most=expected,
+                told=lambda step: None if args.json else print_line(step.told()),
+            )  # fmt: skip
+    if args.json:
+        print_json({"action": "canary", "dry_run": args.dry_run, **as_json(redriven)})
+    elif args.dry_run:
+        print_line(f"{counted(expected)} would be retried.")
+    else:
+        print_line(redriven.told() if expected else "No dead message matches.")
+    return 0 if redriven.stopped is None else 1
+
+
+def _agreed(args: argparse.Namespace, count: int, where: Filter[Any, Any]) -> bool:
+    """Say whether a change in bulk may go on.
+
+    Raises:
+        ConfigurationError: nobody can be asked and --yes is missing.
+    """
+    if args.yes or count == 0:
+        return True
+    if not interactive():
+        raise ConfigurationError(
+            f"This would {args.verb} {counted(count)}: add --yes to do it without being asked, or --dry-run."
+        )
+    noun = where.table.noun
+    if args.verb == "replay":
+        noun = f"{args.consumer} {noun}"
+    elif where.table is not QUARANTINE:
+        meant = where.table.changes[args.verb].meant
+        noun = f"{where.status or (meant[0] if len(meant) == 1 else 'waiting')} {noun}"
+    return confirmed(f"{args.verb.capitalize()} {counted(count, noun)}?")
+
+
+def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool:
+    """Tell what was changed; returns whether nothing was refused."""
+    table: Table = args.kind.table
+    count, spared = (
+        sum(getattr(result, name) for result in results) for name in ("count", "spared")
+    )
+    sample = [key for result in results for key in result.sample][:10]
+    refused = [refusal for result in results for refusal in result.refused]
+    if args.json:
+        told = {"action": args.verb, "dry_run": args.dry_run, "count": count, "spared": spared}
+        print_json({**told, "sample": sample, "refused": refused})
+    else:
+        if args.dry_run and sample:
+            print_table(*views.keys(table, sample))
+            if count > len(sample):
+                print_line(f"… and {count - len(sample)} more")
+        would = "would be " if args.dry_run else ""
+        print_line(f"{counted(count, table.noun)} {would}{_DONE[args.verb]}.")
+        if spared:
+            print_line(
+                f"{spared} left alone: their handler broke the transaction, so what they wrote is unknown. Look at "
+                "each, then name it by id, or all of them with --error-type TransactionBroken."
+            )
+    for row, refusal in zip(views.keys(table, refused[:10]).rows, refused, strict=False):
+        print_error(f"{' '.join(map(shown, row))}: {refusal['reason']}.")
+    if len(refused) > 10:
+        print_error(f"and {len(refused) - 10} more that cannot be accepted.")
+    return not refused
+
+
+def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> bool:
+    """Tell what was replayed; returns whether everything was."""
+    names = ("count", "processed", "failed", "stored", "duplicates", "skipped")
+    sums = {name: sum(getattr(result, name) for result in results) for name in names}
+    failures = [failure for result in results for failure in result.failures]
+    well = not sums["failed"] and not sums["skipped"]
+    if args.json:
+        told = {"action": "replay", "dry_run": args.dry_run, "as": args.as_consumer}
+        print_json({**told, **sums, "failures": failures})
+        return well
+    if args.dry_run:
+        print_line(f"{counted(sums['count'])} would be replayed.")
+        return well
+    said = ", ".join(f"{sums[name]} {name}" for name in names[1:] if sums[name])
+    print_line(f"{counted(sums['count'])}: {said}" if sums["count"] else "No kept message matches.")
+    if failures:
+        print_table(*views.failures(failures))
+        print_line("Their messages stay processed; `txbox show` has each attempt.")
+    if sums["skipped"]:
+        print_line(
+            f"{sums['skipped']} skipped: no handler takes their topic and type, or a transaction holds them."
+        )
+    return well

@@ -1,0 +1,303 @@
+"""status, and of each table list and show: they change nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from txbox.admin import Admin, views
+from txbox.admin.explain import Explanation
+from txbox.admin.tables import (
+    INBOX,
+    OUTBOX,
+    QUARANTINE,
+    Filter,
+    InboxFilter,
+    PartitionStatus,
+    QuarantineFilter,
+    Table,
+    TopicStatus,
+    place_of,
+)
+from txbox.cli.application import admin_of
+from txbox.cli.options import add_filter, count, filter_of
+from txbox.cli.output import (
+    as_json,
+    print_error,
+    print_json,
+    print_line,
+    print_record,
+    print_table,
+    printable_lines,
+    readable,
+    shown,
+)
+from txbox.errors import ConfigurationError
+
+_WORTH_A_LINE = 1024 * 1024
+# how far back `show` looks for ids like the one it was given
+_LATEST = 1_000
+_KEY = {
+    "consumer": ("CONSUMER", "whose message, as `txbox list` names it"),
+    "message_id": ("ID", "the whole id; of CloudEvents that is 'SOURCE ID', in quotes"),
+}
+_LIST = {
+    "inbox": "With --app, of handlers with an order, what each message waits for.",
+    "outbox": "Of each the one of its key that must leave before it.",
+    "quarantine": "They wait for a decision; with --status, what became of them.",
+}
+
+
+def add_status(commands: Any, common: argparse.ArgumentParser) -> None:
+    status = commands.add_parser(
+        "status", parents=[common], help="count messages by consumer and status; oldest unfinished age",
+        description="Counts the messages of every consumer by status, what is quarantined, and says how long ago the "
+        "oldest unfinished one (pending, processing, failed) was received. Counts the outgoing messages of "
+        "every topic and route by status, if there are any, and says how long ago the oldest was staged that a relay "
+        "should have sent. Tells the size of tables and of their indexes, and until when partitions are made.",
+    )  # fmt: skip
+    status.set_defaults(run=_status)
+
+
+def add(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
+    """Add list and show of the table that the filter is for."""
+    table = kind.table
+    listed = commands.add_parser(
+        "list", parents=[common], help=f"list {table.noun}s, newest first, with filters",
+        description=f"Lists {table.noun}s, newest first, without payloads. {_LIST.get(table.name, '')}",
+    )  # fmt: skip
+    if table is QUARANTINE:
+        add_filter(listed, kind, statuses=(*table.statuses, "all"))
+        listed.set_defaults(status=table.statuses[0])
+    else:
+        add_filter(listed, kind)
+    listed.add_argument(
+        "--limit", type=count, default=50, metavar="N", help="how many (default 50)"
+    )
+    listed.add_argument(
+        "--before",
+        type=str if table.place is None else count,
+        metavar=(table.place or "place").upper(),
+        help="the next page: what the last one printed at its end",
+    )
+    if table is INBOX:
+        listed.add_argument(
+            "--quarantined",
+            action="store_true",
+            help="what was set aside instead; filters: --consumer",
+        )
+    listed.set_defaults(run=_list, kind=kind)
+    show = commands.add_parser(
+        "show", parents=[common], help=f"show one {table.noun} with everything that is known of it",
+        description=f"Shows one {table.noun} with its attempts, its last error and what it waits for. The payload and "
+        "the values of headers stay hidden (size and hash are shown) unless --reveal.",
+    )  # fmt: skip
+    for column in table.key:
+        if column == "hash":
+            show.add_argument("--hash", metavar="HEX", help="its hash, or the first digits of it")
+        else:
+            metavar, told = _KEY[column]
+            many = None if table.place else "?"
+            show.add_argument(column, nargs=many, metavar=metavar, help=told)
+    show.add_argument(
+        "--reveal", action="store_true", help="print the payload and header values too"
+    )
+    show.set_defaults(run=_show, kind=kind)
+
+
+def add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
+    explain = commands.add_parser(
+        "explain", parents=[common], help="say where a message stands, why, and what would let it go on",
+        description="Says of one message where it stands and why, in sentences: in the inbox of every consumer, the "
+        "outbox and the quarantine; what it waits for (a message of its key, a version, its time, a lease, an open "
+        "transaction, a relay), what it follows from and what it has caused, and the command that lets it go on. "
+        "Changes nothing and waits for nothing. What depends on handlers and routes takes --app; what could not be "
+        "checked is said.\n\nExit status: 0 all is well or goes on by itself, 1 it is nowhere, or needs somebody.",
+    )  # fmt: skip
+    explain.add_argument("message_id", metavar="ID", help=_KEY["message_id"][1])
+    explain.add_argument(
+        "--consumer", metavar="TEXT", help="only its inbox and quarantine; else all, and the outbox"
+    )
+    explain.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    with admin_of(args) as admin:
+        told = admin.explain(args.message_id, consumer=args.consumer)
+    if args.json:
+        print_json(told)
+    else:
+        _print_explanation(told)
+    return 1 if told.severity == "stuck" or not told.known else 0
+
+
+def _print_explanation(told: Explanation) -> None:
+    for number, (title, sentences) in enumerate(views.explanation(told)):
+        print_line(f"{'' if not number else chr(10)}{shown(title)}")
+        for mark, text, command in sentences:
+            print_line(f"  {mark} {shown(text)}")
+            if command is not None:
+                print_line(f"      $ {shown(command)}")
+
+
+def _status(args: argparse.Namespace) -> int:
+    with admin_of(args) as admin:
+        consumers, topics = admin.status(), admin.topics()
+        tables, partitions = admin.sizes()
+        paused = admin.pauses()
+    if args.json:
+        print_json(
+            {
+                "consumers": consumers, "outbox": topics, "tables": tables, "partitions": partitions, "paused": paused,
+            }
+        )  # fmt: skip
+        return 0
+    if consumers:
+        print_table(*views.consumers(consumers))
+    else:
+        print_line("The inbox is empty.")
+    if paused:
+        print_line("\nPaused:")
+        print_table(*views.pauses(paused))
+    if topics:
+        print_line("\nOutbox:")
+        print_table(*views.topics(topics))
+        _print_overdue(topics)
+    # what is a page or two says nothing
+    large = [size for size in tables if size.table_bytes + (size.index_bytes or 0) >= _WORTH_A_LINE]
+    if (consumers or topics) and large:
+        print_line("\nSize:")
+        print_table(*views.sizes(large))
+    if partitions is not None:
+        _print_partitions(partitions)
+    return 0
+
+
+def _print_overdue(topics: Sequence[TopicStatus]) -> None:
+    for status in topics:
+        if status.overdue:
+            said, remedy = views.overdue(status)
+            print_line(shown(f"{said} {remedy}"))
+
+
+def _print_partitions(partitions: PartitionStatus) -> None:
+    until = None if partitions.ready_until is None else shown(partitions.ready_until)
+    if partitions.missing:
+        print_line(
+            f"\nThe partitions of the inbox ({partitions.kind}) end at {until}: newer messages go to the default "
+            "partition until `txbox run` or `txbox maintain` makes more."
+        )
+    else:
+        made = "" if until is None else f", made until {until}"
+        print_line(f"\nThe inbox is in {partitions.count} partitions ({partitions.kind}){made}.")
+
+
+def _list(args: argparse.Namespace) -> int:
+    where = filter_of(args)
+    if getattr(args, "quarantined", False):
+        if set(where.criteria()) - {"consumer"} or args.before:
+            raise ConfigurationError("--quarantined takes only the filter --consumer, and --limit.")
+        where = QuarantineFilter(consumer=args.consumer, status="quarantined")
+    table = where.table
+    with admin_of(args) as admin:
+        rows = admin.list(where, limit=args.limit, before=args.before)
+    more = place_of(rows[-1]) if len(rows) == args.limit else None
+    if args.json:
+        print_json({"quarantined" if table is QUARANTINE else "messages": rows, "before": more})
+    elif not rows:
+        print_line(_nothing(where))
+    else:
+        print_table(*views.page(table, rows))
+        if more is not None:
+            print_line(f"There may be more: add --before {more}.")
+    return 0
+
+
+def _nothing(where: Filter[Any, Any]) -> str:
+    if isinstance(where, QuarantineFilter):
+        return "Nothing is quarantined."
+    if where.criteria():
+        return f"No {where.table.noun} matches."
+    return f"The {where.table.name} is empty."
+
+
+def _show(args: argparse.Namespace) -> int:
+    table: Table = args.kind.table
+    where = args.kind(**{name: getattr(args, name) for name in table.key})
+    aside: Sequence[Any] = ()
+    with admin_of(args) as admin:
+        found = admin.show(where, reveal=args.reveal)
+        if table is INBOX:
+            same = QuarantineFilter(consumer=where.consumer, message_id=where.message_id)
+            aside = admin.show(same, reveal=args.reveal)
+        if not found and not aside:
+            print_error(_unknown(admin, where))
+            return 1
+    if args.json:
+        print_json(_as_json(table, found, aside))
+        return 0
+    for number, message in enumerate(found):
+        if number:
+            print_line("")
+        _print_message(message)
+    if aside:
+        print_line("\nQuarantined under this id:")
+        print_table(*views.page(QUARANTINE, aside))
+        for message in aside:
+            _print_bytes(f"Payload {message.hash[:12]}", message.payload)
+    return 0
+
+
+def _unknown(admin: Admin, where: Filter[Any, Any]) -> str:
+    if isinstance(where, QuarantineFilter):
+        return "Nothing like that is quarantined: `txbox quarantine list` shows what is."
+    if not isinstance(where, InboxFilter):
+        return shown(admin.why_not("show", where))
+    # of the latest messages only: no index knows how ids end
+    latest = admin.list(InboxFilter(consumer=where.consumer), limit=_LATEST)
+    ending = str(where.message_id)
+    alike = [repr(shown(row.message_id)) for row in latest if row.message_id.endswith(ending)][:3]
+    return f"Consumer {where.consumer!r} has no message {shown(ending)!r}: " + (
+        f"did you mean {' or '.join(alike)}? Ids of CloudEvents begin with their source."
+        if alike
+        else "`txbox list` shows which there are."
+    )
+
+
+def _as_json(table: Table, found: Sequence[Any], aside: Sequence[Any]) -> dict[str, Any]:
+    if table is QUARANTINE:
+        return {"quarantined": found}
+    message = as_json(found[0]) if found else None
+    if table is OUTBOX:
+        return {"message": message}
+    attempts: Any = []
+    if message is not None:
+        attempts = message.pop("history")
+        message["result"] = None if found[0].result is None else json.loads(found[0].result)
+    return {"message": message, "attempts": attempts, "quarantined": aside}
+
+
+def _print_message(message: Any) -> None:
+    hidden = {"payload": message.payload, "result": getattr(message, "result", None)}
+    print_record(
+        [
+            (name, f"{value} (--reveal prints it)")
+            if name in hidden and hidden[name] is None and str(value).endswith("bytes")
+            else (name, value)
+            for name, value in views.record(message)
+        ]
+    )
+    if error := getattr(message, "error", None):
+        print_line(f"\n{printable_lines(error)}")
+    if history := getattr(message, "history", ()):
+        print_line("\nAttempts:")
+        print_table(*views.attempts(history))
+    _print_bytes("Payload", message.payload)
+    _print_bytes("Result", hidden["result"])
+
+
+def _print_bytes(title: str, content: bytes | None) -> None:
+    if content is not None:
+        print_line(f"\n{title}:\n{readable(content)}")

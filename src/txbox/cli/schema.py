@@ -1,0 +1,218 @@
+"""init, and schema print | check | apply."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+from typing import Any
+
+from txbox.app import App
+from txbox.cli.application import opened, perform
+from txbox.cli.options import count
+from txbox.cli.output import print_error, print_json, print_line
+from txbox.connections import open_database
+from txbox.errors import ConfigurationError
+from txbox.policy import Retention
+from txbox.session import Session, drive_async
+from txbox.store import schema as tables
+from txbox.store.dialect import Dialect, dialect, qualified
+from txbox.store.partitions import KINDS, Kind, Partitioning
+
+_PLAIN_ROLE = re.compile(r"[a-z_][a-z0-9_]*")
+# MySQL's user and host, with or without quotes
+_ACCOUNT = re.compile(r"['`\"]?([^'`\"@]*)['`\"]?@['`\"]?([^'`\"@]+)['`\"]?")
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    init = commands.add_parser(
+        "init", parents=[common], help="create the tables, or bring them to this release's version",
+        description="Creates the tables, or brings them to this release's version. Harmless when they are there. "
+        "It needs a role that may create tables; `txbox schema print` gives the same SQL for somebody else to run.",
+    )  # fmt: skip
+    _add_partition(init)
+    init.set_defaults(run=_apply)
+    schema = commands.add_parser(
+        "schema", help="print, check or apply the SQL of the tables",
+        description="The SQL of the tables: print it, check it, apply it.",
+    )  # fmt: skip
+    actions = schema.add_subparsers(dest="action", required=True, metavar="print|check|apply")
+    _add_print(actions, common)
+    check = actions.add_parser(
+        "check", parents=[common], help="say whether this release can work with the tables (exit status 0 or 2)",
+        description="Says whether this release can work with the tables: exit status 0, or 2 and the command to run.",
+    )  # fmt: skip
+    check.set_defaults(run=_check)
+    apply = actions.add_parser(
+        "apply", parents=[common], help="create or upgrade the tables, as `txbox init`",
+        description="Creates the tables, or brings them to this release's version.",
+    )  # fmt: skip
+    _add_partition(apply)
+    apply.set_defaults(run=_apply)
+
+
+def _add_partition(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--partition", choices=KINDS,
+        help="on PostgreSQL, when the tables are made: partition the inbox by the time in its ids (uuid7 or ulid), "
+        "so that retention drops whole partitions, or by a hash of the key",
+    )  # fmt: skip
+
+
+def _add_print(actions: Any, common: argparse.ArgumentParser) -> None:
+    shown = actions.add_parser(
+        "print", parents=[common], help="print the SQL, without connecting",
+        description="Prints the SQL that creates or upgrades the tables, without connecting to a database. The dialect "
+        "is that of --app or --database; --dialect works without either.",
+    )  # fmt: skip
+    shown.add_argument(
+        "--dialect", choices=["postgresql", "mysql", "sqlite"], help="mysql is also MariaDB"
+    )
+    shown.add_argument(
+        "--from", dest="after", type=_version, default=0, metavar="N",
+        help="the version the tables are at (default 0: no tables)",
+    )  # fmt: skip
+    shown.add_argument(
+        "--to", dest="upto", type=count, default=tables.VERSION, metavar="N",
+        help=f"the version wanted (default {tables.VERSION}, that of this release)",
+    )  # fmt: skip
+    _add_partition(shown)
+    shown.add_argument(
+        "--grants", nargs="*", metavar="KIND=ROLE",
+        help="print the rights that each kind of role needs instead: consumer, relay, maintenance, operator, readonly, "
+        "viewer; KIND=ROLE gives your name for one and leaves the others out",
+    )  # fmt: skip
+    shown.set_defaults(run=_print)
+
+
+def _version(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
+def _apply(args: argparse.Namespace) -> int:
+    with opened(args) as app:
+        if app.database.sync:
+            before, after = app.init(partition=args.partition)
+            creators = perform(app, _creators, app)
+        else:
+            before, after, creators = asyncio.run(_init(app, args.partition))
+        if args.json:
+            print_json({"before": before, "after": after})
+        elif before == after:
+            print_line(
+                f"The txbox tables in {app.database.name} are at version {after}: nothing to do."
+            )
+        elif before:
+            print_line(
+                f"The txbox tables in {app.database.name} went from version {before} to {after}."
+            )
+        else:
+            print_line(f"The txbox tables in {app.database.name} are ready (version {after}).")
+        _warn(creators)
+    return 0
+
+
+async def _creators(db: Session, app: App) -> list[str]:
+    return await tables.creators(db, dialect(app.store.dialect.name, app.database.schema))
+
+
+def _warn(creators: list[str]) -> None:
+    """Say who could have code of theirs run by whoever uses the tables."""
+    if creators:
+        print_error(
+            f"warning: {', '.join(creators)} may create in the schema of the txbox tables, and so run code as whoever "
+            "uses them: `REVOKE CREATE ON SCHEMA … FROM …`, or keep the tables in a schema of their own."
+        )
+
+
+async def _init(app: App, partition: Kind | None) -> tuple[int, int, list[str]]:
+    assert app.database.asynchronous is not None
+    async with app:
+        before, after = await app.init_async(partition=partition)
+        return before, after, await drive_async(app.database.asynchronous, _creators, app)
+
+
+def _check(args: argparse.Namespace) -> int:
+    with opened(args) as app:
+        state = perform(app, tables.check, app.store.dialect)
+        if args.json:
+            print_json({"version": state.version, "schema": state.schema, "usable": True})
+        else:
+            print_line(
+                f"The txbox tables in {app.database.name} are at version {state.version}, which fits."
+            )
+        _warn(perform(app, _creators, app))
+    return 0
+
+
+def _print(args: argparse.Namespace) -> int:
+    sql_dialect, schema, kept = _dialect(args)
+    if args.grants is not None:
+        sql = _grants(sql_dialect, schema, args.grants, args.partition)
+    elif args.upto > tables.VERSION:
+        raise ConfigurationError(
+            f"This release knows the tables up to version {tables.VERSION}, not {args.upto}: upgrade txbox."
+        )
+    else:
+        wanted = args.partition and Partitioning(args.partition, kept.partition, kept.ahead)
+        sql = tables.migration_text(
+            sql_dialect, schema, after=args.after, upto=args.upto, partitioning=wanted
+        )
+        if args.after >= args.upto:
+            sql = f"-- Nothing leads from version {args.after} to version {args.upto}."
+    if args.json:
+        print_json({"dialect": sql_dialect.name, "schema": schema, "sql": sql})
+    else:
+        print_line(sql.rstrip())
+    return 0
+
+
+def _dialect(args: argparse.Namespace) -> tuple[Dialect, str | None, Retention]:
+    if args.dialect is not None:
+        return dialect(args.dialect, args.schema), args.schema, Retention()
+    if args.app is None and (url := args.database or os.environ.get("TXBOX_DATABASE_URL")):
+        database = open_database(url, schema=args.schema)
+        return database.dialect, database.schema, Retention()
+    if args.app is None and not os.environ.get("TXBOX_APP"):
+        raise ConfigurationError(
+            "For which database? Give --dialect postgresql, mysql or sqlite, or --database or --app."
+        )
+    app = opened(args)
+    return app.database.dialect, app.database.schema, app.retention
+
+
+def _role(sql_dialect: Dialect, name: str) -> str:
+    """The name of a role as SQL, as it stands: quoted unless it is plain, or quoted by whoever gave it."""
+    if _PLAIN_ROLE.fullmatch(name):
+        return name
+    mark = "`" if sql_dialect.name == "mysql" else '"'
+    if sql_dialect.name == "mysql" and (account := _ACCOUNT.fullmatch(name)):
+        user, host = (part.replace("`", "``") for part in account.groups())
+        return f"`{user}`@`{host}`"
+    return f"{mark}{name.replace(mark, mark * 2)}{mark}"
+
+
+def _grants(
+    sql_dialect: Dialect, schema: str | None, wanted: list[str], partition: Kind | None
+) -> str:
+    kinds = tables.grants(sql_dialect, partition)
+    if not kinds:
+        return "-- SQLite has no roles: the rights are those of the file."
+    names: dict[str, str] = {}
+    for pair in wanted:
+        kind, separator, role = pair.partition("=")
+        if not separator or not role or kind not in kinds:
+            raise ConfigurationError(
+                f"--grants takes KIND=ROLE, and {pair!r} is none: the kinds are {', '.join(kinds)}."
+            )
+        names[kind] = role
+    if not wanted:
+        names = {kind: f"txbox_{kind}" for kind in kinds}
+    parts: list[str] = []
+    for kind, role in names.items():
+        lines = kinds[kind]
+        if schema is not None:
+            lines = f'GRANT USAGE ON SCHEMA "{schema}" TO <{kind}>;\n{qualified(lines, schema)}'
+        parts.append(f"-- {kind}\n{lines.replace(f'<{kind}>', _role(sql_dialect, role))}")
+    return "\n\n".join(parts)

@@ -1,0 +1,128 @@
+"""Encryption at rest: a codec for App(codec=…), AES-256 in GCM, with keys that rotate."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from os import urandom
+from typing import cast
+
+from txbox.errors import ConfigurationError
+
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+except ModuleNotFoundError as error:
+    raise ConfigurationError(
+        f"AesGcm needs {error.name}, which is not installed: run pip install 'txbox[crypto]'."
+    ) from error
+
+_KEY_BYTES = 32
+_NONCE_BYTES = 12
+_NAME_BYTES = 64
+# what it is, and which form: the key's name and its length, nonce, ciphertext with its tag
+_FORM = b"\x01"
+_BOUND = b"txbox at rest"
+
+
+def new_key() -> str:
+    """Return a fresh key as base64, for a store of secrets."""
+    return base64.b64encode(urandom(_KEY_BYTES)).decode()
+
+
+class AesGcm:
+    """A codec: the first key encrypts, all of them decrypt.
+
+    Args:
+        keys: name → key, as base64 of 32 random bytes (`new_key`). A name is 1 to 64 printable ASCII characters,
+            stands in the rows, and is no secret. It means one key for ever.
+
+    What is encrypted names its key, so that keys may change between any two writes to a row. The nonce is random,
+    of 96 bits: use a key for less than 2**32 texts (a failed attempt writes four), then put another before it. The
+    key's name is authenticated; the row is not: who may write to the tables can put the payload of one message in
+    place of another's, but make none up.
+
+    Raises:
+        ConfigurationError: no key, or one that is none. No key is ever part of a text.
+    """
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        if not isinstance(cast("object", keys), Mapping) or not keys:
+            raise ConfigurationError(
+                "AesGcm takes a mapping of names to keys, the one that encrypts first: "
+                "AesGcm({'2026-11': os.environ['SHOP_KEY']})."
+            )
+        self._keys = {_name(name): AESGCM(_key(name, key)) for name, key in keys.items()}
+        #: The name of the key that encrypts.
+        self.key_id = next(iter(self._keys))
+
+    def __repr__(self) -> str:
+        return f"AesGcm({', '.join(self._keys)})"
+
+    def encode(self, data: bytes) -> bytes:
+        """Encrypt under the first key."""
+        head, nonce = _head(self.key_id), urandom(_NONCE_BYTES)
+        return head + nonce + self._keys[self.key_id].encrypt(nonce, data, _BOUND + head)
+
+    def decode(self, data: bytes, key_id: str) -> bytes:
+        """Decrypt under the key that the bytes themselves name.
+
+        Args:
+            key_id: the row's; it may be a later one than that of these bytes.
+
+        Raises:
+            ConfigurationError: another form, a key that is not here, or bytes that are not as they were written.
+        """
+        if data[:1] != _FORM or len(data) < 2 or len(data) < 2 + data[1] + _NONCE_BYTES:
+            raise ConfigurationError(
+                f"A row of key {key_id!r} holds what AesGcm has not written: give the codec that wrote it."
+            )
+        end = 2 + data[1]
+        head, nonce, sealed = data[:end], data[end : end + _NONCE_BYTES], data[end + _NONCE_BYTES :]
+        name = head[2:].decode("ascii", "backslashreplace")
+        cipher = self._keys.get(name)
+        if cipher is None:
+            raise ConfigurationError(
+                f"A row is encrypted with key {name!r}, and AesGcm has {', '.join(self._keys)}: add it behind them."
+            )
+        try:
+            return cipher.decrypt(nonce, sealed, _BOUND + head)
+        except InvalidTag:
+            raise ConfigurationError(
+                f"A row cannot be decrypted with key {name!r}: it was written with another key of this name, or its "
+                "bytes were altered in the database."
+            ) from None
+
+
+def _head(name: str) -> bytes:
+    return _FORM + bytes([len(name)]) + name.encode()
+
+
+def _name(name: object) -> str:
+    if (
+        isinstance(name, str)
+        and name.isascii()
+        and name.isprintable()
+        and 1 <= len(name) <= _NAME_BYTES
+    ):
+        return name
+    raise ConfigurationError(
+        f"A key is named {name!r}: use 1 to {_NAME_BYTES} printable ASCII characters."
+    )
+
+
+def _key(name: str, key: object) -> bytes:
+    # the alphabet of URLs, too, and without padding, as stores of secrets have it
+    text = key.strip().rstrip("=") if isinstance(key, str) else ""
+    try:
+        found = base64.b64decode(
+            text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4), validate=True
+        )
+    except (binascii.Error, ValueError):
+        found = b""
+    if len(found) != _KEY_BYTES:
+        raise ConfigurationError(
+            f"The key {name!r} is not {_KEY_BYTES} bytes in base64: make one with txbox.encryption.new_key()."
+        )
+    return found

@@ -1,0 +1,259 @@
+"""Spans of OpenTelemetry for what is staged, sent and processed, in the trace of the message itself.
+
+Names and attributes are those of the semantic conventions for messaging, version 1.37 and later.
+Source: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from txbox import events
+from txbox.errors import ConfigurationError
+from txbox.events import Event, MessageEvent
+from txbox.message import HeaderValue, Message
+
+try:
+    from opentelemetry import context as contexts
+    from opentelemetry import propagate, trace
+    from opentelemetry.context import Context
+    from opentelemetry.propagators.textmap import Getter
+    from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, TracerProvider
+except ModuleNotFoundError as error:
+    raise ConfigurationError(
+        f"Traces need {error.name}, which is not installed: run pip install 'txbox[otel]'."
+    ) from error
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: What a message has come to, with which its span ends.
+_ENDS = (
+    events.MessageProcessed, events.MessageFailed, events.MessageDead, events.MessageDuplicate,
+    events.MessageDeferred, events.MessageQuarantined,
+)  # fmt: skip
+# spans whose outcome was never told: their process lost its connection, and another had the message
+_OPEN_MAX = 10_000
+#: What the conventions call a system otherwise than txbox.
+_SYSTEMS = {"sqs": "aws_sqs"}
+
+
+class _Headers(Getter[Message[Any]]):
+    """Reads the context that a message carries."""
+
+    def get(self, carrier: Message[Any], key: str) -> list[str] | None:
+        found = carrier.headers.text(key)
+        return None if found is None else [found]
+
+    def keys(self, carrier: Message[Any]) -> list[str]:
+        return [*carrier.headers.names()]
+
+
+_HEADERS = _Headers()
+
+
+class Tracing:
+    """For App(tracing=…) and Outbox(tracing=…).
+
+    Args:
+        provider: where spans go; None is the one that the program has set for OpenTelemetry.
+
+    `create <topic>` is what `stage` does, and the context that the message carries from then on; `send <topic>`
+    is each try of a relay; `process <topic>` each run of a handler, up to what became of it. All are of the trace
+    that the message came with, so that one trace has the whole chain, with its retries. No attribute has a payload, a
+    header or an error text.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._tracer = trace.get_tracer("txbox", tracer_provider=provider)
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[str, str], Span] = OrderedDict()
+
+    # -- staging ------------------------------------------------------------------------------
+
+    def created(
+        self,
+        headers: dict[str, HeaderValue],
+        topic: str,
+        message_id: str,
+        cause: Message[Any] | None,
+    ) -> None:
+        """Tell of a message that is staged, and put the context that it carries into its headers."""
+        current = trace.get_current_span().get_span_context()
+        context, links = contexts.get_current(), list[Link]()
+        caused = None if cause is None else _carried(cause)
+        if caused is not None and _of(caused).is_valid:
+            if not current.is_valid:
+                context = caused
+            elif _of(caused).trace_id != current.trace_id:
+                # a batch has a span of its own; each message stays in the trace of its cause
+                context, links = caused, [Link(current)]
+        span = self._tracer.start_span(
+            f"create {topic}",
+            context,
+            SpanKind.PRODUCER,
+            _attributes("create", "txbox", topic, message_id),
+            links,
+        )
+        propagate.inject(headers, trace.set_span_in_context(span, context))
+        span.end()
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def sent(
+        self,
+        publisher: str,
+        messages: Iterable[Message[Any]],
+        answers: Iterable[BaseException | None],
+        began_ns: int,
+    ) -> None:
+        """Tell of messages that a publisher has answered for.
+
+        Args:
+            publisher: its name, which begins with its kind.
+            began_ns: by `time.time_ns`.
+        """
+        system = _system(publisher)
+        for message, answer in zip(messages, answers, strict=True):
+            context = _carried(message)
+            span = self._tracer.start_span(
+                f"send {message.topic}",
+                context,
+                # the context that the message carries is that of its creation
+                SpanKind.CLIENT,
+                _attributes("send", system, message.topic, str(message.id)),
+                _links([context]),
+                began_ns,
+            )
+            if answer is not None:
+                _failed(span, type(answer).__qualname__)
+            span.end()
+
+    # -- processing ---------------------------------------------------------------------------
+
+    def traced(self, function: F, consumer: str, *, is_async: bool) -> F:
+        """Wrap a handler so that each of its runs has a span, which is the current one in it."""
+
+        def call(given: Any, *tx: Any) -> Any:
+            with self._processing(consumer, given):
+                return function(given, *tx)
+
+        async def call_async(given: Any, *tx: Any) -> Any:
+            with self._processing(consumer, given):
+                return await function(given, *tx)
+
+        return cast("F", functools.wraps(function)(call_async if is_async else call))
+
+    @contextmanager
+    def _processing(
+        self, consumer: str, given: Message[Any] | list[Message[Any]]
+    ) -> Generator[None]:
+        messages = given if isinstance(given, list) else [given]
+        first = messages[0]
+        carried = [_carried(message) for message in messages]
+        context = contexts.get_current()
+        attributes: dict[str, str | int]
+        if isinstance(given, list):
+            attributes = _attributes("process", _system(first.origin.get("source")), first.topic)
+            attributes["messaging.batch.message_count"] = len(messages)
+        else:
+            attributes = _attributes(
+                "process", _system(first.origin.get("source")), first.topic, str(first.id)
+            )
+            attributes["txbox.attempt"] = first.attempt
+            if not _of(context).is_valid:
+                # nothing around it, as in a worker: it goes on with the trace of the message
+                context = carried[0]
+        attributes["messaging.consumer.group.name"] = consumer
+        span = self._tracer.start_span(
+            f"process {first.topic}", context, SpanKind.CONSUMER, attributes, _links(carried)
+        )
+        self._opened(span, [(consumer, str(message.id)) for message in messages])
+        token = contexts.attach(trace.set_span_in_context(span, context))
+        try:
+            yield
+        except BaseException as error:
+            # the run is over; what becomes of the message is told below
+            _failed(span, type(error).__qualname__)
+            span.end()
+            raise
+        finally:
+            contexts.detach(token)
+
+    def _opened(self, span: Span, keys: Sequence[tuple[str, str]]) -> None:
+        with self._lock:
+            # a run before this one that was rolled back, for a neighbour's or a conflict's sake
+            over = [self._open.pop(key, None) for key in keys]
+            self._open.update(dict.fromkeys(keys, span))
+            while len(self._open) > _OPEN_MAX:
+                over.append(self._open.popitem(last=False)[1])
+        for earlier in over:
+            if earlier is not None:
+                earlier.end()
+
+    @contextmanager
+    def around(self, event: Event) -> Generator[None]:
+        """Make the span of the message that an event is about the current one; end it with what became of it."""
+        span = self._span_of(event)
+        if span is None:
+            yield
+            return
+        if span.is_recording():
+            outcome = type(event).__name__.removeprefix("Message").lower()
+            span.set_attribute("txbox.outcome", outcome)
+            if isinstance(event, (events.MessageFailed, events.MessageDead)):
+                _failed(span, event.error_type)
+            span.end()
+        with trace.use_span(span):
+            yield
+
+    def _span_of(self, event: Event) -> Span | None:
+        if not isinstance(event, _ENDS):
+            return None
+        told = cast("MessageEvent", event)
+        with self._lock:
+            return self._open.pop((told.consumer or "", told.message_id or ""), None)
+
+
+def _carried(message: Message[Any]) -> Context:
+    """The context that a message carries: that of its creation."""
+    return propagate.extract(message, Context(), _HEADERS)
+
+
+def _of(context: Context) -> trace.SpanContext:
+    return trace.get_current_span(context).get_span_context()
+
+
+def _links(carried: Iterable[Context]) -> list[Link]:
+    found = (_of(context) for context in carried)
+    return [Link(context) for context in found if context.is_valid]
+
+
+def _attributes(
+    operation: str, system: str, topic: str, message_id: str | None = None
+) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {
+        "messaging.operation.name": operation,
+        "messaging.operation.type": operation,
+        "messaging.system": system,
+        "messaging.destination.name": topic,
+    }
+    if message_id is not None:
+        attributes["messaging.message.id"] = message_id
+    return attributes
+
+
+def _system(name: object) -> str:
+    """The system by the name of a source or publisher, such as kafka:localhost:9092; what has none is the tables."""
+    kind = str(name or "txbox").partition(":")[0]
+    return _SYSTEMS.get(kind, kind)
+
+
+def _failed(span: Span, error_type: str) -> None:
+    span.set_attribute("error.type", error_type)
+    # the text of an error may quote a payload
+    span.set_status(Status(StatusCode.ERROR))

@@ -1,0 +1,315 @@
+"""Calling handlers: what they get, what they raise, how long they may take, and which of a batch has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType
+from typing import Any
+
+from txbox.body import as_json
+from txbox.errors import Fault, HandlerTimeout, StoreError
+from txbox.handlers import Handler, Run
+from txbox.session import Connection, Crashed, Failed, Raised, Session, at
+from txbox.store.codec import Arrival
+
+#: Takes the transaction's own object, or None outside of one; async where its session is.
+Call = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far groups of calls came: `released` of them are done, the next one is to be rolled back.
+
+    Attributes:
+        answers: what the calls of the groups that are done returned, in their order.
+        raised: why the next group failed; None when all are done.
+        culprit: which call of that group raised; None when that is not known.
+    """
+
+    answers: list[Any] = field(default_factory=list[Any])
+    released: int = 0
+    raised: Raised | None = None
+    culprit: int | None = None
+
+
+async def handled(
+    db: Session, handler: Handler, arrivals: Sequence[Arrival], called: list[str] | None = None
+) -> list[Any]:
+    """Call the handler: once for all in batch mode, else for each message in its order.
+
+    Args:
+        called: gets the id of each message that it is called for.
+
+    Returns: what it returned, as JSON where the handler keeps its results.
+
+    Raises:
+        Raised: the first call that failed; no other is made behind it.
+    """
+    works = [list(arrivals)] if handler.options.batch else arrivals
+    call_one, connection, limit_s = (
+        _call_async if db.is_async else _call,
+        db.connection,
+        timeout_s(handler),
+    )
+    # what one call alone has done is seen when the transaction is closed
+    watched = connection if len(works) > 1 else None
+    answers: list[Any] = []
+    for work in works:
+        try:
+            answers.append(await call_one(connection, call_of(handler, work, called), limit_s))
+        except Raised as raised:
+            raised.left = watched is not None and watched.left()
+            raise
+        if watched is not None and watched.left():
+            raise _left(watched)
+    return answers
+
+
+def timeout_s(handler: Handler) -> float | None:
+    timeout = handler.options.timeout
+    return timeout.total_seconds() if timeout else None
+
+
+def call_of(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None = None
+) -> Call:
+    """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
+    # one object a message: closures would be ten for the garbage collector to visit
+    return partial(_run_async if handler.is_async else _run, handler, work, called)
+
+
+def _run(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
+) -> bytes | None:
+    run, given = _bound(handler, work, called)
+    with run:
+        answer = (
+            handler.function(given, tx)
+            if handler.options.transactional
+            else handler.function(given)
+        )
+    # written inside of the call: what JSON cannot hold is the handler's failure
+    return _kept(answer, run) if handler.options.keep_result else None
+
+
+async def _run_async(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
+) -> bytes | None:
+    run, given = _bound(handler, work, called)
+    with run:
+        answer = await (
+            handler.function(given, tx)
+            if handler.options.transactional
+            else handler.function(given)
+        )
+    return _kept(answer, run) if handler.options.keep_result else None
+
+
+def _bound(
+    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None
+) -> tuple[Run, Any]:
+    if isinstance(work, list):
+        if called is not None:
+            called += [arrival.message_id for arrival in work]
+        messages = [handler.bound(arrival) for arrival in work]
+        return Run(handler.consumer, messages), messages
+    if called is not None:
+        called.append(work.message_id)
+    message = handler.bound(work)
+    return Run(handler.consumer, (message,), replied=work.replied), message
+
+
+def _kept(value: Any, run: Run) -> bytes:
+    if run.replied is not None:
+        # the reply has left: what is kept stays what was replied
+        return run.replied
+    return as_json(value)
+
+
+async def called_apart(
+    db: Session, groups: Sequence[Sequence[Call]], timeout_s: float | None, *, piped: bool
+) -> Progress:
+    """Call user code, each group between a savepoint and its release; says how far they came.
+
+    Args:
+        piped: nothing reads a result: what the calls send is put off, where the driver can.
+    """
+    call_one, connection = _call_async if db.is_async else _call, db.connection
+    assert connection is not None, "no transaction has begun"
+    if not connection.nests:
+        # the first error ends the transaction
+        calls = [call for group in groups for call in group]
+        return Progress(
+            [await call_one(connection, call, timeout_s) for call in calls], len(groups)
+        )
+    if piped:
+        await connection.pipe()
+    answers: list[Any] = []
+    place, stopped = _Place(groups), None
+    try:
+        for place.group, group in enumerate(groups):
+            at("before:savepoint")
+            await connection.savepoint()
+            for place.call, call in enumerate(group):
+                place.begins(connection.position if piped else None)
+                answers.append(await call_one(connection, call, timeout_s))
+                if connection.left():
+                    raise _left(connection)
+            place.call = len(group)
+            at("before:release_savepoint")
+            await connection.release_savepoint()
+    except Raised as raised:
+        stopped = raised
+        stopped.left = connection.left()
+    except StoreError as error:
+        # a handler has swallowed the error that failed the transaction
+        if error.fault is not Fault.ABORTED:
+            raise
+        stopped = Raised(error, error, connection.lost)
+    failed = await connection.flush() if piped else None
+    return place.progress(answers, stopped, failed)
+
+
+async def undo(db: Session) -> None:
+    """Roll back to the savepoint of the group that failed."""
+    assert db.connection is not None, "no transaction has begun"
+    at("before:rollback_to_savepoint")
+    if db.connection.nests:
+        await db.connection.rollback_to_savepoint()
+
+
+class _Place:
+    """Which call of which group runs, and where each began: to find the one whose statement failed later."""
+
+    def __init__(self, groups: Sequence[Sequence[Call]]) -> None:
+        self._groups = groups
+        self._begun: list[tuple[int, int, int]] = []  # position, group, call
+        self.group = 0
+        self.call = 0
+
+    def begins(self, position: int | None) -> None:
+        if position is not None:
+            self._begun.append((position, self.group, self.call))
+
+    def progress(
+        self, answers: list[Any], raised: Raised | None, failed: Failed | None
+    ) -> Progress:
+        """Say how far it came, when a call raised, or what was put off failed, which comes first."""
+        group: int
+        culprit: int | None
+        if failed is not None:
+            raised = failed.raised
+            began = [start for start in self._begun if start[0] <= failed.position]
+            group, culprit = began[-1][1:] if began else (0, 0)
+        elif raised is not None:
+            group, culprit = self.group, self.call
+            if culprit == len(self._groups[group]):
+                # a session flushed when the group was released
+                culprit = 0 if culprit == 1 else None
+        else:
+            return Progress(answers, len(self._groups))
+        del answers[sum(len(calls) for calls in self._groups[:group]) :]
+        return Progress(answers, group, raised, culprit)
+
+
+async def _call(connection: Connection | None, call: Call, timeout_s: float | None) -> Any:
+    at("before:handler")
+    started = time.monotonic() if timeout_s is not None else 0.0
+    try:
+        # asked for by each call: an adapter tells by that what one has done to the next
+        answer = call(connection.native if connection is not None else None)
+    except BaseException as error:
+        if _is_from_outside(error):
+            raise
+        raise _raised(error, connection) from error
+    if timeout_s is not None and time.monotonic() - started > timeout_s:
+        # a thread cannot be interrupted; what it did too late is rolled back all the same
+        raise _raised(_timeout(timeout_s), connection)
+    at("after:handler")
+    return answer
+
+
+async def _call_async(connection: Connection | None, call: Call, timeout_s: float | None) -> Any:
+    at("before:handler")
+    limit, task = asyncio.timeout(timeout_s), asyncio.current_task()
+    try:
+        async with limit:
+            answer = await call(connection.native if connection is not None else None)
+    except BaseException as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            assert timeout_s is not None
+            raise _raised(_timeout(timeout_s), connection) from error
+        if _is_ended(task, error):
+            raise
+        raise _raised(error, connection) from error
+    at("after:handler")
+    return answer
+
+
+def _left(connection: Connection) -> Raised:
+    """The transaction has ended in a call: the next ones would write outside of any."""
+    error = StoreError(
+        "The handler ended the transaction that claimed its message.", fault=Fault.GUARD
+    )
+    return Raised(error, None, connection.lost, left=True)
+
+
+def _raised(error: BaseException, connection: Connection | None) -> Raised:
+    if connection is None:
+        return Raised(error, None, False)
+    # what a handler does through txbox, staging or accepting, raises in txbox's words
+    store = error if isinstance(error, StoreError) else connection.translate(error)
+    return Raised(error, store, connection.lost)
+
+
+def _timeout(timeout_s: float) -> HandlerTimeout:
+    return HandlerTimeout(
+        f"The handler ran longer than its timeout of {timeout_s:g} s; its work is rolled back."
+    )
+
+
+def _is_from_outside(error: BaseException) -> bool:
+    """Say whether something else than the handler has raised this in it: a signal, or a simulated crash.
+
+    Python calls signal handlers in the main thread only. One that is written in Python is among the frames of
+    what it raises. The default for SIGINT has no frame: while it is installed, a KeyboardInterrupt in the main
+    thread is taken for Ctrl-C, whoever has raised it.
+    """
+    if isinstance(error, (Exception, Crashed)):
+        return isinstance(error, Crashed)
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    installed = [signal.getsignal(number) for number in signal.valid_signals()]
+    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in installed:
+        return True
+    codes = {_code_of(handler) for handler in installed}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(function: Any) -> CodeType | None:
+    while isinstance(function, partial):
+        function = function.func
+    # a method's is that of its function
+    code: CodeType | None = getattr(function, "__code__", None)
+    return code or getattr(type(function).__dict__.get("__call__"), "__code__", None)
+
+
+def _is_ended(task: asyncio.Task[Any] | None, error: BaseException) -> bool:
+    """Say whether the task of the operation is being cancelled, or its coroutine closed from outside.
+
+    Not so when an inner task was cancelled, or the handler itself has raised what ends programs.
+    """
+    try:
+        closed = asyncio.current_task() is not task
+    except RuntimeError:  # its loop no longer runs
+        closed = True
+    if closed or isinstance(error, Exception):
+        return closed
+    return (task is not None and task.cancelling() > 0) or _is_from_outside(error)

@@ -1,0 +1,548 @@
+"""How an operation uses a database: statements, connections, and the session that begins and ends transactions.
+
+An operation is a coroutine that is given a `Session` (or the caller's connection, as a `Transaction`) and awaits
+its methods. A blocking connection never suspends, so `blocking` finishes the whole operation with one `send`.
+The same code therefore serves sync and async callers.
+
+Source: docs/decisions/0031-coroutines.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import CoroutineType, coroutine
+from typing import (
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    cast,
+)
+
+from txbox.errors import Fault, SchemaError, StoreError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Statement(NamedTuple):
+    """One SQL statement with `:name` parameters; `name` is also its crash point."""
+
+    name: str
+    sql: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a statement returned: all rows, and how many rows it touched."""
+
+    rows: Sequence[Sequence[Any]]
+    count: int
+
+
+Statements = Sequence[Statement]
+
+
+# -- crash points -----------------------------------------------------------------------------
+
+
+class Crashed(BaseException):
+    """Raised by a hook to simulate losing the process; caught only by the test that set the hook."""
+
+
+#: Called with "before:<name>" and "after:<name>" around every statement; None outside of tests.
+crash_point: Callable[[str], None] | None = None
+
+
+def at(point: str) -> None:
+    """Pass a named crash point."""
+    if crash_point is not None:
+        crash_point(point)
+
+
+def _around(statements: Statements, first: str, last: str) -> None:
+    # statements that share a round trip pass their points together: no client can die between them
+    if crash_point is not None:
+        crash_point(first)
+        for statement in statements:
+            crash_point(f"{last}:{statement.name}")
+
+
+# -- connections ------------------------------------------------------------------------------
+
+
+class Raised(Exception):
+    """User code raised. `database_error` is the same error translated, if it came from the database.
+
+    `lost`: the transaction's connection is gone. `left`: this call ended the transaction, which the
+    calls before it had not.
+    """
+
+    def __init__(
+        self,
+        error: BaseException,
+        database_error: StoreError | None,
+        lost: bool,
+        left: bool = False,
+    ) -> None:
+        super().__init__(error)
+        self.error = error
+        self.database_error = database_error
+        self.lost = lost
+        self.left = left
+
+
+class Failed(NamedTuple):
+    """A deferred statement failed; `position` is the value of `Connection.position` before it was sent."""
+
+    raised: Raised
+    position: int
+
+
+class Transaction(Protocol):
+    """Where statements are executed: the caller's transaction, or that of a `Session`."""
+
+    async def execute(self, statement: Statement) -> Result: ...
+
+
+class Connection(ABC):
+    """A connection whose transactions txbox begins and ends.
+
+    Its methods are coroutines. On a blocking connection they never suspend: see `blocking`.
+    Every method may raise `StoreError`.
+    """
+
+    #: True if its methods suspend, and so need an event loop.
+    is_async: bool
+    #: What a handler gets as its transaction.
+    native: Any
+
+    @property
+    @abstractmethod
+    def lost(self) -> bool:
+        """Whether the connection is gone or closed."""
+
+    @abstractmethod
+    async def execute(self, statement: Statement) -> Result: ...
+
+    @abstractmethod
+    async def begin(self, statements: Statements) -> list[Result]:
+        """BEGIN at READ COMMITTED and run statements, in one round trip if the driver can."""
+
+    @abstractmethod
+    async def commit(self, statements: Statements) -> list[Result]:
+        """Run statements and COMMIT unless one fails, in one round trip if the driver can."""
+
+    @abstractmethod
+    async def rollback(self) -> None: ...
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Close at once, without a round trip."""
+
+    @abstractmethod
+    def translate(self, error: BaseException) -> StoreError | None:
+        """Translate a driver's error; None if it is not one."""
+
+    # -- optional capabilities ----------------------------------------------------------------
+
+    #: It supports savepoints that the handler's own connection object knows about.
+    nests = True
+
+    async def savepoint(self) -> None:
+        raise NotImplementedError
+
+    async def release_savepoint(self) -> None:
+        raise NotImplementedError
+
+    async def rollback_to_savepoint(self) -> None:
+        raise NotImplementedError
+
+    def watch(self, told: Callable[[str], None]) -> None:
+        """Tell each statement of a handler's before it is sent, COMMIT and ROLLBACK among them.
+
+        What `told` raises refuses the statement. For a connection that is thrown away afterwards.
+        """
+        raise NotImplementedError
+
+    def usable(self) -> bool:
+        """Whether an idle connection may be used here: it belongs to this event loop, and nobody else uses it."""
+        return not self.lost
+
+    def left(self) -> bool:
+        """Whether the transaction it began has ended, known without a round trip; False if unknown."""
+        return False
+
+    async def read(self, statement: Statement) -> Result:
+        """Read outside any transaction, in one round trip if the driver can."""
+        (result,) = await self.begin((statement,))
+        await self.commit(())
+        return result
+
+    @property
+    def position(self) -> int | None:
+        """How much was sent since `pipe`; None when nothing is deferred."""
+        return None
+
+    async def pipe(self) -> None:  # noqa: B027 - most drivers cannot
+        """Defer the handler's statements from here on, if the driver can.
+
+        `commit` sends them along with its own, and raises `Raised` for the first one that failed.
+        `execute` and `rollback` also end deferring; a failure then shows up as an aborted transaction.
+        """
+
+    async def flush(self) -> Failed | None:
+        """Send what was deferred, wait for all of it and stop deferring; returns the first failure."""
+        return None
+
+    @property
+    def ahead(self) -> Statements | None:
+        """What was begun behind the last COMMIT and has not been awaited yet."""
+        return None
+
+    async def commit_then(
+        self, statements: Statements, then: Callable[[], Statements | None]
+    ) -> list[Result]:
+        """Commit as `commit` does. `then` is called after COMMIT is sent and returns what to begin behind it.
+
+        Drivers that cannot pipeline do not call `then`. What this raises is about the COMMIT; `rollback`
+        also ends what was begun behind it.
+        """
+        del then
+        return await self.commit(statements)
+
+    async def begun(self) -> list[Result]:
+        """Wait for what was begun behind the COMMIT; returns and raises what `begin` would have."""
+        raise NotImplementedError
+
+
+class Connections(Protocol):
+    """Where connections come from and are returned to."""
+
+    @property
+    def is_async(self) -> bool: ...
+    def acquire(self) -> Coroutine[Any, Any, Connection]: ...
+    def release(self, connection: Any) -> Coroutine[Any, Any, None]: ...
+
+
+# -- sessions ---------------------------------------------------------------------------------
+
+# A role that a handler has set stays on its connection, and may lack rights on txbox's tables. When the first
+# statements fail this way nothing has been done yet, so another connection shows whether the right is really missing.
+_NO_RIGHT = "42501"
+# more than a pool keeps idle
+_OTHERS_MAX = 20
+
+
+class Following(Protocol):
+    """Knows what comes behind a batch."""
+
+    def begin(self, db: Session) -> Statements | None:
+        """Return what the next transaction begins with, or None if nothing is ready. Called while a COMMIT is out."""
+        ...
+
+    def put_back(self) -> None:
+        """The batch is not finished after all: give back what was prepared behind it."""
+        ...
+
+
+class Session:
+    """One operation's use of a database: one connection at a time, from `begin` to the transaction's end.
+
+    It holds no connection while it waits.
+
+    Guarantee: once it is closed, it leaves no transaction open.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_connections",
+        "_following",
+        "_offered",
+        "_preparing",
+        "connection",
+        "is_async",
+    )
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.is_async = connections.is_async
+        #: The connection of the current transaction; None outside one.
+        self.connection: Connection | None = None
+        # sent behind the last COMMIT, not awaited yet
+        self._begun: Statements | None = None
+        self._following: Following | None = None
+        self._offered = self._preparing = False
+
+    async def begin(self, statements: Statements = ()) -> list[Result]:
+        """Begin a transaction and run statements, in one round trip if the driver can."""
+        if self._preparing:
+            await _pause(statements)
+        await self._go_on(statements)
+        at("before:begin")
+        begun, self._begun, others = self._begun is not None, None, 0
+        while True:
+            connection = self.connection
+            if connection is None:
+                connection = self.connection = await self._connections.acquire()
+            try:
+                results = await (connection.begun() if begun else connection.begin(statements))
+            except StoreError as error:
+                if error.code != _NO_RIGHT or others == _OTHERS_MAX:
+                    raise
+                self.discard()
+                begun = False
+                others += 1
+            else:
+                _around(statements, "after:begin", "after")
+                return results
+
+    async def execute(self, statement: Statement) -> Result:
+        """Run one statement in the transaction."""
+        assert self.connection is not None, "no transaction has begun"
+        at(f"before:{statement.name}")
+        result = await self.connection.execute(statement)
+        at(f"after:{statement.name}")
+        return result
+
+    async def commit(self, statements: Statements = ()) -> list[Result]:
+        """Run statements and COMMIT unless one fails, in one round trip if the driver can.
+
+        Once the COMMIT is sent, its answer is awaited even if the caller is cancelled.
+        """
+        connection = self.connection
+        assert connection is not None, "no transaction has begun"
+        _around(statements, "before:commit", "before")
+        following = self._following
+        if following is None or self._offered or not statements:
+            commit = connection.commit(statements)
+        else:
+            # a batch may commit more than once, and only its last COMMIT ends it. The next batch is offered to
+            # the first COMMIT only: a batch that goes on may have to wait, and whoever waits must hold no ids
+            self._offered = True
+            commit = connection.commit_then(statements, partial(following.begin, self))
+        results = await (_shielded(commit) if self.is_async else commit)
+        self._begun = connection.ahead
+        at("after:commit")
+        if self._begun is None:
+            self.connection = None
+            await self._connections.release(connection)
+        return results
+
+    async def rollback(self) -> None:
+        """Roll back the transaction, if there is one. A connection that cannot roll back is dropped."""
+        connection, self.connection, self._begun = self.connection, None, None
+        if connection is None:
+            return
+        try:
+            await connection.rollback()
+        except StoreError:
+            connection.discard()
+            return
+        if connection.lost:
+            connection.discard()
+        else:
+            await self._connections.release(connection)
+
+    def discard(self) -> None:
+        """Drop the connection without finding out how its transaction ended."""
+        connection, self.connection, self._begun = self.connection, None, None
+        if connection is not None:
+            connection.discard()
+
+    close = discard
+
+    async def read(self, statement: Statement) -> Result:
+        """Read outside any transaction, in one round trip if the driver can."""
+        if self._preparing:
+            await _pause(None)
+        await self._go_on()
+        connection = self.connection = await self._connections.acquire()
+        at(f"before:{statement.name}")
+        result = await connection.read(statement)
+        at(f"after:{statement.name}")
+        self.connection = None
+        await self._connections.release(connection)
+        return result
+
+    async def wait(self, timeout_s: float, until: Future[Any] | None = None) -> None:
+        """Wait outside any transaction until the future is done or the timeout passes."""
+        if self._preparing:
+            await _pause(None)
+        await self._go_on()
+        if self.is_async:
+            if until is None:
+                await asyncio.sleep(timeout_s)
+            else:
+                await asyncio.wait([asyncio.wrap_future(until)], timeout=timeout_s)
+        elif until is None:
+            time.sleep(timeout_s)  # noqa: ASYNC251 - nothing else runs on this thread
+        else:
+            # not concurrent.futures.wait, which costs three times as much: idle lanes get here for every message
+            with suppress(TimeoutError):
+                until.exception(timeout_s)
+
+    # -- one batch behind another -------------------------------------------------------------
+
+    def prepare(self, operation: Coroutine[Any, Any, Any]) -> Statements | None:
+        """Run an operation of this session up to its first transaction without sending anything; see `resumed`.
+
+        Returns: what that transaction begins with; None if the operation has something else to do first.
+        """
+        self._preparing = True
+        try:
+            statements: Statements | None = operation.send(None)
+        finally:
+            self._preparing = False
+        return statements
+
+    async def _go_on(self, statements: Statements | None = None) -> None:
+        """The operation continues after a COMMIT: use what was begun behind it, or roll that back."""
+        if self._offered and self._following is not None:
+            following, self._following, self._offered = self._following, None, False
+            following.put_back()
+        if self._begun is not None and statements is not self._begun:
+            await self.rollback()
+
+    @contextmanager
+    def followed_by(self, following: Following | None) -> Generator[None]:
+        """Offer what comes next to the first COMMIT in this block."""
+        self._following, self._offered = following, False
+        try:
+            yield
+        finally:
+            self._following, self._offered = None, False
+
+
+@coroutine
+def _pause(statements: Statements | None) -> Generator[Any, Any, None]:
+    yield statements
+
+
+@coroutine
+def resumed(operation: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await an operation that `Session.prepare` has already started; a plain `await` refuses those."""
+    answer: T = yield from operation  # pyright: ignore[reportUnknownVariableType]
+    return answer  # pyright: ignore[reportUnknownVariableType]
+
+
+async def _shielded(commit: Awaitable[T]) -> T:
+    task = asyncio.ensure_future(commit)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        # the COMMIT may be on its way: leave its connection alone until the answer is in
+        await asyncio.wait([task])
+        raise
+
+
+# -- entry points -----------------------------------------------------------------------------
+
+#: What runs in a session, and its further arguments.
+Operation: TypeAlias = Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]
+
+
+def blocking(operation: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine whose connections block, so that it never suspends."""
+    try:
+        operation.send(None)
+    except StopIteration as done:
+        answer: T = done.value
+        return answer
+    operation.close()
+    raise AssertionError("a blocking connection tried to wait for an event loop")
+
+
+def drive(
+    connections: Connections,
+    operation: Operation[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Run an operation in transactions that txbox begins and ends, on blocking connections.
+
+    Guarantee: no transaction is left open, however this function ends.
+    """
+    db = Session(connections)
+    try:
+        return blocking(operation(db, *args, **kwargs))
+    finally:
+        db.close()
+
+
+async def drive_async(
+    connections: Connections,
+    operation: Operation[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """`drive` for connections of this event loop."""
+    db = Session(connections)
+    try:
+        return await operation(db, *args, **kwargs)
+    finally:
+        db.close()
+
+
+def run(
+    tx: Transaction,
+    operation: Callable[Concatenate[Transaction, P], Coroutine[Any, Any, T]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Run an operation in the caller's transaction, which is neither begun, committed nor rolled back.
+
+    Raises:
+        SchemaError: a txbox table is missing; the message contains the command to run.
+        StoreError: whatever else the operation raises.
+    """
+    return blocking(_told(operation(tx, *args, **kwargs)))
+
+
+async def run_async(
+    tx: Transaction,
+    operation: Callable[Concatenate[Transaction, P], Coroutine[Any, Any, T]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """`run` for a connection of this event loop."""
+    return await _told(operation(tx, *args, **kwargs))
+
+
+async def _told(operation: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await operation
+    except StoreError as error:
+        if error.fault is not Fault.SCHEMA:
+            raise
+        # the schema version cannot be queried: a statement of this transaction has failed
+        raise SchemaError(
+            f"A table, column or function of txbox is missing from this database ({error}): run `txbox init`, or "
+            "compare its tables with `txbox schema print`."
+        ) from None
+
+
+def twin_of(
+    verb: Callable[P, T],
+) -> Callable[[Callable[..., Coroutine[Any, Any, T]]], Callable[P, CoroutineType[Any, Any, T]]]:
+    """Give an async verb the signature of its sync twin, so that the signature is written once."""
+
+    def signed(
+        twin: Callable[..., Coroutine[Any, Any, T]],
+    ) -> Callable[P, CoroutineType[Any, Any, T]]:
+        # where inspect, help() and editors look it up
+        vars(twin)["__wrapped__"] = verb
+        return cast("Callable[P, CoroutineType[Any, Any, T]]", twin)
+
+    return signed

@@ -1,0 +1,853 @@
+"""The pages and actions: each reads what it shows, or begins what it changes, with a verb of `admin/`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
+from difflib import SequenceMatcher
+from functools import partial
+from importlib.metadata import version
+from importlib.resources import files
+from itertools import zip_longest
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from txbox.admin import Admin, Changed, views
+from txbox.admin.canary import Step
+from txbox.admin.explain import Explanation
+from txbox.admin.found import Link
+from txbox.admin.queries import COUNTED_MAX
+from txbox.admin.tables import (
+    INBOX,
+    QUARANTINE,
+    Filter,
+    InboxFilter,
+    OutboxFilter,
+    QuarantineFilter,
+    Table,
+    Verb,
+)
+from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
+from txbox.ui import security
+from txbox.ui.operations import Operation, Operations
+from txbox.ui.plots import plot
+from txbox.ui.security import Access, Authenticator, Grant, Signed
+
+_log = logging.getLogger("txbox")
+
+_VERSION = version("txbox")
+_ROWS = 50
+_PICKED_MAX = 200
+# how long a page may look for rows that no index knows
+_LOOK_S = 0.1
+_REASON_CHARACTERS = 500
+#: A payload that is longer is only offered as a file.
+_SHOWN_BYTES = 256 * 1024
+# of two payloads that are compared
+_COMPARED_LINES = 1_000
+
+STATIC = {
+    "txbox.css": "text/css; charset=utf-8",
+    "txbox.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+#: Sentences of an explanation that its page tells in another place.
+_TOLD_ELSEWHERE = ("last error", "received", "staged", "cause", "caused")
+_KINDS: dict[str, type[Filter[Any, Any]]] = {
+    kind.table.name: kind for kind in (InboxFilter, OutboxFilter, QuarantineFilter)
+}
+#: Where the rows of a table are listed, and where one of them is shown.
+_LIST = {"inbox": "/messages", "outbox": "/outbox", "quarantine": "/quarantine"}
+_SHOW = {"inbox": "/message", "outbox": "/outgoing", "quarantine": "/quarantined"}
+#: What the overview looks back on, and how long a step of its plots is.
+_SPANS = {
+    "1h": (timedelta(hours=1), timedelta(minutes=1)),
+    "24h": (timedelta(days=1), timedelta(minutes=30)),
+}
+_DONE = {"retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted"}
+
+
+class Refused(Exception):
+    """An answer that is not the page: a status, and a sentence."""
+
+    def __init__(
+        self, status: int, sentence: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.sentence = sentence
+        self.headers = dict(headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of somebody who may make it."""
+
+    request: Request
+    access: Access
+    query: Mapping[str, str]
+    form: Mapping[str, list[str]]
+
+    def field(self, name: str) -> str:
+        """What a form says, "" for nothing."""
+        return (self.form.get(name) or [""])[0]
+
+
+class Pages:
+    """A method for each path: what somebody asks for, to what they see.
+
+    Args:
+        authenticator: None where the host application knows who asks.
+    """
+
+    def __init__(self, admin: Admin, authenticator: Authenticator | None, signed: Signed) -> None:
+        self.admin = admin
+        self.changes = Operations()
+        self.static = {
+            f"/static/{name}": files("txbox.ui").joinpath("static", name).read_bytes()
+            for name in STATIC
+        }
+        self._authenticator = authenticator
+        self._signed = signed
+        self._version = hashlib.sha256(b"".join(self.static.values())).hexdigest()[:12]
+        self._templates = _templates()
+
+    # -- pages --------------------------------------------------------------------------------
+
+    def page(
+        self, request: Request, template: str, access: Access | None = None, *, status: int = 200,
+        headers: Mapping[str, str] | None = None, **values: Any,
+    ) -> Response:  # fmt: skip
+        cookie = request.cookies.get(security.FORM) or secrets.token_urlsafe(24)
+        base = base_of(request)
+
+        def url(path: str, **query: Any) -> str:
+            given = {name: value for name, value in query.items() if value is not None}
+            return base + path + (f"?{urlencode(given, quote_via=quote, safe='')}" if given else "")
+
+        def url_of(path: str) -> str:
+            return base + path
+
+        def static(name: str) -> str:
+            return f"{base}/static/{name}?v={self._version}"
+
+        text = self._templates.get_template(template).render(
+            url=url,
+            url_of=url_of,
+            paths=RULES,
+            here=path_of(request),
+            again=path_of(request) + (f"?{query_of(request)}" if request.url.query else ""),
+            access=access,
+            may_log_out=isinstance(self._authenticator, Authenticator),
+            by_name=getattr(self._authenticator, "named", False),
+            form_field=security.FIELD,
+            form_token=self._signed.form_token(cookie, access.actor if access else ""),
+            static=static,
+            version=_VERSION,
+            **values,
+        )
+        response = Response(text, status, headers, media_type="text/html; charset=utf-8")
+        if cookie != request.cookies.get(security.FORM):
+            self.set_cookie(request, response, security.FORM, cookie, "strict")
+        return response
+
+    def refusal(self, request: Request, refused: Refused) -> Response:
+        headers = refused.headers
+        if refused.status in (401, 429) and isinstance(self._authenticator, Authenticator):
+            # a browser would ask in a window of its own, where it sees “Basic”
+            basic = self._authenticator.named and "text/html" not in request.headers.get(
+                "accept", ""
+            )
+            headers = {
+                **headers,
+                "www-authenticate": f'{"Basic" if basic else "Bearer"} realm="txbox"',
+            }
+            wanted = path_of(request) if request.method == "GET" else "/"
+            query = query_of(request)
+            to = wanted + (f"?{query}" if query and request.method == "GET" else "")
+            return self.page(
+                request, "login.html", status=refused.status, headers=headers,
+                sentence=refused.sentence, to="/" if wanted in ("/live", "/login") else to,
+            )  # fmt: skip
+        sentence = refused.sentence or "Log in to the application that this dashboard is part of."
+        return self.page(
+            request, "refused.html", status=refused.status, headers=headers,
+            sentence=sentence, code=refused.status,
+        )  # fmt: skip
+
+    def overview(self, asked: Asked) -> Response:
+        consumers, topics = self.admin.overview()
+        last, step = _SPANS.get(asked.query.get("last", ""), _SPANS["1h"])
+        time = self.admin.activity(last, step=step)
+        return self.page(
+            asked.request, "overview.html", asked.access, consumers=consumers, topics=topics,
+            time=time, spans=_SPANS, last=asked.query.get("last", "1h"),
+            plots={each.name: plot(each, time) for each in (*time.consumers, *time.routes)},
+            paused={pause.consumer for pause in self.admin.pauses()},
+            warnings=list(views.warnings(consumers, topics)), counted_max=COUNTED_MAX,
+            unmatched=views.UNMATCHED, live=True,
+        )  # fmt: skip
+
+    def listed(self, asked: Asked, kind: type[Filter[Any, Any]]) -> Response:
+        table = kind.table
+        where = _filter(kind, asked.query)
+        if table is QUARANTINE and "status" not in asked.query:
+            where = replace(where, status=table.statuses[0])
+        before: int | str | None = asked.query.get("before") or None
+        if isinstance(before, str) and table.place is not None:
+            before = _number(before)
+        found = self.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
+        rows = [_legible(row, asked.access) for row in found.rows]
+        view = views.filled(views.page(table, rows))
+        criteria = where.criteria()
+        return self.page(
+            asked.request, "list.html", asked.access, table=table, view=view,
+            listed=list(zip(rows, view.rows, strict=True)), criteria=criteria,
+            filters=[item.name for item in fields(where)], given=asked.query,
+            more=None if found.behind is None else {**_kept(asked.query), "before": found.behind},
+            first=before is None, at=_LIST[table.name], shown_at=_SHOW[table.name],
+            stopped=found.behind is not None and len(rows) < _ROWS,
+            live=before is None,
+        )  # fmt: skip
+
+    def shown(
+        self, asked: Asked, kind: type[Filter[Any, Any]], *, reveal: bool = False
+    ) -> Response:
+        table = kind.table
+        given = asked.form if reveal else {name: [value] for name, value in asked.query.items()}
+        named: dict[str, Any] = {name: given[name][0] for name in table.key if given.get(name)}
+        where = kind(**named)
+        who: dict[str, Any] = {"actor": asked.access.actor, "reason": _reason(asked)}
+        found = self.admin.reveal(where, **who) if reveal else self.admin.show(where)
+        if not found:
+            raise Refused(404, "There is no such message any more.")
+        # what has been revealed is shown as it is: that took the grant
+        message = found[0] if reveal else _legible(found[0], asked.access)
+        if reveal and asked.field("as") == "file":
+            return _file(message)
+        aside: Any = ()
+        if table is INBOX:
+            same = QuarantineFilter(consumer=named["consumer"], message_id=named["message_id"])
+            aside = self.admin.show(same)
+        explanation = None
+        if message.message_id:
+            explanation = self.admin.explain(
+                message.message_id, consumer=named.get("consumer") or None
+            )
+        places = (
+            []
+            if explanation is None
+            else [place for place in explanation.places if place.table == table.name]
+        )
+        return self.page(
+            asked.request, "message.html", asked.access, table=table, message=message, named=named,
+            sentences=[
+                said for place in places for said in place.sentences
+                # what the page tells elsewhere, and beside its grant
+                if said.kind not in _TOLD_ELSEWHERE
+            ],
+            links=None if explanation is None else _links(explanation),
+            other=self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
+            record=views.record(message), revealed=reveal, aside=aside, listed_at=_LIST[table.name],
+            payload=_readable(message.payload), result=_readable(getattr(message, "result", None)),
+            verbs=[verb for verb, change in table.changes.items() if message.status in change.statuses],
+            live=not reveal,
+        )  # fmt: skip
+
+    def _stored_beside(self, aside: Any, who: dict[str, Any], *, reveal: bool) -> Comparison | None:
+        """The message that has the id of one that was set aside, and with their payloads how these differ."""
+        if not aside.message_id or not aside.consumer:
+            return None
+        where = InboxFilter(consumer=aside.consumer, message_id=aside.message_id)
+        found = self.admin.reveal(where, **who) if reveal else self.admin.show(where)
+        if not found:
+            return None
+        return Comparison(
+            found[0], _differences(found[0].payload, aside.payload) if reveal else None
+        )
+
+    def reveal(self, asked: Asked) -> Response:
+        kind = _KINDS.get(asked.field("table"))
+        if kind is None:
+            raise Refused(400, "This form cannot be read.")
+        return self.shown(asked, kind, reveal=True)
+
+    def database(self, asked: Asked) -> Response:
+        sizes, partitions = self.admin.sizes()
+        return self.page(
+            asked.request, "database.html", asked.access, view=views.sizes(sizes), partitions=partitions,
+            schema=self.admin.schema(),
+            diagnosis=self.admin.doctor() if asked.query.get("examine") else None,
+        )  # fmt: skip
+
+    def audit(self, asked: Asked) -> Response:
+        before = _number(asked.query["before"]) if asked.query.get("before") else None
+        rows = self.admin.audit(limit=_ROWS, before=before)
+        return self.page(
+            asked.request, "audit.html", asked.access, rows=rows,
+            more={"before": rows[-1].number} if len(rows) == _ROWS else None, first=before is None,
+        )  # fmt: skip
+
+    def failures(self, asked: Asked) -> Response:
+        groups = [_legible(group, asked.access) for group in self.admin.failures()]
+        return self.page(asked.request, "failures.html", asked.access, groups=groups, live=True)
+
+    def workers(self, asked: Asked) -> Response:
+        workers = self.admin.workers()
+        paused = {pause.consumer: pause for pause in self.admin.pauses()}
+        names = {name for worker in workers for name in worker.consumers} | set(paused)
+        names |= {row.consumer for row in self.admin.overview()[0] if row.consumer}
+        running = {
+            name for worker in workers if worker.state == "running" for name in worker.consumers
+        }
+        return self.page(
+            asked.request, "workers.html", asked.access, workers=workers, live=True,
+            consumers=[
+                (name, "paused" if name in paused else "running" if name in running else "no worker", paused.get(name))
+                for name in sorted(names)
+            ],
+        )  # fmt: skip
+
+    def pause(self, asked: Asked) -> Response:
+        """Pause or resume a consumer."""
+        change = {"pause": self.admin.pause, "resume": self.admin.resume}.get(asked.field("action"))
+        if change is None or not asked.field("consumer"):
+            raise Refused(400, "This form cannot be read.")
+        change(asked.field("consumer"), actor=asked.access.actor, reason=_reason(asked))
+        return self._to(asked, "/workers")
+
+    # -- changes ------------------------------------------------------------------------------
+
+    def confirm(self, asked: Asked) -> Response:
+        """Say how many messages a change would touch, and ask."""
+        wanted = self._wanted(asked)
+        changes = [wanted.change(self.admin, where, dry_run=True) for where in wanted.filters]
+        count, spared = (
+            sum(getattr(change, name) for change in changes) for name in ("count", "spared")
+        )
+        table = wanted.kind.table
+        sample = [key for change in changes for key in change.sample][:10]
+        refused = [refusal for change in changes for refusal in change.refused]
+        left = (
+            self.admin.why_not(wanted.verb, wanted.filters[0])
+            if not count and not refused and len(wanted.filters) == 1 and wanted.picked
+            else None
+        )
+        return self.page(
+            asked.request, "confirm.html", asked.access, table=table, verb=wanted.verb, count=count,
+            spared=spared, sample=views.keys(table, sample), left=left,
+            refused=views.keys(table, refused), reasons=[item["reason"] for item in refused],
+            criteria=wanted.criteria, picked=wanted.picked, message_id=wanted.message_id,
+            canary=wanted.canary, question=_question(wanted, count), back=_back(asked, wanted), to=wanted.to,
+            done=_DONE[wanted.verb],
+        )  # fmt: skip
+
+    def change(self, asked: Asked) -> Response:
+        """Begin a change that was agreed to: of no more messages than were named."""
+        wanted = self._wanted(asked)
+        agreed = _number(asked.field("count"))
+        reason, actor = _reason(asked), asked.access.actor
+
+        def canary(operation: Operation) -> list[str]:
+            def told(step: Step) -> None:
+                operation.notes.append(step.told())
+
+            assert isinstance(wanted.filters[0], InboxFilter)
+            redriven = self.admin.canary(
+                wanted.filters[0], actor=actor, reason=reason, most=agreed, told=told,
+                progress=operation.progress, cancelled=lambda: operation.cancelling,
+            )  # fmt: skip
+            if redriven.stopped not in (None, "cancelled"):
+                operation.state = "stopped"
+            return [redriven.told()]
+
+        def work(operation: Operation) -> list[str]:
+            done = 0
+            notes: list[str] = []
+            for where in wanted.filters:
+                if operation.cancelling or done >= agreed:
+                    break
+                before = done
+
+                def progress(so_far: int, before: int = before) -> None:
+                    operation.progress(before + so_far)
+
+                change = wanted.change(
+                    self.admin, where, actor=actor, reason=reason, most=agreed - done,
+                    progress=progress, cancelled=lambda: operation.cancelling,
+                )  # fmt: skip
+                done += change.count
+                operation.progress(done)
+                notes += _notes(change)
+            said = f"{views.counted(done, wanted.kind.table.noun)} {_DONE[wanted.verb]}."
+            return [said, *notes]
+
+        operation = self.changes.start(
+            canary if wanted.canary else work, title=_question(wanted, agreed).rstrip("?"), actor=actor, reason=reason,
+            expected=agreed, back=_back(asked, wanted),
+        )  # fmt: skip
+        if operation is None:
+            raise Refused(503, "Too many changes are waiting: look at them, and try again.")
+        return self._to(asked, "/operation", name=operation.name)
+
+    def _wanted(self, asked: Asked) -> Wanted:
+        """Read what a form wants changed.
+
+        Raises:
+            Refused: it says neither which messages nor what to do, or something that cannot be done.
+        """
+        kind = _KINDS.get(asked.field("table"))
+        verb, _, scope = asked.field("action").partition(" ")
+        is_canary = verb == "canary" and kind is InboxFilter and scope == "all"
+        verb = "retry" if is_canary else verb
+        if kind is None or verb not in kind.table.changes:
+            raise Refused(400, "This form cannot be read.")
+        given = {
+            name.removeprefix("where."): values[0]
+            for name, values in asked.form.items()
+            if name.startswith("where.")
+        }
+        where = _filter(kind, given)
+        picked = asked.form.get("pick", []) if scope != "all" else []
+        if scope != "all" and not picked:
+            raise Refused(400, "Choose messages first, or what matches the filter.")
+        if len(picked) > _PICKED_MAX:
+            raise Refused(400, "Those are too many to choose one by one: use a filter.")
+        message_id = asked.field("message_id") or None
+        if message_id is not None and len(picked) != 1:
+            raise Refused(400, "An id is for one message.")
+        return Wanted(
+            kind=kind,
+            verb=verb,  # type: ignore[arg-type]  # it is a key of `changes`
+            filters=[_picked(kind, key) for key in picked] or [where],
+            criteria={} if picked else {name: value for name, value in given.items() if value},
+            picked=picked,
+            to=asked.field("to"),
+            canary=is_canary,
+            message_id=message_id if verb == "accept" else None,
+        )
+
+    def operations(self, asked: Asked) -> Response:
+        return self.page(
+            asked.request, "operations.html", asked.access, operations=self.changes.latest(),
+            live=True,
+        )  # fmt: skip
+
+    def operation(self, asked: Asked) -> Response:
+        operation = self._known(asked.query.get("name", ""))
+        return self.page(
+            asked.request, "operation.html", asked.access, operation=operation,
+            live=operation.running, refresh=operation.running,
+        )  # fmt: skip
+
+    def cancel(self, asked: Asked) -> Response:
+        operation = self._known(asked.field("name"))
+        operation.cancel()
+        _log.info("%s cancels %r.", asked.access.actor, operation.title)
+        return self._to(asked, "/operation", name=operation.name)
+
+    def _known(self, name: str) -> Operation:
+        operation = self.changes.of(name)
+        if operation is None:
+            raise Refused(
+                404,
+                "This process of the dashboard knows no such change; what it did is in the audit.",
+            )
+        return operation
+
+    def _to(self, asked: Asked, path: str, **query: str) -> Response:
+        return RedirectResponse(f"{base_of(asked.request)}{path}?{urlencode(query)}", 303)
+
+    def logout(self, asked: Asked) -> Response:
+        response = RedirectResponse(base_of(asked.request) + "/", 303)
+        response.delete_cookie(security.SESSION, path=base_of(asked.request) or "/")
+        return response
+
+    def set_cookie(
+        self, request: Request, response: Response, name: str, value: str, same_site: Any
+    ) -> None:
+        response.set_cookie(
+            name, value, path=base_of(request) or "/", httponly=True, samesite=same_site,
+            secure=request.url.scheme == "https",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A change that a form asks for: of messages that were picked, or of all that a filter means."""
+
+    kind: type[Filter[Any, Any]]
+    verb: Verb
+    filters: list[Filter[Any, Any]]
+    criteria: dict[str, str]
+    picked: list[str]
+    to: str
+    canary: bool
+    message_id: str | None
+
+    def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
+        if self.verb == "reroute":
+            return admin.reroute(where, "" if self.to == "any" else self.to, **how)
+        if self.verb == "accept":
+            return admin.accept(where, message_id=self.message_id, **how)
+        return admin.retry(where, **how) if self.verb == "retry" else admin.discard(where, **how)
+
+
+def _question(wanted: Wanted, count: int) -> str:
+    table = wanted.kind.table
+    noun = table.noun
+    if not wanted.picked and table is not QUARANTINE:
+        meant = table.changes[wanted.verb].meant
+        noun = f"{wanted.criteria.get('status') or (meant[0] if len(meant) == 1 else 'waiting')} {noun}"
+    asked = ", ".join(
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in wanted.criteria.items()
+        if name != "status"
+    )
+    to = f" to {wanted.to or 'any'}" if wanted.verb == "reroute" else ""
+    of = f" of {asked}" if asked else ""
+    if wanted.canary:
+        to = ": one, then ten, then the rest"
+    return f"{wanted.verb.capitalize()} {views.counted(count, noun)}{of}{to}?"
+
+
+def _notes(change: Changed) -> list[str]:
+    notes: list[str] = []
+    if change.spared:
+        notes.append(
+            f"{change.spared} left alone: their handler broke the transaction, so what they wrote is unknown. "
+            "Look at each, and retry it by itself."
+        )
+    notes += [
+        f"{' '.join(list(key.values())[:-1])}: {key['reason']}." for key in change.refused[:10]
+    ]
+    if len(change.refused) > 10:
+        notes.append(f"And {len(change.refused) - 10} more that cannot be accepted.")
+    return notes
+
+
+def _back(asked: Asked, wanted: Wanted) -> str:
+    back = asked.field("back")
+    return back if is_ours(back) else _LIST[wanted.kind.table.name]
+
+
+def is_ours(path: str) -> bool:
+    """Say whether this leads to a page of this dashboard, whatever a browser makes of it."""
+    return (
+        path.startswith("/")
+        and not path.startswith("//")
+        and "\\" not in path
+        and path.isprintable()
+    )
+
+
+def refused_for(error: Exception) -> Refused:
+    """What is said of an error: nothing of its text, which may name rows, roles or hosts."""
+    if isinstance(error, SchemaError):
+        _log.error("The dashboard cannot read the tables: %s", error)
+        return Refused(
+            503, "The tables are missing or of another version: run `txbox schema check`."
+        )
+    if isinstance(error, StoreUnavailable):
+        _log.error("The dashboard cannot reach the database: %s", error)
+        return Refused(503, "The database does not answer.", {"retry-after": "5"})
+    if isinstance(error, StoreError):
+        _log.error("A page of the dashboard failed: %s", error)
+        if error.fault is Fault.TIMEOUT:
+            return Refused(
+                503, "The database took too long: narrow the filter, by consumer and status."
+            )
+        if error.code in _NO_RIGHT:
+            return Refused(
+                500, "The database role of this dashboard lacks a right that this takes: "
+                "`txbox schema print --grants` prints those of each kind of role.",
+            )  # fmt: skip
+        return Refused(500, "The database refused this: the log of the dashboard says why.")
+    # what was asked for makes no sense, and the sentence says how it would
+    return Refused(400, str(error))
+
+
+_NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
+
+
+def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[Any, Any]:
+    values: dict[str, Any] = {}
+    for item in fields(kind):
+        value = given.get(item.name, "")
+        if not value:
+            continue
+        if item.name == "older_than":
+            try:
+                values[item.name] = views.duration_of(value)
+            except ValueError as error:
+                raise Refused(400, f"{error}.") from None
+        elif item.name == "status" and value not in kind.table.statuses:
+            if value != "all":
+                raise Refused(400, "There is no such status.")
+        elif (item.name == "consumer" and value == views.UNMATCHED) or (
+            item.name == "route" and value == "any"
+        ):
+            values[item.name] = ""
+        else:
+            values[item.name] = value
+    return kind(**values)
+
+
+def _kept(query: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in query.items() if name != "before" and value}
+
+
+def _picked(kind: type[Filter[Any, Any]], key: str) -> Filter[Any, Any]:
+    try:
+        values: Any = json.loads(key)
+    except ValueError:
+        values = None
+    names = kind.table.key
+    match values:
+        case [str(), *_] if len(values) == len(names):
+            named: dict[str, Any] = dict(zip(names, map(str, values), strict=True))
+            return kind(**named)
+        case _:
+            raise Refused(400, "This form cannot be read.")
+
+
+def _reason(asked: Asked) -> str | None:
+    return asked.field("reason").strip()[:_REASON_CHARACTERS] or None
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise Refused(400, "That is no number.")
+    return int(text)
+
+
+def _legible(row: Any, access: Access) -> Any:
+    """A row without the texts of its errors, for those who may not see what is in messages."""
+    if access.may("payload") or not hasattr(row, "error"):
+        return row
+    if hasattr(row, "history"):
+        row = replace(row, history=tuple(replace(past, error=None) for past in row.history))
+    return replace(row, error=None)
+
+
+class Links(NamedTuple):
+    """What a message followed from, and what followed from it, as far as it is still there."""
+
+    causes: list[Link]
+    caused: list[Link]
+
+
+def _links(explanation: Explanation) -> Links:
+    found = explanation.found
+    causes = [link for row in found.inbox for link in row.causes]
+    if found.outbox is not None:
+        causes += found.outbox.causes
+    return Links(
+        list(dict.fromkeys(causes)),
+        list(dict.fromkeys(link for row in found.inbox for link in row.caused)),
+    )
+
+
+class Comparison(NamedTuple):
+    """The message under the same id, and the lines of both payloads with what only one has; None when not revealed."""
+
+    stored: Any
+    lines: list[tuple[str, str, str]] | None
+
+
+def _differences(stored: bytes | None, aside: bytes | None) -> list[tuple[str, str, str]]:
+    """Both payloads line beside line: "same", "changed", "only stored" or "only aside", and the two lines."""
+    left, right = (
+        [] if (shown := _readable(payload)) is None else shown.text.splitlines()[:_COMPARED_LINES]
+        for payload in (stored, aside)
+    )
+    lines: list[tuple[str, str, str]] = []
+    for what, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for one, other in zip_longest(left[a:b], right[c:d]):
+            kind = "same" if what == "equal" else "changed"
+            if one is None or other is None:
+                kind = "only aside" if one is None else "only stored"
+            lines.append((kind, one or "", other or ""))
+    return lines
+
+
+class Readable(NamedTuple):
+    """A payload for people: what it is, its text or its bytes in hexadecimal, and whether it was cut."""
+
+    kind: str
+    text: str
+    cut: bool
+
+
+def _readable(content: bytes | None) -> Readable | None:
+    if content is None:
+        return None
+    cut = len(content) > _SHOWN_BYTES
+    shown = content[:_SHOWN_BYTES]
+    try:
+        text = shown.decode("utf-8", "ignore" if cut else "strict")
+    except UnicodeDecodeError:
+        lines = (shown[at : at + 16] for at in range(0, min(len(shown), 16 * 1024), 16))
+        dump = "\n".join(
+            f"{16 * number:08x}  {line.hex(' ', 1):<47}  {''.join(chr(b) if 32 <= b < 127 else '.' for b in line)}"
+            for number, line in enumerate(lines)
+        )
+        return Readable("bytes", dump, cut or len(shown) > 16 * 1024)
+    try:
+        if not cut:
+            return Readable("JSON", json.dumps(json.loads(text), indent=2, ensure_ascii=False), cut)
+    except (ValueError, RecursionError):
+        # not JSON, or deeper than anybody reads
+        pass
+    return Readable("text", text, cut)
+
+
+def _file(message: Any) -> Response:
+    """A payload as a download: no browser opens it as a page."""
+    name = "".join(
+        char if char.isascii() and char.isalnum() else "_" for char in message.message_id
+    )[:80]
+    return Response(
+        message.payload or b"",
+        media_type="application/octet-stream",
+        headers={"content-disposition": f'attachment; filename="{name or "payload"}.bin"'},
+    )
+
+
+class Rule(NamedTuple):
+    """What a path takes beside a login."""
+
+    method: str
+    grant: Grant | None
+    answer: Callable[[Pages, Asked], Response]
+
+
+#: Every path that takes a login.
+RULES: dict[str, Rule] = {
+    "/": Rule("GET", None, Pages.overview),
+    "/messages": Rule("GET", None, partial(Pages.listed, kind=InboxFilter)),
+    "/message": Rule("GET", None, partial(Pages.shown, kind=InboxFilter)),
+    "/outbox": Rule("GET", None, partial(Pages.listed, kind=OutboxFilter)),
+    "/outgoing": Rule("GET", None, partial(Pages.shown, kind=OutboxFilter)),
+    "/quarantine": Rule("GET", None, partial(Pages.listed, kind=QuarantineFilter)),
+    "/quarantined": Rule("GET", None, partial(Pages.shown, kind=QuarantineFilter)),
+    "/failures": Rule("GET", None, Pages.failures),
+    "/workers": Rule("GET", None, Pages.workers),
+    "/pause": Rule("POST", "change", Pages.pause),
+    "/database": Rule("GET", None, Pages.database),
+    "/audit": Rule("GET", None, Pages.audit),
+    "/operations": Rule("GET", None, Pages.operations),
+    "/operation": Rule("GET", None, Pages.operation),
+    "/reveal": Rule("POST", "payload", Pages.reveal),
+    "/confirm": Rule("POST", "change", Pages.confirm),
+    "/change": Rule("POST", "change", Pages.change),
+    "/cancel": Rule("POST", "change", Pages.cancel),
+    "/logout": Rule("POST", None, Pages.logout),
+}
+
+
+# -- templates ------------------------------------------------------------------------------------
+
+
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("txbox.ui"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    filters: dict[str, Callable[..., Any]] = {
+        "seen": seen, "plain": plain, "when": when, "age": views.age, "count": count, "cell": cell, "key": key_of,
+        "names": names_of, "seconds": seconds,
+    }  # fmt: skip
+    environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
+    return environment
+
+
+def seen(value: object) -> Markup:
+    """Text of strangers: escaped, and what cannot be seen is."""
+    text, parts, at = str(value), [Markup("")], 0
+    for found in views.CONTROL.finditer(text):
+        if found[0] in "\r":
+            continue
+        parts.append(escape(text[at : found.start()]))
+        parts.append(Markup('<span class="unseen">\\x{:02x}</span>').format(ord(found[0])))
+        at = found.end()
+    parts.append(escape(text[at:]))
+    return Markup("").join(parts)
+
+
+def plain(value: object) -> str:
+    """The same where no element may stand: in titles and attributes."""
+    return views.CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
+
+
+def when(moment: datetime | float | None) -> Markup:
+    """A point in time, in UTC; a script adds how long ago that is."""
+    if moment is None:
+        return Markup("")
+    at = moment if isinstance(moment, datetime) else datetime.fromtimestamp(moment, UTC)
+    return Markup('<time datetime="{}">{}</time>').format(
+        at.isoformat(timespec="milliseconds"), at.strftime("%Y-%m-%d %H:%M:%S")
+    )
+
+
+def seconds(value: float | None) -> str:
+    """A latency: three figures and a unit."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    return f"{value:.3g} s" if value < 100 else views.age(value)
+
+
+def count(number: int, most: int = COUNTED_MAX) -> str:
+    """A number that was counted up to a limit."""
+    return f"{most:,}+" if number > most else f"{number:,}"
+
+
+def cell(value: views.Cell) -> Markup:
+    """What stands in a table."""
+    if isinstance(value, datetime):
+        return when(value)
+    if isinstance(value, timedelta):
+        return escape(views.age(value.total_seconds()))
+    if isinstance(value, (int, float)):
+        return escape(f"{value:,}")
+    return seen("" if value is None else value)
+
+
+def names_of(row: Any, table: Table) -> dict[str, Any]:
+    """What names a row, for an address."""
+    return {name: getattr(row, name) for name in table.key}
+
+
+def key_of(row: Any, table: Table) -> str:
+    """What names a row, for a form."""
+    return json.dumps([*names_of(row, table).values()])
+
+
+# -- requests -----------------------------------------------------------------------------------------
+
+
+def query_of(request: Request) -> str:
+    return str(request.scope.get("query_string", b"").decode("ascii", "replace"))
+
+
+def base_of(request: Request) -> str:
+    """Where this application is mounted, as a browser has to write it."""
+    return quote(str(request.scope.get("root_path", "")).rstrip("/"))
+
+
+def path_of(request: Request) -> str:
+    """The path below where this application is mounted."""
+    path, root = str(request.scope["path"]), str(request.scope.get("root_path", "")).rstrip("/")
+    return (path.removeprefix(root) if root else path) or "/"

@@ -1,0 +1,349 @@
+"""Who looks at the dashboard and what they may do: logins, grants, forms that only our pages can send, and headers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from txbox.errors import ConfigurationError
+
+#: What may be granted beside reading: changing messages, and seeing what is in them.
+Grant: TypeAlias = Literal["change", "payload"]
+GRANTS: tuple[Grant, ...] = ("change", "payload")
+
+SESSION = "txbox_session"
+FORM = "txbox_form"
+#: The field of a form that proves that one of our pages has sent it.
+FIELD = "form_token"
+TOKEN_BYTES_MIN = 24
+_SESSION_S = 8 * 3600
+# N, r, p of scrypt: 16 MB and about 50 ms
+_COST = (2**14, 8, 1)
+_SCRYPT_MAX = 64 * 1024 * 1024
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_FAILURES_MAX = 5
+_FAILURES_S = 60.0
+# a name may be tried from many addresses, and its owner is not to be locked out by one
+_NAME_FAILURES_MAX = 20
+_REMEMBERED_MAX = 10_000
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    # with none at all a browser would send `Origin: null` with our forms
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Somebody who may read, and what else.
+
+    Args:
+        actor: who it is, as `txbox_audit` records it.
+        grants: "change" and "payload", or none.
+
+    Raises:
+        ConfigurationError: a name that is empty, or a grant that there is not.
+    """
+
+    actor: str
+    grants: frozenset[Grant] = frozenset()
+
+    def __init__(self, actor: str, grants: Iterable[Grant] = ()) -> None:
+        if not actor or not actor.isprintable():
+            raise ConfigurationError("An actor needs a name without control characters.")
+        object.__setattr__(self, "actor", actor)
+        object.__setattr__(self, "grants", checked_grants(grants))
+
+    def may(self, grant: Grant) -> bool:
+        return grant in self.grants
+
+
+def checked_grants(grants: Iterable[str]) -> frozenset[Grant]:
+    """The grants of these names.
+
+    Raises:
+        ConfigurationError: there is no such grant.
+    """
+    asked = frozenset(grants)
+    if unknown := sorted(asked.difference(GRANTS)):
+        raise ConfigurationError(f"{unknown[0]!r} is no grant: use {' and '.join(GRANTS)}.")
+    return frozenset(grant for grant in GRANTS if grant in asked)
+
+
+#: The host application's own word on who asks; None turns them away.
+Authenticate: TypeAlias = Callable[[Request], "Access | Awaitable[Access | None] | None"]
+
+
+class Authenticator(ABC):
+    """Knows by a secret who somebody is, and what they may do."""
+
+    #: What the login asks for beside the secret.
+    named: bool
+
+    @abstractmethod
+    def verified(self, name: str, secret: str) -> Access | None:
+        """Who gives this secret; takes as long whether it is right or wrong."""
+
+    @abstractmethod
+    def known(self, actor: str) -> Access | None:
+        """Who has logged in, and what they may do today."""
+
+
+class Token(Authenticator):
+    """One secret that everybody shares.
+
+    Args:
+        token: 24 bytes or more, at random.
+        actor: the name for the audit.
+        grants: "change" and "payload"; without any, its holders read.
+
+    Raises:
+        ConfigurationError: a secret that is too short.
+    """
+
+    named = False
+
+    def __init__(self, token: str, *, actor: str = "token", grants: Iterable[Grant] = ()) -> None:
+        if len(token.encode()) < TOKEN_BYTES_MIN:
+            raise ConfigurationError(
+                f"A token of the dashboard has {TOKEN_BYTES_MIN} bytes or more: "
+                '`python -c "import secrets; print(secrets.token_urlsafe(32))"` makes one.'
+            )
+        self._digest = hashlib.sha256(token.encode()).digest()
+        self._access = Access(actor, grants)
+
+    def verified(self, name: str, secret: str) -> Access | None:  # noqa: ARG002 - everybody's
+        given = hashlib.sha256(secret.encode()).digest()
+        return self._access if hmac.compare_digest(given, self._digest) else None
+
+    def known(self, actor: str) -> Access | None:
+        return self._access if actor == self._access.actor else None
+
+
+class Users(Authenticator):
+    """Names with hashed passwords.
+
+    Args:
+        passwords: name → what `hashed` returned.
+        grants: name → "change" and "payload"; whoever is not named reads.
+
+    Raises:
+        ConfigurationError: nobody, or a password that is not hashed.
+    """
+
+    named = True
+
+    def __init__(
+        self, passwords: Mapping[str, str], grants: Mapping[str, Iterable[Grant]] | None = None
+    ) -> None:
+        if not passwords:
+            raise ConfigurationError("The dashboard needs somebody who may log in.")
+        self._passwords = dict(passwords)
+        self._access = {name: Access(name, (grants or {}).get(name, ())) for name in passwords}
+        for name, password in passwords.items():
+            if _parts(password) is None:
+                raise ConfigurationError(
+                    f"The password of {name!r} is not hashed: `txbox ui --hash-password` prints what to write there."
+                )
+        # an unknown name costs as much as a wrong password
+        self._nobody = hashed(secrets.token_hex(16))
+
+    @classmethod
+    def read(cls, text: str) -> Users:
+        """Users of a file: a line each, `name:hash` or `name:hash:change,payload`.
+
+        Raises:
+            ConfigurationError: a line that is none of these.
+        """
+        passwords: dict[str, str] = {}
+        grants: dict[str, frozenset[Grant]] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            name, _, rest = line.strip().partition(":")
+            password, _, granted = rest.partition(":")
+            if not name or not password:
+                raise ConfigurationError(
+                    f"Line {number} of the users is not name:hash or name:hash:change,payload."
+                )
+            passwords[name] = password
+            grants[name] = checked_grants(filter(None, granted.split(",")))
+        return cls(passwords, grants)
+
+    def verified(self, name: str, secret: str) -> Access | None:
+        right = _matches(secret, self._passwords.get(name, self._nobody))
+        return self._access.get(name) if right else None
+
+    def known(self, actor: str) -> Access | None:
+        return self._access.get(actor)
+
+
+def hashed(password: str) -> str:
+    """Hash a password for `Users`, with scrypt and a salt of its own."""
+    salt = secrets.token_bytes(16)
+    digest = _scrypt(password, salt, _COST)
+    encoded = (base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (salt, digest))
+    return "$".join(("scrypt", ",".join(map(str, _COST)), *encoded))
+
+
+def _scrypt(password: str, salt: bytes, cost: tuple[int, int, int]) -> bytes:
+    n, r, p = cost
+    return hashlib.scrypt(password.encode(), salt=salt, n=n, r=r, p=p, maxmem=_SCRYPT_MAX, dklen=32)
+
+
+def _parts(stored: str) -> tuple[tuple[int, int, int], bytes, bytes] | None:
+    try:
+        kind, cost, salt, digest = stored.split("$")
+        n, r, p = (int(number) for number in cost.split(","))
+        decoded = [base64.urlsafe_b64decode(part + "==") for part in (salt, digest)]
+    except (ValueError, binascii.Error):
+        return None
+    weak = (
+        n < 2**14 or 128 * n * r * p >= _SCRYPT_MAX or len(decoded[0]) < 16 or len(decoded[1]) != 32
+    )
+    return None if kind != "scrypt" or weak else ((n, r, p), decoded[0], decoded[1])
+
+
+def _matches(password: str, stored: str) -> bool:
+    found = _parts(stored)
+    assert found is not None  # checked when the users were made
+    cost, salt, digest = found
+    return hmac.compare_digest(_scrypt(password, salt, cost), digest)
+
+
+class Failures:
+    """Failed logins: five a minute of an address and twenty of a name, then none for the rest of it."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._since: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def wait_s(self, address: str, name: str) -> float:
+        """How long until this address may try this name again; 0 for now."""
+        now, waits = self._now(), [0.0]
+        for key, most in _bounded(address, name):
+            since, count = self._since.get(key, (now, 0))
+            if count >= most:
+                waits.append(since + _FAILURES_S - now)
+        return max(waits)
+
+    def add(self, address: str, name: str) -> None:
+        now = self._now()
+        for key, _ in _bounded(address, name):
+            since, count = self._since.pop(key, (now, 0))
+            if now - since >= _FAILURES_S:
+                since, count = now, 0
+            # the oldest goes first: whoever fails under many names does not have the last of them forgotten
+            self._since[key] = (since, count + 1)
+            while len(self._since) > _REMEMBERED_MAX:
+                self._since.popitem(last=False)
+
+
+def _bounded(address: str, name: str) -> tuple[tuple[str, int], tuple[str, int]]:
+    return (f"from {address}", _FAILURES_MAX), (f"as {name[:255]}", _NAME_FAILURES_MAX)
+
+
+class Signed:
+    """What we have handed out and get back: sessions, and the tokens of forms.
+
+    Args:
+        secret: the same in all processes that serve one dashboard; None makes one for this process.
+    """
+
+    def __init__(self, secret: str | None) -> None:
+        if secret is not None and len(secret.encode()) < TOKEN_BYTES_MIN:
+            raise ConfigurationError(
+                f"secret= has {TOKEN_BYTES_MIN} bytes or more: make it with secrets.token_urlsafe(32)."
+            )
+        self._key = hashlib.sha256((secret or secrets.token_hex(32)).encode()).digest()
+
+    def session(self, actor: str) -> str:
+        """A cookie that says until when this is who; it cannot be made or changed elsewhere."""
+        until = str(int(time.time()) + _SESSION_S)
+        name = base64.urlsafe_b64encode(actor.encode()).decode()
+        return f"{name}.{until}.{self._mark('session', name, until)}"
+
+    def actor(self, session: str) -> str | None:
+        """Whose session this is; None where it is over, or none of ours."""
+        name, _, rest = session.partition(".")
+        until, _, mark = rest.partition(".")
+        if not _same(mark, self._mark("session", name, until)):
+            return None
+        if int(until) < time.time():
+            return None
+        return base64.urlsafe_b64decode(name).decode()
+
+    def form_token(self, cookie: str, actor: str) -> str:
+        """What a form has to send along: of this browser and this login."""
+        return self._mark("form", cookie, actor)
+
+    def is_ours(self, token: str, cookie: str, actor: str) -> bool:
+        return bool(cookie) and _same(token, self.form_token(cookie, actor))
+
+    def _mark(self, *parts: str) -> str:
+        # lengths keep ("a", "bc") and ("ab", "c") apart
+        said = "".join(f"{len(part)}:{part}" for part in parts).encode()
+        return hmac.new(self._key, said, hashlib.sha256).hexdigest()
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def basic(header: str) -> tuple[str, str] | None:
+    """Name and password of an `Authorization: Basic` header."""
+    scheme, _, encoded = header.partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        name, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+    except (ValueError, binascii.Error):
+        return None
+    return name, password
+
+
+def bearer(header: str) -> str | None:
+    """The token of an `Authorization: Bearer` header."""
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def known_host(host: str, allowed: Iterable[str]) -> bool:
+    """Say whether a request names a host that this dashboard is meant to have: what DNS says of others is not asked.
+
+    Args:
+        host: with its port, if any.
+        allowed: hosts beside those of loopback; one without a port is meant with any.
+    """
+    name = host.lower()
+    bare = name if name.endswith("]") else name.rpartition(":")[0] or name
+    return bare in _LOOPBACK or any(known.lower() in (name, bare) for known in allowed)
+
+
+def same_origin(headers: Mapping[str, str]) -> bool:
+    """Say whether a form comes from a page of ours, by what the browser says of it."""
+    origin = headers.get("origin")
+    if origin is not None:
+        return urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+    # a client that is no browser says neither
+    return headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")

@@ -1,0 +1,161 @@
+"""The pulse of a process: it tells the database what it is and does, and hears which consumers are paused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import txbox
+from txbox.app import App
+from txbox.errors import StoreError
+from txbox.processing.failure import printable
+from txbox.processing.waiting import CURABLE
+from txbox.session import Operation, Session
+from txbox.store import activity, jobs
+from txbox.store.activity import Doing, Identity
+from txbox.worker.driving import Driver, thread
+from txbox.worker.table import Table
+
+_log = logging.getLogger("txbox")
+
+_WRITE_S = 5.0
+_LOOK_S = 2.0
+_NAME_MAX = 255
+
+
+class Pulse:
+    """A thread that writes every few seconds who this process is, what it does, and what it has counted.
+
+    Args:
+        kind: "run", "relay" or "maintain", after its command.
+        name: of the App, for people.
+        sources: the topics it asks each source for.
+        routes: those of the outbox that it relays.
+        lanes: how many batches it may have in flight.
+        doing: called for each row.
+        tables: of paused consumers, what is leased and does not run is given back.
+        resumed: called with consumers that are not paused any more.
+
+    Guarantee: nothing waits for it, and nothing ends with it. While the database is away who is paused stays so, and
+    it counts on; what a crash leaves unwritten, a few seconds of a statistic, is lost.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        driver: Driver,
+        *,
+        kind: str,
+        name: str = "",
+        consumers: Iterable[str] = (),
+        sources: Mapping[str, Sequence[str]] | None = None,
+        routes: Sequence[str] = (),
+        lanes: int = 0,
+        doing: Callable[[], Doing] = Doing,
+        tables: Collection[Table] = (),
+        resumed: Callable[[Collection[str]], None] | None = None,
+    ) -> None:
+        self._app = app
+        self._driver = driver
+        self._doing = doing
+        self._tables = tables
+        self._resumed = resumed
+        self.identity = Identity(
+            worker=secrets.token_hex(8),
+            kind=kind,
+            host=printable(socket.gethostname(), _NAME_MAX),
+            pid=os.getpid(),
+            version=txbox.__version__,
+            app=printable(name, _NAME_MAX),
+            consumers=tuple(sorted(consumers)),
+            sources={
+                printable(source, _NAME_MAX): tuple(printable(topic, _NAME_MAX) for topic in topics)
+                for source, topics in (sources or {}).items()
+            },
+            routes=tuple(routes),
+            lanes=lanes,
+        )
+        self._over = False
+        self._woken = threading.Event()
+        self._told: set[str | None] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self, ended: Callable[[BaseException | None], None]) -> None:
+        """Hear who is paused, then start the thread, which reports its end."""
+        self._app.activity.counts = True
+        self._app.pauses.wake = self._woken.set
+        self._carefully(self._looked)
+        self._thread = thread("txbox-pulse", self._run, ended)
+
+    def end(self, timeout_s: float) -> None:
+        """Write a last time, take the row of this process away, and wait for that, at most this long."""
+        self._over = True
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        write_at = 0.0
+        while not self._over:
+            self._woken.clear()
+            if self._app.pauses.unwritten:
+                self._carefully(self._paused)
+            if time.monotonic() >= write_at:
+                self._carefully(self._written)
+                write_at = time.monotonic() + _WRITE_S
+            self._carefully(self._looked)
+            if not self._over:
+                self._woken.wait(min(_LOOK_S, _WRITE_S))
+        if self._app.pauses.unwritten:
+            self._carefully(self._paused)
+        self._carefully(self._left)
+        self._app.pauses.wake = None
+        self._app.activity.counts = False
+
+    async def _paused(self, db: Session) -> None:
+        await self._app.pauses.write(db, self._app.store.dialect)
+
+    async def _looked(self, db: Session) -> None:
+        pauses = self._app.pauses
+        resumed = await pauses.look(db, self._app.store.dialect)
+        if resumed and self._resumed is not None:
+            self._resumed(resumed)
+        for table in self._tables:
+            if table.paused:
+                await table.give_back(db)
+
+    async def _written(self, db: Session) -> None:
+        counting, dialect = self._app.activity, self._app.store.dialect
+        identity = self.identity
+        if identity.consumers:
+            late = await jobs.due(db, dialect, identity.consumers, ahead_s=0.0, routes=())
+            counting.late({consumer: -in_s for consumer, in_s in late})
+        ages = counting.ages(identity.routes)
+        clock_s = await activity.write(db, dialect, identity, self._doing(), counting.taken(), ages)
+        counting.forget()
+        counting.ahead_s = clock_s - time.time()
+
+    async def _left(self, db: Session) -> None:
+        await self._written(db)
+        await activity.gone(db, self._app.store.dialect, self.identity.worker)
+
+    def _carefully(self, operation: Operation[[], None]) -> None:
+        """Carry an operation out; what fails is told once, and tried again later."""
+        try:
+            self._driver.perform(operation)
+        except StoreError as error:
+            if error.fault in CURABLE:
+                _log.debug("Put off while the database is busy or away: %s", error)
+            elif error.code not in self._told:
+                self._told.add(error.code)
+                _log.warning(
+                    "What this process does cannot be written down, or it cannot read who is paused (%s): it works on, "
+                    "but `txbox workers`, `txbox pause` and the counts miss it. `txbox schema print --grants` prints "
+                    "the rights it needs.",
+                    error,
+                )

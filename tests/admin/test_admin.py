@@ -1,0 +1,440 @@
+"""The operator's Python API, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.backlog import fill
+from tests.support.databases import FreshDatabase, Raw
+from txbox import App, ConfigurationError, Headers, Message, Outcome, Reject
+from txbox.admin import Admin, InboxFilter, QuarantineFilter, views
+from txbox.admin.tables import INBOX, QUARANTINE
+from txbox.events import Event, RowsChanged
+from txbox.testing import drain
+
+RawOf = Callable[[str], Raw]
+
+
+class Shop:
+    """An app whose handler fails as told, with a table that shows its effects."""
+
+    def __init__(self, database: FreshDatabase) -> None:
+        self.failing = True
+        self.events: list[Event] = []
+        self.app = App(database.url, observers=[self.events.append])
+        self.mark = "?" if database.name == "sqlite" else "%s"
+
+        @self.app.handler("orders", consumer="billing", keep_payload="always")
+        def bill(message: Message[Any], tx: Any) -> None:
+            self.effect(tx, "billing", message)
+            if self.failing:
+                raise Reject("told to fail")
+
+        @self.app.handler("orders", consumer="ledger")
+        def book(message: Message[Any], tx: Any) -> None:
+            self.effect(tx, "ledger", message)
+
+    def effect(self, tx: Any, consumer: str, message: Message[Any]) -> None:
+        cursor = tx.cursor()
+        cursor.execute(
+            f"INSERT INTO effect (consumer, id) VALUES ({self.mark}, {self.mark})",
+            (consumer, str(message.id)),
+        )
+        cursor.close()
+
+    def deliver(self, *ids: str, consumer: str = "billing", topic: str = "orders") -> list[Outcome]:
+        return [
+            self.app.process(
+                Message(
+                    id=message_id, topic=topic, payload=json.dumps({"id": message_id}).encode()
+                ),
+                consumer=consumer,
+            )
+            for message_id in ids
+        ]
+
+
+@pytest.fixture
+def shop(database: FreshDatabase, raw: RawOf) -> Iterator[Shop]:
+    raw(database.url).execute("CREATE TABLE effect (consumer varchar(40), id varchar(40))")
+    made = Shop(database)
+    yield made
+    made.app.close()
+
+
+def effects(view: Raw, consumer: str = "billing") -> list[str]:
+    return [
+        row[0]
+        for row in view.rows("SELECT id FROM effect WHERE consumer = ? ORDER BY id", (consumer,))
+    ]
+
+
+def statuses(view: Raw, consumer: str = "billing") -> dict[str, str]:
+    sql = "SELECT message_id, status FROM txbox_inbox WHERE consumer = ?"
+    return {_str(value): _str(status) for value, status in view.rows(sql, (consumer,))}
+
+
+def _str(value: Any) -> str:
+    # MySQL's ids are bytes, by which they compare
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def audits(view: Raw) -> list[tuple[Any, ...]]:
+    return view.rows("SELECT actor, action, affected, reason FROM txbox_audit ORDER BY number")
+
+
+def test_retry_gives_dead_messages_a_new_budget_and_is_audited(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    assert shop.deliver("a", "b", "c") == [Outcome.DEAD] * 3
+    view, admin = raw(database.url), Admin(shop.app)
+
+    dry = admin.retry(InboxFilter(consumer="billing"), dry_run=True)
+    assert (dry.count, dry.dry_run) == (3, True)
+    assert set(statuses(view).values()) == {"dead"}
+    assert audits(view) == []
+
+    seen: list[int] = []
+    done = admin.retry(
+        InboxFilter(consumer="billing"), actor="ann", reason="fixed", progress=seen.append
+    )
+    assert done.count == 3
+    assert seen == [3]
+    assert view.rows("SELECT status, attempts, starts FROM txbox_inbox") == [("failed", 0, 0)] * 3
+    assert audits(view) == [("ann", "retry", 3, "fixed")]
+    assert json.loads(view.value("SELECT filter FROM txbox_audit")) == {"consumer": "billing"}
+    assert RowsChanged(action="retry", rows=3, actor="ann") in shop.events
+
+
+def test_retry_of_one_message_touches_no_other(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.deliver("a", "b")
+    assert Admin(shop.app).retry(InboxFilter(consumer="billing", message_id="a")).count == 1
+    assert statuses(raw(database.url)) == {"a": "failed", "b": "dead"}
+
+
+def test_retry_leaves_broken_transactions_alone_unless_named(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.deliver("a", "b")
+    view, admin = raw(database.url), Admin(shop.app)
+    view.execute(
+        "UPDATE txbox_inbox SET error_type = 'TransactionBroken' WHERE message_id = ?", ("a",)
+    )
+    done = admin.retry(InboxFilter(consumer="billing"))
+    assert (done.count, done.spared) == (1, 1)
+    assert statuses(view) == {"a": "dead", "b": "failed"}
+    assert admin.retry(InboxFilter(consumer="billing", message_id="a")).count == 1
+
+
+def test_a_message_without_payload_is_not_retried_but_can_be_discarded(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.deliver("a")
+    view, admin = raw(database.url), Admin(shop.app)
+    false = "0" if database.name == "sqlite" else "false"
+    view.execute(f"UPDATE txbox_inbox SET payload = NULL, has_payload = {false}")
+    assert admin.retry(InboxFilter(consumer="billing", message_id="a")).count == 0
+    assert admin.discard(InboxFilter(consumer="billing", message_id="a")).count == 1
+
+
+def test_discard_means_dead_messages_unless_told_and_a_copy_is_then_a_duplicate(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.deliver("dead")
+    shop.app.send(Message(id="waits", topic="orders", payload=b"{}"))
+    view, admin = raw(database.url), Admin(shop.app)
+    assert admin.discard(InboxFilter(consumer="billing")).count == 1
+    assert statuses(view) == {"dead": "discarded", "waits": "pending"}
+    assert admin.discard(InboxFilter(consumer="billing", status="pending")).count == 1
+    assert admin.discard(InboxFilter(consumer="ledger", message_id="waits")).count == 1
+    assert statuses(view) == {"dead": "discarded", "waits": "discarded"}
+    shop.failing = False
+    assert shop.deliver("dead") == [Outcome.DUPLICATE]
+    assert effects(view) == []
+
+
+def test_a_status_that_cannot_be_changed_is_refused(shop: Shop) -> None:
+    with pytest.raises(ConfigurationError, match="'processed' cannot be changed by discard"):
+        Admin(shop.app).discard(InboxFilter(consumer="billing", status="processed"))
+
+
+def test_a_dry_run_of_many_rows_counts_what_the_run_then_changes(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    view = raw(database.url)
+    fill(view, 1201, status="dead")
+    fill(view, 700, status="dead", consumer="ledger")
+    view.execute(
+        "UPDATE txbox_inbox SET error_type = 'TransactionBroken' WHERE message_id IN ('m3', 'm600', 'm1200')"
+    )
+    admin = Admin(shop.app)
+    meant = admin.retry(InboxFilter(), dry_run=True)
+    assert (meant.count, meant.spared, len(meant.sample)) == (1201 + 700 - 5, 5, 10)
+    assert set(statuses(view, "billing").values()) == {"dead"}
+    assert audits(view) == []
+    done = admin.retry(InboxFilter())
+    assert (done.count, done.spared, done.sample) == (meant.count, meant.spared, meant.sample)
+    assert sum(row[2] for row in audits(view)) == done.count
+    # each batch says what the operator asked for
+    assert {value for (value,) in view.rows("SELECT filter FROM txbox_audit")} == {"{}"}
+    assert admin.retry(InboxFilter(), dry_run=True).count == 0
+
+
+def test_many_rows_are_changed_in_batches(shop: Shop, database: FreshDatabase, raw: RawOf) -> None:
+    messages: list[Message[Any]] = [
+        Message(id=str(number), topic="orders", payload=b"{}") for number in range(1201)
+    ]
+    shop.app.send_many(messages)
+    seen: list[int] = []
+    done = Admin(shop.app).discard(
+        InboxFilter(consumer="billing", status="pending"), progress=seen.append
+    )
+    assert done.count == 1201
+    assert seen == [500, 1000, 1201]
+    assert [row[2] for row in audits(raw(database.url))] == [500, 500, 201]
+    assert set(statuses(raw(database.url), "ledger").values()) == {"pending"}
+
+
+def test_what_a_live_transaction_holds_is_left_to_it(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    if not database.kind.concurrent_writers:
+        pytest.skip("one writer at a time: nothing is held while another changes rows")
+    shop.deliver("held", "free")
+    holder = raw(database.url)
+    holder.execute("BEGIN")
+    holder.rows(
+        "SELECT 1 FROM txbox_inbox WHERE consumer = 'billing' AND message_id = 'held' FOR UPDATE"
+    )
+    assert Admin(shop.app).retry(InboxFilter(consumer="billing")).count == 1
+    holder.execute("ROLLBACK")
+    assert statuses(raw(database.url)) == {"held": "dead", "free": "failed"}
+
+
+def test_replay_runs_kept_messages_again_in_order(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.failing = False
+    shop.deliver("a", "b")
+    shop.deliver("c", consumer="ledger")
+    view, admin = raw(database.url), Admin(shop.app)
+    assert admin.replay(InboxFilter(consumer="billing"), dry_run=True).count == 2
+    assert effects(view) == ["a", "b"]
+    done = admin.replay(InboxFilter(consumer="billing"), actor="ann", reason="lost a table")
+    assert (done.count, done.processed, done.failed, done.skipped) == (2, 2, 0, 0)
+    assert effects(view) == ["a", "a", "b", "b"]
+    assert set(statuses(view).values()) == {"processed"}
+    assert audits(view) == [("ann", "replay", 2, "lost a table")]
+    # its payload stays, so that it can be replayed once more
+    assert admin.replay(InboxFilter(consumer="billing", message_id="a")).processed == 1
+    # a live copy is still a duplicate
+    assert shop.deliver("a") == [Outcome.DUPLICATE]
+    assert effects(view) == ["a", "a", "a", "b", "b"]
+
+
+def test_a_replay_that_fails_leaves_its_row_processed_and_is_reported(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.failing = False
+    shop.deliver("a")
+    shop.failing = True
+    view = raw(database.url)
+    before = view.rows("SELECT status, attempts, has_payload FROM txbox_inbox")
+    done = Admin(shop.app).replay(InboxFilter(consumer="billing"))
+    assert (done.processed, done.failed) == (0, 1)
+    assert [(row.message_id, row.error_type, row.error) for row in done.failures] == [
+        ("a", "Reject", "told to fail")
+    ]
+    assert view.rows("SELECT status, attempts, has_payload FROM txbox_inbox") == before
+    assert effects(view) == ["a"]
+    assert _str(view.value("SELECT status FROM txbox_attempt")) == "replay failed"
+
+
+def test_replay_does_not_chase_what_arrives_meanwhile(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.failing = False
+    shop.deliver(*(str(number) for number in range(60)))
+    late = iter(["late-1", "late-2"])
+
+    def arrives(_done: int) -> None:
+        shop.deliver(next(late))
+
+    done = Admin(shop.app).replay(InboxFilter(consumer="billing"), progress=arrives)
+    assert done.processed == 60
+    assert effects(raw(database.url)).count("late-1") == 1
+
+
+def test_replay_as_another_consumer_feeds_it_in_arrival_order_and_once(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.failing = False
+    order = ["c", "a", "d", "b"]
+    shop.deliver(*order)
+    shop.deliver("d", consumer="ledger")
+    view, admin = raw(database.url), Admin(shop.app)
+    dry = admin.replay(InboxFilter(consumer="billing"), as_consumer="ledger", dry_run=True)
+    assert dry.count == 4
+    done = admin.replay(InboxFilter(consumer="billing"), as_consumer="ledger", actor="ann")
+    assert (done.count, done.stored, done.duplicates) == (4, 3, 1)
+    rows = view.rows(
+        "SELECT message_id FROM txbox_inbox WHERE consumer = 'ledger' AND status = 'pending' ORDER BY arrival"
+    )
+    assert [_str(row[0]) for row in rows] == ["c", "a", "b"]
+    assert audits(view) == [("ann", "replay as ledger", 3, None)]
+    # the same bytes delivered live are no mismatch
+    assert shop.deliver("c", consumer="ledger") == [Outcome.DEFERRED]
+
+
+def test_replay_refuses_what_it_cannot_do(shop: Shop, database: FreshDatabase) -> None:
+    admin = Admin(shop.app)
+    for where, as_consumer, sentence in (
+        (InboxFilter(), None, "of one consumer"),
+        (InboxFilter(consumer="billing", error_type="X"), None, "filtered by error_type"),
+        (InboxFilter(consumer="billing", status="dead"), None, "use retry"),
+        (InboxFilter(consumer="billing"), "billing", "already"),
+        (InboxFilter(consumer="nobody"), None, "No handler is registered for consumer 'nobody'"),
+        (InboxFilter(consumer="billing"), "typo", "No handler is registered for consumer 'typo'"),
+    ):
+        with pytest.raises(ConfigurationError, match=sentence):
+            admin.replay(where, as_consumer=as_consumer)
+    with (
+        Admin(database.url) as bare,
+        pytest.raises(ConfigurationError, match="a replay needs the App"),
+    ):
+        bare.replay(InboxFilter(consumer="billing"))
+
+
+def test_replay_runs_async_handlers_too(database: FreshDatabase, raw: RawOf) -> None:
+    app = App(database.url)
+    ran: list[Any] = []
+
+    @app.handler("orders", consumer="billing", keep_payload="always")
+    async def bill(message: Message[Any], tx: Any) -> None:
+        await asyncio.sleep(0)
+        ran.append(message.id)
+
+    async def first() -> None:
+        async with app:
+            await app.process_async(Message(id="a", topic="orders", payload=b"{}"))
+
+    asyncio.run(first())
+    with Admin(app) as admin:
+        assert admin.replay(InboxFilter(consumer="billing")).processed == 1
+        assert admin.replay(InboxFilter(consumer="billing")).processed == 1
+    assert ran == ["a"] * 3
+    app.close()
+
+
+def test_a_replay_beside_a_live_copy_makes_its_effect_once(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.failing = False
+    shop.deliver("a")
+    entered, proceed = threading.Event(), threading.Event()
+    plain = shop.effect
+
+    def slow(tx: Any, consumer: str, message: Message[Any]) -> None:
+        plain(tx, consumer, message)
+        entered.set()
+        assert proceed.wait(20)
+
+    shop.effect = slow  # type: ignore[method-assign]
+    answers: list[Any] = []
+    replay = threading.Thread(
+        target=lambda: answers.append(Admin(shop.app).replay(InboxFilter(consumer="billing")))
+    )
+    replay.start()
+    assert entered.wait(20)
+    copy = threading.Thread(target=lambda: answers.append(shop.deliver("a")))
+    copy.start()
+    proceed.set()
+    replay.join(30)
+    copy.join(30)
+    outcomes = [answer for answer in answers if isinstance(answer, list)]
+    assert outcomes == [[Outcome.DUPLICATE]]
+    assert effects(raw(database.url)) == ["a", "a"]
+
+
+def test_retry_beside_live_copies_makes_each_effect_once(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    ids = [str(number) for number in range(30)]
+    shop.deliver(*ids)
+    shop.failing = False
+    started, outcomes = threading.Barrier(4), list[Outcome]()
+
+    def copies() -> None:
+        started.wait(20)
+        outcomes.extend(shop.deliver(*ids))
+
+    threads = [threading.Thread(target=copies) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    started.wait(20)
+    retried = Admin(shop.app).retry(InboxFilter(consumer="billing")).count
+    for thread in threads:
+        thread.join(60)
+    # a copy never runs a handler here: dead is final, and a retried row is the table's
+    assert set(outcomes) <= {Outcome.DUPLICATE, Outcome.DEFERRED}
+    retried += Admin(shop.app).retry(InboxFilter(consumer="billing")).count
+    assert retried == 30
+    drain(shop.app)
+    assert effects(raw(database.url)) == sorted(ids)
+    assert set(statuses(raw(database.url)).values()) == {"processed"}
+
+
+def test_looking(shop: Shop, database: FreshDatabase) -> None:
+    shop.deliver("a", "b", "c")
+    shop.app.process(Message(id="a", topic="orders", payload=b"other"), consumer="billing")
+    shop.app.send(
+        Message(id="z", topic="orders", payload=b"{}", headers=Headers({"auth": "secret"}))
+    )
+    with Admin(database.url) as admin:
+        billing, ledger = admin.status()
+        assert (billing.consumer, billing.counts, billing.quarantined) == (
+            "billing", {"dead": 3, "pending": 1}, 1,
+        )  # fmt: skip
+        assert ledger.oldest_unfinished_s is not None
+        assert 0 <= ledger.oldest_unfinished_s < 60
+
+        first = admin.list(InboxFilter(consumer="billing", status="dead"), limit=2)
+        rest = admin.list(InboxFilter(consumer="billing", status="dead"), before=first[-1].arrival)
+        assert [row.message_id for row in (*first, *rest)] == ["c", "b", "a"]
+        assert first[0].received_at.tzinfo is not None
+        (rows,) = admin.list(InboxFilter(consumer="billing", message_id="b"))
+        assert rows.message_id == "b"
+
+        one = InboxFilter(consumer="billing", message_id="a")
+        same = QuarantineFilter(consumer="billing", message_id="a")
+        (shown,), aside = admin.show(one), admin.show(same)
+        assert shown.payload is None
+        assert shown.payload_bytes == len(b'{"id": "a"}')
+        assert [each.error_type for each in shown.history] == ["Reject"]
+        assert [entry.payload_bytes for entry in aside] == [5]
+        (shown,), aside = admin.show(one, reveal=True), admin.show(same, reveal=True)
+        assert shown.payload == b'{"id": "a"}'
+        assert [message.payload for message in aside] == [b"other"]
+        waiting = QuarantineFilter(consumer="billing", status="quarantined")
+        assert [row.message_id for row in admin.list(waiting)] == ["a"]
+
+        page = views.page(INBOX, admin.list(InboxFilter(status="dead")))
+        assert [dict(zip(page.columns, row, strict=True))["id"] for row in page.rows] == list("cba")
+        record = dict(views.record(shown))
+        assert (record["status"], record["payload"]) == ("dead", "11 bytes")
+        assert record["received"] == shown.received_at
+        assert dict(views.record(aside[0]))["hash"] == aside[0].hash
+        (waits,) = views.page(QUARANTINE, admin.list(waiting)).rows
+        assert (waits[1], waits[2]) == ("a", aside[0].hash[:12])
+
+        (hidden,) = admin.show(InboxFilter(consumer="ledger", message_id="z"))
+        assert hidden.headers == (("auth", None),)
+        assert admin.show(InboxFilter(consumer="billing", message_id="nothing")) == []

@@ -1,0 +1,183 @@
+"""`edit`: a dead message corrected in place, on every database; what came stays readable, its copies duplicates."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.support.databases import NewDatabase
+from tests.support.shop import CONSUMER, Shop, opened, paid, shop
+from txbox import ConfigurationError, Headers, Message, Outcome, RetryPolicy
+from txbox.admin import Admin, InboxFilter, QuarantineFilter
+from txbox.events import RowsChanged
+from txbox.maintenance import Task, run_once
+from txbox.policy import Retention
+
+__all__ = ["shop"]
+
+ONCE = RetryPolicy(max_attempts=1)
+WRONG, RIGHT = b'{"cents": "12"}', b'{"cents": 12}'
+
+
+def strict(shop: Shop, **options: Any) -> list[Message[Any]]:
+    """Register a handler that takes whole cents only; returns what it has taken."""
+    taken: list[Message[Any]] = []
+
+    def check(message: Message[Any], tx: Any) -> None:
+        del tx
+        if not isinstance(message.json()["cents"], int):
+            raise TypeError("cents is no number")
+        taken.append(message)
+
+    shop.handler(check, retry=ONCE, **options)
+    return taken
+
+
+@pytest.fixture
+def admin(shop: Shop) -> Iterator[Admin]:
+    with Admin(shop.app) as made:
+        yield made
+
+
+def replaced(admin: Admin) -> list[Any]:
+    where = QuarantineFilter(consumer=CONSUMER, message_id="m1")
+    return [row for row in admin.show(where, reveal=True) if row.status == "replaced"]
+
+
+def test_a_dead_message_is_corrected_and_runs(shop: Shop, admin: Admin) -> None:
+    taken = strict(shop)
+    came = paid("m1", WRONG, headers=[("tenant", "a"), ("Trace", "t")])
+    assert shop.deliver(came) is Outcome.DEAD
+    before = admin.show(InboxFilter(consumer=CONSUMER, message_id="m1"))[0]
+
+    edited = admin.edit(
+        CONSUMER,
+        "m1",
+        payload=RIGHT,
+        headers={"TENANT": "b", "trace": None},
+        actor="anna",
+        reason="typo",
+    )
+    assert edited.payload_bytes == (len(WRONG), len(RIGHT))
+    assert edited.headers == ("tenant", "trace")
+    (kept,) = replaced(admin)
+    assert kept.payload == WRONG
+    assert kept.headers == (("tenant", "a"), ("Trace", "t"))
+    assert kept.reason == "edited by anna: typo"
+    now = admin.show(InboxFilter(consumer=CONSUMER, message_id="m1"))[0]
+    assert (now.status, now.attempts, now.arrival) == ("failed", 0, before.arrival)
+    assert now.payload_hash == before.payload_hash
+
+    # a copy of what came is a duplicate in every state, and never another payload
+    assert shop.deliver(came) is Outcome.DEFERRED
+    assert shop.work() == [Outcome.PROCESSED]
+    assert shop.deliver(came) is Outcome.DUPLICATE
+    assert [(message.payload, message.headers) for message in taken] == [
+        (RIGHT, Headers([("TENANT", "b")]))
+    ]
+    assert shop.effects("m1") == 1
+    audit = shop.raw.rows("SELECT actor, action, affected, reason FROM txbox_audit")
+    assert audit == [("anna", "edit", 1, "typo")]
+    assert [event.action for event in shop.emitted(RowsChanged)] == ["edit"]
+    assert any(
+        said.kind == "replaced" for place in admin.explain("m1").places for said in place.sentences
+    )
+
+
+def test_what_is_edited_twice_keeps_both_versions(shop: Shop, admin: Admin) -> None:
+    strict(shop)
+    shop.deliver(paid("m1", WRONG))
+    for payload in (b'{"cents": null}', RIGHT, WRONG):
+        admin.edit(CONSUMER, "m1", payload=payload)
+    assert {row.payload for row in replaced(admin)} == {WRONG, b'{"cents": null}', RIGHT}
+
+
+def test_a_dry_run_checks_and_changes_nothing(shop: Shop, admin: Admin) -> None:
+    strict(shop)
+    shop.deliver(paid("m1", WRONG))
+    assert admin.edit(CONSUMER, "m1", payload=RIGHT, dry_run=True).dry_run
+    assert shop.row("m1").status == "dead"
+    assert not replaced(admin)
+    assert shop.raw.value("SELECT count(*) FROM txbox_audit") == 0
+
+
+def test_what_its_handler_could_not_take_is_refused(shop: Shop, admin: Admin) -> None:
+    strict(shop, message_id="body.id", sequence=None)
+    shop.deliver(Message(topic="orders", payload=b'{"id": "m1", "cents": "1"}'))
+    for payload, said in (
+        (b"not json", "could not read it so"),
+        (b'{"id": "m2", "cents": 1}', "would be another message"),
+        (
+            json.dumps({"id": "m1", "cents": 1, "x": "y" * 2_000_000}).encode(),
+            "Limits.payload_bytes|read it so",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            admin.edit(CONSUMER, "m1", payload=payload)
+    assert shop.row("m1").status == "dead"
+    admin.edit(CONSUMER, "m1", payload=b'{"id": "m1", "cents": 1}')
+    assert shop.work() == [Outcome.PROCESSED]
+
+
+def test_what_cannot_be_edited_says_why(shop: Shop, admin: Admin) -> None:
+    strict(shop)
+    shop.deliver(paid("m1", RIGHT))
+    with pytest.raises(ConfigurationError, match="only dead and failed"):
+        admin.edit(CONSUMER, "m1", payload=WRONG)
+    with pytest.raises(ConfigurationError, match="no such message"):
+        admin.edit(CONSUMER, "m2", payload=WRONG)
+    with pytest.raises(ConfigurationError, match="Nothing is to be edited"):
+        admin.edit(CONSUMER, "m1")
+    shop.deliver(paid("m3", WRONG))
+    shop.raw.execute(
+        "UPDATE txbox_inbox SET payload = NULL, has_payload = FALSE WHERE status = 'dead'"
+    )
+    with pytest.raises(ConfigurationError, match="has no payload"):
+        admin.edit(CONSUMER, "m3", payload=RIGHT)
+
+
+def test_what_was_replaced_is_kept_as_long_as_its_message(shop: Shop, admin: Admin) -> None:
+    strict(shop)
+    shop.deliver(paid("m1", WRONG))
+    admin.edit(CONSUMER, "m1", payload=RIGHT)
+    shop.app.retention = Retention(quarantine=timedelta(microseconds=1), quarantine_bytes=0)
+    run_once(shop.app, "prune-quarantine", Task())
+    assert [row.payload for row in replaced(admin)] == [WRONG]
+    shop.raw.execute("DELETE FROM txbox_inbox")
+    run_once(shop.app, "prune-quarantine", Task())
+    assert not replaced(admin)
+
+
+class Reversed:
+    """A codec."""
+
+    key_id = "k1"
+
+    def encode(self, data: bytes) -> bytes:
+        return base64.b64encode(data[::-1])
+
+    def decode(self, data: bytes, key_id: str) -> bytes:
+        assert key_id == "k1"
+        return base64.b64decode(data)[::-1]
+
+
+def test_through_a_codec(new_database: NewDatabase) -> None:
+    with opened(new_database("sqlite"), codec=Reversed()) as coded, Admin(coded.app) as admin:
+        taken = strict(coded)
+        coded.deliver(paid("m1", WRONG))
+        with Admin(coded.url) as bare, pytest.raises(ConfigurationError, match="codec"):
+            bare.edit(CONSUMER, "m1", payload=RIGHT)
+        admin.edit(CONSUMER, "m1", payload=RIGHT)
+        assert RIGHT not in coded.raw.value("SELECT payload FROM txbox_inbox")
+        (kept,) = replaced(admin)
+        assert kept.payload == WRONG
+        assert "cents is no number" in str(
+            admin.show(InboxFilter(consumer=CONSUMER, message_id="m1"))[0].error
+        )
+        assert coded.work() == [Outcome.PROCESSED]
+        assert [message.payload for message in taken] == [RIGHT]

@@ -1,0 +1,66 @@
+"""Pages of messages: in order, whole across stretches of arrivals, and by an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.databases import Raw
+from txbox.admin import Admin, InboxFilter
+from txbox.store.dialect import dialect, native
+
+
+def receive(view: Raw, arrivals: range, status: str = "dead", topic: str = "orders") -> None:
+    for arrival in arrivals:
+        view.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic, arrival) VALUES ('billing', ?, ?, ?, ?)",
+            (f"m{arrival}", status, topic, arrival),
+        )
+
+
+def test_a_page_goes_through_gaps_and_says_how_far_it_looked(
+    sqlite_url: str, raw: Callable[[str], Raw]
+) -> None:
+    view = raw(sqlite_url)
+    receive(view, range(1, 4), topic="rare")
+    receive(view, range(2_000_000, 2_000_010))
+    with Admin(sqlite_url) as admin:
+        rare = InboxFilter(topic="rare")
+        assert [row.message_id for row in admin.list(rare)] == ["m3", "m2", "m1"]
+        assert admin.page(rare).behind is None
+        early = admin.page(rare, within_s=0.0)
+        assert early.rows == []
+        assert isinstance(early.behind, int)
+        found: list[str] = []
+        place: int | str | None = early.behind
+        while place is not None:
+            page = admin.page(rare, before=place, within_s=0.0)
+            found += [row.message_id for row in page.rows]
+            place = page.behind
+        assert found == ["m3", "m2", "m1"]
+        both = [row.arrival for row in admin.list(InboxFilter(), limit=11)]
+        assert both == [*range(2_000_009, 1_999_999, -1), 3]
+
+
+@pytest.mark.parametrize("query", ["inbox_list", "inbox_list_open", "inbox_list_id"])
+def test_no_page_of_default_filters_reads_the_whole_table(
+    query: str, postgresql_url: str, raw: Callable[[str], Raw]
+) -> None:
+    view = raw(postgresql_url)
+    view.execute(
+        "INSERT INTO txbox_inbox (consumer, message_id, status, topic) "
+        "SELECT 'consumer-' || n % 5, 'm' || n, CASE n % 50 WHEN 0 THEN 'dead' ELSE 'discarded' END, 'orders' "
+        "FROM generate_series(1, 60000) AS n"
+    )
+    view.execute("VACUUM ANALYZE txbox_inbox")
+    nothing = dict.fromkeys(("topic", "type", "key", "error_type", "fingerprint", "older_than_s"))
+    params = {
+        **nothing, "floor": 59_000, "before": 60_001, "limit": 50, "status": None, "consumer": None,
+    }  # fmt: skip
+    if query != "inbox_list":
+        params |= {"consumer": "consumer-0", "status": "dead", "message_id": "m50"}
+    sql, names = native(dialect("postgresql").queries[query], "format")
+    plan = view.rows(f"EXPLAIN {sql}", [params[name] for name in names])
+    text = "\n".join(row[0] for row in plan)
+    assert "Seq Scan" not in text, text

@@ -1,0 +1,433 @@
+"""The File source: what a line becomes, and how far it came."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.servers import ROOT
+from tests.support.shop import CONSUMER, TOPIC, Shop, quarantined
+from tests.support.sources import event_line, write_events
+from tests.support.waiting import eventually
+from tests.support.workers import running, worker
+from txbox import ConfigurationError, Message
+from txbox.brokers.base import Delivery
+from txbox.brokers.file import File
+
+
+class Kept:
+    """A progress in memory; `others` is what another process holds."""
+
+    lease_s = 60.0
+
+    def __init__(self) -> None:
+        self.state: str | None = None
+        self.held_by_another = False
+        self.lost = False
+
+    def acquire(self) -> bool:
+        return not self.held_by_another
+
+    def load(self) -> str | None:
+        return self.state
+
+    def save(self, state: str) -> bool:
+        if self.lost:
+            return False
+        self.state = state
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+def read(source: File, progress: Kept, *, settle: bool = True) -> list[Delivery]:
+    """Open, read all there is, settle, close."""
+    source.open(["*"], progress)
+    found: list[Delivery] = []
+    while received := list(source.receive(10, 0.0)):
+        found += received
+        if settle:
+            source.settle(received)
+    source.close()
+    return found
+
+
+def ids(deliveries: list[Delivery]) -> list[str | None]:
+    return [
+        None if delivery.message is None else delivery.message.headers.text("ce_id")
+        for delivery in deliveries
+    ]
+
+
+def one(tmp_path: Path, line: str | bytes) -> Delivery:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line if isinstance(line, bytes) else line.encode())
+    (found,) = read(File(path), Kept())
+    return found
+
+
+def message(tmp_path: Path, line: str) -> Message[Any]:
+    found = one(tmp_path, line).message
+    assert found is not None
+    return found
+
+
+# -- what a line becomes ----------------------------------------------------------------------
+
+
+def test_an_event_becomes_a_message_with_its_data_as_it_was_written(tmp_path: Path) -> None:
+    found = message(
+        tmp_path,
+        '{"id": "7", "source": "https://x/y z", "type": "paid", "subject": "k", "traceparent": "00-1",'
+        ' "time": "2024-05-01T10:00:00Z", "data": {"b" :  1.10, "a":"\\u00e9"} , "x": {"data": 0}}\n',
+    )
+    assert found.payload == b'{"b" :  1.10, "a":"\\u00e9"}'
+    assert found.id == "https://x/y%20z 7"
+    assert (found.topic, found.type, found.key) == ("events", "paid", "k")
+    assert found.content_type == "application/json"
+    assert found.time is not None
+    assert found.time.isoformat() == "2024-05-01T10:00:00+00:00"
+    assert found.headers.text("ce_traceparent") == "00-1"
+    assert found.origin == {"file": "events.jsonl", "offset": 0}
+
+
+@pytest.mark.parametrize(
+    ("more", "payload"),
+    [
+        ('"data": null', b"null"),
+        ('"data": ""', b'""'),
+        ('"data": [1, 2]', b"[1, 2]"),
+        ('"data": 12345678901234567890.10', b"12345678901234567890.10"),
+        ('"data": "a\\"}", "z": 1', b'"a\\"}"'),
+        ('"data": "é"', '"é"'.encode()),
+        ('"data": 1, "data": 2', b"2"),
+        ('"data": "<a/>", "datacontenttype": "text/xml"', b"<a/>"),
+        ('"data": {"a":1}, "datacontenttype": "application/vnd.x+json; v=1"', b'{"a":1}'),
+        (f'"data_base64": "{base64.b64encode(bytes(range(256))).decode()}"', bytes(range(256))),
+        ('"x": 1', None),
+    ],
+)
+def test_payloads(tmp_path: Path, more: str, payload: bytes | None) -> None:
+    assert message(tmp_path, f'{{"id": "1", {more}}}').payload == payload
+
+
+def test_an_event_without_source_is_known_by_its_plain_id(tmp_path: Path) -> None:
+    assert message(tmp_path, '{"id": 17}').id == "17"
+    assert message(tmp_path, '{"data": 1}').id is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"not json",
+        b"[1]",
+        b'"text"',
+        b"{",
+        b'{"id": "1"',
+        b'{"id": "1",}',
+        b'{"id": "1"} trailing',
+        b'{"id": NaN}',
+        b"{1: 2}",
+        b'{"id": "\xff"}',
+        b'{"id": "1", "type": ["x"]}',
+        b'{"id": "1", "subject": {}}',
+        b'{"id": "1", "data_base64": "?"}',
+        b'{"data": ' + b"[" * 100_000,
+        b"\x00\x01",
+    ],
+)
+def test_a_malformed_line_is_a_problem_with_its_bytes(tmp_path: Path, line: bytes) -> None:
+    found = one(tmp_path, line)
+    assert found.message is None
+    assert found.raw == line
+    assert found.problem is not None
+    assert "events.jsonl" in found.problem
+
+
+def test_an_endless_line_costs_no_memory_and_its_neighbours_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with path.open("w") as file:
+        file.write(event_line("a"))
+        for _ in range(300):
+            file.write("x" * 10_000)
+        file.write("\n" + event_line("b") + "y" * 3_000_000)
+    source = File(path, line_bytes=100_000)
+    found = read(source, Kept())
+    assert ids(found) == ["a", None, "b", None]
+    assert [len(row.raw) <= 65_536 for row in found] == [True] * 4
+    assert "longer than 100000 bytes" in str(found[1].problem)
+
+
+# -- how far it came --------------------------------------------------------------------------
+
+
+def test_progress_survives_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(25))
+    kept = Kept()
+    assert len(read(File(path), kept)) == 25
+    assert read(File(path), kept) == []
+    with path.open("a") as file:
+        file.write("\n" + event_line(25))
+    assert ids(read(File(path), kept)) == ["25"]
+
+
+def test_only_the_gapless_settled_front_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(5))
+    kept, source = Kept(), File(path)
+    source.open(["*"], kept)
+    found = source.receive(10, 0.0)
+    source.settle([found[0], found[3], found[4]])
+    source.close()
+    assert ids(read(File(path), kept)) == ["1", "2", "3", "4"]
+
+
+def test_nothing_settled_nothing_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(3))
+    kept = Kept()
+    assert len(read(File(path), kept, settle=False)) == 3
+    assert len(read(File(path), kept)) == 3
+
+
+@pytest.mark.parametrize("how", ["shorter", "same beginning removed", "another inode"])
+def test_a_truncated_or_replaced_file_is_read_from_its_beginning(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(5))
+    kept = Kept()
+    assert len(read(File(path), kept)) == 5
+    if how == "shorter":
+        write_events(path, ["n0"])
+    elif how == "same beginning removed":
+        write_events(path, [f"n{number}" for number in range(20)])
+    else:
+        other = tmp_path / "other"
+        write_events(other, range(6))
+        other.rename(path)
+    assert len(read(File(path), kept)) == {"shorter": 1, "another inode": 6}.get(how, 20)
+
+
+def test_following_waits_for_the_newline_and_sees_what_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    line = event_line("a")
+    path.write_text(line[:20])
+    source = File(path, follow=True)
+    source.open(["*"], Kept())
+    assert source.receive(10, 0.0) == []
+    with path.open("a") as file:
+        file.write(line[20:])
+    assert ids(list(source.receive(10, 5.0))) == ["a"]
+    assert not source.exhausted
+    source.close()
+
+
+def test_following_a_rotated_file_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, ["a"])
+    kept, source = Kept(), File(path, follow=True)
+    source.open(["*"], kept)
+    first = source.receive(10, 0.0)
+    path.rename(tmp_path / "events.jsonl.1")
+    with (tmp_path / "events.jsonl.1").open("a") as file:
+        file.write(event_line("b") + event_line("c").rstrip())
+    write_events(path, ["d"])
+    found: list[Delivery] = []
+
+    def all_there() -> bool:
+        received = source.receive(10, 0.05)
+        source.settle(received)
+        found.extend(received)
+        return len(found) == 3
+
+    source.settle(first)
+    eventually(all_there)
+    source.close()
+    assert ids(found) == ["b", "c", "d"]
+    assert read(File(path), kept) == []
+
+
+def test_following_a_truncated_file_starts_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, ["a", "b"])
+    source = File(path, follow=True)
+    source.open(["*"], Kept())
+    source.settle(source.receive(10, 0.0))
+    write_events(path, ["c"])
+    assert ids(list(eventually(lambda: source.receive(10, 0.05)))) == ["c"]
+    source.close()
+
+
+def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for name, each in (("b.jsonl", ["2"]), ("a.jsonl", ["0", "1"]), ("c.txt", ["no"])):
+        write_events(tmp_path / name, each)
+    kept = Kept()
+    found = read(File(tmp_path), kept)
+    assert ids(found) == ["0", "1", "2"]
+    assert [row.topic for row in found] == ["a", "a", "b"]
+    write_events(tmp_path / "0.jsonl", ["3"])
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(event_line("4"))
+    assert ids(read(File(tmp_path), kept)) == ["3", "4"]
+
+
+def test_following_a_directory_finds_new_files(tmp_path: Path) -> None:
+    write_events(tmp_path / "a.jsonl", ["0"])
+    source = File(tmp_path, topic=TOPIC, follow=True)
+    source.open(["*"], Kept())
+    source.settle(source.receive(10, 0.0))
+    assert source.receive(10, 0.0) == []
+    write_events(tmp_path / "b.jsonl", ["1"])
+    assert ids(list(source.receive(10, 5.0))) == ["1"]
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(event_line("2"))
+    assert ids(list(source.receive(10, 5.0))) == ["2"]
+    source.close()
+
+
+def test_another_process_takes_over_where_the_first_came_to(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(4))
+    kept = Kept()
+    kept.held_by_another = True
+    source = File(path)
+    source.open(["*"], kept)
+    assert source.receive(10, 0.0) == []
+    assert not source.exhausted
+    other = Kept()
+    read(File(path), other)
+    kept.state, kept.held_by_another = other.state, False
+    assert eventually(lambda: source.receive(10, 0.1) or source.exhausted) is True
+    source.close()
+
+
+def test_a_reader_that_lost_its_lease_starts_from_what_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(4))
+    kept, source = Kept(), File(path)
+    source.open(["*"], kept)
+    first = source.receive(2, 0.0)
+    kept.lost = True
+    source.settle(first)
+    kept.lost = False
+    assert ids(list(source.receive(10, 0.0))) == ["0", "1", "2", "3"]
+    source.settle(first)
+    source.close()
+    assert len(read(File(path), kept)) == 4
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    for number in range(50):
+        write_events(tmp_path / f"{number:02}.jsonl", [number])
+    before = _open_files()
+    source = File(tmp_path, topic=TOPIC, follow=True)
+    source.open(["*"], Kept())
+    while received := source.receive(10, 0.0):
+        source.settle(received)
+    assert _open_files() <= before + 1
+    source.close()
+    assert _open_files() == before
+
+
+def test_a_missing_file_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        File(tmp_path / "none.jsonl").open(["*"], Kept())
+    with pytest.raises(ConfigurationError, match="topic="):
+        File("-")
+
+
+# -- in a worker ------------------------------------------------------------------------------
+
+
+def test_a_worker_reads_a_file_once(shop: Shop, tmp_path: Path) -> None:
+    path = tmp_path / "orders.jsonl"
+    write_events(path, range(30))
+    with path.open("a") as file:
+        file.write("not json\n\n" + event_line(0))
+    shop.handler(concurrency=2)
+    shop.app.consume(File(path))
+
+    assert worker(shop.app, once=True).run() == 0
+    assert worker(shop.app, once=True).run() == 0
+
+    assert shop.effects() == 30
+    assert len(shop.calls) == 30
+    ((reason, seen),) = quarantined(shop.raw)
+    assert "orders.jsonl" in reason
+    assert seen == 1
+    ((name, state, token),) = shop.raw.rows("SELECT name, state, token FROM txbox_job")
+    name = name.decode() if isinstance(name, bytes) else name
+    assert name == f"file:orders:{path}"
+    assert json.loads(state)["orders.jsonl"][1] == path.stat().st_size
+    assert token is None
+
+
+def test_a_worker_follows_a_file(shop: Shop, tmp_path: Path) -> None:
+    path = tmp_path / "orders.jsonl"
+    write_events(path, range(3))
+    shop.handler()
+    shop.app.consume(File(path, follow=True))
+    with running(worker(shop.app)) as codes:
+        eventually(lambda: shop.effects() == 3)
+        with path.open("a") as file:
+            file.write(event_line(3))
+        eventually(lambda: shop.effects() == 4)
+    assert codes == [0]
+
+
+def test_a_topic_that_no_handler_consumes_is_refused(
+    shop: Shop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "invoices.jsonl"
+    write_events(path, range(3))
+    shop.handler()
+    shop.app.consume(File(path))
+    assert worker(shop.app).run() == 2
+    assert "'invoices'" in caplog.text
+
+
+def test_a_missing_file_exits_with_status_2(
+    shop: Shop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.handler()
+    shop.app.consume(File(tmp_path / "orders.jsonl"))
+    assert worker(shop.app).run() == 2
+    assert "does not exist" in caplog.text
+
+
+def test_standard_input(sqlite_url: str, raw: Any) -> None:
+    script = f"""
+import sys
+from txbox import App
+from txbox.brokers.file import File
+from txbox.worker import Worker
+app = App({sqlite_url!r})
+@app.handler({TOPIC!r}, consumer={CONSUMER!r})
+def handle(message, tx): print(message.id, flush=True)
+app.consume(File("-", topic={TOPIC!r}))
+sys.exit(Worker(app, once=True).run())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(event_line("a").encode() + event_line("b").encode()[:30])
+        process.stdin.flush()
+        assert process.stdout.readline() == b"/test a\n"
+        process.stdin.write(event_line("b").encode()[30:].strip())
+        process.stdin.close()
+        assert process.stdout.readline() == b"/test b\n"
+        assert process.wait(30) == 0
+    assert raw(sqlite_url).value("SELECT count(*) FROM txbox_job WHERE name LIKE 'file:%'") == 0

@@ -1,0 +1,165 @@
+"""Kafka: the points of every publisher, and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from tests.support.brokers.publisher_conformance import (
+    HOSTILE,
+    TIME,
+    WITHIN_S,
+    PublisherConformance,
+    arrived,
+    confirmed,
+    ids,
+    message,
+    milliseconds,
+    publisher_of,
+    several,
+)
+from tests.support.brokers.rigs import Rig
+from tests.support.brokers.rigs.kafka import KafkaRig
+from tests.support.servers.control import ThrowawayKafka, ThrowawayKafkaCluster
+from tests.support.waiting import eventually
+from txbox import Message
+from txbox.brokers.kafka import Kafka
+from txbox.brokers.kafka.publisher import _Batch
+from txbox.errors import BrokerError, ConfigurationError, MessageRefused
+
+pytestmark = pytest.mark.brokers
+
+
+class TestKafkaPublisher(PublisherConformance):
+    headers = tuple(  # values are bytes
+        (name, value.encode() if isinstance(value, str) else value) for name, value in HOSTILE
+    )
+    tombstones = True
+    time = milliseconds(TIME)
+
+    @pytest.fixture
+    def rig(self, kafka_bootstrap: str) -> Iterator[Rig]:
+        with KafkaRig(kafka_bootstrap) as opened_rig:
+            yield opened_rig
+
+    @pytest.fixture
+    def throwaway_rig(self, throwaway_kafka: ThrowawayKafka) -> Iterator[Rig]:
+        with KafkaRig(throwaway_kafka.bootstrap, throwaway_kafka) as opened_rig:
+            yield opened_rig
+
+    def test_a_batch_that_is_too_large_is_no_message_that_is(self, rig: Rig) -> None:
+        """The topic's limit counts for a batch, which the broker refuses as a whole."""
+        topic = f"small-{rig.topic}"
+        new_topic(rig.address, topic, {"max.message.bytes": "2000"})
+        messages = [message(rig, number, topic=topic, key="k") for number in range(200)]
+        messages.insert(100, message(rig, "large", topic=topic, payload=b"x" * 5000))
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish(messages, WITHIN_S)
+        assert [at for at, answer in enumerate(answers) if answer is not None] == [100]
+        assert isinstance(answers[100], MessageRefused)
+
+    def test_a_topic_that_is_made_later_takes_messages_then(self, rig: Rig) -> None:
+        topic = f"later-{rig.topic}"
+        sent = message(rig, "m1", topic=topic)
+        with publisher_of(rig) as publisher:
+            assert publisher.publish([sent], WITHIN_S) != [None]
+            new_topic(rig.address, topic, {})
+            eventually(lambda: publisher.publish([sent], WITHIN_S) == [None], "the new topic")
+
+    def test_without_a_group_it_publishes_and_with_one_it_does_both(self, rig: Rig) -> None:
+        with publisher_of(rig, linger_ms=1, acks=-1, session_timeout_ms=6000) as publisher:
+            confirmed(publisher, several(rig, 10))
+        alone = Kafka(rig.address).publisher()
+        confirmed(alone, several(rig, 10, first=10))
+        alone.close()
+        assert ids(arrived(rig, 20)) == {f"m{number}" for number in range(20)}
+
+    def test_a_producer_that_can_do_no_more_is_replaced(self, rig: Rig) -> None:
+        with publisher_of(rig) as publisher:
+            confirmed(publisher, [message(rig, "m1")])
+            first = publisher._producer
+            publisher._failed(
+                KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "gone", fatal=True)
+            )
+            confirmed(publisher, [message(rig, "m2")])
+            assert publisher._producer is not first
+        assert ids(arrived(rig, 2)) == {"m1", "m2"}
+
+    def test_a_name_that_is_no_topic_is_refused(self, rig: Rig) -> None:
+        with publisher_of(rig) as publisher:
+            refused, kept = publisher.publish(
+                [message(rig, "m1", topic="no topic!"), message(rig, "m2")], WITHIN_S
+            )
+        assert isinstance(refused, MessageRefused)
+        assert kept is None
+
+
+def test_too_few_replicas_fail_their_message_alone(
+    throwaway_kafka_cluster: ThrowawayKafkaCluster,
+) -> None:
+    bootstrap = throwaway_kafka_cluster.bootstrap
+    for name, replicas in (("strict", "3"), ("mild", "2")):
+        new_topic(bootstrap, name, {"min.insync.replicas": replicas}, copies=3)
+    publisher = Kafka(bootstrap).publisher()
+    strict: Message[Any] = Message(topic="strict", id="m1")
+    mild: Message[Any] = Message(topic="mild", id="m2")
+    confirmed(publisher, [strict, mild])
+    throwaway_kafka_cluster.stop(3, immediate=True)
+
+    def refused() -> bool:
+        lost, kept = publisher.publish([strict, mild], 5)
+        return isinstance(lost, BrokerError) and "strict" in str(lost) and kept is None
+
+    eventually(refused, "a topic with too few replicas")
+    # alone as well, when nothing is confirmed: the other brokers are there
+    (lost,) = publisher.publish([strict], 5)
+    assert isinstance(lost, BrokerError)
+    assert not isinstance(lost, MessageRefused)
+    throwaway_kafka_cluster.start(3)
+    eventually(lambda: publisher.publish([strict, mild], 5) == [None, None], "three replicas")
+    publisher.close()
+
+
+def new_topic(bootstrap: str, topic: str, config: dict[str, str], copies: int = 1) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    made = admin.create_topics([NewTopic(topic, 1, copies, config=config)])
+    made[topic].result(20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"acks": 1}, {"request_required_acks": "0"}, {"enable_idempotence": False}, {"retries": 0},
+        {"transactional_id": "t"}, {"delivery_report_only_error": True}, {"queuing_strategy": "lifo"},
+        {"max_in_flight": 6},
+    ],
+)  # fmt: skip
+def test_options_with_which_a_confirmation_means_nothing_are_refused(
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"acks|idempoten|txbox|transaction|order|said|confirm"
+    ):
+        Kafka("localhost:1", **options).publisher()
+
+
+def test_what_there_was_no_time_to_send_alone_is_tried_again() -> None:
+    """Of a refused batch most are innocent: only one that was refused alone is refused for good."""
+    messages: list[Message[Any]] = [Message(topic="orders", id=str(number)) for number in range(2)]
+    batch = _Batch("Kafka", messages, 5)
+    for at in range(2):
+        batch.report(at, KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), None)
+    no_producer: Any = None
+    Kafka("localhost:1").publisher()._send_alone(no_producer, batch, until=0.0)
+    assert [type(answer) for answer in batch.answers] == [BrokerError, BrokerError]
+
+
+def test_to_consume_it_needs_a_group() -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigurationError, match="group"):
+        Kafka("localhost:1").open(["orders"], nothing, nothing)

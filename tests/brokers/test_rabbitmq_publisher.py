@@ -1,0 +1,151 @@
+"""RabbitMQ: the points of every publisher, and its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from aiormq.exceptions import AMQPConnectionError
+from yarl import URL
+
+from tests.support.brokers.publisher_conformance import (
+    HOSTILE,
+    TIME,
+    WITHIN_S,
+    PublisherConformance,
+    arrived,
+    ids,
+    message,
+    publisher_of,
+    several,
+    whole_seconds,
+)
+from tests.support.brokers.rabbitmq import on_server
+from tests.support.brokers.rigs import Rig
+from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
+from tests.support.servers.control import ThrowawayRabbitMQ
+from txbox import Message
+from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.brokers.rabbitmq.link import Connection
+from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
+
+pytestmark = pytest.mark.brokers
+
+
+class TestRabbitMQPublisher(PublisherConformance):
+    # a table has each name once: what is repeated becomes an array, which is JSON to the source
+    headers = (*(pair for pair in HOSTILE if pair[0] != "twice"), ("twice", '["1", "2"]'))
+    time = whole_seconds(TIME)
+
+    @pytest.fixture
+    def rig(self, rabbitmq_url: str) -> Iterator[Rig]:
+        with RabbitMQRig(rabbitmq_url) as opened_rig:
+            yield opened_rig
+
+    @pytest.fixture
+    def throwaway_rig(self, throwaway_rabbitmq: ThrowawayRabbitMQ) -> Iterator[Rig]:
+        with RabbitMQRig(throwaway_rabbitmq.url, throwaway_rabbitmq) as opened_rig:
+            yield opened_rig
+
+    @contextmanager
+    def too_large(self, rig: Rig) -> Iterator[Message[Any]]:
+        # 134 MB of payload would do as well: see below for what closes the channel
+        yield message(rig, "large", headers=(("h", "x" * 140_000),))
+
+    def test_a_connection_that_ended_just_now_is_a_server_that_is_away(
+        self, rabbitmq_url: str
+    ) -> None:
+        async def ended() -> None:
+            connection = Connection(URL(rabbitmq_url))
+            await connection.connect()
+            assert connection.transport is not None
+            await connection.transport.connection.close()
+            try:
+                await connection.opened_channel()
+            finally:
+                await connection.close()
+
+        with pytest.raises(AMQPConnectionError, match="has ended"):
+            asyncio.run(ended())
+
+    def test_the_message_that_closes_the_channel_is_found(self, rig: Rig) -> None:
+        bad = message(rig, "bad", headers=(("CC", "text where the server wants an array"),))
+        batch = [*several(rig, 40), bad, *several(rig, 40, first=40), bad]
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish(batch, WITHIN_S)
+        assert [at for at, answer in enumerate(answers) if answer is not None] == [40, 81]
+        assert isinstance(answers[40], MessageRefused)
+        assert isinstance(answers[81], MessageRefused)
+        found = arrived(rig, 80)
+        first = [row for at, row in enumerate(found) if row.id not in {o.id for o in found[:at]}]
+        # copies of what was on its way are behind their first, and the first of each are in order
+        assert [answer.id for answer in first] == [f"m{number}" for number in range(80)]
+
+    def test_one_id_for_two_topics_is_told_apart(self, rig: Rig) -> None:
+        """The client knows what is returned by its id alone."""
+        nowhere = self.unroutable(rig)
+        batch = [
+            message(rig, "m1", topic=nowhere),
+            message(rig, "m1"),
+            message(rig, "m1", topic=nowhere),
+        ]
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish(batch, WITHIN_S)
+        assert [answer is None for answer in answers] == [False, True, False]
+
+    def test_a_queue_that_is_full_is_an_error(self, rig: Rig) -> None:
+        queue = f"full-{rig.topic}"
+        arguments: Any = {"x-max-length": 1, "x-overflow": "reject-publish"}
+        on_server(
+            rig.address, lambda made: made.declare_queue(queue, durable=True, arguments=arguments)
+        )
+        try:
+            with publisher_of(rig) as publisher:
+                answers = publisher.publish(
+                    [message(rig, name, topic=queue) for name in ("m1", "m2", "m3")], WITHIN_S
+                )
+        finally:
+            on_server(rig.address, lambda channel: channel.queue_delete(queue))
+        assert answers[0] is None
+        assert all(
+            isinstance(answer, BrokerError) and "nack" in str(answer) for answer in answers[1:]
+        )
+
+    def test_on_an_exchange_the_topic_is_the_routing_key(self, rig: Rig) -> None:
+        on_server(rig.address, lambda each: bind(each, rig.topic, "amq.topic", f"{rig.topic}.#"))
+        with publisher_of(rig, exchange="amq.topic") as publisher:
+            kept, lost = publisher.publish(
+                [
+                    message(rig, "m1", topic=f"{rig.topic}.paid"),
+                    message(rig, "m2", topic="nowhere"),
+                ],
+                WITHIN_S,
+            )
+        assert kept is None
+        assert "nowhere" in str(lost)
+        assert "amq.topic" in str(lost)
+        assert ids(arrived(rig, 1)) == {"m1"}
+
+    def test_an_exchange_that_is_not_there_is_an_error_of_each_message(self, rig: Rig) -> None:
+        with publisher_of(rig, exchange=f"no-{rig.topic}") as publisher:
+            answers = publisher.publish(several(rig, 3), WITHIN_S)
+        assert all(
+            isinstance(answer, BrokerError) and not isinstance(answer, MessageRefused)
+            for answer in answers
+        )
+
+    def test_a_wrong_password_is_no_confirmation(self, rabbitmq_url: str) -> None:
+        url = rabbitmq_url.replace("guest:guest", "guest:wrong")
+        publisher = RabbitMQ(url).publisher()
+        with pytest.raises(BrokerUnavailable, match="is unavailable") as caught:
+            publisher.publish([Message(topic="orders", id="m1")], 3)
+        assert "wrong" not in str(caught.value)
+        publisher.close()
+
+
+async def bind(channel: Any, queue: str, exchange: str, key: str) -> None:
+    queue_object = await channel.get_queue(queue)
+    await queue_object.bind(exchange, key)

@@ -1,0 +1,113 @@
+"""What a command says to somebody who has mistyped something, or asks how it is used."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sqlite3
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import Command
+from txbox import Inbox
+from txbox.cli import _EXAMPLES, make_parser
+from txbox.errors import ConfigurationError, SchemaError
+
+
+def test_only_init_makes_an_sqlite_file(command: Command, tmp_path: Path) -> None:
+    missing = tmp_path / "typo.db"
+    url = f"sqlite:///{missing}"
+    for words in (
+        ("status",), ("list",), ("show", "a", "b"), ("schema", "check"), ("retry", "a", "b"), ("prune",),
+        ("maintain", "--once"), ("outbox", "list"), ("quarantine", "list"),
+    ):  # fmt: skip
+        said = command(*words, "--database", url, code=2).sentence
+        assert said.startswith(
+            f"There is no SQLite file '{missing}': correct the name, or run `txbox init`"
+        )
+        assert not missing.exists(), words
+    command("init", "--database", url)
+    assert command("status", "--database", url).out == "The inbox is empty.\n"
+
+
+def test_show_suggests_ids_that_end_like_this(shop: Command) -> None:
+    for name in ("/shop e3", "/shop e33", "other"):
+        shop("send", "orders", "--id", name, "--data", "{}")
+    said = shop("show", "billing", "e3", code=1).sentence
+    assert "did you mean '/shop e3'?" in said
+    assert "`txbox list` shows which" in shop("show", "billing", "nothing", code=1).sentence
+    assert "/shop e3" in shop("show", "billing", "/shop e3").out
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_run_to_the_end_says_by_its_status_that_a_message_died(
+    sqlite_shop: Command, bad: bool
+) -> None:
+    data = '{"bad": true}' if bad else "{}"
+    sqlite_shop("send", "orders", "--id", "1", "--data", data)
+    ended = sqlite_shop("run", "--once", code=int(bad))
+    assert ("What is dead or quarantined waits for you: exit status 1." in ended.out) is bad
+    # it is told once: the next run took nothing that died
+    assert sqlite_shop("run", "--once").out == "Nothing to do.\n"
+
+
+def _leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        return [parser]
+    return [
+        leaf for action in below for choice in action.choices.values() for leaf in _leaves(choice)
+    ]
+
+
+def test_every_positional_has_help_and_every_command_an_example() -> None:
+    for parser in _leaves(make_parser()):
+        name = parser.prog.removeprefix("txbox ")
+        for action in parser._actions:
+            assert action.help, (name, action.dest)
+        if name not in ("demo", "outbox reroute"):
+            assert "examples:\n  txbox " in parser.format_help(), name
+
+
+@pytest.mark.parametrize("line", [each for several in _EXAMPLES.values() for each in several])
+def test_examples_parse(line: str) -> None:
+    make_parser().parse_args(shlex.split(line))
+
+
+def test_a_cursor_is_no_transaction() -> None:
+    cursor = sqlite3.connect(":memory:").cursor()
+    with pytest.raises(
+        ConfigurationError, match=r"sqlite3.Cursor is a cursor: pass the connection"
+    ):
+        Inbox("billing").accept(cursor, "1")
+
+
+def test_missing_tables_are_one_traceback() -> None:
+    tx = sqlite3.connect(":memory:")
+    with pytest.raises(SchemaError, match="run `txbox init`") as caught:
+        Inbox("billing").accept(tx, "1")
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count("Traceback") == 1
+    assert "no such table" in told or "OTHER" in told or "SQLITE" in told
+
+
+def test_sqlalchemy_without_greenlet_names_what_to_install() -> None:
+    program = """
+import sys
+sys.modules["greenlet"] = None
+import sqlalchemy
+from txbox import App, ConfigurationError
+try:
+    App(sqlalchemy.create_engine("sqlite:///shop.db"))
+except ConfigurationError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "needs greenlet" in done.stdout
+    assert "pip install 'txbox[sqlalchemy]'" in done.stdout

@@ -1,0 +1,49 @@
+"""txbox ui: it begins only when it knows who may look, and ends on SIGTERM."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tests.support.command import Command
+
+TOKEN = "a-token-of-the-tests-that-is-long-enough"
+
+
+def test_it_does_not_start_without_knowing_who_may_look(command: Command, sqlite_url: str) -> None:
+    ended = command("ui", "--database", sqlite_url, code=2)
+    assert "TXBOX_UI_TOKEN" in ended.sentence
+    short = command("ui", "--database", sqlite_url, env={"TXBOX_UI_TOKEN": "short"}, code=2)
+    assert "24 bytes" in short.sentence
+    missing = command("ui", "--database", sqlite_url, "--users", "nobody.txt", code=2)
+    assert "nobody.txt" in missing.sentence
+
+
+def test_a_password_is_hashed_for_the_file_of_users(command: Command) -> None:
+    hashed = command("ui", "--hash-password", stdin=b"secret\n").out.strip()
+    assert re.fullmatch(r"scrypt\$16384,8,1\$[\w-]+\$[\w-]+", hashed)
+
+
+def test_it_serves_until_it_is_told_to_end(command: Command, sqlite_url: str) -> None:
+    words = [sys.executable, "-m", "txbox", "ui", "--database", sqlite_url, "--port", "0"]
+    with subprocess.Popen(
+        words, cwd=command.directory, stderr=subprocess.PIPE, text=True,
+        env={**command.environment, "TXBOX_UI_TOKEN": TOKEN},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert found
+        asked = urllib.request.Request(found[0], headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            assert "Overview" in answer.read().decode()
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+            urllib.request.urlopen(found[0], timeout=20)
+        refused.value.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0

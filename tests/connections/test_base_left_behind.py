@@ -1,0 +1,211 @@
+"""A thread or task that a handler leaves behind on its connection: nothing hangs, and no message is without its row."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import Any
+
+import asyncpg
+import psycopg
+import pytest
+
+from tests.connections.test_base_conformance import balance, every
+from tests.connections.test_base_processing import Service, row
+from tests.support.connections import Given
+from tests.support.databases import Raw
+from tests.support.shop import CONSUMER, TOPIC, Shop, opened, paid
+from tests.support.waiting import eventually
+from txbox import Message, Outcome
+from txbox.connections import asyncpg as asyncpg_adapter
+from txbox.connections import django as django_adapter
+from txbox.connections import libpq
+from txbox.connections.sqlalchemy import driver as sqlalchemy_driver
+from txbox.session import Statement
+
+pytestmark = pytest.mark.every_database
+
+_WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+# waits until the test lets it go, or the server ends it
+_WAITS = "SELECT pg_advisory_xact_lock(4711)"
+
+
+def _done_after_close(given: Given, monkeypatch: pytest.MonkeyPatch, sql: str) -> list[str]:
+    """Have a statement of somebody else's run on the driver's connection between close and COMMIT."""
+    ran: list[str] = []
+
+    def on_cursor(connection: Any) -> None:
+        cursor = connection.cursor()
+        try:
+            cursor.execute(sql)
+        except Exception as error:  # noqa: BLE001  # as a thread that nobody looks after
+            ran.append(repr(error))
+        else:
+            ran.append(sql)
+        finally:
+            cursor.close()
+
+    def once(name: str) -> bool:
+        return name == "close" and not ran
+
+    if given.kind.family == "asyncpg":
+        executed = asyncpg_adapter._executed
+
+        async def and_fails(native: Any, statement: Statement) -> Any:
+            result = await executed(native, statement)
+            if once(statement.name):
+                ran.append(sql)
+                with pytest.raises(asyncpg.PostgresError):
+                    await native.execute(sql)
+            return result
+
+        monkeypatch.setattr(asyncpg_adapter, "_executed", and_fails)
+    elif given.kind.family == "django":
+        django_executed = django_adapter._executed
+
+        def then_fails(wrapper: Any, statement: Statement) -> Any:
+            result = django_executed(wrapper, statement)
+            if once(statement.name):
+                on_cursor(wrapper.connection)
+            return result
+
+        monkeypatch.setattr(django_adapter, "_executed", then_fails)
+    elif given.kind.family == "sqlalchemy":
+        for kind in (sqlalchemy_driver.Watched, sqlalchemy_driver.Cursors):
+
+            def fails(value: Any, statement: Statement, execute: Any = kind.execute) -> Any:
+                result = execute(value, statement)
+                if once(statement.name):
+                    on_cursor(value._raw.connection)
+                return result
+
+            monkeypatch.setattr(kind, "execute", fails)
+    return ran
+
+
+@every()
+def test_whatever_is_done_between_close_and_commit_no_message_is_acknowledged_without_its_row(
+    given: Given, db: Raw, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(given, number)
+    sqlite, between = given.kind.product == "sqlite", not given.kind.one_round_trip
+    # COMMIT of MySQL and MariaDB has nothing to tell
+    between = between and given.kind.family in ("asyncpg", "django", "sqlalchemy")
+    between = between and given.kind.product not in ("mariadb", "mysql")
+    ran: list[str] = []
+    if between:
+        ran = _done_after_close(given, monkeypatch, "ROLLBACK" if sqlite else "SELECT 1 / 0")
+    outcome = service.process(number)
+    assert bool(ran) == between
+    service.close()
+    if not between:
+        expected, status = Outcome.PROCESSED, "processed"
+    elif sqlite:
+        expected, status = Outcome.FAILED, "failed"  # there was nothing to commit any more
+    else:
+        # the transaction that claimed has ended otherwise than by its COMMIT
+        expected, status = Outcome.DEAD, "dead"
+    assert outcome is expected
+    assert row(db, service.consumer, "status") == (status,)
+    assert balance(db, number) == (None if between else 1)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[libpq.ExclusiveUse]:
+    """Those of every connection that is made."""
+    made: list[libpq.ExclusiveUse] = []
+    initialised = libpq.ExclusiveUse.__init__
+
+    def noted(use: libpq.ExclusiveUse, connection: Any) -> None:
+        initialised(use, connection)
+        made.append(use)
+
+    monkeypatch.setattr(libpq.ExclusiveUse, "__init__", noted)
+    return made
+
+
+def _delivered(shop: Shop, own_id: str, is_async: bool) -> Outcome:
+    """By a thread, so that the test ends also where that hangs."""
+    outcomes: list[Outcome] = []
+
+    def deliver() -> None:
+        if is_async:
+            outcomes.append(asyncio.run(_deliver_async(shop, own_id)))
+        else:
+            outcomes.append(shop.deliver(paid(own_id)))
+
+    thread = threading.Thread(target=deliver, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert outcomes, "it hangs"
+    return outcomes[0]
+
+
+async def _deliver_async(shop: Shop, own_id: str) -> Outcome:
+    outcome = await shop.app.process_async(paid(own_id))
+    await shop.app.close_async()
+    return outcome
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("ends", [False, True], ids=["goes-on", "ends"])
+def test_a_statement_that_is_left_behind_neither_hangs_nor_meets_another_message(
+    postgresql_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    turns: list[libpq.ExclusiveUse],
+    is_async: bool,
+    ends: bool,
+) -> None:
+    """It has its time to end; its connection is nobody's afterwards."""
+    monkeypatch.setattr(libpq, "_TURN_S", 600 if ends else 0.2)
+    tasks: list[Any] = []
+    backends: list[int] = []
+    with opened(postgresql_url) as shop, Raw(postgresql_url) as holder:
+        holder.execute("SELECT pg_advisory_lock(4711)")
+
+        def is_waiting() -> bool:
+            return bool(shop.raw.value(_WAITING))
+
+        def let_go() -> None:
+            eventually(lambda: any(turn.met for turn in turns))
+            holder.execute("SELECT pg_advisory_unlock(4711)")
+
+        def left_behind(tx: Any) -> None:
+            with suppress(psycopg.Error):
+                tx.execute(_WAITS)
+
+        async def left_behind_async(tx: Any) -> None:
+            with suppress(psycopg.Error):
+                await tx.execute(_WAITS)
+
+        def handle(message: Message[Any], tx: Any) -> None:
+            backends.append(tx.info.backend_pid)
+            tx.execute("INSERT INTO effect (message_id) VALUES (%s)", (message.id,))
+            if message.id == "a":
+                tasks.append(threading.Thread(target=left_behind, args=(tx,), daemon=True))
+                tasks[0].start()
+                eventually(is_waiting)
+
+        async def handle_async(message: Message[Any], tx: Any) -> None:
+            backends.append(tx.info.backend_pid)
+            await tx.execute("INSERT INTO effect (message_id) VALUES (%s)", (message.id,))
+            if message.id == "a":
+                tasks.append(asyncio.create_task(left_behind_async(tx)))
+                while not await asyncio.to_thread(is_waiting):
+                    pass
+
+        shop.app.handler(TOPIC, consumer=CONSUMER)(handle_async if is_async else handle)
+        thread = threading.Thread(target=let_go, daemon=True)
+        if ends:
+            thread.start()
+        outcome = _delivered(shop, "a", is_async)
+        assert outcome is (Outcome.PROCESSED if ends else Outcome.FAILED)
+        assert _delivered(shop, "b", is_async) is Outcome.PROCESSED
+        assert backends[0] != backends[1]
+        assert (shop.effects("a"), shop.effects("b")) == (1 if ends else 0, 1)
+        assert shop.row("a").status == ("processed" if ends else "failed")
+        if not ends:
+            assert "left behind" in (shop.row("a").error or "")
+            # the server, too, has ended it
+            eventually(lambda: not is_waiting())

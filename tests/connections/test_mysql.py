@@ -1,0 +1,608 @@
+"""What is true of MySQL and MariaDB alone: the canary, the token, the locks, the sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import asyncmy
+import pymysql
+import pytest
+
+from tests.support.blocked import acquired, released
+from tests.support.connections import KINDS, Given, Held, statement
+from tests.support.databases import Raw
+from txbox.connections import borrow, open_database
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.session import Statement, blocking
+
+pytestmark = pytest.mark.every_database
+
+OWN = [kind for kind in KINDS if kind.family in ("pymysql", "asyncmy")]
+both = pytest.mark.parametrize("given", OWN, ids=str, indirect=True)
+ERRORS = (pymysql.MySQLError, asyncmy.errors.MySQLError)
+
+
+@pytest.fixture
+def held(given: Given) -> Iterator[Held]:
+    """A connection that holds no lock when its test has failed."""
+    connection = given.acquire()
+    yield connection
+    connection.discard()
+
+
+@pytest.fixture
+def other(given: Given) -> Iterator[Held]:
+    connection = given.acquire()
+    yield connection
+    connection.discard()
+
+
+def balance(db: Raw, number: int) -> int | None:
+    rows = db.rows("SELECT balance FROM account WHERE id = ?", (number,))
+    return rows[0][0] if rows else None
+
+
+def rows_of(db: Raw, number: int) -> list[str]:
+    return [
+        status
+        for (status,) in db.rows(
+            "SELECT status FROM txbox_inbox WHERE consumer = ?", (f"c{number}",)
+        )
+    ]
+
+
+def insert(db: Raw, number: int, message_id: str, status: str, **columns: object) -> None:
+    names = ", ".join(["consumer", "message_id", "status", "topic", *columns])
+    marks = ", ".join("?" * (4 + len(columns)))
+    db.execute(
+        f"INSERT INTO txbox_inbox ({names}) VALUES ({marks})",
+        (f"c{number}", message_id, status, "t", *columns.values()),
+    )
+
+
+def claim(given: Given, number: int, message_id: str, token: str) -> Statement:
+    """The claim alone, without its bound on the wait and without the canary."""
+    columns = ("type", "key", "sequence", "payload_hash")
+    rows = {"message_id": [message_id], "topic": ["t"], **{column: [None] for column in columns}}
+    query: Statement = given.database.dialect.statement(
+        "claim", {"consumer": f"c{number}", "token": token}, rows
+    )
+    return query
+
+
+def classify(given: Given, number: int, message_id: str) -> Statement:
+    query: Statement = given.database.dialect.statement(
+        "classify", {"consumer": f"c{number}"}, {"message_id": [message_id]}
+    )
+    return query
+
+
+@both
+def test_two_drivers_are_tested(given: Given) -> None:
+    assert {kind.family for kind in OWN} == {"pymysql", "asyncmy"}
+    assert given.database.dialect.name == "mysql"
+
+
+@both
+def test_sessions_read_committed_rows_and_refuse_to_cut_values_off(held: Held) -> None:
+    ((mode, autocommit, charset),) = held.execute(
+        statement("SELECT @@SESSION.sql_mode, @@SESSION.autocommit, @@SESSION.character_set_client")
+    ).rows
+    assert "STRICT_ALL_TABLES" in mode
+    assert (autocommit, charset) == (0, "utf8mb4")
+    with pytest.raises(StoreError) as cut:
+        held.begin(
+            statement("INSERT INTO txbox_job (name) VALUES (:name)", name="n" * 300),
+        )
+    assert cut.value.code == "1406"
+    held.rollback()
+
+
+# -- the canary ----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    "breach",
+    [
+        "COMMIT",
+        "ROLLBACK",
+        "COMMIT AND CHAIN",
+        "START TRANSACTION",
+        "SET autocommit = 1",
+        "CREATE TABLE IF NOT EXISTS implied (id integer)",
+        "TRUNCATE TABLE implied_too",
+        "LOCK TABLES account WRITE, txbox_inbox WRITE",
+    ],
+)
+def test_whatever_ends_the_transaction_is_found_out(
+    given: Given, held: Held, db: Raw, number: int, breach: str
+) -> None:
+    db.execute("CREATE TABLE IF NOT EXISTS implied_too (id integer)")
+    token = held.claim(f"c{number}", f"m{number}")
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    held.do(breach)
+    with pytest.raises(StoreError) as found:
+        held.close(f"c{number}", f"m{number}", token)
+    assert found.value.fault is Fault.GUARD
+    assert found.value.definite
+
+
+@both
+def test_a_deadlock_that_a_handler_swallows_is_found_out(
+    given: Given, held: Held, db: Raw, number: int
+) -> None:
+    """1213 rolls the whole transaction back and the connection goes on in a new one, unasked."""
+    for each in (number, number + 1):
+        db.execute("INSERT INTO account (id, balance) VALUES (?, 0)", (each,))
+    token = held.claim(f"c{number}", f"m{number}")
+    # InnoDB rolls back whoever changed fewer rows: that is to be the handler
+    db.execute("CREATE TABLE IF NOT EXISTS heavy (id integer PRIMARY KEY)")
+    held.do(f"UPDATE account SET balance = 1 WHERE id = {number}")
+    with Raw(given.url) as rival:
+        rival.execute("START TRANSACTION")
+        ids = (f"({number * 1000 + each})" for each in range(500))
+        rival.execute(f"INSERT INTO heavy (id) VALUES {', '.join(ids)}")
+        rival.execute(f"UPDATE account SET balance = 3 WHERE id = {number + 1}")
+        blocked = threading.Thread(
+            target=rival.execute, args=(f"UPDATE account SET balance = 3 WHERE id = {number}",)
+        )
+        connection = rival.value("SELECT CONNECTION_ID()")
+        blocked.start()
+        _until_waiting(db, connection)
+        with pytest.raises(ERRORS) as deadlock:
+            held.do(f"UPDATE account SET balance = 1 WHERE id = {number + 1}")
+        blocked.join(10)
+        assert not blocked.is_alive()
+        rival.execute("ROLLBACK")
+    assert held.connection.translate(deadlock.value).fault is Fault.CONFLICT
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number + 2}, 9)")
+    with pytest.raises(StoreError) as found:
+        held.close(f"c{number}", f"m{number}", token)
+    assert found.value.fault is Fault.GUARD
+    held.discard()
+    assert rows_of(db, number) == []
+    assert balance(db, number + 2) is None
+
+
+def _until_waiting(db: Raw, connection: int) -> None:
+    deadline = time.monotonic() + 10
+    waiting = "SELECT trx_state FROM information_schema.innodb_trx WHERE trx_mysql_thread_id = ?"
+    while db.rows(waiting, (connection,)) != [("LOCK WAIT",)]:
+        assert time.monotonic() < deadline, "the rival does not wait for a lock"
+        # the server refreshes this table only when nobody has read it for 0.1 s
+        time.sleep(0.15)
+
+
+@both
+def test_a_savepoint_of_the_handlers_own_is_its_own_business(
+    given: Given, held: Held, db: Raw, number: int
+) -> None:
+    token = held.claim(f"c{number}", f"m{number}")
+    held.do("SAVEPOINT mine")
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    held.do("ROLLBACK TO SAVEPOINT mine")
+    held.close(f"c{number}", f"m{number}", token)
+    assert rows_of(db, number) == ["processed"]
+    assert balance(db, number) is None
+
+
+@both
+def test_a_missing_function_of_the_handlers_is_no_breach(held: Held, number: int) -> None:
+    held.claim(f"c{number}", f"m{number}")
+    with pytest.raises(ERRORS) as error:
+        held.do(f"SELECT secret_{number}()")
+    translated = held.connection.translate(error.value)
+    assert (translated.code, translated.fault) == ("1305", Fault.OTHER)
+    assert f"secret_{number} does not exist" in str(translated)
+    assert held.connection.translate(ValueError("no database error")) is None
+
+
+@both
+def test_a_handler_that_closes_its_connection_is_found_out(
+    given: Given, held: Held, db: Raw, number: int
+) -> None:
+    token = held.claim(f"c{number}", f"m{number}")
+    if given.kind.is_async:
+        given.wait(held.connection.native.ensure_closed())
+    else:
+        held.connection.native.close()
+    assert held.lost
+    with pytest.raises(StoreError) as found:
+        held.close(f"c{number}", f"m{number}", token)
+    assert found.value.fault is Fault.GUARD
+    assert rows_of(db, number) == []
+
+
+@both
+def test_a_handlers_autocommit_does_not_outlive_its_transaction(
+    held: Held, db: Raw, number: int
+) -> None:
+    held.begin()
+    held.do("SET autocommit = 1")
+    held.rollback()
+    held.begin()
+    held.rollback()
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    held.rollback()
+    assert balance(db, number) is None
+
+
+# -- claims --------------------------------------------------------------------------------------
+
+
+@both
+def test_ids_are_compared_bytewise(given: Given, held: Held, db: Raw, number: int) -> None:
+    ids = ("a", "A", "x", "x ", "é", "e", "😀", "😁")
+    for message_id in ids:
+        held.begin(claim(given, number, message_id, "mine"))
+        (row,) = held.execute(classify(given, number, message_id)).rows
+        assert (row[0], row[7]) == (message_id, "mine")
+        held.commit()
+    assert rows_of(db, number) == ["processing"] * len(ids)
+
+
+@both
+@pytest.mark.parametrize("status", ["processed", "pending", "dead"])
+def test_a_claim_changes_nothing_of_a_row_that_is_there(
+    given: Given, held: Held, db: Raw, number: int, status: str
+) -> None:
+    insert(db, number, f"m{number}", status, token="theirs")
+    before = db.rows("SELECT * FROM txbox_inbox WHERE consumer = ?", (f"c{number}",))
+    token = held.claim(f"c{number}", f"m{number}")
+    (row,) = held.execute(classify(given, number, f"m{number}")).rows
+    assert row[:2] == (f"m{number}", status)
+    assert row[7] == "theirs" != token
+    held.commit()
+    assert db.rows("SELECT * FROM txbox_inbox WHERE consumer = ?", (f"c{number}",)) == before
+
+
+@both
+def test_a_claim_bounds_its_wait_and_gives_the_session_back_what_it_had(
+    given: Given, held: Held, other: Held, number: int
+) -> None:
+    dialect = given.database.dialect
+    wait = statement("SELECT @@SESSION.innodb_lock_wait_timeout")
+    held.do("SET SESSION innodb_lock_wait_timeout = 47")
+    other.claim(f"c{number}", f"m{number}")
+    for _ in range(2):
+        with pytest.raises(StoreError) as blocked:
+            held.begin(
+                dialect.statement("bound_lock_timeout", {"lock_timeout_ms": "1"}),
+                claim(given, number, f"m{number}", "mine"),
+            )
+        assert blocked.value.fault is Fault.LOCK_TIMEOUT
+        held.rollback()
+        assert held.execute(wait).rows == ((1,),)
+    held.claim(f"c{number}", f"n{number}")
+    assert held.execute(wait).rows == ((47,),)
+    held.rollback()
+    other.rollback()
+
+
+@both
+def test_only_a_committed_claim_proves_a_broken_handler(
+    given: Given, held: Held, other: Held, db: Raw, number: int
+) -> None:
+    token = held.claim(f"c{number}", "running")
+    insert(db, number, "committed", "processing", token="t")
+    db.execute(
+        "INSERT INTO txbox_inbox (consumer, message_id, status, topic, lease_until) "
+        "VALUES (?, 'leased', 'processing', 't', UTC_TIMESTAMP(6))",
+        (f"c{number}",),
+    )
+    other.begin()
+    found = other.execute(
+        given.database.dialect.statement("rescue_broken", {"consumer": f"c{number}", "limit": 10})
+    )
+    assert found.count == 1
+    other.commit()
+    held.close(f"c{number}", "running", token)
+    assert sorted(
+        db.rows(
+            "SELECT message_id, status, error_type FROM txbox_inbox WHERE consumer = ?",
+            (f"c{number}",),
+        )
+    ) == [
+        (b"committed", "dead", "TransactionBroken"),
+        (b"leased", "processing", None),
+        (b"running", "processed", None),
+    ]
+
+
+# -- leases and lists ----------------------------------------------------------------------------
+
+
+@both
+def test_a_heartbeat_skips_what_a_handler_holds(
+    given: Given, held: Held, other: Held, db: Raw, number: int
+) -> None:
+    for message_id in ("free", "held"):
+        insert(db, number, message_id, "processing", token="lease")
+        db.execute(
+            "UPDATE txbox_inbox SET lease_until = '2000-01-01' WHERE consumer = ?", (f"c{number}",)
+        )
+    held.begin()
+    held.do(
+        f"SELECT 1 FROM txbox_inbox WHERE consumer = 'c{number}' AND message_id = 'held' FOR UPDATE"
+    )
+    other.begin(statement("SET SESSION innodb_lock_wait_timeout = 1"))
+    dialect = given.database.dialect
+    params = {"consumer": f"c{number}", "token": "lease", "lease_s": 30.0}
+    found = other.execute(dialect.statement("heartbeat", params, {"message_id": ["free", "held"]}))
+    assert [tuple(row) for row in found.rows] == [("free",)]
+    assert (
+        other.execute(dialect.statement("heartbeat_take", params, {"message_id": ["free"]})).count
+        == 1
+    )
+    other.commit()
+    assert db.rows(
+        "SELECT message_id FROM txbox_inbox WHERE consumer = ? AND lease_until > UTC_TIMESTAMP(6)",
+        (f"c{number}",),
+    ) == [(b"free",)]
+
+
+@both
+@pytest.mark.parametrize("name", ["inbox_discard", "inbox_retry", "prune_take", "rescue_take"])
+def test_a_long_list_of_rows_locks_no_other_row(
+    given: Given, held: Held, other: Held, db: Raw, number: int, *, name: str
+) -> None:
+    """MariaDB reads the whole table for a list of some hundred pairs in IN."""
+    rows = (f"('c{number}', 'm{each}', 'dead', 't')" for each in range(1, 2001))
+    db.execute(
+        f"INSERT INTO txbox_inbox (consumer, message_id, status, topic) VALUES {', '.join(rows)}"
+    )
+    insert(db, number + 1, "m1", "dead")
+    held.begin()
+    held.do(f"SELECT 1 FROM txbox_inbox WHERE consumer = 'c{number + 1}' FOR UPDATE")
+    other.begin(statement("SET SESSION innodb_lock_wait_timeout = 1"))
+    taken = other.execute(
+        given.database.dialect.statement(
+            name,
+            {"max_starts": 3},
+            {
+                "consumer": [f"c{number}"] * 1500,
+                "message_id": [f"m{each}" for each in range(1, 1501)],
+            },
+        )
+    )
+    assert taken.count == 1500
+    other.rollback()
+    held.rollback()  # a server may read the whole table for these rows, and meet the one that is held
+    db.execute("DELETE FROM txbox_inbox WHERE consumer = ?", (f"c{number}",))
+
+
+@both
+def test_a_failed_row_that_is_dead_is_no_longer_due(
+    given: Given, held: Held, db: Raw, number: int
+) -> None:
+    insert(db, number, "m", "failed", token=None, payload_hash=b"h")
+    params: dict[str, Any] = dict.fromkeys(
+        (
+            "error_type",
+            "error",
+            "fingerprint",
+            "content_type",
+            "headers",
+            "origin",
+            "payload",
+            "key_id",
+        )
+    )
+    params |= {
+        "consumer": f"c{number}", "message_id": "m", "payload_hash": b"h", "token": "t", "has_payload": True,
+        "max_attempts": 2, "max_age_s": 1e9, "delay_s": 0.0, "final": False,
+    }  # fmt: skip
+    update = given.database.dialect.statement("record_update", params)
+    for attempts, status, due in ((1, "failed", True), (2, "dead", False)):
+        held.begin()
+        assert held.execute(update).count == 1
+        held.commit()
+        assert db.rows(
+            "SELECT attempts, status, next_attempt_at IS NOT NULL FROM txbox_inbox WHERE consumer = ?",
+            (f"c{number}",),
+        ) == [(attempts, status, due)]
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("sql", "code", "fault"),
+    [
+        ("SELECT * FROM missing", "1146", Fault.SCHEMA),
+        ("SELECT missing FROM account", "1054", Fault.SCHEMA),
+        ("RELEASE SAVEPOINT missing", "1305", Fault.GUARD),
+        (
+            "INSERT INTO txbox_schema (version, compatible_from) VALUES (1, 1)",
+            "1062",
+            Fault.DUPLICATE,
+        ),
+    ],
+)
+def test_error_numbers_of_the_server(held: Held, sql: str, code: str, fault: Fault) -> None:
+    held.begin()
+    with pytest.raises(StoreError) as found:
+        held.execute(statement(sql))
+    assert (found.value.code, found.value.fault) == (code, fault)
+    # the value of a row is never quoted, the name of what is missing is
+    assert ("missing" in str(found.value)) is ("missing" in sql)
+
+
+@both
+def test_a_statement_beyond_its_time_limit(held: Held) -> None:
+    sql, code = {
+        "mariadb": ("SET STATEMENT max_statement_time = 0.05 FOR SELECT SLEEP(5)", "1969"),
+        # SLEEP alone is cut short without an error
+        "mysql": (
+            "SELECT /*+ MAX_EXECUTION_TIME(50) */ 1 FROM txbox_schema WHERE SLEEP(5) = 0",
+            "3024",
+        ),
+    }[held.given.kind.product]
+    held.begin()
+    with pytest.raises(StoreError) as found:
+        held.execute(statement(sql))
+    assert (found.value.code, found.value.fault) == (code, Fault.TIMEOUT)
+
+
+@both
+def test_a_read_only_transaction_is_unavailable(held: Held, number: int) -> None:
+    held.do("START TRANSACTION READ ONLY")
+    with pytest.raises(StoreUnavailable) as found:
+        held.execute(statement(f"INSERT INTO account (id, balance) VALUES ({number}, 1)"))
+    assert found.value.code == "1792"
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    database = open_database("mysql://someone:secret@127.0.0.1:1/name")
+    assert database.name == "mysql://someone:***@127.0.0.1:1/name"
+    assert database.sync is not None
+    with pytest.raises(StoreUnavailable, match=r"2003") as found:
+        acquired(database.sync)
+    assert "secret" not in str(found.value)
+    with pytest.raises(StoreUnavailable, match=r"2003"):
+        asyncio.run(_acquired(database))
+
+
+async def _acquired(database: Any) -> Any:
+    return await database.asynchronous.acquire()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mysql://host",
+        "mysql://host/",
+        "mysql://host/a?charset=latin1",
+        "mysql://host/a?autocommit=1",
+    ],
+)
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError):
+        open_database(url)
+
+
+# -- sockets -------------------------------------------------------------------------------------
+
+
+def test_an_idle_connection_of_a_closed_event_loop_is_replaced(mysql_url: str) -> None:
+    database = open_database(mysql_url)
+
+    async def used() -> Any:
+        connection = await _acquired(database)
+        await connection.begin(())
+        await connection.commit(())
+        assert database.asynchronous is not None
+        await database.asynchronous.release(connection)
+        return connection
+
+    first = asyncio.run(used())
+    second = asyncio.run(used())
+    assert first is not second
+    assert first.lost
+    database.close()
+    assert second.lost
+
+
+def test_a_cancelled_statement_loses_its_connection(mysql_url: str) -> None:
+    database = open_database(mysql_url)
+
+    async def cancelled() -> None:
+        connection = await _acquired(database)
+        await connection.begin(())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await connection.execute(statement("SELECT SLEEP(5)"))
+        assert connection.lost
+        connection.discard()
+
+    asyncio.run(cancelled())
+
+
+def test_an_idle_connection_never_crosses_a_fork(mysql_url: str) -> None:
+    database = open_database(mysql_url)
+    assert database.sync is not None
+    first = acquired(database.sync)
+    released(database.sync, first)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            connection = acquired(database.sync)
+            connection.begin(())
+            connection.commit((statement("INSERT INTO txbox_job (name) VALUES ('forked')"),))
+            status = 2 if connection.connection is first.connection else 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    again = acquired(database.sync)
+    assert again.connection is first.connection
+    again.begin(())
+    (found,) = again.commit((statement("SELECT name FROM txbox_job"),))
+    assert found.rows == ((b"forked",),)
+    again.discard()
+    database.close()
+
+
+# -- the caller's connection ---------------------------------------------------------------------
+
+
+def _settings(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    return {
+        "host": parts.hostname,
+        "port": parts.port,
+        "user": parts.username,
+        "password": parts.password or "",
+        "database": parts.path.lstrip("/"),
+    }
+
+
+def test_borrow_refuses_a_connection_that_commits_each_statement(mysql_url: str) -> None:
+    with pymysql.connect(**_settings(mysql_url), charset="utf8mb4", autocommit=True) as connection:
+        with pytest.raises(ConfigurationError, match="autocommit"):
+            borrow(connection)
+        connection.begin()
+        assert blocking(borrow(connection).execute(statement("SELECT :a", a="é"))).rows == (("é",),)
+        with pytest.raises(ConfigurationError, match="sync"):
+            borrow(connection, is_async=True)
+
+
+def test_borrow_refuses_a_charset_in_which_ids_differ(mysql_url: str) -> None:
+    with (
+        pymysql.connect(**_settings(mysql_url), charset="latin1") as connection,
+        pytest.raises(ConfigurationError, match="utf8mb4"),
+    ):
+        borrow(connection)
+
+
+def test_borrow_async(mysql_url: str) -> None:
+    async def borrowed() -> None:
+        connection = await asyncmy.connect(
+            **_settings(mysql_url), charset="utf8mb4", autocommit=True
+        )
+        with pytest.raises(ConfigurationError, match="autocommit"):
+            borrow(connection, is_async=True)
+        with pytest.raises(ConfigurationError, match="async"):
+            borrow(connection)
+        await connection.begin()
+        found = await borrow(connection, is_async=True).execute(statement("SELECT :a", a="é"))
+        assert [tuple(row) for row in found.rows] == [("é",)]
+        await connection.ensure_closed()
+
+    asyncio.run(borrowed())
+
+
+def test_an_app_does_not_take_a_single_connection(mysql_url: str) -> None:
+    with (
+        pymysql.connect(**_settings(mysql_url)) as connection,
+        pytest.raises(ConfigurationError, match="pass a URL"),
+    ):
+        open_database(connection)

@@ -1,0 +1,50 @@
+"""A few crash points of every broker, and a wrong consumer; `make crash-brokers` runs them all."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from tests.crash.brokers import runs
+from tests.crash.brokers.runs import Case
+from tests.support.databases import BY_NAME, require
+
+pytestmark = pytest.mark.brokers
+
+POINTS = [("after:handler", 5), ("after:commit", 9), ("before:ack", 3)]
+FIXTURES = {
+    "kafka": "kafka_bootstrap", "rabbitmq": "rabbitmq_url", "sqs": "sqs_url", "nats": "nats_url",
+    "redis": "redis_url",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Processes that fork workers: this one may hold threads and clients."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(4, mp_context=context) as executor:
+        yield executor
+
+
+@pytest.fixture
+def case(broker: str, request: pytest.FixtureRequest) -> Case:
+    require(BY_NAME["postgresql"].missing())
+    fixture = FIXTURES.get(broker)
+    url = "" if fixture is None else str(request.getfixturevalue(fixture))
+    return Case(broker, url, "postgresql", "inline")
+
+
+@pytest.mark.parametrize("broker", [*FIXTURES, "webhook"])
+def test_killed_workers_lose_and_double_nothing(case: Case, pool: ProcessPoolExecutor) -> None:
+    cases = [replace(case, point=point, nth=nth) for point, nth in POINTS]
+    redelivered = replace(case, first=POINTS[0], point="after:claim_leased", nth=2)
+    wrong = replace(case, point="after:handler", nth=9, wrong="ack_first")
+    caught = pool.submit(runs.run, wrong)
+    for ended in pool.map(runs.run, [*cases, redelivered]):
+        assert not ended.checked.wrong, (ended.case.point, ended.checked, ended.notes)
+        assert ended.checked.effects == ended.checked.sent
+    assert "I2 lost" in caught.result().checked.wrong

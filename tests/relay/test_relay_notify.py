@@ -1,0 +1,241 @@
+"""Wake-up by NOTIFY: at once across processes, and by polling wherever nobody hears."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.support.databases import Raw
+from tests.support.recording import Recorder
+from tests.support.waiting import eventually
+from txbox import App, Message, Outbox, RelayPolicy
+from txbox.connections import psycopg as psycopg_adapter
+from txbox.relay import Relays, relay
+from txbox.worker.driving import Driver
+
+Look = Callable[[str], Raw]
+ROOT = Path(__file__).parents[2]
+POLL_S = 5.0
+ARRIVED = "SELECT 1 FROM txbox_inbox WHERE message_id = ?"
+LISTENERS = (
+    "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+)
+
+#: Another process: stages a message for each line it reads, and answers when it has committed.
+STAGER = """
+import sys, time, psycopg
+from txbox import Outbox
+outbox = Outbox(notify=True)
+with psycopg.connect(sys.argv[1]) as tx:
+    for line in sys.stdin:
+        outbox.stage(tx, "t", line.strip())
+        tx.commit()
+        print(time.time(), flush=True)
+"""
+
+
+class Running:
+    """Relays in this process, whose looks are five seconds apart, and a process that stages."""
+
+    def __init__(self, url: str) -> None:
+        self.arrived: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._stager = subprocess.Popen(
+            [sys.executable, "-c", STAGER, url],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def sent(self, message: Message[Any]) -> None:
+        """Confirm, and remember when."""
+        with self._changed:
+            self.arrived[message.json()] = time.time()
+            self._changed.notify_all()
+
+    def latency_s(self, body: str) -> float:
+        """From the commit in the other process to the publish here."""
+        assert self._stager.stdin is not None
+        assert self._stager.stdout is not None
+        self._stager.stdin.write(f"{body}\n")
+        self._stager.stdin.flush()
+        committed = float(self._stager.stdout.readline())
+        with self._changed:
+            assert self._changed.wait_for(lambda: body in self.arrived, 3 * POLL_S)
+        return self.arrived[body] - committed
+
+    def end(self) -> None:
+        self._stager.communicate(timeout=20)
+
+
+@contextmanager
+def running(url: str, app: App) -> Iterator[Running]:
+    run = Running(url)
+    stopped = threading.Event()
+    ends: list[BaseException | None] = []
+    app.publish(Recorder(run.sent))
+    relays = Relays(app, Driver(app).perform, stop=stopped.is_set, ended=ends.append)
+    relays.start()
+    try:
+        yield run
+    finally:
+        stopped.set()
+        assert not relays.join(20)
+        run.end()
+    assert ends == [None]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> RelayPolicy:
+    """Relays that do not look more often after work: what comes sooner was woken."""
+    monkeypatch.setattr(relay, "_BUSY_S", POLL_S)
+    return RelayPolicy(poll=timedelta(seconds=POLL_S))
+
+
+def test_a_commit_in_another_process_is_published_at_once(
+    postgresql_url: str, raw: Look, slow: RelayPolicy
+) -> None:
+    look = raw(postgresql_url)
+    with (
+        App(postgresql_url, relaying=slow, notify=True) as app,
+        running(postgresql_url, app) as run,
+    ):
+        eventually(lambda: look.rows(LISTENERS))
+        latencies = [run.latency_s(f"m{n}") for n in range(6)]
+        assert max(latencies) < 1.0, latencies
+        # the server, or a network, ends the listener's connection: it comes back by itself
+        (before,) = look.rows(LISTENERS)
+        look.rows("SELECT pg_terminate_backend(?)", before)
+        eventually(lambda: (now := look.rows(LISTENERS)) and now != [before])
+        assert run.latency_s("again") < 1.0
+    assert not look.rows(LISTENERS)
+
+
+SHOP = """
+import os
+from datetime import timedelta
+from txbox import App, Message, RelayPolicy
+from txbox.relay import relay
+
+relay._BUSY_S = 5.0
+app = App(os.environ["SHOP_URL"], notify=True, relaying=RelayPolicy(poll=timedelta(seconds=5)))
+
+@app.handler("inside", consumer="inside")
+def inside(message: Message, tx): ...
+"""
+
+
+def test_the_command_is_woken_and_ends_when_it_is_told_to(
+    postgresql_url: str, raw: Look, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    look, outbox = raw(postgresql_url), Outbox(notify=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "txbox", "relay", "shop:app"],
+        cwd=tmp_path, env={**os.environ, "SHOP_URL": postgresql_url},
+    )  # fmt: skip
+    try:
+        eventually(lambda: look.rows(LISTENERS))
+        with psycopg.connect(postgresql_url) as tx:
+            for _ in range(3):
+                staged = outbox.stage(tx, "inside", {})
+                tx.commit()
+                committed = time.monotonic()
+                eventually(partial(look.rows, ARRIVED, (staged,)))
+                assert time.monotonic() - committed < 1.5
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert not look.rows(LISTENERS)
+
+
+def test_without_its_connection_polling_delivers(
+    postgresql_url: str, raw: Look, slow: RelayPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psycopg_adapter, "_PAUSE_S", (600.0, 600.0))
+    look = raw(postgresql_url)
+    with (
+        App(postgresql_url, relaying=slow, notify=True) as app,
+        running(postgresql_url, app) as run,
+    ):
+        (before,) = eventually(lambda: look.rows(LISTENERS))
+        assert run.latency_s("heard") < 1.0
+        look.rows("SELECT pg_terminate_backend(?)", before)
+        eventually(lambda: not look.rows(LISTENERS))
+        assert run.latency_s("polled") < 1.25 * POLL_S + 1
+
+
+def test_through_a_transaction_pooler_polling_delivers(
+    pgbouncer_url: str, slow: RelayPolicy
+) -> None:
+    with App(pgbouncer_url, relaying=slow, notify=True) as app, running(pgbouncer_url, app) as run:
+        assert run.latency_s("polled") < 1.25 * POLL_S + 1
+
+
+def test_a_notification_comes_with_the_commit_and_not_without(postgresql_url: str) -> None:
+    outbox = Outbox(notify=True)
+    with (
+        psycopg.connect(postgresql_url, autocommit=True) as ear,
+        psycopg.connect(postgresql_url) as tx,
+    ):
+        ear.execute("LISTEN txbox_outbox")
+        outbox.stage(tx, "t", "rolled back")
+        tx.rollback()
+        outbox.stage(tx, "t", 1)
+        outbox.stage(tx, "t", 2)
+        assert not list(ear.notifies(timeout=0.3))
+        tx.commit()
+        assert len(list(ear.notifies(timeout=5, stop_after=1))) == 1
+        assert not list(ear.notifies(timeout=0.3))
+        Outbox().stage(tx, "t", "quiet")
+        tx.commit()
+        assert not list(ear.notifies(timeout=0.3))
+
+
+def test_other_drivers_of_postgresql_notify_too(postgresql_url: str, raw: Look) -> None:
+    import asyncpg
+    import sqlalchemy
+
+    outbox = Outbox(notify=True)
+
+    async def staged() -> None:
+        tx = await asyncpg.connect(postgresql_url)
+        async with tx.transaction():
+            await outbox.stage_async(tx, "t", "asyncpg")
+        await tx.close()
+
+    with psycopg.connect(postgresql_url, autocommit=True) as ear:
+        ear.execute("LISTEN txbox_outbox")
+        asyncio.run(staged())
+        assert len(list(ear.notifies(timeout=5, stop_after=1))) == 1
+        engine = sqlalchemy.create_engine(
+            postgresql_url.replace("postgresql:", "postgresql+psycopg:")
+        )
+        with engine.begin() as tx:
+            outbox.stage(tx, "t", "sqlalchemy")
+        engine.dispose()
+        assert len(list(ear.notifies(timeout=5, stop_after=1))) == 1
+    assert raw(postgresql_url).value("SELECT count(*) FROM txbox_outbox") == 2
+
+
+def test_databases_without_notifications_ignore_the_option(
+    database_url: str, plain_connection: Callable[[str], Any], raw: Look
+) -> None:
+    with App(database_url, notify=True) as app:
+        app.publish(Recorder())
+        with plain_connection(database_url) as tx:
+            app.outbox.stage(tx, "t", 1)
+            tx.commit()
+    assert raw(database_url).value("SELECT count(*) FROM txbox_outbox") == 1

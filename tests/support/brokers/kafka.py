@@ -1,0 +1,248 @@
+"""Topics, producers, worker processes and librdkafka's mock cluster for the Kafka tests."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from tests.support.databases import Raw
+from tests.support.servers import ROOT
+from tests.support.waiting import eventually
+from txbox.brokers.base import Delivery
+from txbox.brokers.kafka import Kafka
+from txbox.errors import BrokerUnavailable
+from txbox.events import Event
+
+_WAIT_S = 20.0
+MakeRaw = Callable[[str], Raw]
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "eager": {"partition.assignment.strategy": "range"},
+    "cooperative": {"partition.assignment.strategy": "cooperative-sticky"},
+    "kip-848": {"group.protocol": "consumer"},
+}
+_OFFSET_COMMIT = 8
+
+
+def new_topic(bootstrap: str, partitions: int = 1, copies: int = 1) -> str:
+    name = f"orders-{secrets.token_hex(4)}"
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(name, partitions, copies)])[name].result(_WAIT_S)
+    return name
+
+
+def new_group() -> str:
+    return f"shop-{secrets.token_hex(4)}"
+
+
+def produce(
+    bootstrap: str,
+    topic: str,
+    ids: Iterable[object],
+    keys: Mapping[Any, str] | None = None,
+    **more: Any,
+) -> None:
+    """Returns once all are acknowledged; keys (the ids, unless given) spread them over the partitions."""
+    failures: list[object] = []
+    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "enable.idempotence": True})
+    for message_id in ids:
+        producer.produce(
+            topic,
+            b'{"cents": 1}',
+            key=str(message_id if keys is None else keys[message_id]).encode(),
+            headers=[("message-id", str(message_id).encode())],
+            on_delivery=lambda error, _: failures.append(error) if error else None,
+            **more,
+        )
+    assert producer.flush(_WAIT_S) == 0
+    assert not failures
+
+
+def committed(bootstrap: str, group: str, topic: str, partition: int = 0) -> int:
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": group})
+    try:
+        (offsets,) = consumer.committed([TopicPartition(topic, partition)], timeout=_WAIT_S)
+        return offsets.offset
+    finally:
+        consumer.close()
+
+
+def lag(bootstrap: str, group: str, topic: str, partitions: int) -> int:
+    """Messages of a topic behind the group's committed offsets."""
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": group})
+    try:
+        behind = 0
+        every = [TopicPartition(topic, number) for number in range(partitions)]
+        for partition in consumer.committed(every, timeout=_WAIT_S):
+            _, end = consumer.get_watermark_offsets(partition, timeout=_WAIT_S)
+            behind += end - max(partition.offset, 0)
+        return behind
+    finally:
+        consumer.close()
+
+
+def leader_of(bootstrap: str, topic: str, partition: int = 0) -> int:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    return admin.list_topics(topic, timeout=_WAIT_S).topics[topic].partitions[partition].leader
+
+
+def rewind(bootstrap: str, group: str, topic: str) -> None:
+    """What an operator does: the group, which has no members, starts at the beginning again."""
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    start = ConsumerGroupTopicPartitions(group, [TopicPartition(topic, 0, 0)])
+    admin.alter_consumer_group_offsets([start])[group].result(_WAIT_S)
+
+
+class Nothing:
+    """What is in flight, when no worker is there."""
+
+    done: Sequence[Delivery] = ()
+
+    def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
+        return [each for each in self.done if among(each)]
+
+    def report(self, event: Event) -> None:
+        return
+
+
+@contextmanager
+def opened(source: Kafka, topic: str) -> Iterator[Kafka]:
+    progress: Any = None
+    source.open([topic], progress, Nothing())
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def take(source: Kafka, count: int) -> list[Delivery]:
+    """Receive until so many have come."""
+    found: list[Delivery] = []
+
+    def enough() -> bool:
+        try:
+            found.extend(source.receive(100, 0.2))
+        except BrokerUnavailable:
+            return False
+        return len(found) >= count
+
+    eventually(enough, f"{count} deliveries")
+    assert len(found) == count
+    return found
+
+
+def notes(raw: Raw) -> dict[str, int]:
+    """Effects by id."""
+    return {
+        str(value): int(count)
+        for value, count in raw.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
+    }
+
+
+def each_once(raw: Raw, ids: Iterable[object]) -> None:
+    """Wait for the effects of these ids: none is missing, none is there twice."""
+    wanted = {str(message_id): 1 for message_id in ids}
+    eventually(lambda: len(notes(raw)) >= len(wanted), "an effect of every message")
+    assert notes(raw) == wanted
+
+
+def said(output: Path, *what: str) -> list[str]:
+    """The lines of a service that begin with one of these words."""
+    lines = output.read_text(errors="replace").splitlines()
+    return [line for line in lines if line.partition(" ")[0] in what]
+
+
+def handled(output: Path) -> list[str]:
+    return [line.split()[1] for line in said(output, "handled")]
+
+
+@contextmanager
+def service(
+    plan: dict[str, Any], output: Path, crash: tuple[str, int] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker process; what it says goes to a file. Killed when the block ends, unless it has ended."""
+    environment = dict(os.environ)
+    if crash is not None:
+        environment |= {"TXBOX_CRASH_AT": crash[0], "TXBOX_CRASH_NTH": str(crash[1])}
+    with output.open("ab") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.brokers.kafka_service", json.dumps(plan)],
+            cwd=ROOT,
+            env=environment,
+            stdout=written,
+            stderr=written,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(_WAIT_S)
+
+
+def librdkafka() -> ctypes.CDLL:
+    """The C library that the client brings along."""
+    folder = Path(confluent_kafka.__file__).parent.parent / "confluent_kafka.libs"
+    (path,) = folder.glob("librdkafka*.so*")
+    return ctypes.CDLL(str(path))
+
+
+class MockCluster:
+    """librdkafka's mock cluster of one broker: fast, and it answers with the errors that are ordered."""
+
+    def __init__(self) -> None:
+        self._lib = librdkafka()
+        for name in ("conf_new", "new", "mock_cluster_new", "mock_cluster_bootstraps"):
+            getattr(self._lib, f"rd_kafka_{name}").restype = ctypes.c_void_p
+        self._lib.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
+        reason = ctypes.create_string_buffer(256)
+        conf = ctypes.c_void_p(self._lib.rd_kafka_conf_new())
+        self._client = ctypes.c_void_p(
+            self._lib.rd_kafka_new(0, conf, reason, ctypes.c_size_t(256))
+        )
+        self._cluster = ctypes.c_void_p(self._lib.rd_kafka_mock_cluster_new(self._client, 1))
+        self.bootstrap: str = self._lib.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
+
+    def topic(self, partitions: int = 1) -> str:
+        name = f"orders-{secrets.token_hex(4)}"
+        self._lib.rd_kafka_mock_topic_create(self._cluster, name.encode(), partitions, 1)
+        return name
+
+    def refuse_commits(self, *codes: int) -> None:
+        """The next commits are answered with these errors."""
+        self._lib.rd_kafka_mock_push_request_errors_array(
+            self._cluster,
+            ctypes.c_int16(_OFFSET_COMMIT),
+            ctypes.c_size_t(len(codes)),
+            (ctypes.c_int * len(codes))(*codes),
+        )
+
+    def accept_commits(self) -> None:
+        """Forget the errors that were ordered and not answered yet."""
+        self._lib.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(_OFFSET_COMMIT))
+
+    def answer_after(self, milliseconds: int) -> None:
+        """Let the broker take its time with every answer."""
+        self._lib.rd_kafka_mock_broker_set_rtt(
+            self._cluster, ctypes.c_int32(1), ctypes.c_int(milliseconds)
+        )
+
+    def broker(self, *, up: bool) -> None:
+        call = "up" if up else "down"
+        getattr(self._lib, f"rd_kafka_mock_broker_set_{call}")(self._cluster, 1)
+
+    def close(self) -> None:
+        self._lib.rd_kafka_mock_cluster_destroy(self._cluster)
+        self._lib.rd_kafka_destroy(self._client)

@@ -1,0 +1,148 @@
+"""A TCP proxy that loses the answer to a COMMIT, or the COMMIT itself, or hangs: nothing passes, nothing ends."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from types import TracebackType
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+# not the isolation level of that name
+_COMMIT = re.compile(rb"COMMIT(?!TED)")
+Cut = Literal["before", "after"]
+
+
+class Proxy:
+    """`with Proxy(url) as proxy`: connect to `proxy.url`; `proxy.cut = "after"` cuts the next COMMIT's connection.
+
+    "before": the COMMIT never reaches the server. "after": the server has answered it, the client
+    never hears. Each cut is one; afterwards everything passes again. `hang()` is a server that accepts
+    connections and says nothing, until `go_on()`; `refuse()` ends all connections, and takes no new ones.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._mysql = parts.scheme == "mysql"
+        self._server = (parts.hostname or "127.0.0.1", parts.port or 0)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        host = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        user = parts.netloc.rpartition("@")[0]
+        self.url = parts._replace(netloc=f"{user}@{host}" if user else host).geturl()
+        self.cut: Cut | None = None
+        self.cuts = 0
+        self._refusing = False
+        self._flows = threading.Event()
+        self._flows.set()
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> Self:
+        self._threads[0].start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._flows.set()
+        for each in self._sockets:
+            _end(each)
+        for thread in self._threads:
+            thread.join(10)
+
+    def hang(self) -> None:
+        self._flows.clear()
+
+    def refuse(self) -> None:
+        self._refusing = True
+        for made in self._sockets[1:]:
+            _end(made)
+
+    def go_on(self) -> None:
+        self._refusing = False
+        self._flows.set()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._refusing:
+                client.close()
+                continue
+            server = socket.create_connection(self._server)
+            self._sockets += [client, server]
+            # set while the connection is about to be cut: the answer is read, and dropped
+            deaf = threading.Event()
+            for run, args in (
+                (self._to_server, (client, server, deaf)),
+                (self._to_client, (server, client, deaf)),
+            ):
+                thread = threading.Thread(target=run, args=args)
+                self._threads.append(thread)
+                thread.start()
+
+    def _to_server(
+        self, client: socket.socket, server: socket.socket, deaf: threading.Event
+    ) -> None:
+        while data := _read(client):
+            cut = self.cut if _COMMIT.search(data) else None
+            if cut is not None:
+                self.cut, self.cuts = None, self.cuts + 1
+                if cut == "before":
+                    break
+                deaf.set()
+            self._flows.wait()
+            if not _write(server, data):
+                break
+        if not deaf.is_set():
+            _end(server)
+            _end(client)
+
+    def _to_client(
+        self, server: socket.socket, client: socket.socket, deaf: threading.Event
+    ) -> None:
+        greeted = not self._mysql
+        while data := _read(server):
+            if not greeted:
+                data, greeted = _without_tls(data), True
+            self._flows.wait()
+            if deaf.is_set() or not _write(client, data):
+                break
+        _end(server)
+        _end(client)
+
+
+def _without_tls(greeting: bytes) -> bytes:
+    """MySQL's first packet without its offer to encrypt, which PyMySQL takes: no COMMIT could be seen."""
+    if greeting[4:5] != b"\x0a":  # an error: too many connections
+        return greeting
+    flags = greeting.index(0, 5) + 14  # after the version: thread id, salt and a filler
+    return greeting[: flags + 1] + bytes([greeting[flags + 1] & ~0x08]) + greeting[flags + 2 :]
+
+
+def _read(peer: socket.socket) -> bytes:
+    try:
+        return peer.recv(65536)
+    except OSError:
+        return b""
+
+
+def _write(peer: socket.socket, data: bytes) -> bool:
+    try:
+        peer.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def _end(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
+    peer.close()

@@ -1,0 +1,81 @@
+"""A source in memory, and files of events for the File source."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from txbox import Message
+from txbox.brokers.base import Delivery, InFlight, Progress
+
+
+class Memory:
+    """A source over a list; `settled` keeps what was acknowledged, in that order."""
+
+    topics: Sequence[str] | None = None
+    tend_every_s: float | None = None
+    redelivery_s: float | None = None
+
+    def __init__(self, deliveries: Sequence[Message[Any] | Delivery], *, endless: bool = False):
+        self.name = "memory"
+        self.waiting = [
+            delivery if isinstance(delivery, Delivery) else Delivery(delivery, delivery.topic)
+            for delivery in deliveries
+        ]
+        self.endless = endless
+        self.received: list[Delivery] = []
+        self.settled: list[Delivery] = []
+        self.tended: list[list[Delivery]] = []
+        self.threads: set[str] = set()
+        self.closed = False
+
+    @property
+    def exhausted(self) -> bool:
+        return not self.waiting and not self.endless
+
+    @property
+    def settled_ids(self) -> list[Any]:
+        return [delivery.message.id for delivery in self.settled if delivery.message is not None]
+
+    def keeps_order(self, topic: str) -> bool:
+        del topic
+        return True
+
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.in_flight = in_flight
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        self.threads.add(threading.current_thread().name)
+        found, self.waiting = self.waiting[:messages_max], self.waiting[messages_max:]
+        self.received += found
+        if not found:
+            time.sleep(min(wait_s, 0.02))
+        return found
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.tended.append(list(deliveries))
+
+    def settle(self, deliveries: Sequence[Delivery]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.settled += deliveries
+
+    def close(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.closed = True
+
+
+def event_line(own_id: object, **more: Any) -> str:
+    event = {
+        "specversion": "1.0", "id": own_id, "source": "/test", "type": "order.paid", "data": {"cents": 1},
+    } | more  # fmt: skip
+    return json.dumps(event) + "\n"
+
+
+def write_events(path: Path, ids: Sequence[object]) -> None:
+    path.write_text("".join(event_line(message_id) for message_id in ids))

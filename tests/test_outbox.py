@@ -1,0 +1,85 @@
+"""Staging in the caller's transaction: the row lives and dies with it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.support.databases import Raw
+from txbox import App, Message, Outbox, Outcome, Outgoing, RetryPolicy, UnusableMessage
+from txbox.brokers.local import Local
+from txbox.store.codec import decode_headers
+
+Connect = Callable[[str], AbstractContextManager[Any]]
+Look = Callable[[str], Raw]
+STAGED = "SELECT id, topic, content_type, headers, payload FROM txbox_outbox ORDER BY number"
+
+
+def text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def test_a_staged_message_commits_with_the_callers_writes(
+    database_url: str, plain_connection: Connect, raw: Look
+) -> None:
+    with plain_connection(database_url) as tx:
+        first = Outbox().stage(
+            tx, "invoices", {"order": "é"}, key="k", headers=[("a", b"\xff\x00"), ("a", "2")]
+        )
+        tx.commit()
+        Outbox().stage(tx, "invoices", b"raw")
+        tx.rollback()
+    ((own_id, topic, content_type, headers, payload),) = raw(database_url).rows(STAGED)
+    assert text(own_id) == first
+    assert uuid.UUID(first).version == 7
+    assert text(topic) == "invoices"
+    assert text(content_type) == "application/json"
+    assert json.loads(bytes(payload)) == {"order": "é"}
+    assert decode_headers(text(headers)).get_all("a") == [b"\xff\x00", "2"]
+
+
+def test_many_are_staged_in_their_order(
+    database_url: str, plain_connection: Connect, raw: Look
+) -> None:
+    with plain_connection(database_url) as tx:
+        ids = Outbox().stage_many(
+            tx,
+            [Outgoing(topic="t", body=i, delay=timedelta(seconds=i)) for i in range(50)],
+        )
+        tx.commit()
+    assert [text(row[0]) for row in raw(database_url).rows(STAGED)] == ids
+    assert [json.loads(bytes(row[4])) for row in raw(database_url).rows(STAGED)] == list(range(50))
+    late = raw(database_url).value(
+        "SELECT count(*) FROM txbox_outbox WHERE available_at > staged_at"
+    )
+    assert late == 49
+
+
+def test_what_a_handler_stages_commits_with_its_message(database_url: str, raw: Look) -> None:
+    with App(database_url) as app:
+        app.publish(Local(), topics=["invoices"])
+
+        @app.handler("orders", consumer="billing", retry=RetryPolicy(base=timedelta(0)))
+        def bill(message: Message[Any], tx: Any) -> None:
+            app.outbox.stage(tx, "invoices", {"order": message.id}, key=message.key)
+            if message.id == "bad":
+                raise ValueError("no invoice for this one")
+
+        assert app.process(Message(topic="orders", id="good", key="k")) is Outcome.PROCESSED
+        assert app.process(Message(topic="orders", id="good", key="k")) is Outcome.DUPLICATE
+        assert app.process(Message(topic="orders", id="bad")) is Outcome.FAILED
+    staged = raw(database_url).rows(STAGED)
+    assert [json.loads(bytes(row[4])) for row in staged] == [{"order": "good"}]
+
+
+def test_text_that_no_database_can_keep_is_refused(
+    sqlite_url: str, plain_connection: Connect
+) -> None:
+    with plain_connection(sqlite_url) as tx, pytest.raises(UnusableMessage):
+        Outbox().stage(tx, "a\0b", {})

@@ -1,0 +1,249 @@
+"""The session, on a connection that does what a test has written down: no database, no race."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sqlite3
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from types import coroutine
+from typing import Any
+
+import aiosqlite
+import pytest
+
+from txbox import App, Inbox, Outbox, testing
+from txbox.effects import Effects
+from txbox.errors import StoreError
+from txbox.session import Connection, Result, Session, Statement, Statements, drive, drive_async
+
+ONE = (Statement("one", "SELECT 1", {}),)
+TWO = (Statement("two", "SELECT 2", {}),)
+
+
+@coroutine
+def suspended() -> Generator[None]:
+    yield
+
+
+class Scripted(Connection):
+    """Remembers what is asked of it; `answer` is awaited by commit, if it is given."""
+
+    native = None
+
+    def __init__(self, told: list[str], *, is_async: bool = False) -> None:
+        self.told = told
+        self.is_async = is_async
+        self.answer: Callable[[], Awaitable[object]] | None = None
+        self.committing = asyncio.Event()
+        self._ahead: Statements | None = None
+
+    @property
+    def lost(self) -> bool:
+        return False
+
+    def _tell(self, verb: str, statements: Statements = ()) -> list[Result]:
+        self.told.append(" ".join([verb, *(statement.name for statement in statements)]))
+        return [Result((), 0) for _ in statements]
+
+    async def execute(self, statement: Statement) -> Result:
+        return self._tell("execute", (statement,))[0]
+
+    async def begin(self, statements: Statements) -> list[Result]:
+        return self._tell("begin", statements)
+
+    async def begun(self) -> list[Result]:
+        statements, self._ahead = self._ahead or (), None
+        return self._tell("begun", statements)
+
+    async def commit(self, statements: Statements) -> list[Result]:
+        self.committing.set()
+        if self.answer is not None:
+            await self.answer()
+        return self._tell("commit", statements)
+
+    async def commit_then(self, statements: Statements, then: Any) -> list[Result]:
+        self._ahead = then()
+        return self._tell("commit", statements)
+
+    @property
+    def ahead(self) -> Statements | None:
+        return self._ahead
+
+    async def rollback(self) -> None:
+        self._ahead = None
+        self._tell("rollback")
+
+    def discard(self) -> None:
+        self._tell("discard")
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        raise NotImplementedError
+
+
+class Lends:
+    """Lends the one connection."""
+
+    def __init__(self, *, is_async: bool = False) -> None:
+        self.told: list[str] = []
+        self.is_async = is_async
+        self.connection = Scripted(self.told, is_async=is_async)
+
+    async def acquire(self) -> Connection:
+        return self.connection
+
+    async def release(self, connection: Any) -> None:
+        del connection
+        self.told.append("released")
+
+
+class Follows:
+    """Has the next batch ready: an operation that begins with TWO."""
+
+    def __init__(self, lends: Lends) -> None:
+        self.told = lends.told
+        self.operation: Coroutine[Any, Any, Any] | None = None
+
+    def begin(self, db: Session) -> Statements | None:
+        async def operation() -> Sequence[Result]:
+            return await db.begin(TWO)
+
+        self.operation = operation()
+        return db.prepare(self.operation)
+
+    def put_back(self) -> None:
+        assert self.operation is not None
+        self.operation.close()
+        self.told.append("put back")
+
+
+def test_a_blocking_connection_that_suspends_fails_loudly_and_is_dropped() -> None:
+    lends = Lends()
+    lends.connection.answer = suspended
+
+    async def operation(db: Session) -> None:
+        await db.begin()
+        await db.commit(ONE)
+
+    with pytest.raises(AssertionError, match="tried to wait"):
+        drive(lends, operation)
+    assert lends.told == ["begin", "discard"]
+
+
+def test_what_an_operation_raises_comes_out_and_its_transaction_is_dropped() -> None:
+    lends = Lends()
+
+    async def operation(db: Session) -> None:
+        await db.begin()
+        raise LookupError("what it raises")
+
+    with pytest.raises(LookupError, match="what it raises"):
+        drive(lends, operation)
+    assert lends.told == ["begin", "discard"]
+
+
+def test_what_was_begun_behind_a_commit_is_the_next_operations() -> None:
+    lends = Lends()
+    follows = Follows(lends)
+
+    async def operation(db: Session) -> None:
+        with db.followed_by(follows):
+            await db.begin(ONE)
+            await db.commit(ONE)
+        assert follows.operation is not None
+        with pytest.raises(StopIteration):
+            follows.operation.send(None)
+        await db.commit()
+
+    drive(lends, operation)
+    assert lends.told == ["begin one", "commit one", "begun two", "commit", "released"]
+
+
+@pytest.mark.parametrize("verb", ["begin", "read", "wait"])
+def test_a_batch_that_goes_on_puts_back_what_was_prepared_behind_it(verb: str) -> None:
+    lends = Lends()
+
+    async def operation(db: Session) -> None:
+        with db.followed_by(Follows(lends)):
+            await db.begin(ONE)
+            await db.commit(ONE)
+            if verb == "begin":
+                await db.begin(ONE)
+                await db.commit()
+            elif verb == "read":
+                await db.read(ONE[0])
+            else:
+                await db.wait(0)
+
+    drive(lends, operation)
+    told = lends.told
+    assert told[:5] == ["begin one", "commit one", "put back", "rollback", "released"]
+    # and nothing is offered to a later COMMIT of the batch
+    assert told.count("put back") == 1
+
+
+def test_nothing_is_offered_behind_a_commit_without_statements() -> None:
+    lends = Lends()
+    follows = Follows(lends)
+
+    async def operation(db: Session) -> None:
+        with db.followed_by(follows):
+            await db.begin(ONE)
+            await db.commit()
+
+    drive(lends, operation)
+    assert follows.operation is None
+    assert lends.told == ["begin one", "commit", "released"]
+
+
+def test_a_commit_that_was_sent_is_awaited_before_its_connection_is_dropped() -> None:
+    lends = Lends(is_async=True)
+
+    async def operation(db: Session) -> None:
+        await db.begin()
+        await db.commit(ONE)
+
+    async def run() -> None:
+        answered = asyncio.Event()
+        lends.connection.answer = answered.wait
+        task = asyncio.create_task(drive_async(lends, operation))
+        await lends.connection.committing.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        answered.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert lends.told == ["begin", "commit one", "discard"]
+
+
+@pytest.mark.parametrize("owner", [App, Effects, Inbox, Outbox, testing])
+def test_a_verb_and_its_twin_take_the_same(owner: Any) -> None:
+    twins = [name for name in dir(owner) if name.endswith("_async") and name[0] != "_"]
+    assert twins
+    for name in twins:
+        verb, twin = getattr(owner, name.removesuffix("_async")), getattr(owner, name)
+        assert inspect.iscoroutinefunction(twin)
+        assert not inspect.iscoroutinefunction(verb)
+        assert inspect.signature(twin) == inspect.signature(verb), name
+
+
+def test_a_twin_refuses_what_its_verb_refuses() -> None:
+    app = App("sqlite:///none.db")
+    tx = sqlite3.connect(":memory:")
+    given: Any = {"nothing": 1}
+    for stage in (app.outbox.stage, app.effects.stage, Inbox("c").accept):
+        with pytest.raises(TypeError, match="nothing"):
+            stage(tx, "t", **given)
+
+    async def run() -> None:
+        async with aiosqlite.connect(":memory:") as tx_async:
+            for stage in (app.outbox.stage_async, app.effects.stage_async):
+                with pytest.raises(TypeError, match="nothing"):
+                    await stage(tx_async, "t", **given)
+            with pytest.raises(TypeError, match="nothing"):
+                await Inbox("c").accept_async(tx_async, "t", **given)
+
+    asyncio.run(run())

@@ -1,0 +1,300 @@
+"""What the pages show, on every database, and what an action does."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from html import unescape
+from html.parser import HTMLParser
+from urllib.parse import quote
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from tests.support.dashboard import HOSTILE, TOKEN, shop
+from tests.support.databases import Raw
+from tests.ui.conftest import Answer, Browser, Serve, served
+from txbox import App, Message
+from txbox.ui import Token
+
+PAGES = (
+    "/", "/?last=24h", "/messages", "/failures", "/outbox", "/quarantine", "/workers", "/database",
+    "/database?examine=1", "/audit", "/operations",
+)  # fmt: skip
+
+
+class Elements(HTMLParser):
+    """Every element and attribute of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def ended(browser: Browser, answer: Answer) -> str:
+    """The page of a change, once it has ended."""
+    assert answer.status == 303, answer.text
+    deadline = time.monotonic() + 30
+    while True:
+        page = browser.get(answer.headers["location"]).text
+        if re.search(r'class="status (done|cancelled|failed|stopped)"', page):
+            return page
+        assert time.monotonic() < deadline, page
+
+
+def carried_out(browser: Browser, confirm: Answer, **fields: object) -> str:
+    """Agree to a change as its page asks for it."""
+    assert confirm.status == 200, confirm.text
+    form: dict[str, object] = {}
+    for tag, attributes in Elements(confirm.text).found:
+        if tag == "input" and attributes.get("type") == "hidden":
+            name = str(attributes["name"])
+            form[name] = [*form.get(name, []), attributes["value"]]  # type: ignore[misc]
+    return ended(browser, browser.ask("POST", "/change", {**form, **fields}))
+
+
+# -- every database -------------------------------------------------------------------------------
+
+
+def test_every_page_shows_what_is_there(filled: App, serve: Serve) -> None:
+    browser = serve(filled)
+    for path in PAGES:
+        answer = browser.get(path)
+        assert answer.status == 200, path
+        assert not re.search(r"\bNone\b", answer.text), path
+    overview = browser.get("/").text
+    assert "3 messages of billing are dead." in overview
+    assert "2 messages of billing are quarantined." in overview
+    assert "invoices" in overview
+    assert "order-0051" in browser.get("/messages?status=dead&consumer=billing").text
+    assert "order-0051" in browser.get("/messages?message_id=order-0051").text
+    assert "parcel-0" not in browser.get("/messages?consumer=billing").text
+    assert "invoices" in browser.get("/outbox?status=due").text
+    assert "order-0003" in browser.get("/quarantine").text
+    message = browser.get("/message?consumer=billing&message_id=order-0011").text
+    assert "the gateway did not answer within 5 s for order 11" in message
+    assert "order.placed" in message
+
+
+def test_failures_stand_together_and_a_consumer_is_paused(filled: App, serve: Serve) -> None:
+    browser = serve(filled)
+    page = browser.get("/failures").text
+    assert page.index("TimeoutError at dashboard.py:bill") < page.index(
+        "Reject at dashboard.py:host"
+    )
+    assert "the gateway did not answer within 5 s" in page
+    confirm = browser.post(
+        "/confirm", on="/failures", table="inbox", action="canary all",
+        **{"where.consumer": "billing", "where.fingerprint": "Reject at dashboard.py:bill"},
+    )  # fmt: skip
+    assert ": one, then ten, then the rest?" in confirm.text
+    assert confirm.value("count") == "3"
+    assert browser.post("/pause", on="/workers", consumer="billing", action="stop").status == 400
+    paused = browser.post(
+        "/pause", on="/workers", consumer="billing", action="pause", reason="the bank is away"
+    )
+    assert paused.status == 303
+    assert "the bank is away" in browser.get("/workers").text
+    assert browser.post("/pause", on="/workers", consumer="billing", action="resume").status == 303
+    assert "the bank is away" not in browser.get("/workers").text
+    assert "the bank is away" in browser.get("/audit").text
+
+
+def test_both_payloads_of_a_quarantined_message_stand_side_by_side(
+    filled: App, serve: Serve
+) -> None:
+    browser = serve(filled)
+    link = re.search(
+        r'<a href="(/quarantined[^"]*order-0003[^"]*)"', browser.get("/quarantine").text
+    )
+    assert link
+    page = browser.get(unescape(link[1]))
+    assert "The message that has this id" in page.text
+    named = {name: page.value(name) for name in ("consumer", "message_id", "hash")}
+    revealed = browser.post(
+        "/reveal", on=unescape(link[1]), table="quarantine", reason="why?", **named
+    )
+    assert re.search(r'<tr class="(changed|only aside)">.*?changed', revealed.text, re.DOTALL)
+    # the stored one was looked at, too
+    assert browser.get("/audit").text.count("why?") == 2
+
+
+def test_pages_go_on_where_they_ended(filled: App, serve: Serve) -> None:
+    browser = serve(filled)
+    seen: list[str] = []
+    path = "/messages"
+    while path:
+        page = browser.get(path).text
+        seen += re.findall(r'<th scope="row" class="id"[^>]*><a href="([^"]*)"', page)
+        more = re.search(r'<a href="([^"]*)" rel="next"', page)
+        path = unescape(more[1]) if more else ""
+    assert len(seen) == len(set(seen)) == 60 * 2 + 3 + 1
+
+
+def test_all_that_match_are_retried_and_audited(
+    filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    browser = serve(filled)
+    confirm = browser.post(
+        "/confirm", on="/messages", table="inbox", action="retry all", back="/messages",
+        **{"where.consumer": "billing"},
+    )  # fmt: skip
+    assert "Retry 3 dead messages of consumer billing?" in confirm.text
+    page = carried_out(browser, confirm, reason="the bank is back")
+    assert "3 messages retried." in page
+    view = raw(database_url)
+    dead = "SELECT count(*) FROM txbox_inbox WHERE consumer = 'billing' AND status = 'dead'"
+    assert view.value(dead) == 0
+    ((actor, action, affected, reason),) = view.rows(
+        "SELECT actor, action, affected, reason FROM txbox_audit"
+    )
+    assert (actor, action, affected, reason) == ("ann", "retry", 3, "the bank is back")
+    audit = browser.get("/audit").text
+    assert "the bank is back" in audit
+    assert "ann" in audit
+
+
+def test_a_change_touches_no_more_than_was_agreed_to(
+    filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    browser = serve(filled)
+    confirm = browser.post(
+        "/confirm", on="/messages", table="inbox", action="discard all", back="/messages",
+        **{"where.consumer": "billing", "where.status": "dead"},
+    )  # fmt: skip
+    page = carried_out(browser, confirm, count="2")
+    assert "2 messages discarded." in page
+    counted = "SELECT count(*) FROM txbox_inbox WHERE consumer = 'billing' AND status = ?"
+    assert raw(database_url).value(counted, ("discarded",)) == 2
+    assert raw(database_url).value(counted, ("dead",)) == 1
+
+
+def test_a_quarantined_message_is_accepted_under_another_id(
+    filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    browser = serve(filled)
+    page = browser.get("/quarantine?consumer=billing").text
+    picks = re.findall(r'name="pick" value="([^"]*)"', page)
+    assert len(picks) == 2
+    confirm = browser.post(
+        "/confirm", on="/messages", table="quarantine", action="accept selected",
+        pick=unescape(picks[0]), message_id="order-again",
+    )  # fmt: skip
+    page = carried_out(browser, confirm)
+    assert "1 quarantined message accepted." in page
+    status = "SELECT status FROM txbox_inbox WHERE message_id = 'order-again'"
+    assert raw(database_url).value(status) == "pending"
+
+
+def test_a_payload_takes_its_grant_and_leaves_its_mark(filled: App, serve: Serve) -> None:
+    browser = serve(filled)
+    path = "/message?consumer=billing&message_id=order-0011"
+    hidden = browser.get(path).text
+    assert "A-11" not in hidden
+    assert "a" * 32 not in hidden
+    named = {"table": "inbox", "consumer": "billing", "message_id": "order-0011"}
+    revealed = browser.post("/reveal", on=path, reason="a complaint", **named)
+    assert revealed.status == 200
+    assert '"sku": "A-11"' in unescape(revealed.text)
+    assert "a" * 32 in revealed.text
+    file = browser.ask(
+        "POST", "/reveal", {**named, "form_token": revealed.value("form_token"), "as": "file"}
+    )
+    assert file.headers["content-type"] == "application/octet-stream"
+    assert file.headers["content-disposition"].startswith("attachment")
+    assert json.loads(file.body)["number"] == 11
+    audit = browser.get("/audit").text
+    assert audit.count("reveal") == 2
+    assert "a complaint" in audit
+
+
+def test_without_the_grant_no_text_of_an_error_is_shown(filled: App, serve: Serve) -> None:
+    browser = serve(filled, grants=())
+    for path in ("/messages", "/message?consumer=billing&message_id=order-0011"):
+        page = browser.get(path).text
+        assert "TimeoutError" in page
+        assert "the gateway did not answer" not in page
+        assert 'name="pick"' not in page
+        assert "/reveal" not in page
+
+
+# -- strangers ------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_hostile_message_gets_out_of_its_cell(filled: App, serve: Serve) -> None:
+    browser = serve(filled)
+    consumer, named = "<b>guests</b>", quote(HOSTILE, safe="")
+    path = f"/message?consumer={quote(consumer, safe='')}&message_id={named}"
+    pages = {path: browser.get(path) for path in (*PAGES, path, f"/messages?key={named}")}
+    pages["/reveal"] = browser.post(
+        "/reveal", on=path, table="inbox", consumer=consumer, message_id=HOSTILE, reason=HOSTILE
+    )
+    pages["/audit"] = browser.get("/audit")
+    pages["/confirm"] = browser.post(
+        "/confirm", on=path, table="inbox", action="retry selected",
+        pick=json.dumps([consumer, HOSTILE]), back="//evil.example",
+    )  # fmt: skip
+    for where, answer in pages.items():
+        assert answer.status == 200, where
+        elements = Elements(answer.text).found
+        assert "b" not in {tag for tag, _ in elements}, where
+        for tag, attributes in elements:
+            assert not any(name.startswith("on") for name in attributes), where
+            if tag == "script":
+                assert str(attributes["src"]).startswith("/static/"), where
+            if tag == "img":
+                assert str(attributes["src"]).startswith("/static/"), where
+            for name in ("href", "action", "src"):
+                assert not str(attributes.get(name, "/")).startswith(("//", "javascript")), where
+        # what a form sends back is sent as it is
+        shown = re.sub(r"<input[^>]*>", "", answer.text)
+        assert not set("\x1b\u202e\u200b") & set(shown), where
+    assert '<span class="unseen">\\x202e</span>' in pages[path].text
+
+
+def test_a_large_payload_is_cut_and_bytes_are_shown_as_such(serve: Serve, sqlite_url: str) -> None:
+    with shop(sqlite_url) as app:
+        for message_id, payload in (("large", b"x" * 1_000_000), ("bytes", b"\x00\xff<b>\x1b")):
+            app.process(Message(id=message_id, topic="hostile", payload=payload))
+        browser = serve(app)
+        named = {"table": "inbox", "consumer": "<b>guests</b>"}
+        large = browser.post("/reveal", on="/messages", message_id="large", **named)
+        assert len(large.body) < 400_000
+        assert "cut" in large.text
+        shown = browser.post("/reveal", on="/messages", message_id="bytes", **named)
+        assert "00 ff 3c 62 3e 1b" in shown.text
+
+
+# -- mounted --------------------------------------------------------------------------------------
+
+
+def test_it_is_mounted_below_a_path(filled_sqlite: App) -> None:
+    dashboard = filled_sqlite.asgi(Token(TOKEN))
+    host = Starlette(routes=[Mount("/ops/txbox", app=dashboard)])
+    with served(host, dashboard) as port:
+        client = Browser(port)
+        token = client.get("/ops/txbox/").value("form_token")
+        login = client.ask("POST", "/ops/txbox/login", {"form_token": token, "secret": TOKEN})
+        assert login.headers["location"] == "/ops/txbox/"
+        page = client.get("/ops/txbox/messages")
+        assert page.status == 200
+        for _, attributes in Elements(page.text).found:
+            for name in ("href", "action", "src"):
+                if name in attributes and not str(attributes[name]).startswith("#"):
+                    assert str(attributes[name]).startswith("/ops/txbox/")
+
+
+@pytest.mark.parametrize("path", ["/static/txbox.css", "/static/txbox.js", "/static/icon.svg"])
+def test_what_pages_are_made_of_needs_no_login(path: str, filled_sqlite: App, serve: Serve) -> None:
+    browser = serve(filled_sqlite)
+    browser.cookies.clear()
+    answer = browser.get(path)
+    assert answer.status == 200
+    assert answer.headers["x-content-type-options"] == "nosniff"

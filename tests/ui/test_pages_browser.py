@@ -1,0 +1,268 @@
+"""The dashboard in a real browser: how it looks, whether everybody can use it, and an operator's night."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.support import browser as installed
+from tests.support.dashboard import TOKEN, Broken, fill, order, shop
+from tests.support.databases import require
+from tests.support.servers import ROOT
+from tests.support.workers import running, worker
+from tests.ui.conftest import Serve
+from txbox import App
+from txbox.ui import Users, hashed
+
+pytestmark = pytest.mark.slow
+
+SHOTS = ROOT / "build" / "ui"
+PAGES = {
+    "overview": "/",
+    "messages": "/messages",
+    "dead": "/messages?status=dead",
+    "message": "/message?consumer=billing&message_id=order-0017",
+    "failures": "/failures",
+    "quarantine": "/quarantine",
+    "outbox": "/outbox",
+    "workers": "/workers",
+    "database": "/database?examine=1",
+    "audit": "/audit",
+    "changes": "/operations",
+}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    require(installed.missing())
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=installed.chromium(), args=["--no-sandbox"]
+        )
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def broken() -> Broken:
+    return Broken()
+
+
+@pytest.fixture
+def busy(sqlite_url: str, broken: Broken) -> Iterator[App]:
+    """A shop with everything in it, and a worker that works."""
+    with shop(sqlite_url, broken) as app:
+        fill(app)
+        app.process(order(3), consumer="billing")
+        with running(worker(app)):
+            yield app
+
+
+def opened(
+    chromium: Browser,
+    port: int,
+    *,
+    width: int = 1280,
+    scheme: Literal["light", "dark"] = "light",
+    scripts: bool = True,
+) -> Page:
+    """A page of a browser that has just been started; whatever it complains about fails the test."""
+    context = chromium.new_context(
+        viewport={"width": width, "height": 800},
+        color_scheme=scheme,
+        base_url=f"http://127.0.0.1:{port}",
+        java_script_enabled=scripts,
+    )
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    return page
+
+
+def complaints(page: Page) -> list[str]:
+    """What the page says on the console from now on: refused scripts and styles are told there."""
+    said: list[str] = []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on(
+        "console", lambda message: said.append(message.text) if message.type == "error" else None
+    )
+    return said
+
+
+def log_in(page: Page, secret: str = TOKEN, name: str | None = None) -> None:
+    page.goto("/")
+    if name is not None:
+        page.get_by_label("Name").fill(name)
+    page.locator("input[name=secret]").fill(secret)
+    page.get_by_role("button", name="Log in").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds serious or worse."""
+    # the page's own policy refuses scripts that are not its own; an isolated world is not the page
+    page.context.new_cdp_session(page).send("Page.setBypassCSP", {"enabled": True})
+    page.reload()
+    page.evaluate(installed.axe().read_text() + "\n0")
+    found: Any = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}"
+        for each in found["violations"]
+        if each["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_fits_and_everybody_can_use_it(
+    scheme: Literal["light", "dark"], width: int, chromium: Browser, busy: App, serve: Serve
+) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page = opened(chromium, serve(busy).port, width=width, scheme=scheme)
+    page.goto("/")
+    page.screenshot(path=SHOTS / f"login-{scheme}-{width}.png")
+    assert not violations(page)
+    log_in(page)
+    said = complaints(page)
+    wrong: list[str] = []
+    aside = busy_quarantined(page)
+    for name, path in {**PAGES, "quarantined": aside}.items():
+        page.goto(path)
+        page.screenshot(path=SHOTS / f"{name}-{scheme}-{width}.png", full_page=True)
+        overflow = page.evaluate(
+            "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        if overflow > 0:
+            wrong.append(f"{name} is {overflow} pixels too wide")
+        assert not said, (name, said)
+        wrong += [f"{name}: {violation}" for violation in violations(page)]
+        said.clear()
+    assert not wrong, "\n".join(wrong)
+
+
+def busy_quarantined(page: Page) -> str:
+    page.goto("/quarantine")
+    return str(page.locator("th.id a").first.get_attribute("href"))
+
+
+def test_from_the_list_by_the_group_and_the_canary_to_processed(
+    chromium: Browser, serve: Serve, sqlite_url: str, broken: Broken
+) -> None:
+    with shop(sqlite_url, broken) as app, running(worker(app)):
+        fill(app, orders=30)
+        dead = app.process(order(11 * 50), consumer="billing")
+        page = opened(chromium, serve(app).port)
+        log_in(page)
+        # two attempts, then they are dead
+        page.goto("/messages?status=dead&consumer=billing")
+        expect(page.locator("tbody tr").filter(has_text="TimeoutError").first).to_be_visible(
+            timeout=30_000
+        )
+        assert dead in ("failed", "dead")
+
+        def canary() -> None:
+            page.get_by_role("link", name="Failures").click()
+            group = page.locator("tr").filter(has_text="TimeoutError at dashboard.py:bill")
+            group.get_by_role("button", name="Canary…").click()
+            page.get_by_label("Reason").fill("the gateway answers again")
+            page.locator("button.first").click()
+
+        canary()
+        expect(page.get_by_text("It stopped by itself, since the failure returned")).to_be_visible(
+            timeout=60_000
+        )
+        broken.gateway = False
+        page.goto("/failures")
+        if page.get_by_role("button", name="Canary…").count():
+            canary()
+            expect(page.get_by_text("the failure did not return")).to_be_visible(timeout=60_000)
+        page.goto("/message?consumer=billing&message_id=order-0022")
+        expect(page.locator("h1 .status.processed")).to_be_visible(timeout=30_000)
+        page.goto("/audit")
+        expect(page.get_by_text("the gateway answers again").first).to_be_visible()
+
+
+def test_a_quarantined_message_is_looked_at_and_accepted(
+    chromium: Browser, busy: App, serve: Serve
+) -> None:
+    page = opened(chromium, serve(busy).port)
+    log_in(page)
+    page.goto("/quarantine")
+    page.get_by_role("link", name="order-0003").click()
+    page.get_by_label("Reason").fill("what is it?")
+    page.get_by_role("button", name="Show payload and headers").click()
+    changed = page.locator("table.diff tr:not(.same)")
+    expect(changed.filter(has_text="changed").first).to_be_visible()
+    page.go_back()
+    page.get_by_label("Accept under the id").fill("order-0003-b")
+    page.get_by_role("button", name="Accept…").click()
+    page.locator("button.first").click()
+    expect(page.get_by_text("1 quarantined message accepted.")).to_be_visible()
+    page.goto("/message?consumer=billing&message_id=order-0003-b")
+    expect(page.locator("h1 .status")).to_be_visible()
+
+
+def test_whoever_may_not_is_told_and_whoever_may_can(
+    chromium: Browser, busy: App, serve: Serve
+) -> None:
+    users = Users(
+        {"ann": hashed("of ann"), "eve": hashed("of eve")}, {"ann": ["change", "payload"]}
+    )
+    port = serve(busy, authenticator=users).port
+    eve = opened(chromium, port)
+    log_in(eve, "of eve", "eve")
+    eve.goto("/message?consumer=billing&message_id=order-0017")
+    expect(eve.get_by_text("Payload and header values take the grant")).to_be_visible()
+    assert eve.get_by_role("button", name="Retry…").count() == 0
+    token = eve.locator("input[name=form_token]").first.get_attribute("value")
+    answer = eve.request.post("/confirm", form={"form_token": str(token)})
+    assert answer.status == 403
+    eve.get_by_role("button", name="Log out").click()
+    log_in(eve, "of ann", "ann")
+    eve.goto("/message?consumer=billing&message_id=order-0017")
+    eve.get_by_role("button", name="Retry…").click()
+    expect(eve.get_by_role("heading", level=1)).to_contain_text("Retry 1 message?")
+
+
+def test_it_works_without_scripts(chromium: Browser, busy: App, serve: Serve) -> None:
+    page = opened(chromium, serve(busy).port, scripts=False)
+    log_in(page)
+    page.goto("/messages?status=dead&consumer=billing")
+    page.locator("input[name=pick]").first.check()
+    page.get_by_role("button", name="Discard chosen…").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Discard 1 message?")
+    page.locator("button.first").click()
+    page.reload()
+    expect(page.get_by_text("1 message discarded.")).to_be_visible()
+
+
+def test_a_page_that_is_open_stays_fresh(chromium: Browser, serve: Serve, sqlite_url: str) -> None:
+    with shop(sqlite_url) as app:
+        fill(app, orders=3)
+        page = opened(chromium, serve(app).port)
+        log_in(page)
+        expect(page.get_by_text("Nothing is stuck.")).to_have_count(0)
+        # the stream has told what there is; then something happens
+        page.wait_for_timeout(1_500)
+        app.process(order(17), consumer="billing")
+        expect(page.get_by_text("1 message of billing is dead.")).to_be_visible(timeout=30_000)
+
+
+def test_nothing_of_a_hostile_message_is_executed(
+    chromium: Browser, busy: App, serve: Serve
+) -> None:
+    page = opened(chromium, serve(busy).port)
+    log_in(page)
+    said = complaints(page)
+    page.goto(f"/messages?consumer={quote('<b>guests</b>')}")
+    page.locator("th.id a").first.click()
+    expect(page.locator("h1 .status.dead")).to_be_visible()
+    page.get_by_role("button", name="Show payload and headers").click()
+    expect(page.get_by_role("heading", name="Payload")).to_be_visible()
+    assert "owned" not in page.title().split("document")[0]
+    assert not said
+    assert Path(installed.axe()).exists()

@@ -1,0 +1,164 @@
+"""An idle worker: what it asks the database, and what wakes it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.support.shop import TOPIC, Shop, paid, statuses
+from tests.support.sources import Memory
+from tests.support.waiting import eventually
+from tests.support.workers import running, worker
+from txbox import Message, Retry, session
+from txbox.brokers.base import Delivery
+from txbox.brokers.local import Local
+from txbox.worker import table
+
+NEVER_S = 3600.0
+
+
+class Points:
+    """The statements of a process: each passes a crash point before it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        monkeypatch.setattr(session, "crash_point", self._note)
+
+    def _note(self, point: str) -> None:
+        # what the pulse says and asks every few seconds is the same for any number of handlers
+        if threading.current_thread().name != "txbox-pulse":
+            self.seen.append(point)
+
+    def sent(self) -> list[str]:
+        return [point.removeprefix("before:") for point in self.seen if point.startswith("before:")]
+
+
+@pytest.mark.parametrize("handlers", [1, 100])
+def test_an_idle_worker_asks_for_all_consumers_at_once_and_once_a_second(
+    shop: Shop, handlers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(handlers):
+        shop.handler(consumer=f"consumer-{number}")
+    shop.app.consume(Memory([], endless=True))
+    points = Points(monkeypatch)
+    with running(worker(shop.app, maintenance=True)):
+        # it has looked often at first: the last pauses were whole seconds
+        eventually(lambda: points.sent().count("due") >= 8)
+        points.seen.clear()
+        started = time.monotonic()
+        eventually(lambda: points.sent().count("due") >= 4)
+        took_s = time.monotonic() - started
+        assert points.sent() == ["due"] * 4, "nothing but one statement for all of them"
+        assert took_s >= 3 * 0.75
+    assert shop.calls == []
+
+
+def test_one_consumer_that_is_busy_costs_the_idle_ones_nothing(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        shop.app.handler(f"other-{number}", consumer=f"other-{number}")(_nothing)
+    shop.handler(mode="stored")
+    source = Memory([paid(f"m{number}") for number in range(200)], endless=True)
+    shop.app.consume(source)
+    points = Points(monkeypatch)
+    with running(worker(shop.app)):
+        eventually(lambda: statuses(shop.raw) == {"processed": 200})
+    # before, each of them looked for itself, twice
+    assert points.sent().count("lease") < 20
+
+
+def test_a_retry_starts_when_it_is_due_however_seldom_an_idle_worker_looks(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran_at: list[float] = []
+
+    def fail_once(message: Message[Any], _tx: Any) -> None:
+        ran_at.append(time.monotonic())
+        if message.attempt == 1:
+            raise Retry(after=timedelta(seconds=1.5))
+
+    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    shop.handler(fail_once)
+    source = Memory([paid("m1")], endless=True)
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        eventually(lambda: statuses(shop.raw) == {"processed": 1})
+    first, second = ran_at
+    assert second - first >= 1.4, "not before it is due"
+
+
+def test_what_this_process_sends_wakes_its_worker(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    monkeypatch.setattr(table, "_BUSY_S", NEVER_S)
+    points = Points(monkeypatch)
+    shop.handler()
+    shop.app.consume(Memory([], endless=True))
+    with running(worker(shop.app)):
+        eventually(lambda: "after:due" in points.seen)
+        shop.app.send(paid("m1"))
+        eventually(lambda: statuses(shop.raw) == {"processed": 1})
+        # stored as a webhook stores
+        shop.app.send_many([paid("m2"), paid("m3")])
+        eventually(lambda: statuses(shop.raw) == {"processed": 3})
+    assert points.sent().count("due") == 1
+    assert shop.app.left is None, "nobody is told any more"
+
+
+def test_what_process_parks_is_retried_by_the_worker_of_this_process(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_once(message: Message[Any], _tx: Any) -> None:
+        if message.attempt == 1:
+            raise Retry(after=timedelta(milliseconds=100))
+
+    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    points = Points(monkeypatch)
+    shop.handler(fail_once)
+    shop.app.consume(Memory([], endless=True))
+    with running(worker(shop.app)):
+        # the next look is more than ten seconds away
+        eventually(lambda: points.sent().count("due") >= 8)
+        shop.deliver(paid("m1"))
+        asked = points.sent().count("due")
+        eventually(lambda: statuses(shop.raw) == {"processed": 1})
+        assert points.sent().count("due") > asked
+    assert shop.calls == ["m1", "m1"]
+
+
+def test_what_is_staged_for_a_handler_of_this_app_wakes_its_consumer_alone(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    monkeypatch.setattr(table, "_BUSY_S", NEVER_S)
+    done = threading.Event()
+
+    def stage(message: Message[Any], tx: Any) -> None:
+        shop.app.outbox.stage(tx, "next", {"n": 1}, key=message.key)
+
+    def note(_message: Message[Any], _tx: Any) -> None:
+        done.set()
+
+    shop.handler(stage)
+    shop.app.handler("next", consumer="next")(note)
+    for number in range(20):
+        shop.app.handler(f"other-{number}", consumer=f"other-{number}")(_nothing)
+    shop.app.publish(Local())
+    source = Memory([], endless=True)
+    shop.app.consume(source)
+    points = Points(monkeypatch)
+    with running(worker(shop.app)):
+        eventually(lambda: "after:due" in points.seen)
+        source.waiting.append(Delivery(paid("m1"), TOPIC))
+        assert done.wait(30)
+        assert points.sent().count("lease") <= 4
+
+
+def _nothing(_message: Message[Any], _tx: Any) -> None:
+    return None
