@@ -21,6 +21,7 @@ from tests.support.servers.control import ThrowawayPostgres
 from tests.support.servers.leftovers import throwaway_name
 from tests.support.servers.postgresql import PgBouncerServer
 from tests.support.shop import Shop, paid
+from tests.support.tidying import SESSIONS
 from tests.support.waiting import eventually
 from txbox import App, Lease, Limits, Message, Reject
 from txbox.admin import Admin
@@ -227,6 +228,22 @@ def test_a_transaction_that_is_left_open(database: Any, raw: RawOf) -> None:
         app.handler("orders", consumer="billing")(_nothing)
         found = eventually(lambda: findings(app).get("old-transaction"), "the finding")
     assert "KILL" in found.remedy or "pg_terminate_backend" in found.remedy
+
+
+def test_transactions_are_seen_beside_a_statement_with_bytes(database: Any, raw: RawOf) -> None:
+    """MySQL's list of transactions cannot be read while anybody runs such a statement."""
+    if database.name != "mysql":
+        pytest.skip("it is a fault of MySQL")
+    busy, view = raw(database.url), raw(database.url)
+    asleep = threading.Thread(
+        target=lambda: busy.execute("DO (SELECT SLEEP(3) = ?)", (b"\xa3U\xb3g\x8a\x11",))
+    )
+    asleep.start()
+    sleeping = f"SELECT 1 FROM {SESSIONS} WHERE db = DATABASE() AND state = 'User sleep'"
+    eventually(lambda: view.rows(sleeping))
+    assert "old transactions" not in [one.what for one in diagnosed(database.url).unchecked]
+    assert view.rows(sleeping)
+    asleep.join()
 
 
 def test_dead_rows_that_nobody_vacuums(postgresql_url: str, raw: RawOf) -> None:

@@ -151,6 +151,7 @@ def test_a_database_that_hangs_does_not_outlast_the_grace(
         (line,) = [line for line in run.lines if "cut off" in line]
         assert "grace of 5 s: " in line
         assert "the database postgresql://" in line or "the database mysql://" in line
+        assert line.count("the database") == 1
 
 
 def test_several_processes_end_within_the_grace(postgresql_url: str, tmp_path: Path) -> None:

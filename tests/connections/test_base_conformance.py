@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.connections import KINDS, Given, Held, Kind, statement
 from tests.support.databases import Raw
+from tests.support.tidying import SESSIONS
 from tests.support.waiting import eventually
 from txbox.errors import Fault, StoreError
 from txbox.session import Raised, Session, Statement, drive, drive_async
@@ -56,7 +57,7 @@ def _text(value: Any) -> str:
 BACKEND = {"postgresql": "SELECT pg_backend_pid()", "mysql": "SELECT CONNECTION_ID()"}
 ALIVE = {
     "postgresql": "SELECT 1 FROM pg_stat_activity WHERE pid = ?",
-    "mysql": "SELECT 1 FROM information_schema.processlist WHERE id = ?",
+    "mysql": f"SELECT 1 FROM {SESSIONS} WHERE id = ?",
 }
 
 
@@ -396,7 +397,7 @@ def test_a_deadlock_is_a_conflict(given: Given, db: Raw, number: int) -> None:
 BLOCKED = {
     "postgresql": "SELECT 1 FROM pg_locks WHERE NOT granted AND pid = ?",
     # innodb_trx is a cache that polling keeps from being refreshed
-    "mysql": "SELECT 1 FROM information_schema.processlist WHERE state = 'Updating' AND id = ?",
+    "mysql": f"SELECT 1 FROM {SESSIONS} WHERE state = 'Updating' AND id = ?",
 }
 
 

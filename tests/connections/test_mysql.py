@@ -17,6 +17,7 @@ import pytest
 from tests.support.blocked import acquired, released
 from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
+from tests.support.tidying import LOCK_WAITS
 from txbox.connections import borrow, open_database
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import Statement, blocking
@@ -173,8 +174,7 @@ def test_a_deadlock_that_a_handler_swallows_is_found_out(
 
 def _until_waiting(db: Raw, connection: int) -> None:
     deadline = time.monotonic() + 10
-    waiting = "SELECT trx_state FROM information_schema.innodb_trx WHERE trx_mysql_thread_id = ?"
-    while db.rows(waiting, (connection,)) != [("LOCK WAIT",)]:
+    while not db.rows(f"{LOCK_WAITS} AND id = ?", (connection,)):
         assert time.monotonic() < deadline, "the rival does not wait for a lock"
         # the server refreshes this table only when nobody has read it for 0.1 s
         time.sleep(0.15)

@@ -20,6 +20,7 @@ import txbox
 from tests.support.databases import Database, NewDatabase, Raw, representatives, require
 from tests.support.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
 from tests.support.shop import CONSUMER, Shop, add_effect, execute, opened, paid, row
+from tests.support.tidying import LOCK_WAITS
 from txbox import Inbox, Limits, Message, Outcome, StoreError, StoreUnavailable
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, TransactionRetried
@@ -225,9 +226,7 @@ def rival_waits(raw: Raw) -> bool:
     sql = {
         "postgresql": "SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid) "
         "WHERE NOT granted AND datname = current_database()",
-        "mysql": "SELECT count(*) FROM information_schema.innodb_trx"
-        " JOIN information_schema.processlist ON id = trx_mysql_thread_id"
-        " WHERE db = DATABASE() AND trx_state = 'LOCK WAIT'",
+        "mysql": f"SELECT count(*) FROM ({LOCK_WAITS} AND db = DATABASE()) AS waiting",
     }[raw.product]
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:

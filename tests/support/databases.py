@@ -23,6 +23,7 @@ import pytest
 import txbox
 from tests.support.servers import VARIABLES, server_urls, servers_required
 from tests.support.tidying import (
+    SESSIONS,
     MySQLState,
     mysql_state,
     postgresql_state,
@@ -320,9 +321,7 @@ class MySQL(Server):
     def drop(self, url: str) -> None:
         name = _database(url)
         # A forgotten transaction would hold its tables' metadata locks against the DROP.
-        for (connection_id,) in self.admin.rows(
-            "SELECT id FROM information_schema.processlist WHERE db = ?", (name,)
-        ):
+        for (connection_id,) in self.admin.rows(f"SELECT id FROM {SESSIONS} WHERE db = ?", (name,)):
             try:
                 self.admin.execute(f"KILL {connection_id}")
             except pymysql.Error as error:

@@ -106,6 +106,16 @@ def tidy_postgresql(look: _Look, state: tuple[str, frozenset[str]]) -> bool:
 
 # --- MySQL and MariaDB: the statement that makes each table, and the names of everything else.
 
+#: The sessions of a server. MySQL's information_schema fails (3854) for as long as any of them runs a statement with
+#: bytes that are not UTF-8, and MariaDB has no other: each of them reads the line of the other as a comment.
+SESSIONS = "/*!80000 performance_schema.processlist */ /*M! information_schema.processlist */"
+#: The sessions that wait for a lock, for one more condition.
+LOCK_WAITS = (
+    f"SELECT id FROM {SESSIONS}"
+    " /*M! JOIN information_schema.innodb_trx ON id = trx_mysql_thread_id WHERE trx_state = 'LOCK WAIT' */"
+    " /*!80000 JOIN performance_schema.threads ON id = processlist_id"
+    " JOIN performance_schema.data_lock_waits ON thread_id = requesting_thread_id WHERE true */"
+)
 _COUNTER = re.compile(r" AUTO_INCREMENT=\d+")
 _ELSE = """
 SELECT concat_ws('|', 'trigger', trigger_name, action_statement)
@@ -122,7 +132,7 @@ UNION ALL SELECT concat_ws('|', 'schema', default_character_set_name, default_co
 class MySQLState:
     tables: dict[str, str]
     others: list[str]
-    version: list[tuple[Any, ...]]
+    versions: list[tuple[Any, ...]]
 
 
 def _tables(look: _Look, name: str) -> dict[str, str]:
@@ -142,19 +152,20 @@ def _others(look: _Look, name: str) -> list[str]:
     return sorted(str(line) for (line,) in look.rows(_ELSE, (name,) * 5))
 
 
+def _versions(look: _Look, name: str) -> list[tuple[Any, ...]]:
+    """Without the time of each: every database is made by itself."""
+    return look.rows(f"SELECT version, compatible_from FROM `{name}`.txbox_schema ORDER BY version")
+
+
 def mysql_state(look: _Look, name: str) -> MySQLState:
     """What `tidy_mysql` compares with: of a database that nobody has used."""
     tables = {table: _COUNTER.sub("", text) for table, text in _tables(look, name).items()}
-    return MySQLState(
-        tables, _others(look, name), look.rows(f"SELECT * FROM `{name}`.txbox_schema")
-    )
+    return MySQLState(tables, _others(look, name), _versions(look, name))
 
 
 def tidy_mysql(look: _Look, name: str, state: MySQLState) -> bool:
     """Whether the database is now as it was when its state was taken."""
-    if not _alone(
-        look, "SELECT count(*) FROM information_schema.processlist WHERE db = ?", (name,)
-    ):
+    if not _alone(look, f"SELECT count(*) FROM {SESSIONS} WHERE db = ?", (name,)):
         return False
     tables = _tables(look, name)
     if more := tables.keys() - state.tables.keys():
@@ -162,7 +173,7 @@ def tidy_mysql(look: _Look, name: str, state: MySQLState) -> bool:
     kept = {table: _COUNTER.sub("", text) for table, text in tables.items() if table not in more}
     if kept != state.tables or _others(look, name) != state.others:
         return False
-    if look.rows(f"SELECT * FROM `{name}`.txbox_schema") != state.version:
+    if _versions(look, name) != state.versions:
         return False
     for table, text in kept.items():
         # a counter moves with every row, committed or not; a table without one may have had some

@@ -15,6 +15,7 @@ import pytest
 from tests.support.databases import Raw
 from tests.support.shop import TOPIC, Shop, opened, paid, statuses
 from tests.support.sources import Memory
+from tests.support.tidying import SESSIONS
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
 from txbox import Batching, ConfigurationError, Lease, Limits, Message, Retry
@@ -25,7 +26,7 @@ BESIDE = 4
 CONNECTIONS = {
     "postgresql": "SELECT count(*) - 1 FROM pg_stat_activity WHERE datname = current_database() "
     "AND backend_type = 'client backend'",
-    "mysql": "SELECT count(*) - 1 FROM information_schema.processlist WHERE db = DATABASE()",
+    "mysql": f"SELECT count(*) - 1 FROM {SESSIONS} WHERE db = DATABASE()",
 }
 
 

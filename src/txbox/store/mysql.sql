@@ -1106,13 +1106,20 @@ SELECT DISTINCT table_name, index_name, TRUE FROM information_schema.statistics
 -- InnoDB purges by itself.
 
 -- name: doctor_transactions
--- The oldest one of somebody else that holds back purge; it takes the right PROCESS.
-SELECT 'session', CAST(trx.trx_mysql_thread_id AS CHAR), COALESCE(own.user, ''), trx.trx_state,
-       TIMESTAMPDIFF(MICROSECOND, trx.trx_started, NOW(6)) / 1e6
-  FROM information_schema.innodb_trx AS trx
-  LEFT JOIN information_schema.processlist AS own ON own.id = trx.trx_mysql_thread_id
- WHERE trx.trx_mysql_thread_id NOT IN (0, CONNECTION_ID())
- ORDER BY trx.trx_started LIMIT 1
+-- The oldest one of somebody else that holds back purge. What one of the two products runs, the other reads as a comment:
+-- MariaDB's tables take the right PROCESS. Those of the same name in MySQL fail (3854) for as long as any session
+-- runs a statement with bytes that are not UTF-8, as our tokens are; the others take SELECT on performance_schema.
+/*M! SELECT 'session', CAST(trx.trx_mysql_thread_id AS CHAR), COALESCE(client.user, ''), trx.trx_state,
+            TIMESTAMPDIFF(MICROSECOND, trx.trx_started, NOW(6)) / 1e6 AS age_s
+       FROM information_schema.innodb_trx AS trx
+       LEFT JOIN information_schema.processlist AS client ON client.id = trx.trx_mysql_thread_id
+      WHERE trx.trx_mysql_thread_id NOT IN (0, CONNECTION_ID()) */
+/*!80000 SELECT 'session', CAST(client.processlist_id AS CHAR), COALESCE(client.processlist_user, ''), trx.state,
+                trx.timer_wait / 1e12 AS age_s
+           FROM performance_schema.events_transactions_current AS trx
+           JOIN performance_schema.threads AS client USING (thread_id)
+          WHERE trx.state = 'ACTIVE' AND client.processlist_id <> CONNECTION_ID() */
+ ORDER BY age_s DESC LIMIT 1
 
 -- name: doctor_standbys
 -- How far behind a replica is, only the replica tells.

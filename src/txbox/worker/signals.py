@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -31,12 +31,15 @@ def last_s(grace_s: float) -> float:
 
 
 @contextmanager
-def draining_on_signals(drain: Callable[[], None], grace_s: float) -> Generator[None]:
+def draining_on_signals(
+    drain: Callable[[], None], grace_s: float, awaited: Callable[[], Sequence[str]] = tuple
+) -> Generator[None]:
     """Handle both signals until the block is left; for the main thread.
 
     Args:
         drain: called inside of a signal handler, between any two instructions of the main thread.
         grace_s: so long after the first signal the process ends with status 1, whatever hangs in it.
+        awaited: what has not ended by then, as the log says it.
     """
     received = 0
     # of the monotonic clock; None when the block is left. SimpleQueue.put may interrupt itself
@@ -61,7 +64,8 @@ def draining_on_signals(drain: Callable[[], None], grace_s: float) -> Generator[
             # later than a worker that waits for nothing any more, sooner than the last resort
             ends.get(timeout=max(0.0, end - last_s(grace_s) / 2 - time.monotonic()))
         except Empty:
-            _cut_off(f"The drain was cut off after its grace of {grace_s:g} s: something hangs.")
+            what = ", ".join(awaited()) or "something hangs"
+            _cut_off(f"The drain was cut off after its grace of {grace_s:g} s: {what}.")
 
     _nowhere()
     # made beforehand: a signal handler must not start threads

@@ -124,6 +124,9 @@ class Worker:
         self.cut_off = False
         #: When the grace is over, of the monotonic clock; None while nothing has asked for the end.
         self.ends_at: float | None = None
+        self._silent = [f"the database {app.database.name} did not answer"]
+        # what the main thread waits for, as it is said when the grace ends before that
+        self._awaited: Sequence[str] = ()
 
     # -- from outside -------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class Worker:
         the start, 1 anything that should not have happened.
         """
         with (
-            draining_on_signals(self._signalled, self._grace_s)
+            draining_on_signals(self._signalled, self._grace_s, lambda: self._awaited)
             if self._install_signals
             else nullcontext()
         ):
@@ -159,7 +162,9 @@ class Worker:
 
     def _start(self) -> None:
         """Check everything that can be checked, then open the sources, then start the lanes."""
+        self._awaited = self._silent
         topics = self._check()
+        self._awaited = ()
         if self._relay:
             self._relays = Relays(
                 self._app,
@@ -172,7 +177,9 @@ class Worker:
         self._lanes.make(self._relays.look if self._relays is not None else None)
         self._open_sources(topics)
         if self._crash is None:
+            self._awaited = self._silent
             self._consume(topics)
+            self._awaited = ()
 
     def _check(self) -> list[Sequence[str]]:
         """Check what can be checked before sources are open; returns the topics to ask each for."""
@@ -355,6 +362,8 @@ class Worker:
             left += [
                 f"the relay to {name} did not end" for name in self._relays.join(self._left_s(last))
             ]
+        # should the watch of signals.py be first, it says the same
+        self._awaited = [*left, *self._silent]
         answered = self._background.join(self._left_s(last))
         if self._poll is not None:
             self._app.left = None
@@ -362,9 +371,7 @@ class Worker:
             answered = answered and not self._poll.is_alive()
         if self._pulse is not None:
             self._pulse.end(self._left_s(last))
-        if not (self._close(last, clean=not left) and answered):
-            left.append(f"the database {self._app.database.name} did not answer")
-        return left
+        return left if self._close(last, clean=not left) and answered else left + self._silent
 
     def _wait_until(self, done: Callable[[], bool], before_end_s: float) -> bool:
         """Handle reports until it is done; returns False when that takes until so long before the end."""
@@ -380,7 +387,6 @@ class Worker:
         """Give leased rows back and close; returns whether the database let it. Never waits for one that hangs."""
         ended: list[BaseException | None] = []
         closing = thread("txbox-close", lambda: self._give_back(clean), ended.append)
-        # told before the watch of signals.py says that something hangs
         closing.join(max(self._left_s(before_end_s), self._left_s(0.0) / 4))
         if ended and ended[0] is not None:
             raise ended[0]
