@@ -170,6 +170,16 @@ def test_sqlite_uses_nothing_newer_than_its_oldest_version() -> None:
     assert sqlite3.sqlite_version_info >= (3, 35)
 
 
+def test_mysql_joins_rows_that_it_changes_by_their_key() -> None:
+    """By its own choice it may read a small table through, and wait for a row that a handler holds."""
+    joined = [
+        match
+        for sql in dialect("mysql").queries.values()
+        for match in re.findall(r"STRAIGHT_JOIN \w+ AS \w+\s+(FORCE INDEX \(\w+\)|\w+)", sql)
+    ]
+    assert set(joined) == {"FORCE INDEX (PRIMARY)", "FORCE INDEX (txbox_attempt_message)"}
+
+
 def test_mysql_never_ignores_an_error_of_an_insert() -> None:
     for sql in dialect("mysql").queries.values():
         assert "IGNORE" not in sql.upper()

@@ -13,12 +13,14 @@
 -- fragment: text column
 CONVERT([column] USING utf8mb4)
 
--- fragment: picked table
+-- fragment: picked table index
 -- A list of pairs is a derived table: for `(a, b) IN (…)` with a few hundred pairs, MariaDB stops using the key and
--- locks the whole table. The comment contains a word that only MySQL reads, and requires.
+-- locks the whole table. The comment contains a word that only MySQL reads, and requires. FORCE INDEX: joined, too, a
+-- small table may be read through, and then a row that a handler holds is waited for.
 (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
         SELECT consumer, message_id FROM m) AS picked
-       STRAIGHT_JOIN [table] AS own ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+       STRAIGHT_JOIN [table] AS own FORCE INDEX ([index])
+          ON own.consumer = picked.consumer AND own.message_id = picked.message_id
 
 -- ---- claims.py ------------------------------------------------------------------------------------------------------
 
@@ -332,7 +334,7 @@ SELECT [text consumer], [text message_id], [text topic], starts,
 
 -- name: rescue_take
 
-UPDATE [picked txbox_inbox]
+UPDATE [picked txbox_inbox, PRIMARY]
    SET own.status = CASE WHEN own.starts >= :max_starts THEN 'dead' ELSE 'failed' END,
        own.lease_until = NULL, own.token = NULL, own.updated_at = UTC_TIMESTAMP(6),
        own.next_attempt_at = CASE WHEN own.starts < :max_starts THEN UTC_TIMESTAMP(6) END,
@@ -349,7 +351,8 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
            AND (:consumer IS NULL OR consumer = :consumer)
          LIMIT :limit
            FOR UPDATE SKIP LOCKED) AS broken
-       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = broken.consumer AND own.message_id = broken.message_id
+       STRAIGHT_JOIN txbox_inbox AS own FORCE INDEX (PRIMARY)
+          ON own.consumer = broken.consumer AND own.message_id = broken.message_id
    SET own.status = 'dead', own.token = NULL, own.next_attempt_at = NULL, own.updated_at = UTC_TIMESTAMP(6),
        own.error_type = 'TransactionBroken',
        own.error = 'the handler ended the transaction of its message; what it wrote is not known',
@@ -443,10 +446,10 @@ SELECT [text consumer], [text message_id]
 
 -- name: prune_take
 -- Deletes rows that prune locked in this transaction.
-DELETE own FROM [picked txbox_inbox]
+DELETE own FROM [picked txbox_inbox, PRIMARY]
 
 -- name: prune_attempts
-DELETE own FROM [picked txbox_attempt]
+DELETE own FROM [picked txbox_attempt, txbox_attempt_message]
 
 -- name: prunable
 SELECT count(*) FROM txbox_inbox
@@ -499,7 +502,7 @@ SELECT [text consumer], [text message_id], hash, kept_bytes FROM txbox_quarantin
 -- fragment: picked_quarantined
 (WITH m (consumer, message_id, hash) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id, :rows.hash)})
         SELECT consumer, message_id, hash FROM m) AS picked
-       STRAIGHT_JOIN txbox_quarantine AS own
+       STRAIGHT_JOIN txbox_quarantine AS own FORCE INDEX (PRIMARY)
           ON own.consumer = picked.consumer AND own.message_id = picked.message_id AND own.hash = picked.hash
 
 -- name: drop_quarantined
@@ -520,7 +523,8 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
            AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
          LIMIT :limit
            FOR UPDATE SKIP LOCKED) AS old
-       STRAIGHT_JOIN txbox_inbox AS own ON own.consumer = old.consumer AND own.message_id = old.message_id
+       STRAIGHT_JOIN txbox_inbox AS own FORCE INDEX (PRIMARY)
+          ON own.consumer = old.consumer AND own.message_id = old.message_id
    SET own.payload = NULL, own.headers = NULL, own.origin = NULL, own.content_type = NULL, own.has_payload = FALSE
 
 -- name: due
@@ -817,13 +821,13 @@ SELECT [text consumer], [text message_id], arrival, error_type
 
 -- name: inbox_retry
 -- Grants a full new budget of attempts; the history stays in txbox_attempt.
-UPDATE [picked txbox_inbox]
+UPDATE [picked txbox_inbox, PRIMARY]
    SET own.status = 'failed', own.attempts = 0, own.starts = 0, own.next_attempt_at = UTC_TIMESTAMP(6),
        own.updated_at = UTC_TIMESTAMP(6), own.lease_until = NULL, own.token = NULL
  WHERE own.status IN ('dead', 'failed')
 
 -- name: inbox_discard
-UPDATE [picked txbox_inbox]
+UPDATE [picked txbox_inbox, PRIMARY]
    SET own.status = 'discarded', own.processed_at = UTC_TIMESTAMP(6), own.updated_at = UTC_TIMESTAMP(6),
        own.next_attempt_at = NULL, own.lease_until = NULL, own.token = NULL
  WHERE own.status IN ('dead', 'failed', 'pending')
@@ -1201,7 +1205,7 @@ SELECT [text own.consumer]
 -- name: explain_inbox
 -- Which of these keys there are.
 SELECT [text own.consumer], [text own.message_id], own.status, [text own.topic]
-  FROM [picked txbox_inbox]
+  FROM [picked txbox_inbox, PRIMARY]
 
 -- name: explain_outbox
 -- Which of these outgoing messages there are.
