@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psycopg
@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.databases import Raw
 from tests.support.recording import Recorder
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Message, Outbox, RelayPolicy
 from txbox.connections import psycopg as psycopg_adapter
 from txbox.relay import Relays, relay
@@ -29,7 +29,9 @@ from txbox.worker.driving import Driver
 
 Look = Callable[[str], Raw]
 ROOT = Path(__file__).parents[2]
-POLL_S = 5.0
+OFTEN = RelayPolicy(poll=timedelta(seconds=1))
+# no look falls into a test that waits to be woken
+SELDOM_S = 2 * DEADLINE_S
 ARRIVED = "SELECT 1 FROM txbox_inbox WHERE message_id = ?"
 LISTENERS = (
     "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
@@ -37,44 +39,38 @@ LISTENERS = (
 
 #: Another process: stages a message for each line it reads, and answers when it has committed.
 STAGER = """
-import sys, time, psycopg
+import sys, psycopg
 from txbox import Outbox
 outbox = Outbox(notify=True)
 with psycopg.connect(sys.argv[1]) as tx:
     for line in sys.stdin:
         outbox.stage(tx, "t", line.strip())
         tx.commit()
-        print(time.time(), flush=True)
+        print("committed", flush=True)
 """
 
 
 class Running:
-    """Relays in this process, whose looks are five seconds apart, and a process that stages."""
+    """Relays in this process, and a process that stages."""
 
     def __init__(self, url: str) -> None:
-        self.arrived: dict[str, float] = {}
-        self._changed = threading.Condition()
+        self._arrived: SimpleQueue[str] = SimpleQueue()
         self._stager = subprocess.Popen(
             [sys.executable, "-c", STAGER, url],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def sent(self, message: Message[Any]) -> None:
-        """Confirm, and remember when."""
-        with self._changed:
-            self.arrived[message.json()] = time.time()
-            self._changed.notify_all()
+        self._arrived.put(message.json())
 
-    def latency_s(self, body: str) -> float:
-        """From the commit in the other process to the publish here."""
+    def delivers(self, body: str) -> None:
+        """Have the other process commit this message, and wait until it is published here."""
         assert self._stager.stdin is not None
         assert self._stager.stdout is not None
         self._stager.stdin.write(f"{body}\n")
         self._stager.stdin.flush()
-        committed = float(self._stager.stdout.readline())
-        with self._changed:
-            assert self._changed.wait_for(lambda: body in self.arrived, 3 * POLL_S)
-        return self.arrived[body] - committed
+        assert self._stager.stdout.readline() == "committed\n"
+        assert self._arrived.get(timeout=DEADLINE_S) == body
 
     def end(self) -> None:
         self._stager.communicate(timeout=20)
@@ -98,28 +94,28 @@ def running(url: str, app: App) -> Iterator[Running]:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> RelayPolicy:
-    """Relays that do not look more often after work: what comes sooner was woken."""
-    monkeypatch.setattr(relay, "_BUSY_S", POLL_S)
-    return RelayPolicy(poll=timedelta(seconds=POLL_S))
+def seldom(monkeypatch: pytest.MonkeyPatch) -> RelayPolicy:
+    """Relays that do not look by themselves, nor more often after work: what comes was woken."""
+    monkeypatch.setattr(relay, "_BUSY_S", SELDOM_S)
+    return RelayPolicy(poll=timedelta(seconds=SELDOM_S))
 
 
 def test_a_commit_in_another_process_is_published_at_once(
-    postgresql_url: str, raw: Look, slow: RelayPolicy
+    postgresql_url: str, raw: Look, seldom: RelayPolicy
 ) -> None:
     look = raw(postgresql_url)
     with (
-        App(postgresql_url, relaying=slow, notify=True) as app,
+        App(postgresql_url, relaying=seldom, notify=True) as app,
         running(postgresql_url, app) as run,
     ):
         eventually(lambda: look.rows(LISTENERS))
-        latencies = [run.latency_s(f"m{n}") for n in range(6)]
-        assert max(latencies) < 1.0, latencies
+        for number in range(6):
+            run.delivers(f"m{number}")
         # the server, or a network, ends the listener's connection: it comes back by itself
         (before,) = look.rows(LISTENERS)
         look.rows("SELECT pg_terminate_backend(?)", before)
         eventually(lambda: (now := look.rows(LISTENERS)) and now != [before])
-        assert run.latency_s("again") < 1.0
+        run.delivers("again")
     assert not look.rows(LISTENERS)
 
 
@@ -129,8 +125,8 @@ from datetime import timedelta
 from txbox import App, Message, RelayPolicy
 from txbox.relay import relay
 
-relay._BUSY_S = 5.0
-app = App(os.environ["SHOP_URL"], notify=True, relaying=RelayPolicy(poll=timedelta(seconds=5)))
+relay._BUSY_S = 120.0
+app = App(os.environ["SHOP_URL"], notify=True, relaying=RelayPolicy(poll=timedelta(seconds=120)))
 
 @app.handler("inside", consumer="inside")
 def inside(message: Message, tx): ...
@@ -152,9 +148,7 @@ def test_the_command_is_woken_and_ends_when_it_is_told_to(
             for _ in range(3):
                 staged = outbox.stage(tx, "inside", {})
                 tx.commit()
-                committed = time.monotonic()
                 eventually(partial(look.rows, ARRIVED, (staged,)))
-                assert time.monotonic() - committed < 1.5
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -162,26 +156,25 @@ def test_the_command_is_woken_and_ends_when_it_is_told_to(
 
 
 def test_without_its_connection_polling_delivers(
-    postgresql_url: str, raw: Look, slow: RelayPolicy, monkeypatch: pytest.MonkeyPatch
+    postgresql_url: str, raw: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psycopg_adapter, "_PAUSE_S", (600.0, 600.0))
     look = raw(postgresql_url)
     with (
-        App(postgresql_url, relaying=slow, notify=True) as app,
+        App(postgresql_url, relaying=OFTEN, notify=True) as app,
         running(postgresql_url, app) as run,
     ):
         (before,) = eventually(lambda: look.rows(LISTENERS))
-        assert run.latency_s("heard") < 1.0
         look.rows("SELECT pg_terminate_backend(?)", before)
         eventually(lambda: not look.rows(LISTENERS))
-        assert run.latency_s("polled") < 1.25 * POLL_S + 1
+        run.delivers("polled")
 
 
 def test_through_a_transaction_pooler_polling_delivers(
-    pgbouncer_url: str, slow: RelayPolicy
+    pgbouncer_url: str,
 ) -> None:
-    with App(pgbouncer_url, relaying=slow, notify=True) as app, running(pgbouncer_url, app) as run:
-        assert run.latency_s("polled") < 1.25 * POLL_S + 1
+    with App(pgbouncer_url, relaying=OFTEN, notify=True) as app, running(pgbouncer_url, app) as run:
+        run.delivers("polled")
 
 
 def test_a_notification_comes_with_the_commit_and_not_without(postgresql_url: str) -> None:

@@ -327,7 +327,7 @@ def unavailable(publisher: Publisher, rig: Rig) -> None:
     started = time.monotonic()
     with pytest.raises(BrokerUnavailable):
         publisher.publish([message(rig, "lost"), message(rig, "lost too")], SHORT_S)
-    assert time.monotonic() - started < SHORT_S + 1.5  # the machine may be busy
+    assert time.monotonic() - started < SHORT_S + 5  # the machine may be busy
 
 
 def again(publisher: Publisher, sent: Message[Any]) -> bool:
