@@ -8,7 +8,7 @@ PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers test-slow test-ui crash crash-brokers bench bench-peers bench-soak docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -62,7 +62,14 @@ bench-soak: dev ## Ten minutes of steady load: rate, latency and memory every 10
 bench-peers: dev ## Measure the peers beside txbox; installs them first
 	@$(PY) -m tests.support.servers run --durable -- $(PY) -m benchmarks P16 $(ARGS)
 
-docs: dev ## Check that the documentation says what the code does
+docs: .venv/.docs ## Build the documentation site into build/site: open index.html; no server needed
+	$(PY) docs/build.py
+
+.venv/.docs: .venv/.synced
+	@.ci/sync docs
+	@touch $@
+
+test-docs: dev ## Check that the documentation says what the code does
 	$(BIN)/pytest tests/docs $(ARGS)
 
 servers: dev ## Start databases and brokers and leave them running

@@ -95,8 +95,12 @@ class App:
         codec: encrypts or compresses payloads and error texts at rest.
         tracing: spans of OpenTelemetry for what is staged, sent and processed; see `txbox.observers.tracing`.
         redact: what operators, logs and stored error texts never show; see Redaction.
-        limits, lease, retention, batching, relaying: policies; units and defaults are those of their
-            classes. Without `limits`, a claim gives up before a short `lease` runs out.
+        limits: how large a message may be, and how long a claim waits. Without it, a claim gives up
+            before a short `lease` runs out.
+        lease: how long a worker holds rows of the table; see Lease.
+        retention: when old rows are deleted; see Retention.
+        batching: what one transaction may take; see Batching.
+        relaying: how staged messages are sent; see RelayPolicy.
         notify: on PostgreSQL, wake relays in other processes at the commit of what is staged, by NOTIFY,
             instead of when they look next. It costs: transactions that notify commit one after the
             other, over all databases of the server, so that they share no flush. Relays listen on a
@@ -275,7 +279,8 @@ class App:
         Args:
             topic: "*" for every topic of the sources.
             consumer: part of the key of its inbox rows: keep it stable.
-            type, types: the message types it takes; without either, all.
+            type: the message type it takes; without it and `types`, all.
+            types: several message types.
             retry: when failures are tried again; see RetryPolicy.
             reject_on: exceptions that make the message dead at once.
             timeout: bound on one run; what it did is rolled back.
@@ -295,7 +300,7 @@ class App:
             gaps: with `sequence`, what to do about a missing version; see GapPolicy.
             lock_key: what the function locks, as a callable or a path: messages of one lock key
                 share a lane, and a batch is sorted by it.
-            message_id: a callable or a path like "body.order_id"; see SEMANTICS 1.2.
+            message_id: a callable or a path like "body.order_id".
             weak_ids: accept ids made of transport coordinates where a message has no other.
             id_scope: "topic" where ids are unique within a topic only.
             decode: a callable from Message to body, instead of the annotation.
@@ -368,7 +373,11 @@ class App:
         Its rows are those of the consumer `effect:<name>`; what it returns is kept as their result.
 
         Args:
-            retry, reject_on, timeout, pause_after, concurrency: as for `handler`.
+            retry: when failures are tried again; see RetryPolicy.
+            reject_on: exceptions that make the message dead at once.
+            timeout: bound on one run.
+            pause_after: a worker pauses the effect after so many failures in a row.
+            concurrency: lanes of one worker, 1 or more.
 
         Guarantee: carried out at least once for each `app.effects.stage(tx, name, …)` that commits.
         Give `message.idempotency_key` to the other side, so that a repeated call is one.
@@ -666,7 +675,9 @@ class App:
         """The dashboard, to be mounted in an application of your own; `txbox ui` serves it on a port of its own.
 
         Args:
-            authenticator, hosts, secret: as `txbox.ui.Dashboard` takes them.
+            authenticator: who may come in, as `txbox.ui.Dashboard` takes it.
+            hosts: names under which it is reached, beside those of loopback.
+            secret: 24 bytes or more, the same in all processes that serve it.
 
         Raises:
             ConfigurationError: its libraries are not installed, or there is no authenticator.

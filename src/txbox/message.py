@@ -115,14 +115,15 @@ class Message(Generic[Body]):
         topic: the topic, queue, subject or stream it came from.
         payload: the raw bytes; None is a tombstone. Text is encoded as UTF-8.
         id: the producer's id. Without one, a `message-id` header or CloudEvents `source` and `id`
-            are used (SEMANTICS 1.2).
+            are used.
         type: the event type that handlers select by.
         key: the ordering key.
         headers: pairs or a mapping; repeated names are kept.
         origin: transport coordinates (partition, offset, delivery tag …), for people to read.
         sequence: the producer's version number for `key`, if it keeps one.
-        consumer, attempt, received_at, body: filled in before a handler sees the message.
-            `attempt` counts from 1; `body` is decoded according to the handler's annotation.
+
+    Before a handler sees it, `consumer`, `attempt` (from 1), `received_at` and `body` (decoded according to the
+    handler's annotation) are filled in.
     """
 
     topic: str

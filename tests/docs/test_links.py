@@ -23,9 +23,13 @@ def test_links_resolve(linked: Page) -> None:
             assert anchor in Page(path).anchors(), f"{linked.name} links {link}: no such heading"
 
 
-def test_every_page_is_linked_from_the_index() -> None:
-    index = page("docs/index.md")
-    linked = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links()}
+def test_every_page_is_linked_from_the_index_or_the_index_of_the_decisions() -> None:
+    indexes = page("docs/index.md"), page("docs/decisions/index.md")
+    linked = {
+        (index.path.parent / link.partition("#")[0]).resolve()
+        for index in indexes
+        for link in index.links()
+    }
     missing = [
         each.name
         for each in _PAGES

@@ -42,8 +42,7 @@ def deliver(
     Args:
         tx: work inside this transaction of the test; see `inside`.
 
-    Raises:
-        whatever `App.process` raises; for an async handler use `deliver_async`.
+    It raises whatever `App.process` raises. For an async handler use `deliver_async`.
     """
     return _within(app, tx).process(message, consumer=consumer)
 

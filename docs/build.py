@@ -1,0 +1,231 @@
+"""Build the documentation site into build/site: `make docs`, or `python docs/build.py`.
+
+docs/ is written so that it reads well on a code host, too: it links examples and results that lie outside of it. So
+the pages are staged first, under build/pages, with what they link; the navigation is the list of docs/index.md. Every
+page is also there as Markdown, beside its HTML, and llms.txt lists them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+BUILD = ROOT / "build"
+PAGES, SITE = BUILD / "pages", BUILD / "site"
+TOP = {
+    f"{name}.md": f"project/{name.lower()}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")
+}
+#: Shown as a page with highlighted code; anything else that a page links is copied as it is.
+_CODE = {".py": "python", ".yml": "yaml", ".yaml": "yaml", ".sql": "sql"}
+
+#: What the theme would load from the network: package, file in it and its SHA-256. The first lets search run from disk.
+_SCRIPTS = {
+    "shim.js": (
+        "iframe-worker@1.0.4",
+        "package/shim/index.js",
+        "e8e412dbcfea9b7e31b5ffa288d7b6035915e714c542f4176a0cdbe262fc9609",
+    ),
+    "mermaid.js": (
+        "mermaid@11.17.2",
+        "package/dist/mermaid.min.js",
+        "581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8",
+    ),
+}
+
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#\s]+)\)(.*)$")
+
+
+def stage() -> None:
+    """Copy the pages to build/pages, and beside them what they link outside of docs/."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    todo = [path for path in sorted(DOCS.rglob("*")) if path.is_file() and path.suffix != ".py"]
+    todo += [ROOT / name for name in TOP]
+    done: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path in done:
+            continue
+        done.add(path)
+        target = PAGES / _place(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            todo += [each for each in path.iterdir() if each.is_file()]
+            target.write_text(_listing(path))
+        elif path.suffix == ".md":
+            text = path.read_text()
+            todo += [found for found in _linked(path, text) if found not in done]
+            target.write_text(_relinked(path, text))
+        elif path.suffix in _CODE:
+            name = path.relative_to(ROOT)
+            target.write_text(f"# {name}\n\n```{_CODE[path.suffix]}\n{path.read_text()}```\n")
+        else:
+            shutil.copyfile(path, target)
+
+
+def _place(path: Path) -> str:
+    """Where a file of the repository is below build/pages."""
+    name = path.relative_to(ROOT).as_posix()
+    if name in TOP:
+        return TOP[name]
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).as_posix()
+    if path.is_dir():
+        return f"files/{name}/index.md"
+    return f"files/{name}.md" if path.suffix in _CODE else f"files/{name}"
+
+
+def _local(path: Path, link: str) -> tuple[Path, str] | None:
+    """The file that a link of this page means, and the link's fragment; None for the web's and the page's own."""
+    target, _, anchor = link.partition("#")
+    if "://" in link or not target or link.startswith("mailto:"):
+        return None
+    return (path.parent / target).resolve(), f"#{anchor}" if anchor else ""
+
+
+def _linked(path: Path, text: str) -> Iterator[Path]:
+    for _, link, _ in _LINK.findall(_FENCE.sub("", text)):
+        if (found := _local(path, link)) is not None:
+            yield found[0]
+
+
+def _relinked(path: Path, text: str) -> str:
+    here = Path(_place(path)).parent
+
+    def moved(match: re.Match[str]) -> str:
+        found = _local(path, match[2])
+        if found is None:
+            return match[0]
+        target = os.path.relpath(_place(found[0]), here)
+        return f"{match[1]}{target}{found[1]}{match[3]}"
+
+    pieces = re.split(f"({_FENCE.pattern})", text, flags=_FENCE.flags)
+    return "".join(each if each.startswith("```") else _LINK.sub(moved, each) for each in pieces)
+
+
+def _listing(folder: Path) -> str:
+    files = sorted(each for each in folder.iterdir() if each.is_file())
+    rows = "\n".join(f"- [{each.name}]({Path(_place(each)).name})" for each in files)
+    return f"# {folder.relative_to(ROOT)}\n\n{rows}\n"
+
+
+def navigation(index: str = "index.md") -> list[dict[str, Any]]:
+    """The lists of an index page: its second headings are sections, its third ones groups in them."""
+    sections: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
+    for line in _FENCE.sub("", (DOCS / index).read_text()).splitlines():
+        if line.startswith("## "):
+            entries = []
+            sections.append({line[3:]: entries})
+        elif line.startswith("### "):
+            entries = []
+            next(iter(sections[-1].values())).append({line[4:]: entries})
+        elif found := _ENTRY.match(line):
+            entries.append(_entry(index, found[1].replace("`", ""), found[2]))
+    return [section for section in sections if any(section.values())]
+
+
+def _entry(index: str, title: str, link: str) -> dict[str, Any]:
+    path = (DOCS / index).parent / link
+    place = _place(path.resolve())
+    if Path(link).name == "index.md":
+        inside = navigation(place)
+        return {
+            title: [place, *(each for section in inside for each in next(iter(section.values())))]
+        }
+    return {title: place}
+
+
+def _places(nav: list[Any]) -> Iterator[tuple[str, str]]:
+    for each in nav:
+        for title, inside in each.items() if isinstance(each, dict) else [("Overview", each)]:
+            if isinstance(inside, str):
+                yield title, inside
+            else:
+                yield from _places(inside)
+
+
+def build() -> None:
+    """Write build/site; anything the builder warns of is an error."""
+    stage()
+    nav = [{"txbox": "index.md"}, *navigation()]
+    settings = {"INHERIT": "../mkdocs.yml", "docs_dir": "pages", "site_dir": "site", "nav": nav}
+    config = BUILD / "mkdocs.yml"
+    config.write_text(json.dumps(settings, indent=1))  # JSON is YAML
+    shutil.rmtree(SITE, ignore_errors=True)
+    builder = Path(sys.executable).parent / "zensical"
+    command = [str(builder), "build", "--clean", "--strict", "-f", str(config)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = f"{done.stdout}{done.stderr}"
+    if (
+        done.returncode or "griffe:" in said
+    ):  # warnings of the docstrings' reader are not of --strict
+        sys.exit(said)
+    for page in PAGES.rglob("*.md"):
+        shutil.copyfile(page, SITE / page.relative_to(PAGES))
+    _localize()
+
+
+def _localize() -> None:
+    """Make the pages independent of the network: what the theme loads from it is a file of the site."""
+    scripts = {
+        name: _fetched(package, path, digest) for name, (package, path, digest) in _SCRIPTS.items()
+    }
+    if None in scripts.values():
+        print("docs: npm is missing: search and diagrams of the site then need the network")
+        return
+    for name, script in scripts.items():
+        assert script is not None
+        shutil.copyfile(script, SITE / "assets/javascripts" / name)
+    for page in SITE.rglob("*.html"):
+        text = page.read_text()
+        folder = os.path.relpath(SITE / "assets/javascripts", page.parent)
+        moved = text.replace("https://unpkg.com/iframe-worker/shim", f"{folder}/shim.js")
+        if 'class="mermaid"' in text:
+            tag = f'<script src="{folder}/mermaid.js"></script>'
+            before, bundle, behind = re.split(r"(<script src=[^>]*bundle)", moved, maxsplit=1)
+            moved = f"{before}{tag}{bundle}{behind}"
+        page.write_text(moved)
+
+
+def _fetched(package: str, path: str, digest: str) -> Path | None:
+    """A file of an npm package, fetched once; None without npm."""
+    kept = Path(f"/var/tmp/txbox-packages-{os.getuid()}/{package.replace('@', '-')}.js")
+    if not kept.exists():
+        npm = shutil.which("npm")
+        if npm is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(
+                [npm, "pack", "--silent", package],
+                cwd=folder,
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+            with tarfile.open(next(Path(folder).glob("*.tgz"))) as packed:
+                member = packed.extractfile(path)
+                assert member is not None
+                content = member.read()
+        if hashlib.sha256(content).hexdigest() != digest:
+            sys.exit(f"{package} is not the file that it should be")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(content)
+    return kept
+
+
+if __name__ == "__main__":
+    build()
+    print(f"docs: open {(SITE / 'index.html').relative_to(ROOT)}")
