@@ -8,7 +8,7 @@ PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers test-slow test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,9 @@ docs: .venv/.docs ## Build the documentation site into build/site: open index.ht
 
 test-docs: dev ## Check that the documentation says what the code does
 	$(BIN)/pytest tests/docs $(ARGS)
+
+dist: dev ## Build wheel, sdist, SBOM and sums into dist/; check them, in an empty environment and unpacked
+	@.ci/dist $(ARGS)
 
 servers: dev ## Start databases and brokers and leave them running
 	@$(PY) -m tests.support.servers up

@@ -8,7 +8,17 @@ from tests.docs.pages import ROOT
 
 SOURCE, TESTS = ROOT / "src/txbox", ROOT / "tests"
 #: What is tested as a whole, or is about no module: see CONTRIBUTING.
-BESIDE = ("benchmarks", "crash", "demo", "docs", "examples", "scenarios", "support", "unit")
+BESIDE = (
+    "benchmarks",
+    "crash",
+    "demo",
+    "docs",
+    "examples",
+    "release",
+    "scenarios",
+    "support",
+    "unit",
+)
 #: The ground the others stand on.
 GROUND = "environment"
 LARGE = 100  # lines; what is smaller is guarded by its caller's test

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import txbox
 from txbox.admin import InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.cli import change, doctor, look, relay, run, schema, ui, work, workers
+from txbox.cli import change, completion, doctor, look, relay, run, schema, ui, work, workers
 from txbox.cli.options import HelpFormatter, Parser, common
 from txbox.cli.output import print_error
 from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
 
 _EPILOG = """\
-All but demo take --app MODULE:APP (or TXBOX_APP) or, where no
-handler is needed, --database URL (or TXBOX_DATABASE_URL); all take --json.
+All but demo and completion take --app MODULE:APP (or TXBOX_APP) or, where
+no handler is needed, --database URL (or TXBOX_DATABASE_URL), and --json.
 The working directory is importable.
 Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
 `txbox COMMAND --help` says more."""
@@ -51,6 +51,7 @@ _EXAMPLES = {
     "quarantine accept": ["quarantine accept billing evt-1 --app shop:app"],
     "quarantine discard": ["quarantine discard billing evt-1 --app shop:app"],
     "ui": ["ui --app shop:app --users users.txt", "ui --database sqlite:///shop.db --grant change"],
+    "completion": ["completion bash", "completion zsh"],
     "schema check": ["schema check --app shop:app"],
     "schema apply": ["schema apply --app shop:app"],
     "schema print": ["schema print --dialect postgresql"],
@@ -149,6 +150,7 @@ def make_parser() -> Parser:
     work.add(commands, shared)
     workers.add(commands, shared)
     ui.add(commands, shared)
+    completion.add(commands)
     return parser
 
 
