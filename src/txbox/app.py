@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
@@ -53,7 +54,7 @@ from txbox.processing.attempt import InboxProtocol
 from txbox.processing.intake import Intake
 from txbox.processing.waiting import CURABLE
 from txbox.replies import replying
-from txbox.session import Connections, Session, drive, drive_async
+from txbox.session import Connections, Raised, Session, blocking, drive, drive_async
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
 from txbox.store.inbox import InboxStore
@@ -537,6 +538,57 @@ class App:
             return await asyncio.to_thread(self.send_many, messages)
         return await drive_async(self.database.asynchronous, self._sent, messages)
 
+    # -- a transaction of the caller's ---------------------------------------------------------
+
+    @contextmanager
+    def transaction(self) -> Generator[Any]:
+        """A transaction of this app's database, to stage messages beside writes of your own.
+
+        Gives what handlers get, a connection or session of your own kind; never commit or roll back on it.
+        Whatever leaves the block as an exception rolls it back, and is raised on.
+
+        Raises:
+            StoreError: COMMIT was refused, or sent without an answer; `definite` says that nothing was kept.
+            StoreUnavailable: the database cannot be reached.
+
+        Guarantee: when the block ends without an exception, everything is committed; else, unless COMMIT
+        itself stayed without an answer, nothing is, and no staged message is sent.
+        """
+        db = Session(self._any_sync())
+        try:
+            blocking(db.begin())
+            assert db.connection is not None
+            yield db.connection.native
+            blocking(_committed(db))
+        except BaseException:
+            blocking(db.rollback())
+            raise
+        finally:
+            db.close()
+
+    @asynccontextmanager
+    async def transaction_async(self) -> AsyncGenerator[Any]:
+        """The twin of `transaction`.
+
+        Raises:
+            ConfigurationError: the database has sync connections only.
+        """
+        if self.database.asynchronous is None:
+            raise ConfigurationError(
+                f"{self.database.name} has sync connections only: use `with app.transaction()`."
+            )
+        db = Session(self.database.asynchronous)
+        try:
+            await db.begin()
+            assert db.connection is not None
+            yield db.connection.native
+            await _committed(db)
+        except BaseException:
+            await db.rollback()
+            raise
+        finally:
+            db.close()
+
     # -- operations behind the verbs, and for the worker --------------------------------------
 
     async def _answered(
@@ -719,6 +771,14 @@ class App:
         trace: TracebackType | None,
     ) -> None:
         await self.close_async()
+
+
+async def _committed(db: Session) -> None:
+    try:
+        await db.commit()
+    except Raised as raised:
+        # a session's own error, of its last flush
+        raise raised.error from None
 
 
 def _open(database: Any, django: str | None, schema: str | None) -> Database:

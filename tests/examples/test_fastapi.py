@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.programs import database_for, rows, started
+from tests.support.waiting import eventually
 from tests.support.webhook.senders import SECRET, github
 
 BODY = b'{"id": 1, "amount": 5}'
@@ -88,3 +89,27 @@ def test_the_caller_sends_again_while_the_database_is_away(tmp_path: Path) -> No
         uvicorn = ("uvicorn", "--fd", str(number), "--log-level", "warning", "fastapi_webhook:api")
         with started(tmp_path, *uvicorn, env=env, keep=[number]):
             assert Server(listener.getsockname()[1]).order("o-1")[0] == 503
+
+
+def test_worker_and_relay_in_the_server(tmp_path: Path) -> None:
+    url = database_for(
+        tmp_path,
+        "CREATE TABLE placed (number INTEGER, amount INTEGER)",
+        "CREATE TABLE invoice (number INTEGER)",
+    )
+    env = {"TXBOX_DATABASE_URL": url, "DASHBOARD_TOKEN": "t0ken t0ken t0ken t0ken t0ken"}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = listener.fileno()
+        uvicorn = ("uvicorn", "--fd", str(number), "--log-level", "warning", "fastapi_service:api")
+        with started(tmp_path, *uvicorn, env=env, keep=[number]) as process:
+            server = Server(listener.getsockname()[1])
+            assert server.post("/orders/1?amount=5000", b"", {})[0] == 409
+            assert server.post("/orders/2?amount=5", b"", {}) == (201, '{"number":2}')
+            eventually(lambda: rows(tmp_path, "SELECT number FROM invoice"))
+            assert server.post("/dashboard/", b"", {})[0] == 401
+            process.terminate()
+            assert process.wait(60) in (0, -15)
+    assert rows(tmp_path, "SELECT number FROM invoice") == [(2,)]
+    assert rows(tmp_path, "SELECT number FROM placed") == [(2,)]
+    stopped = rows(tmp_path, "SELECT count(*) FROM txbox_inbox WHERE status = 'processing'")
+    assert stopped == [(0,)]

@@ -12,13 +12,13 @@ from txbox.errors import ConfigurationError, StoreError
 from txbox.worker.driving import Driver
 
 
-def check_handlers(app: App) -> None:
-    """Check that there are handlers, and sync or async connections as they need.
+def check_handlers(app: App, *, needed: bool = True) -> None:
+    """Check that there are handlers, if they are `needed`, and sync or async connections as they need.
 
     Raises:
         ConfigurationError: there are none.
     """
-    if not len(app.handlers):
+    if needed and not len(app.handlers):
         raise ConfigurationError(
             "The app has no handlers: decorate a function with @app.handler(topic, consumer=…)."
         )

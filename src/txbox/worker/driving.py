@@ -16,11 +16,15 @@ P = ParamSpec("P")
 
 
 class Driver:
-    """Carries operations out for a worker's threads; the asyncio loop has a thread of its own."""
+    """Carries operations out for a worker's threads.
 
-    def __init__(self, app: App) -> None:
+    Args:
+        loop: of the caller, which runs until this is closed; else there is one with a thread of its own.
+    """
+
+    def __init__(self, app: App, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._app = app
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = loop
         self._thread: threading.Thread | None = None
 
     def perform(
@@ -73,8 +77,12 @@ class Driver:
             clean: no operation is at work; what user code has left running on the loop is then cancelled.
         """
         loop, loop_thread = self._loop, self._thread
-        if loop is None or loop_thread is None:
+        if loop is None:
             self._app.close()
+            return
+        if loop_thread is None:
+            # the caller's: what else runs there is none of ours
+            asyncio.run_coroutine_threadsafe(self._app.close_async(), loop).result(timeout_s)
             return
         asyncio.run_coroutine_threadsafe(self._closed(clean), loop).result(timeout_s)
         loop.call_soon_threadsafe(loop.stop)

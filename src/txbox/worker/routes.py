@@ -33,10 +33,10 @@ class Routes:
     """An ASGI application: each path has one of its own, everything else is 404."""
 
     def __init__(self, applications: Mapping[str, Application]) -> None:
-        self._applications = applications
+        self.applications = applications
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        application = self._applications.get(scope["path"])
+        application = self.applications.get(scope["path"])
         if application is None:
             await answer(send, 404, "nothing is here")
             return
@@ -44,7 +44,7 @@ class Routes:
 
     async def ended(self) -> None:
         """Wait for what webhooks still do that were told to come again."""
-        for application in self._applications.values():
+        for application in self.applications.values():
             if isinstance(application, Webhook):
                 await application.ended()
 

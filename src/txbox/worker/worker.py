@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import select
@@ -68,6 +69,8 @@ class Worker:
         health: what is told how the worker is; the caller serves it.
         webhooks: serves those of the app, from the start of consumption to the drain.
         name: of the app, for those who look at the workers.
+        loop: runs the async handlers, and goes on after the end; by default the worker has one of its own. `run`
+            must be called in another thread.
 
     Guarantee: whatever ends it, what was not settled is delivered again, and what was leased and
     not started goes back to the table (after SIGKILL: when its lease has run out).
@@ -86,6 +89,7 @@ class Worker:
         health: Health | None = None,
         webhooks: Server | None = None,
         name: str = "",
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._app = app
         self._name = name
@@ -94,7 +98,7 @@ class Worker:
         self._maintenance = maintenance
         self._grace_s = grace.total_seconds()
         self._consumptions = app.consumptions if consumptions is None else consumptions
-        self._driver = Driver(app)
+        self._driver = Driver(app, loop)
         self._health = health or Health()
         self._webhooks = webhooks
         self._stopping = threading.Event()
@@ -172,7 +176,8 @@ class Worker:
                 stop=self._stopping.is_set,
                 ended=self._thread_ended,
                 delivered=self._lanes.look_now,
-                polled=True,
+                # the poll of the lanes, where there are any
+                polled=bool(len(self._app.handlers)),
             )
         self._lanes.make(self._relays.look if self._relays is not None else None)
         self._open_sources(topics)
@@ -184,7 +189,9 @@ class Worker:
     def _check(self) -> list[Sequence[str]]:
         """Check what can be checked before sources are open; returns the topics to ask each for."""
         app = self._app
-        checks.check_handlers(app)
+        # without handlers it is a relay, where there is something to send
+        sends = self._relay and not self._consumptions and bool(app.routes.all())
+        checks.check_handlers(app, needed=not sends)
         checks.check_time_outs(app)
         for consumption in self._consumptions:
             checks.check_redelivery(app, consumption.source)
@@ -254,10 +261,11 @@ class Worker:
             self._serving = True
             self._driver.task(self._webhooks.serve()).add_done_callback(self._served)
         self._background.start(maintenance=self._maintenance)
-        self._app.left = self._lanes.left
-        self._poll = thread(
-            "txbox-poll", partial(self._lanes.poll, self._driver), self._thread_ended
-        )
+        if self._lanes.tables:
+            self._app.left = self._lanes.left
+            self._poll = thread(
+                "txbox-poll", partial(self._lanes.poll, self._driver), self._thread_ended
+            )
         if self._relays is not None:
             self._relays.start()
         for pump in self._pumps:

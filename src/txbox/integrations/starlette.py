@@ -1,0 +1,245 @@
+"""FastAPI, Starlette and Litestar: worker and relay in the server's process, and the transaction of a request.
+
+    api = FastAPI(lifespan=lifespan(app), routes=webhooks(app))
+    Tx = Annotated[sqlite3.Connection, transaction(app)]
+
+The lifespan is one of plain ASGI, which Litestar takes too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from txbox.app import App
+from txbox.brokers.webhook import Receive, Scope, Send
+from txbox.errors import ConfigurationError
+from txbox.events import Event, Observer, WorkerStarted
+from txbox.worker import Worker
+from txbox.worker.health import Health
+from txbox.worker.signals import GRACE
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+_log = logging.getLogger("txbox")
+
+
+class Ending(Protocol):
+    """What has work of its own to end before the server does: a Dashboard, a Webhook."""
+
+    async def ended(self) -> None: ...
+
+
+def end_process(_error: BaseException) -> None:
+    """Have the server drain and end, as if it had been told to; whoever looks after the process starts it again."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lifespan(
+    app: App,
+    *,
+    relay: bool = True,
+    maintenance: bool = True,
+    grace: timedelta = GRACE,
+    start_within: timedelta = timedelta(seconds=10),
+    health: Health | None = None,
+    ends: Iterable[Ending] = (),
+    crashed: Callable[[BaseException], object] = end_process,
+) -> Callable[[Any], AbstractAsyncContextManager[None]]:
+    """A lifespan in which `txbox run` happens: sources, handlers, retries, relay and maintenance.
+
+    Async handlers run on the server's own loop, so that they can use its pools and clients, and must not block
+    it; the others have threads. An app without handlers only sends what is staged.
+
+    Args:
+        relay, maintenance, grace: as Worker has them. The server must be given longer than `grace` to shut down.
+        start_within: requests are answered when the worker consumes, or after so long while a broker does not
+            let it: it goes on trying.
+        health: told how the worker is; see `probes`.
+        ends: what is waited for at shutdown, for as long as `grace`: a dashboard. The app's webhooks are.
+        crashed: called on the loop with what ended the worker, while the server is up.
+
+    Raises:
+        ConfigurationError, SchemaError, StoreError: at startup, which the server refuses then: what the worker
+            could not start with.
+        RuntimeError: at shutdown, when the worker had crashed: the server reports that it did not end well.
+
+    Guarantee: as Worker's. What was not settled at shutdown, or at a kill, is delivered again.
+    """
+
+    @asynccontextmanager
+    async def life(_server: Any) -> AsyncGenerator[None]:
+        loop = asyncio.get_running_loop()
+        consumes: asyncio.Future[None] = loop.create_future()
+        ended: asyncio.Future[BaseException | None] = loop.create_future()
+        stopping = False
+
+        def observer(event: Event) -> None:
+            if isinstance(event, WorkerStarted):
+                loop.call_soon_threadsafe(_resolve, consumes, None)
+
+        def end(error: BaseException | None) -> None:
+            _resolve(ended, error)
+            if not stopping:
+                # the worker has logged why
+                _log.critical("The worker in this server has ended; the server is told.")
+                crashed(error or RuntimeError("the worker ended"))
+
+        def run() -> None:
+            error: BaseException | None
+            try:
+                worker.run()
+                error = worker.failure
+            except BaseException as raised:  # noqa: BLE001  # the server decides: nothing dies in silence
+                error = raised
+            # a loop that is closed has waited for nobody
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(end, error)
+
+        observers: list[Observer] = [observer] if health is None else [observer, health]
+        worker = Worker(
+            app,
+            install_signals=False,
+            relay=relay,
+            maintenance=maintenance,
+            grace=grace,
+            health=health,
+            loop=loop,
+        )
+        app.events.observers += observers
+        try:
+            stopping = True  # until it has started, what ends it is raised here
+            threading.Thread(target=run, name="txbox-worker", daemon=True).start()
+            await asyncio.wait(
+                (consumes, ended),
+                timeout=start_within.total_seconds(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if ended.done():
+                raise ended.result() or RuntimeError("The worker ended at its start.")
+            if not consumes.done():
+                _log.warning(
+                    "The worker has not opened its sources within %g s; the server starts without waiting for them.",
+                    start_within.total_seconds(),
+                )
+            stopping = False
+            yield
+            if ended.done():
+                raise RuntimeError("The worker in this server had crashed.") from ended.result()
+        finally:
+            stopping = True
+            worker.stop()
+            others = [asyncio.ensure_future(each.ended()) for each in (*app.webhooks, *ends)]
+            if others:
+                await asyncio.wait(others, timeout=grace.total_seconds())
+            await asyncio.shield(ended)
+            for each in observers:
+                app.events.observers.remove(each)
+
+    return life
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+# -- the transaction of a request -----------------------------------------------------------------
+
+
+def transaction(app: App) -> Any:
+    """FastAPI: `tx: Annotated[Connection, transaction(app)]` is the request's own transaction, for `def` routes.
+
+    Write through it and stage messages in it. It is committed when the route has returned, before the answer is
+    sent; an exception, HTTPException too, rolls it back. An answer with an error status that the route
+    *returns* is no exception. Where several dependencies share one request's transaction, give all of them
+    the same object.
+
+    Raises:
+        ConfigurationError: FastAPI is older than 0.121, which would commit behind the answer.
+
+    Guarantee: an answer that the route has returned is sent only after the commit.
+    """
+
+    def begun() -> Generator[Any]:
+        with app.transaction() as tx:
+            yield tx
+
+    return _depends(begun)
+
+
+def transaction_async(app: App) -> Any:
+    """The twin of `transaction`, with an async connection or session, for `async def` routes."""
+
+    async def begun() -> AsyncGenerator[Any]:
+        async with app.transaction_async() as tx:
+            yield tx
+
+    return _depends(begun)
+
+
+def _depends(dependency: Callable[[], Any]) -> Any:
+    from fastapi import Depends
+
+    try:
+        # of the request, the default, would be left when the answer is on its way
+        return Depends(dependency, scope="function")
+    except TypeError:
+        raise ConfigurationError(
+            "The transaction of a request needs FastAPI 0.121 or newer: an older one commits after its answer."
+        ) from None
+
+
+# -- routes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Asgi:
+    """An application that Starlette does not take for a function of a request."""
+
+    application: Callable[[Scope, Receive, Send], Any]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.application(scope, receive, send)
+
+
+def webhooks(app: App) -> list[BaseRoute]:
+    """A route for each webhook that the app consumes, at its path; call it when all are registered.
+
+    Routes and no mounts: those answer a URL without a slash at its end with a redirect, which senders do not follow.
+
+    Raises:
+        ConfigurationError: two have the same path, or one has no handler.
+    """
+    from txbox.worker.routes import webhooks_of
+
+    return _routes(webhooks_of(app).applications)
+
+
+def probes(app: App, health: Health) -> list[BaseRoute]:
+    """`/livez`, `/readyz` and `/metrics`, as `txbox run --health-port` serves them.
+
+    Args:
+        health: the one that `lifespan` is given.
+    """
+    from txbox.observers.counters import Counters
+    from txbox.worker.routes import probes as pages
+
+    counters = Counters()
+    app.events.observers.append(counters)
+    return _routes(pages(health, counters, app.webhooks).applications)
+
+
+def _routes(applications: Any) -> list[BaseRoute]:
+    from starlette.routing import Route
+
+    return [Route(path, _Asgi(application)) for path, application in applications.items()]

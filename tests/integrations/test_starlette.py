@@ -1,0 +1,300 @@
+"""Worker and relay in the server's process: start, drain, crash; and the transaction of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from fastapi import Depends, FastAPI, HTTPException
+from litestar import Litestar
+from starlette.applications import Starlette
+
+from tests.support.asgi import Lived
+from tests.support.recording import Recorder
+from tests.support.sources import Memory
+from tests.support.waiting import DEADLINE_S, eventually
+from txbox import App, ConfigurationError, Message
+from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.webhook import GitHub, Webhook
+from txbox.errors import SchemaError
+from txbox.integrations.starlette import lifespan, probes, transaction, transaction_async, webhooks
+from txbox.worker.health import Health
+
+SECRET = "a secret of ours"
+
+
+def _paid(message_id: str) -> Message[Any]:
+    return Message(id=message_id, topic="orders", payload=b"{}")
+
+
+def _rows(url: str, sql: str) -> list[Any]:
+    with sqlite3.connect(url.removeprefix("sqlite:///"), timeout=30) as database:
+        found = database.execute(sql).fetchall()
+    database.close()
+    return found
+
+
+def _never(error: BaseException) -> None:
+    raise AssertionError(f"the worker ended: {error!r}")
+
+
+async def _comes_true(condition: Callable[[], object]) -> None:
+    await asyncio.to_thread(eventually, condition)
+
+
+@pytest.mark.parametrize("framework", [FastAPI, Starlette, Litestar])
+def test_the_worker_runs_from_startup_to_shutdown(framework: Any, sqlite_url: str) -> None:
+    app, source = App(sqlite_url), Memory([_paid("m-1")], endless=True)
+    loops: list[asyncio.AbstractEventLoop] = []
+    app.consume(source, topics=["orders"])
+
+    @app.handler("orders", consumer="billing")
+    async def book(message: Message[Any], tx: Any) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    life = lifespan(app, crashed=_never)
+    api = framework(lifespan=[life] if framework is Litestar else life)
+
+    async def main() -> None:
+        async with Lived(api):
+            await _comes_true(lambda: source.settled)
+            # on the server's loop: a handler may use its clients
+            assert loops == [asyncio.get_running_loop()]
+        assert source.closed
+
+    asyncio.run(main())
+    assert source.settled_ids == ["m-1"]
+    assert not app.events.observers
+
+
+def test_a_handler_that_runs_at_shutdown_is_finished(sqlite_url: str) -> None:
+    app, source = App(sqlite_url), Memory([_paid("m-1"), _paid("m-2")], endless=True)
+    runs, may_end = threading.Event(), threading.Event()
+    app.consume(source, topics=["orders"])
+
+    @app.handler("orders", consumer="billing", batch=False)
+    def book(message: Message[Any], tx: sqlite3.Connection) -> None:
+        runs.set()
+        assert may_end.wait(DEADLINE_S)
+
+    async def main() -> None:
+        life = lifespan(app, crashed=_never)(None)
+        await life.__aenter__()
+        assert await asyncio.to_thread(runs.wait, DEADLINE_S)
+        leaving = asyncio.ensure_future(life.__aexit__(None, None, None))
+        # the drain has begun, and waits for the handler
+        await _comes_true(lambda: not source.waiting)
+        assert not leaving.done()
+        may_end.set()
+        await leaving
+
+    asyncio.run(main())
+    assert "m-1" in source.settled_ids
+    done = _rows(sqlite_url, "SELECT message_id FROM txbox_inbox WHERE status = 'processed'")
+    assert sorted(name for (name,) in done) == sorted(source.settled_ids)
+
+
+@pytest.mark.parametrize("wrong", ["no tables", "no handlers"])
+def test_a_worker_that_cannot_start_fails_the_startup(
+    wrong: str, sqlite_url: str, tmp_path: Any
+) -> None:
+    app = App(f"sqlite:///{tmp_path}/empty.db" if wrong == "no tables" else sqlite_url)
+    app.consume(Memory([]), topics=["orders"])
+    if wrong == "no tables":
+        app.handler("orders", consumer="billing")(lambda message, tx: None)
+
+    async def main() -> None:
+        async with Lived(FastAPI(lifespan=lifespan(app, crashed=_never))):
+            raise AssertionError("it started")
+
+    with pytest.raises(SchemaError if wrong == "no tables" else ConfigurationError):
+        asyncio.run(main())
+
+
+class _Dies(Memory):
+    """A source whose client has a bug."""
+
+    def __init__(self) -> None:
+        super().__init__([], endless=True)
+        self.die = threading.Event()
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        if self.die.is_set():
+            raise ZeroDivisionError("a bug")
+        return super().receive(messages_max, wait_s)
+
+
+def test_a_worker_that_crashes_is_told_to_the_server(sqlite_url: str) -> None:
+    app, source = App(sqlite_url), _Dies()
+    app.consume(source, topics=["orders"])
+    app.handler("orders", consumer="billing")(lambda message, tx: None)
+    told: list[BaseException] = []
+    health = Health()
+    api = FastAPI(
+        lifespan=lifespan(app, crashed=told.append, health=health), routes=probes(app, health)
+    )
+
+    async def main() -> None:
+        async with Lived(api) as client:
+            await _comes_true(lambda: not health.unready())
+            assert (await client.ask("GET", "/readyz")).status == 200
+            source.die.set()
+            await _comes_true(lambda: told)
+            assert (await client.ask("GET", "/livez")).status == 503
+
+    with pytest.raises(RuntimeError, match="crashed") as raised:
+        asyncio.run(main())
+    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert raised.value.__cause__ is told[0]
+
+
+class _Away(Memory):
+    """A source whose broker does not answer until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__([_paid("m-1")], endless=True)
+        self.answers = threading.Event()
+
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+        assert self.answers.wait(DEADLINE_S)
+        super().open(topics, progress, in_flight)
+
+
+def test_a_broker_that_is_away_keeps_no_server_from_starting(sqlite_url: str) -> None:
+    app, source = App(sqlite_url), _Away()
+    app.consume(source, topics=["orders"])
+    app.handler("orders", consumer="billing")(lambda message, tx: None)
+    life = lifespan(app, crashed=_never, start_within=timedelta(0))
+
+    async def main() -> None:
+        async with Lived(Starlette(lifespan=life)):
+            assert not source.settled
+            source.answers.set()
+            await _comes_true(lambda: source.settled)
+
+    asyncio.run(main())
+
+
+def test_a_webhook_is_answered_after_the_commit_and_waited_for(sqlite_url: str) -> None:
+    app = App(sqlite_url)
+    app.consume(Webhook(topic="github", verify=GitHub(SECRET)))
+    seen: list[Any] = []
+
+    @app.handler("github", type="push", consumer="builds")
+    def build(message: Message[dict[str, Any]], tx: Any) -> None:
+        seen.append(message.body["after"])
+
+    api = FastAPI(lifespan=lifespan(app, crashed=_never), routes=webhooks(app))
+    body = b'{"after": "c0ffee"}'
+    signed = "sha256=" + hmac.new(SECRET.encode(), body, hashlib.sha256).hexdigest()
+    headers = {
+        "x-hub-signature-256": signed, "x-github-event": "push", "x-github-delivery": "d-1",
+        "content-type": "application/json",
+    }  # fmt: skip
+
+    async def main() -> None:
+        async with Lived(api) as client:
+            assert await client.ask("POST", "/webhooks/github", body, headers) == (
+                200,
+                "processed\n",
+            )
+            assert await client.ask("POST", "/webhooks/github", body, headers) == (
+                200,
+                "duplicate\n",
+            )
+            assert (await client.ask("POST", "/webhooks/github", body)).status == 401
+            assert (await client.ask("GET", "/webhooks/github")).status == 405
+
+    asyncio.run(main())
+    assert seen == ["c0ffee"]
+
+
+# -- the transaction of a request -----------------------------------------------------------------
+
+
+class _Shop:
+    """An API with an order route in both colours; each writes, stages, and then fails as it is asked to."""
+
+    def __init__(self, app: App, insert: str) -> None:
+        self.app, self.sent = app, Recorder()
+        app.publish(self.sent, topics=["invoices"])
+        self.api = FastAPI(lifespan=lifespan(app, crashed=_never))
+        tx_of, tx_of_async = transaction(app), transaction_async(app)
+
+        def seller(tx: Any = tx_of) -> int:
+            return id(tx)
+
+        @self.api.post("/sync/{number}")
+        def order(
+            number: int, tx: Any = tx_of, same: int = Depends(seller, scope="function"),
+            how: str = "",
+        ) -> dict[str, int]:  # fmt: skip
+            assert same == id(tx), "dependencies of one request share its transaction"
+            tx.execute(insert, (number,))
+            app.outbox.stage(tx, "invoices", {"order": number})
+            _fail(how)
+            return {"order": "x" if how == "response" else number}  # type: ignore[dict-item]
+
+        @self.api.post("/async/{number}")
+        async def order_async(number: int, how: str = "", tx: Any = tx_of_async) -> dict[str, int]:
+            await tx.execute(insert, (number,))
+            await app.outbox.stage_async(tx, "invoices", {"order": number})
+            _fail(how)
+            return {"order": "x" if how == "response" else number}  # type: ignore[dict-item]
+
+
+def _fail(how: str) -> None:
+    if how == "http":
+        raise HTTPException(409, "sold out")
+    if how == "bug":
+        raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize("colour", ["sync", "async"])
+def test_a_request_that_fails_after_staging_sends_nothing(colour: str, sqlite_url: str) -> None:
+    _rows(sqlite_url, "CREATE TABLE orders (number INTEGER)")
+    shop = _Shop(App(sqlite_url), "INSERT INTO orders VALUES (?)")
+
+    async def main() -> None:
+        async with Lived(shop.api) as client:
+            for how, status in (("http", 409), ("bug", 500), ("response", 500)):
+                assert (await client.ask("POST", f"/{colour}/1?how={how}")).status == status
+            assert (await client.ask("POST", f"/{colour}/2")).status == 200
+            await _comes_true(lambda: shop.sent.sent)
+
+    asyncio.run(main())
+    assert _rows(sqlite_url, "SELECT number FROM orders") == [(2,)]
+    assert shop.sent.bodies == [{"order": 2}]
+
+
+@pytest.mark.parametrize("colour", ["sync", "async"])
+def test_an_answer_is_sent_after_the_commit(colour: str, sqlite_url: str) -> None:
+    # the constraint is checked by COMMIT alone: an answer before it would have been a 200
+    _rows(
+        sqlite_url,
+        "CREATE TABLE orders (number INTEGER REFERENCES item (id) DEFERRABLE INITIALLY DEFERRED)",
+    )
+    _rows(sqlite_url, "CREATE TABLE item (id INTEGER PRIMARY KEY)")
+    shop = _Shop(App(sqlite_url), "INSERT INTO orders VALUES (?)")
+
+    async def main() -> None:
+        async with Lived(shop.api) as client:
+            assert (await client.ask("POST", f"/{colour}/1")).status == 500
+
+    asyncio.run(main())
+    assert _rows(sqlite_url, "SELECT count(*) FROM txbox_outbox") == [(0,)]
+
+
+def test_an_older_fastapi_is_refused(monkeypatch: pytest.MonkeyPatch, sqlite_url: str) -> None:
+    def older(dependency: Any = None, *, use_cache: bool = True) -> None: ...
+
+    monkeypatch.setattr("fastapi.Depends", older)
+    with pytest.raises(ConfigurationError, match=r"0\.121"):
+        transaction(App(sqlite_url))
