@@ -1,0 +1,318 @@
+"""FastStream: a middleware of the broker that runs a subscriber inside its message's inbox transaction.
+
+FastStream receives, decodes, injects and acknowledges; txbox decides whether the function runs, owns the
+transaction, and retries what failed from the table. FastStream acknowledges after its middlewares have ended,
+and thus after the commit. What it does besides, and what a correct consumer has to refuse:
+
+- A stacked publisher sends after the commit: when that fails, the redelivery is a duplicate and the reply is
+  never sent. The same goes for its automatic replies. Both have to go through the outbox.
+- Its message ids are made up: an offset on Kafka, which another partition has too; a new UUID for each delivery
+  on RabbitMQ. Ids are taken from the producer, or there is none, and the message is set aside.
+- Its defaults acknowledge too early (Kafka) or delete what raised (RabbitMQ, NATS, Redis).
+
+It looks at a few of FastStream's own attributes, so the extra pins the minor version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar, Unpack, cast
+
+from faststream import AckPolicy, BaseMiddleware, StreamMessage
+from faststream.exceptions import AckMessage, NackMessage, RejectMessage
+
+from txbox.app import App
+from txbox.errors import ConfigurationError, Reject
+from txbox.handlers import Options
+from txbox.message import Headers, HeaderValue, Message
+from txbox.outcome import Outcome
+from txbox.session import drive_async
+
+#: Where a subscriber finds its transaction: `tx: Annotated[AsyncConnection, Context(TX)]`.
+TX = "txbox_tx"
+_POLICIES = (AckPolicy.NACK_ON_ERROR, AckPolicy.MANUAL)
+_ABSENT: Any = object()
+
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
+Next = Callable[[Any], Awaitable[Any]]
+
+
+@dataclass
+class _Delivery:
+    """What FastStream is delivering in this task, and what its function returned."""
+
+    call_next: Next
+    message: StreamMessage[Any]
+    returned: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Consumer:
+    """One function of FastStream that is a handler of the App."""
+
+    function: Any
+    subscriber: Any
+    topic: str
+    name: str
+
+
+#: The delivery that the handler of this task is about; none when a worker retries from the table.
+_delivery: ContextVar[_Delivery | None] = ContextVar("txbox_faststream_delivery", default=None)
+
+
+class FastStreamInbox:
+    """Runs subscribers once for each message, in a transaction of the app.
+
+    Give it to the broker (`RabbitBroker(url, middlewares=[inbox])`), and put `@inbox.handler(topic, consumer=…)`
+    on top of the subscribers it is for; all others run as before.
+
+    Args:
+        app: with async connections; its worker (`txbox run module:app`) retries what has failed.
+
+    **Guarantee.** A message is acknowledged after the commit of its row and the function's writes, or after it is
+    parked, dead or quarantined. If the process dies before, it is delivered again.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self._consumers: dict[int, _Consumer] = {}
+
+    def handler(
+        self, topic: str, *, consumer: str, **options: Unpack[Options]
+    ) -> Callable[[Wrapper], Wrapper]:
+        """Make a subscriber a handler of the app; goes on top of `@broker.subscriber`.
+
+        Args:
+            topic, consumer, options: as those of `App.handler`. What FastStream cannot decode is dead at once; with
+                `reject_on=(pydantic.ValidationError,)`, so is what does not fit the function's annotations.
+
+        Raises:
+            ConfigurationError: the acknowledgement policy may lose messages, a publisher is stacked, the subscriber
+                takes batches or has filters, or is on Kafka without a group.
+        """
+
+        def register(wrapper: Wrapper) -> Wrapper:
+            function: Any = wrapper
+            subscribers: Any = getattr(function, "_subscribers", ())
+            if len(subscribers) != 1:
+                raise ConfigurationError(
+                    f"{consumer}: put @inbox.handler on top of one @broker.subscriber."
+                )
+            found = _Consumer(function, subscribers[0], topic, consumer)
+            _check(found)
+
+            async def run(message: Message[bytes], tx: Any) -> Any:
+                return await self._run(found, message, tx)
+
+            run.__qualname__ = run.__name__ = getattr(function, "__name__", consumer)
+            self.app.handler(topic, consumer=consumer, **options)(run)
+            self._consumers[id(found.subscriber)] = found
+            return wrapper
+
+        return register
+
+    def __call__(self, msg: Any, /, *, context: Any) -> BaseMiddleware[Any, Any]:
+        """Return the middleware of one delivery; FastStream calls it."""
+        return _Middleware(self, msg, context=context)
+
+    async def deliver(self, call_next: Next, message: StreamMessage[Any], subscriber: Any) -> Any:
+        """Run one delivery.
+
+        Returns: what the function returned, when it ran.
+
+        Raises:
+            AckMessage: it did not run, or has failed, and the database knows.
+            NackMessage: another transaction holds the message, or the database is away.
+        """
+        consumer = self._consumers.get(id(subscriber))
+        if consumer is None:
+            return await call_next(message)
+        _check(consumer)  # a publisher may have been stacked since
+        delivery = _Delivery(call_next, message)
+        token = _delivery.set(delivery)
+        try:
+            outcome = await self.app.process_async(
+                message_of(message, consumer.topic), consumer=consumer.name
+            )
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            if subscriber.ack_policy is AckPolicy.MANUAL:
+                await message.nack()
+            raise
+        finally:
+            _delivery.reset(token)
+        manual = subscriber.ack_policy is AckPolicy.MANUAL
+        if not outcome.settles:
+            if manual:
+                await message.nack()
+            raise NackMessage
+        if manual:
+            await message.ack()
+        if outcome is not Outcome.PROCESSED:
+            # returning None would be published as an empty reply
+            raise AckMessage
+        message.reply_to = ""  # replies go through the outbox: reply_to= of the handler
+        return delivery.returned
+
+    async def unreadable(self, raw: Any, error: Exception, subscriber: Any) -> None:
+        """Set aside what FastStream's parser cannot read: it neither delivers nor keeps it (a null header of Kafka)."""
+        consumer = self._consumers.get(id(subscriber))
+        connections = self.app.database.asynchronous
+        if consumer is None or connections is None:
+            return
+        payload = _of(raw, "value")
+        message = Message[Any](
+            topic=consumer.topic, payload=payload if isinstance(payload, bytes | None) else b""
+        )
+        reason = f"FastStream could not parse the message: {type(error).__name__}."
+        await drive_async(connections, self.app.intake.unmatched, message, reason)
+
+    async def _run(self, consumer: _Consumer, message: Message[bytes], tx: Any) -> Any:
+        delivery = _delivery.get()
+        context = consumer.subscriber._outer_config.context  # noqa: SLF001
+        try:
+            if delivery is None:
+                return await _again(consumer, message, tx, context)
+            await _decoded(delivery.message)
+            with context.scope(TX, tx):
+                delivery.returned = await delivery.call_next(delivery.message)
+                return delivery.returned
+        except AckMessage:
+            return None  # the function is content
+        except RejectMessage as error:
+            raise Reject("the function raised RejectMessage") from error
+
+
+class _Middleware(BaseMiddleware[Any, Any]):
+    """One delivery to one subscriber."""
+
+    def __init__(self, inbox: FastStreamInbox, msg: Any, /, *, context: Any) -> None:
+        super().__init__(msg, context=context)
+        self._inbox = inbox
+
+        self._read = False
+
+    async def consume_scope(self, call_next: Next, msg: StreamMessage[Any]) -> Any:
+        self._read = True
+        return await self._inbox.deliver(call_next, msg, self.context.get_local("handler_"))
+
+    async def after_processed(
+        self,
+        exc_type: type[BaseException] | None = None,  # noqa: ARG002
+        exc_val: BaseException | None = None,
+        exc_tb: TracebackType | None = None,  # noqa: ARG002
+    ) -> bool | None:
+        if isinstance(exc_val, Exception) and not self._read:
+            await self._inbox.unreadable(self.msg, exc_val, self.context.get_local("handler_"))
+        return False
+
+
+def message_of(message: StreamMessage[Any], topic: str) -> Message[Any]:
+    """Return FastStream's message as a message of txbox, with the producer's id or none.
+
+    The id is the `message_id` of AMQP, `Nats-Msg-Id`, or what `App.handler(message_id=…)` or the headers say. It is
+    never `message.message_id`, which FastStream makes up.
+    """
+    raw = message.raw_message
+    headers = Headers(_headers(message))
+    payload = message.body
+    if _of(raw, "value") is None:
+        payload = None  # a tombstone of Kafka, which FastStream reads as empty
+    elif not isinstance(payload, bytes):
+        raise ConfigurationError(
+            "An inbox takes one message, not a batch: subscribe without batch=True."
+        )
+    given = _of(raw, "message_id")
+    key = _of(raw, "key")
+    kind = _of(raw, "type")
+    return Message(
+        topic=topic,
+        payload=payload,
+        id=given if isinstance(given, str) and given else headers.text("Nats-Msg-Id"),
+        type=kind if isinstance(kind, str) else headers.text("type"),
+        key=key.decode(errors="backslashreplace")
+        if isinstance(key, bytes)
+        else headers.text("key"),
+        headers=headers,
+        content_type=message.content_type,
+        origin={"source": "faststream", "faststream_id": message.message_id},
+    )
+
+
+def _of(raw: Any, name: str) -> Any:
+    """Return what the broker's own message says; confluent-kafka has methods where others have attributes."""
+    value = getattr(raw, name, _ABSENT)
+    return value() if callable(value) else value
+
+
+def _headers(message: StreamMessage[Any]) -> Iterable[tuple[str, HeaderValue]]:
+    """Yield the headers as they came: FastStream keeps the last one of a name only."""
+    raw: Any = _of(message.raw_message, "headers")
+    if not isinstance(raw, list | tuple):
+        raw = list(cast("Mapping[str, Any]", message.headers).items())
+    pairs = cast("Iterable[tuple[str, Any]]", raw)
+    for name, value in pairs:
+        yield name, value if value is None or isinstance(value, bytes | str) else str(value)
+
+
+def _check(consumer: _Consumer) -> None:
+    subscriber, name = consumer.subscriber, consumer.name
+    if subscriber.ack_policy not in _POLICIES:
+        raise ConfigurationError(
+            f"{name}: its ack_policy is {subscriber.ack_policy.name}, which loses messages: "
+            "subscribe with ack_policy=AckPolicy.NACK_ON_ERROR."
+        )
+    if consumer.function._publishers:  # noqa: SLF001
+        raise ConfigurationError(
+            f"{name}: a stacked publisher sends after the commit, or never: stage the message in the function "
+            "(app.outbox.stage_async), or give @inbox.handler a reply_to= topic."
+        )
+    if "batch" in type(subscriber).__name__.lower():
+        raise ConfigurationError(
+            f"{name}: an inbox takes one message, not a batch: subscribe without batch=True."
+        )
+    if len(subscriber.calls) != 1:
+        raise ConfigurationError(
+            f"{name}: its subscriber has several functions: give it one, and a type= to @inbox.handler."
+        )
+    if getattr(subscriber, "group_id", "none is needed") is None:
+        raise ConfigurationError(
+            f"{name}: without a group Kafka keeps no offsets: subscribe with group_id=."
+        )
+
+
+async def _again(consumer: _Consumer, message: Message[bytes], tx: Any, context: Any) -> Any:
+    """Run a function for a message from the table: injected as always, but there is nothing to acknowledge."""
+    subscriber = consumer.subscriber
+    item = subscriber.calls[0]
+    if item.decoder is None:
+        # a worker's process, whose broker has not been started
+        subscriber._build_fastdepends_model()  # noqa: SLF001
+    rebuilt: StreamMessage[Any] = StreamMessage(
+        None,
+        message.payload or b"",
+        headers={
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in message.headers
+        },
+        content_type=message.content_type,
+        message_id=str(message.id),
+        correlation_id=message.headers.text("correlation_id"),
+    )
+    rebuilt.set_decoder(cast("Any", item.decoder))
+    scope = (("handler_", subscriber), ("message", rebuilt), (TX, tx))
+    with context.scopes(scope):
+        await _decoded(rebuilt)
+        return await item.call(message=rebuilt, _extra_middlewares=())
+
+
+async def _decoded(message: StreamMessage[Any]) -> None:
+    try:
+        await message.decode()  # kept by FastStream, so that this is the only time
+    except Exception as error:
+        raise Reject(f"FastStream could not decode the message: {type(error).__name__}") from error

@@ -1,0 +1,407 @@
+"""FastStream's traps, one test each: what would lose a message, run it twice, or answer for one that did not run."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from aiokafka import ConsumerRecord
+from faststream import AckPolicy, Context
+from faststream.exceptions import RejectMessage
+from faststream.kafka import KafkaBroker, TestKafkaBroker
+from faststream.kafka.annotations import KafkaMessage
+from faststream.rabbit import RabbitBroker, RabbitQueue, TestRabbitBroker
+
+from tests.support.brokers.rabbitmq import declare, left, on_server, publish_plain
+from tests.support.waiting import eventually
+from txbox import App, ConfigurationError, Outcome
+from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.integrations.faststream import TX, FastStreamInbox
+from txbox.testing import drain_async
+
+Tx = Annotated[Any, Context(TX)]
+Rows = Callable[[str], list[Any]]
+STATUSES = "SELECT message_id, status FROM txbox_inbox ORDER BY message_id"
+SAFE = AckPolicy.NACK_ON_ERROR
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    made = App(f"sqlite:///{tmp_path / 'shop.db'}")
+    made.init()
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as database:
+        database.execute("CREATE TABLE ledger (amount INTEGER)")
+    return made
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Rows:
+    def query(sql: str) -> list[Any]:
+        with closing(sqlite3.connect(tmp_path / "shop.db")) as database:
+            return database.execute(sql).fetchall()
+
+    return query
+
+
+@dataclass
+class Service:
+    """A broker with the inbox as its middleware."""
+
+    app: App
+    broker: Any
+    inbox: FastStreamInbox
+    failures: list[BaseException] = field(default_factory=list)
+    book: Any = None
+
+    def ledger(self, subscription: Any, **options: Any) -> Service:
+        """Add a subscriber that writes, and then fails as often as told."""
+
+        @self.inbox.handler("payments", consumer="ledger", **options)
+        @subscription
+        async def book(payment: dict[str, int], tx: Tx) -> str:
+            await tx.execute("INSERT INTO ledger VALUES (?)", (payment["amount"],))
+            if self.failures:
+                raise self.failures.pop()
+            return "booked"
+
+        self.book = book
+        return self
+
+
+def rabbit(app: App, url: str = "amqp://nowhere/") -> Service:
+    inbox = FastStreamInbox(app)
+    return Service(app, RabbitBroker(url, middlewares=[inbox]), inbox)
+
+
+def kafka(app: App) -> Service:
+    inbox = FastStreamInbox(app)
+    return Service(app, KafkaBroker(middlewares=[inbox]), inbox)
+
+
+def rabbit_ledger(app: App, **options: Any) -> Service:
+    service = rabbit(app)
+    return service.ledger(service.broker.subscriber("payments", ack_policy=SAFE), **options)
+
+
+def delivered(ledger: Service, *ids: str, **fields: Any) -> list[Outcome]:
+    """Publish one message a id; then let the table retry what is due at any date."""
+
+    async def run() -> list[Outcome]:
+        async with TestRabbitBroker(ledger.broker) as broker:
+            for number in ids:
+                await broker.publish({"amount": 5}, "payments", message_id=number, **fields)
+        try:
+            return await drain_async(ledger.app, ignore_dates=True)
+        finally:
+            await ledger.app.close_async()
+
+    return asyncio.run(run())
+
+
+def record(
+    offset: int, headers: list[tuple[str, Any]], *, partition: int = 0, value: bytes | None = b"{}"
+) -> ConsumerRecord:
+    return ConsumerRecord(
+        topic="payments", partition=partition, offset=offset, timestamp=1, timestamp_type=0,
+        key=b"k", value=value, checksum=None, serialized_key_size=1,
+        serialized_value_size=0, headers=headers,
+    )  # fmt: skip
+
+
+def received(broker: KafkaBroker, app: App, *records: ConsumerRecord) -> list[Exception]:
+    """Give records to the broker's one subscriber, as its consumer does; returns what it swallows there."""
+
+    async def run() -> list[Exception]:
+        raised: list[Exception] = []
+        async with TestKafkaBroker(broker):
+            (subscriber,) = broker.subscribers
+            for each in records:
+                try:
+                    await subscriber.process_message(each)
+                except Exception as error:  # noqa: BLE001  # whatever FastStream lets through
+                    raised.append(error)
+        await app.close_async()
+        return raised
+
+    return asyncio.run(run())
+
+
+# -- what it does -----------------------------------------------------------------------------
+
+
+def test_a_redelivery_runs_nothing(app: App, rows: Rows) -> None:
+    delivered(rabbit_ledger(app), "p-1", "p-1", "p-2")
+    assert rows(STATUSES) == [("p-1", "processed"), ("p-2", "processed")]
+    assert rows("SELECT count(*) FROM ledger") == [(2,)]
+
+
+def test_a_failure_is_rolled_back_and_retried_from_the_table(app: App, rows: Rows) -> None:
+    ledger = rabbit_ledger(app)
+    ledger.failures = [ValueError("first"), ValueError("second")]
+    assert delivered(ledger, "p-1") == [Outcome.FAILED, Outcome.PROCESSED]
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+
+
+def test_a_worker_whose_broker_was_never_started_retries(
+    app: App, rows: Rows, tmp_path: Path
+) -> None:
+    ledger = rabbit_ledger(app)
+    ledger.failures = [ValueError("first")]
+
+    async def delivered_once() -> None:
+        async with TestRabbitBroker(ledger.broker) as broker:
+            await broker.publish({"amount": 5}, "payments", message_id="p-1")
+        await app.close_async()
+
+    asyncio.run(delivered_once())
+    assert rows(STATUSES) == [("p-1", "failed")]
+    elsewhere = rabbit_ledger(App(f"sqlite:///{tmp_path / 'shop.db'}")).app  # as `txbox run` has it
+
+    async def retried() -> list[Outcome]:
+        async with elsewhere:
+            return await drain_async(elsewhere, ignore_dates=True)
+
+    assert asyncio.run(retried()) == [Outcome.PROCESSED]
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+
+
+def test_what_cannot_be_decoded_is_dead_at_once(app: App, rows: Rows) -> None:
+    ledger = rabbit_ledger(app)
+
+    async def run() -> None:
+        async with TestRabbitBroker(ledger.broker) as broker:
+            await broker.publish(
+                b"{no", "payments", message_id="p-1", content_type="application/json"
+            )
+        await app.close_async()
+
+    asyncio.run(run())
+    assert rows("SELECT status, attempts FROM txbox_inbox") == [("dead", 1)]
+
+
+def test_reject_message_is_a_dead_letter(app: App, rows: Rows) -> None:
+    ledger = rabbit_ledger(app)
+    ledger.failures = [RejectMessage()]
+    delivered(ledger, "p-1")
+    assert rows(STATUSES) == [("p-1", "dead")]
+    assert rows("SELECT count(*) FROM ledger") == [(0,)]
+
+
+def test_other_subscribers_of_the_broker_are_left_alone(app: App, rows: Rows) -> None:
+    service = rabbit(app)
+    broker = service.broker
+    seen: list[Any] = []
+
+    @broker.subscriber("plain")
+    async def plain(body: dict[str, int]) -> None:
+        seen.append(body)
+
+    async def run() -> None:
+        async with TestRabbitBroker(broker):
+            await broker.publish({"a": 1}, "plain")
+        await app.close_async()
+
+    asyncio.run(run())
+    assert seen == [{"a": 1}]
+    assert rows(STATUSES) == []
+
+
+# -- what it refuses --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, AckPolicy.ACK_FIRST, AckPolicy.ACK])
+def test_a_policy_that_loses_messages_is_refused(app: App, policy: AckPolicy | None) -> None:
+    service = rabbit(app)
+    broker = service.broker
+    options = {} if policy is None else {"ack_policy": policy}
+    with pytest.raises(ConfigurationError, match="loses messages"):
+        service.ledger(broker.subscriber("payments", **options))
+
+
+def test_the_default_of_kafka_is_refused(app: App) -> None:
+    service = kafka(app)
+    broker = service.broker
+    with pytest.raises(ConfigurationError, match="ACK_FIRST, which loses messages"):
+        service.ledger(broker.subscriber("payments", group_id="shop"))
+
+
+def test_kafka_without_a_group_is_refused(app: App) -> None:
+    service = kafka(app)
+    broker = service.broker
+    with pytest.raises((ConfigurationError, Exception), match="group"):
+        service.ledger(broker.subscriber("payments", ack_policy=SAFE))
+
+
+def test_a_batch_is_refused(app: App) -> None:
+    service = kafka(app)
+    broker = service.broker
+    with pytest.raises(ConfigurationError, match="not a batch"):
+        service.ledger(broker.subscriber("payments", group_id="g", ack_policy=SAFE, batch=True))
+
+
+def test_a_stacked_publisher_is_refused_below_the_inbox(app: App) -> None:
+    service = rabbit(app)
+    broker = service.broker
+
+    def stacked(function: Any) -> Any:
+        return broker.publisher("out")(broker.subscriber("payments", ack_policy=SAFE)(function))
+
+    with pytest.raises(ConfigurationError, match="stacked publisher"):
+        service.ledger(stacked)
+
+
+def test_a_publisher_stacked_later_is_refused_before_the_function_runs(
+    app: App, rows: Rows
+) -> None:
+    ledger = rabbit_ledger(app)
+    ledger.broker.publisher("out")(ledger.book)
+    with pytest.raises(ConfigurationError, match="stacked publisher"):
+        delivered(ledger, "p-1")
+    assert rows(STATUSES) == []
+
+
+def test_a_plain_function_is_refused(app: App) -> None:
+    with pytest.raises(ConfigurationError, match=r"on top of one @broker\.subscriber"):
+        rabbit(app).ledger(lambda function: function)
+
+
+# -- what FastStream would do besides ---------------------------------------------------------
+
+
+def test_no_automatic_reply_is_sent(app: App) -> None:
+    ledger = rabbit_ledger(app)
+    replies: list[Any] = []
+
+    @ledger.broker.subscriber("replies")
+    async def reply(body: Any) -> None:
+        replies.append(body)
+
+    delivered(ledger, "p-1", "p-1", reply_to="replies")
+    assert replies == []
+
+
+def test_a_reply_goes_through_the_outbox_once(app: App, rows: Rows) -> None:
+    app.publish(RabbitMQ("amqp://nowhere/"), ["replies"])  # no relay runs
+    delivered(rabbit_ledger(app, reply_to="replies"), "p-1", "p-1")
+    assert rows("SELECT topic, count(*) FROM txbox_outbox") == [("replies", 1)]
+
+
+def test_two_partitions_with_one_offset_are_two_messages(app: App, rows: Rows) -> None:
+    service = kafka(app)
+    broker = service.broker
+    service.ledger(broker.subscriber("payments", group_id="g", ack_policy=SAFE))
+    payment = b'{"amount": 5}'
+    received(
+        broker,
+        app,
+        record(7, [("message-id", b"a")], partition=0, value=payment),
+        record(7, [("message-id", b"b")], partition=1, value=payment),
+        record(7, [], partition=0, value=payment),  # FastStream's id is not the producer's
+    )
+    assert rows(STATUSES) == [("a", "processed"), ("b", "processed")]
+    assert len(rows("SELECT * FROM txbox_quarantine")) == 1
+
+
+def test_a_header_that_kills_the_parser_is_set_aside(app: App, rows: Rows) -> None:
+    service = kafka(app)
+    broker = service.broker
+    service.ledger(broker.subscriber("payments", group_id="g", ack_policy=SAFE))
+    poison = record(1, [("trace", None)], value=b'{"amount": 5}')
+    assert len(received(broker, app, poison)) == 1
+    ((payload, reason),) = rows("SELECT payload, reason FROM txbox_quarantine")
+    assert payload == b'{"amount": 5}'
+    assert "could not parse" in reason
+
+
+def test_a_tombstone_and_repeated_headers_arrive_as_they_are(app: App, rows: Rows) -> None:
+    service = kafka(app)
+    broker = service.broker
+    seen: list[Any] = []
+
+    def kept(message: Any) -> str:
+        seen.append((message.payload, message.headers.get_all("tag"), message.key))
+        return "t-1"
+
+    @service.inbox.handler("payments", consumer="ledger", message_id=kept)
+    @broker.subscriber("payments", group_id="g", ack_policy=SAFE)
+    async def forget(body: Any) -> None: ...
+
+    received(broker, app, record(1, [("tag", b"1"), ("tag", b"2")], value=None))
+    assert seen[0] == (None, [b"1", b"2"], "k")
+    assert rows(STATUSES) == [("t-1", "processed")]
+
+
+def test_a_cancelled_handler_leaves_nothing_and_acknowledges_nothing(app: App, rows: Rows) -> None:
+    service = kafka(app)
+    settled: list[str] = []
+
+    async def run() -> None:
+        started = asyncio.Event()
+
+        @service.inbox.handler("payments", consumer="ledger")
+        @service.broker.subscriber("payments", group_id="g", ack_policy=SAFE)
+        async def book(message: KafkaMessage, tx: Tx) -> None:
+            for verb in ("ack", "nack", "reject"):
+                setattr(message, verb, partial(_told, settled, verb))
+            await tx.execute("INSERT INTO ledger VALUES (5)")
+            started.set()
+            await asyncio.Event().wait()
+
+        async with TestKafkaBroker(service.broker):
+            (subscriber,) = service.broker.subscribers
+            delivery = asyncio.ensure_future(
+                subscriber.process_message(record(1, [("message-id", b"p-1")]))
+            )
+            await started.wait()
+            delivery.cancel()
+            await asyncio.wait([delivery])
+            assert delivery.cancelled()
+        await app.close_async()
+
+    asyncio.run(run())
+    assert settled == []
+    assert rows(STATUSES) == []
+    assert rows("SELECT count(*) FROM ledger") == [(0,)]
+
+
+async def _told(settled: list[str], verb: str) -> None:
+    settled.append(verb)
+
+
+@pytest.mark.brokers
+def test_what_has_no_id_is_set_aside_and_what_is_manual_is_acknowledged(
+    app: App, rows: Rows, rabbitmq_url: str
+) -> None:
+    from pamqp.commands import Basic
+
+    name = declare(rabbitmq_url)
+    service = rabbit(app, rabbitmq_url)
+    broker = service.broker
+    queue = RabbitQueue(name, durable=True)
+    service.ledger(broker.subscriber(queue, ack_policy=AckPolicy.MANUAL))
+    nameless = Basic.Properties(content_type="application/json")
+    named = Basic.Properties(content_type="application/json", message_id="p-1")
+    publish_plain(
+        rabbitmq_url, name, *((each, b'{"amount": 5}') for each in (nameless, named, named))
+    )
+
+    async def run() -> None:
+        async with broker:
+            await broker.start()
+            await asyncio.to_thread(
+                eventually,
+                lambda: len(rows(STATUSES)) == len(rows("SELECT 1 FROM txbox_quarantine")) == 1,
+            )
+        await app.close_async()
+
+    asyncio.run(run())
+    assert rows(STATUSES) == [("p-1", "processed")]
+    assert left(rabbitmq_url, name) == 0
+    on_server(rabbitmq_url, lambda channel: channel.queue_delete(name))
