@@ -1,0 +1,102 @@
+"""The tutorial, typed from the page into an empty directory: its files, its commands, and what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import NewDatabase
+from tests.docs.pages import page
+
+PAGE = page("docs/tutorial.md")
+SERVER = "## 7. The same service on PostgreSQL"
+URL = "postgresql://localhost/shop"
+_FILE = re.compile(r"`(\w+\.py)`[^`]*$")
+_AGE = re.compile(r"\b\d+(ms|s|m)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a reader does between two outputs: saves files, then runs commands."""
+
+    files: dict[str, str]
+    commands: list[str]
+    output: str
+
+
+def _steps(text: str) -> list[Step]:
+    steps: list[Step] = []
+    files: dict[str, str] = {}
+    commands: list[str] = []
+    before = ""
+    for prose, language, block in re.findall(
+        r"(.*?)^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+    ):
+        before = prose.strip()
+        if language == "python":
+            named = _FILE.search(before)
+            assert named is not None, f"which file is this to be saved as? {before[-80:]!r}"
+            files[named[1]] = block
+        elif language == "sh":
+            commands = block.splitlines()
+        else:
+            steps.append(Step(files, commands, block))
+            files, commands = {}, []
+    assert not files
+    assert not commands, "a reader cannot tell whether it worked"
+    return steps
+
+
+def _run(command: str, folder: Path) -> str:
+    words = shlex.split(command)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    if done.returncode == -signal.SIGKILL:
+        return "Killed\n"  # as the reader's shell says
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+def _type(text: str, folder: Path, url: str) -> None:
+    for step in _steps(text):
+        for name, content in step.files.items():
+            (folder / name).write_text(content.replace(URL, url))
+        printed = "".join(_run(command, folder) for command in step.commands)
+        printed = (
+            re.sub(r"(tables in )\S+", rf"\1{URL}", printed) if URL in step.output else printed
+        )
+        assert _AGE.sub("AGE", printed) == _AGE.sub("AGE", step.output), step.commands
+
+
+def test_typed_on_sqlite_it_prints_what_the_page_says(tmp_path: Path) -> None:
+    _type(PAGE.text.partition(SERVER)[0], tmp_path, URL)
+
+
+def test_typed_on_postgresql_it_prints_what_the_page_says(
+    tmp_path: Path, new_database: NewDatabase
+) -> None:
+    url = new_database("postgresql", schema=False)
+    _type(PAGE.text.partition(SERVER)[2].partition("\n## ")[0], tmp_path, url)
+
+
+def test_an_output_that_differs_is_seen(tmp_path: Path) -> None:
+    """The test of this test."""
+    with pytest.raises(AssertionError, match="print"):
+        _type(
+            'Save as `a.py`:\n\n```python\nprint("yes")\n```\n\n```sh\npython a.py\n```\n\n```text\nno\n```\n'.replace(
+                "python a.py", "python a.py print"
+            ),
+            tmp_path,
+            URL,
+        )
