@@ -7,7 +7,10 @@ page is also there as Markdown, beside its HTML, and llms.txt lists them.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib
+import inspect
 import json
 import os
 import re
@@ -19,6 +22,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from txbox import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -46,6 +51,7 @@ _SCRIPTS = {
 
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#\s]+)\)(.*)$")
 
 
@@ -68,7 +74,7 @@ def stage() -> None:
         elif path.suffix == ".md":
             text = path.read_text()
             todo += [found for found in _linked(path, text) if found not in done]
-            target.write_text(_relinked(path, text))
+            target.write_text(_relinked(path, text).replace("::: texts\n", _texts()))
         elif path.suffix in _CODE:
             name = path.relative_to(ROOT)
             target.write_text(f"# {name}\n\n```{_CODE[path.suffix]}\n{path.read_text()}```\n")
@@ -175,8 +181,87 @@ def build() -> None:
     ):  # warnings of the docstrings' reader are not of --strict
         sys.exit(said)
     for page in PAGES.rglob("*.md"):
-        shutil.copyfile(page, SITE / page.relative_to(PAGES))
+        (SITE / page.relative_to(PAGES)).write_text(_DIRECTIVE.sub(_api, page.read_text()))
+    (SITE / "llms.txt").write_text(llms(nav))
     _localize()
+
+
+def llms(nav: list[dict[str, Any]]) -> str:
+    """The list of all pages for language models, as https://llmstxt.org says; the page for assistants first."""
+    text = (DOCS / "index.md").read_text()
+    summary = " ".join(text.split("\n\n")[1].split())
+    lines = [
+        "# txbox",
+        "",
+        f"> {summary}",
+        "",
+        "Start with [the page for coding assistants](assistants.md):",
+    ]
+    lines += [
+        "the whole public surface, the rules that break code when broken, and common mistakes.",
+        "",
+    ]
+    for section in nav[1:]:
+        (title,) = section
+        lines += [f"## {title}", ""]
+        lines += [f"- [{name}]({place})" for name, place in _places(section[title])]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _api(directive: re.Match[str]) -> str:
+    """A name of the API as Markdown: its signature, its docstring and those of its public members."""
+    module, _, name = directive[1].rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    text = _described(name, found)
+    if isinstance(found, type):
+        for member, value in vars(found).items():
+            call = value.fget if isinstance(value, property) else value
+            if not member.startswith("_") and inspect.isfunction(call):
+                text += _described(f"{name}.{member}", call, "####")
+    return text.rstrip()
+
+
+def _described(name: str, found: Any, heading: str = "###") -> str:
+    try:
+        signature = str(inspect.signature(found))
+    except (TypeError, ValueError):  # an Enum's, an exception's
+        signature = ""
+    return (
+        f"{heading} {name}\n\n```text\n{name}{signature}\n\n{inspect.getdoc(found) or ''}\n```\n\n"
+    )
+
+
+def error_texts() -> dict[str, set[str]]:
+    """The class of an error → the texts it is raised with, `…` for what differs."""
+    found: dict[str, set[str]] = {}
+    for file in sorted((ROOT / "src/txbox").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                raised, text = ast.unparse(node.exc.func), _text(node.exc.args[0])
+                if raised in errors.__dict__ and len(text.strip("… ")) > 12:
+                    found.setdefault(raised, set()).add(text)
+    return found
+
+
+def _text(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_text(part) for part in parts)
+        case ast.BinOp(left=left, right=right):
+            return _text(left) + _text(right)
+    return "…"
+
+
+def _texts() -> str:
+    lines = []
+    for raised, texts in sorted(error_texts().items()):
+        lines += [f"## {raised}", ""]
+        lines += [f"- `` {' '.join(text.split())} ``" for text in sorted(texts)]
+        lines += [""]
+    return "\n".join(lines)
 
 
 def _localize() -> None:

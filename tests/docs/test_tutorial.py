@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import NewDatabase
 from tests.docs.pages import page
+from tests.support.databases import NewDatabase
 
 PAGE = page("docs/tutorial.md")
 SERVER = "## 7. The same service on PostgreSQL"
