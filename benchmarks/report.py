@@ -7,6 +7,7 @@ benchmarks/results/<phase>.json.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"
 
-_INTRODUCTION = """\
+_SUMMARY = """\
 # What it costs
 
-This page is written by `make bench` from the results in
-[benchmarks/results](../benchmarks/results); do not edit it. Absolute rates mean little on a shared machine: what counts
-is the **ratio**, measured in one run with the contenders taking turns, medians over the rounds, on PostgreSQL with
-default durability (`fsync=on`, `synchronous_commit=on`), client and server on one machine. What misses its bar says so.
+Five figures and four plots, then every bar, then the rounds behind them. A figure is a **ratio**, to the textbook
+loop (*naive*) or to itself, measured in one run with the contenders taking turns: the median of the rounds, and beside
+it the lowest and the highest. Absolute rates mean little on a shared machine. PostgreSQL had its default durability,
+and client and server ran on one machine. Yours will differ: [measure it](#how-it-is-measured).
+"""
+
+_INTRODUCTION = """\
+## How it is measured
+
+This page is written by `make bench` from the results in [benchmarks/results](../benchmarks/results); do not edit it.
+Default durability is `fsync=on` and `synchronous_commit=on`. What misses its bar says so.
 
 The workload is "order paid": distinct messages plus 10 % duplicates interleaved, 200 bytes of JSON each; the handler
 does one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one
@@ -36,6 +44,29 @@ txbox is the worker of `txbox run`, fed from memory. Every round is verified: or
 compared with the workload, and **lost** and **doubled** stand beside every rate. From a checkout,
 `python -m benchmarks --database postgresql://…` measures your own server (see [Contributing](../CONTRIBUTING.md)).
 """
+
+#: The figures at the top, good or bad: phase, beginning of its bar's text, and what it says.
+_FIGURES = (
+    (
+        "P1",
+        "txbox, ordinary handler:",
+        "one message at a time, ordinary handler: rate, times naive (above 1 is faster)",
+    ),
+    ("P2", "at least 3 times naive", "backlog, ordinary handler: rate, times naive"),
+    ("P3", "at least 12 times naive", "backlog, `pipeline=True`: rate, times naive"),
+    (
+        "P6",
+        "txbox, 200/s: p50 to commit",
+        "200 messages a second: median latency to the commit, times naive (above 1 is slower)",
+    ),
+    (
+        "P8",
+        "time-ordered ids, 10,000,000 rows: at most 1.2",
+        "an inbox of ten million rows: cost of a marker, times that of an empty one",
+    ),
+)
+#: The plots at the top; the others are with their phases.
+_TOP_PLOTS = ("p06b", "growth_us_marker", "p16")
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("p50 ms", "p50_ms", ".2f"),
@@ -123,14 +154,49 @@ def write_page(titles: Mapping[str, str]) -> Path:
         path = RESULTS / f"{phase.lower()}.json"
         if path.exists():
             found[phase] = json.loads(path.read_text())
-    text = [_INTRODUCTION, "## The bars", "", *_bars(titles, found), ""]
+    text = [_SUMMARY, *_figures(found), "", *_missed(found), ""]
     if shapes := _shapes(found):
         plots.write(shapes, PLOTS)
         text += [f"![{shapes['title']}](plots/{shapes['name']}.svg)", ""]
+    of_all = {plot["name"]: plot for result in found.values() for plot in result.get("plots", ())}
+    for name in _TOP_PLOTS:
+        if name in of_all:
+            text += [f"![{of_all[name]['title']}](plots/{name}.svg)", ""]
+    text += [_INTRODUCTION, "## The bars", "", *_bars(titles, found), ""]
     for phase, result in found.items():
         text += _section(phase, result)
     PAGE.write_text("\n".join(text))
     return PAGE
+
+
+def _figures(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    out = ["| | median | rounds | |", "|---|---|---|---|"]
+    for phase, text, said in _FIGURES:
+        for bar in found.get(phase, {}).get("bars", ()):
+            if bar["text"].startswith(text) and bar["measured"] is not None:
+                low, high = min(bar["pairs"]), max(bar["pairs"])
+                link = f"[{phase}](#{_anchor(phase, found[phase]['title'])})"
+                span = f"{low:.2f} to {high:.2f}"
+                out.append(f"| {said} | **{_measured(bar)}** | {span} | {link}, {_verdict(bar)} |")
+    return out
+
+
+def _missed(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How many of the bars are missed, and which phases they are of."""
+    bars = [(phase, bar) for phase, result in found.items() for bar in result["bars"]]
+    required = [(phase, bar) for phase, bar in bars if not bar["stretch"]]
+    missed = [phase for phase, bar in required if not bar["met"]]
+    links = [
+        f"[{phase}](#{_anchor(phase, found[phase]['title'])})" for phase in dict.fromkeys(missed)
+    ]
+    if not missed:
+        return [f"All {len(required)} bars are met."]
+    return [f"Of {len(required)} bars {len(missed)} are **missed**: {', '.join(links)}."]
+
+
+def _anchor(phase: str, title: str) -> str:
+    """The fragment of a phase's heading, as code hosts and the site make it."""
+    return re.sub(r"[^\w\- ]", "", f"{phase}: {title}".lower()).strip().replace(" ", "-")
 
 
 def _bars(titles: Mapping[str, str], found: Mapping[str, Mapping[str, Any]]) -> list[str]:

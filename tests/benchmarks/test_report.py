@@ -75,3 +75,22 @@ def test_plots_are_drawings(tmp_path: Path) -> None:
         root = ElementTree.fromstring(path.read_text())
         shapes = [shape.tag.rpartition("}")[2] for shape in root.iter()]
         assert shapes.count("rect") + shapes.count("polyline") >= 2
+
+
+def _top(page: str) -> str:
+    return page.partition("## How it is measured")[0]
+
+
+def test_the_page_begins_with_five_figures_and_four_plots() -> None:
+    page = report.PAGE.read_text()
+    assert (
+        len([line for line in _top(page).splitlines() if line.startswith("| ") and "**" in line])
+        == 5
+    )
+    assert _top(page).count("](plots/") == 4
+
+
+def test_the_page_counts_what_is_missed() -> None:
+    missed = report._missed({"P3": _document(ratio=11.0)})
+    assert missed == ["Of 1 bars 1 are **missed**: [P3](#p3-backlog)."]
+    assert report._missed({"P3": _document()}) == ["All 1 bars are met."]
