@@ -162,6 +162,14 @@ async def check(db: Session, dialect: Dialect) -> SchemaState:
     return state
 
 
+async def found(db: Session, dialect: Dialect) -> SchemaState:
+    """`read_state` in a transaction of its own."""
+    await db.begin()
+    state = await read_state(db, dialect)
+    await db.commit()
+    return state
+
+
 def unusable(state: SchemaState) -> str | None:
     """Why this release cannot work with the tables, with the command to run; None when it can."""
     if state.version is None:
@@ -216,6 +224,24 @@ async def apply(
     if partitioning is not None:
         _check_partitions(dialect)
     await db.begin()
+    try:
+        versions = await migrate(db, dialect, schema, partitioning=partitioning)
+    except ConfigurationError:
+        await db.rollback()
+        raise
+    await db.commit()
+    return versions
+
+
+async def migrate(
+    db: Transaction,
+    dialect: Dialect,
+    schema: str | None,
+    *,
+    upto: int = VERSION,
+    partitioning: Partitioning | None = None,
+) -> tuple[int, int]:
+    """`apply` in the caller's transaction, to a version of the caller's; tables that are newer stay as they are."""
     if dialect.has("schema_lock"):
         await db.execute(dialect.statement("schema_lock"))
     state = await read_state(db, dialect)
@@ -223,20 +249,18 @@ async def apply(
     if before and partitioning is not None:
         found = await partitions.read(db, dialect)
         if found.kind != partitioning.kind:
-            await db.rollback()
             raise ConfigurationError(
                 f"The inbox exists and is {_as_found(found.kind)}: partitioning is chosen when the tables are "
                 "created. See docs/howto/retention.md for a table with rows."
             )
         partitioning = None
-    text = migration_text(dialect, schema, after=before, partitioning=partitioning)
+    text = migration_text(dialect, schema, after=before, upto=upto, partitioning=partitioning)
     for number, sql in enumerate(split(text), 1):
         # migrations contain no parameters; the name is the crash point
         await db.execute(Statement(f"migration_{number}", sql, {}))
     if dialect.has("schema_unlock"):
         await db.execute(dialect.statement("schema_unlock"))
-    await db.commit()
-    return before, max(before, VERSION)
+    return before, max(before, upto)
 
 
 def _as_found(kind: partitions.Kind | None) -> str:

@@ -1,0 +1,36 @@
+from typing import Any
+
+from django.db import migrations, models
+
+from txbox.integrations.django.operations import Tables
+
+_UNMANAGED: dict[str, Any] = {"managed": False, "default_permissions": ("view", "change")}
+
+
+class Migration(migrations.Migration):
+    """Version 11 of the tables, from whatever version there is: `txbox init` may have been first."""
+
+    initial = True
+    operations = [  # noqa: RUF012
+        Tables(11),
+        migrations.CreateModel(
+            "InboxMessage",
+            fields=[("arrival", models.BigIntegerField(primary_key=True, serialize=False))],
+            options={
+                **_UNMANAGED,
+                "db_table": "txbox_inbox",
+                "verbose_name": "message of the inbox",
+                "verbose_name_plural": "inbox",
+            },
+        ),
+        migrations.CreateModel(
+            "OutgoingMessage",
+            fields=[("number", models.BigIntegerField(primary_key=True, serialize=False))],
+            options={
+                **_UNMANAGED,
+                "db_table": "txbox_outbox",
+                "verbose_name": "outgoing message",
+                "verbose_name_plural": "outbox",
+            },
+        ),
+    ]
