@@ -1,0 +1,33 @@
+"""Alembic's environment: autogenerate leaves the tables of txbox alone, and `op.txbox_upgrade` is known.
+
+pip install alembic "txbox[sqlalchemy]"
+SHOP_URL=sqlite:///shop.db alembic upgrade head
+alembic upgrade head --sql
+"""
+
+import os
+
+from alembic import context
+from sqlalchemy import create_engine
+from tables import metadata
+
+from txbox.integrations.alembic import include_name, include_object
+
+url = os.environ.get("SHOP_URL", "sqlite:///shop.db")
+options = {
+    "target_metadata": metadata,
+    "include_name": include_name,
+    "include_object": include_object,
+}
+
+if context.is_offline_mode():
+    context.configure(url=url, literal_binds=True, **options)
+    with context.begin_transaction():
+        context.run_migrations()
+else:
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        context.configure(connection=connection, **options)
+        with context.begin_transaction():
+            context.run_migrations()
+    engine.dispose()
