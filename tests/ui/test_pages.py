@@ -215,6 +215,107 @@ def test_a_payload_takes_its_grant_and_leaves_its_mark(filled: App, serve: Serve
     assert "a complaint" in audit
 
 
+def hidden(answer: Answer) -> dict[str, object]:
+    """The hidden fields of the last form of a page."""
+    form = answer.text.rpartition('<form method="post" action="/edit"')[2]
+    return {
+        str(attributes["name"]): attributes["value"]
+        for tag, attributes in Elements(form).found
+        if tag == "input" and attributes.get("type") == "hidden"
+    }
+
+
+def text_of(answer: Answer) -> str:
+    """What a browser has in the text area of a page: without the end of line that follows its tag."""
+    found = re.search(r"<textarea[^>]*>\n(.*?)</textarea>", answer.text, re.DOTALL)
+    assert found, answer.text
+    return unescape(found[1])
+
+
+def test_a_dead_message_is_edited_and_retried(
+    filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    browser = serve(filled)
+    path = "/message?consumer=billing&message_id=order-0017"
+    named = {"consumer": "billing", "message_id": "order-0017"}
+    page = browser.post("/reveal", on=path, table="inbox", **named)
+    # a browser ends lines in its own way
+    corrected = text_of(page).replace("17", "18") + "\r\n"
+    asked = browser.post(
+        "/edit", on=path, payload=corrected, content_type="application/json", **named
+    )
+    assert "Edit 1 message and retry it?" in asked.text
+    assert "order-0017" in asked.text
+    status = (
+        "SELECT status FROM txbox_inbox WHERE consumer = 'billing' AND message_id = 'order-0017'"
+    )
+    view = raw(database_url)
+    assert view.value(status) == "dead"
+    form = {**hidden(asked), "payload": text_of(asked), "reason": "a typing error"}
+    assert browser.ask("POST", "/edit", form).status == 303
+    assert view.value(status) == "failed"
+    payload = view.value(status.replace("SELECT status", "SELECT payload"))
+    assert json.loads(payload)["number"] == 18
+    assert b"\r" not in bytes(payload)
+    audit = browser.get("/audit").text
+    assert "a typing error" in audit
+    # what was agreed to was about another payload
+    assert browser.ask("POST", "/edit", form).status == 409
+
+
+def test_what_no_form_can_carry_is_edited_on_the_command_line(
+    serve: Serve, sqlite_url: str
+) -> None:
+    with shop(sqlite_url) as app:
+        for name, payload in {
+            "bytes": b"\xff\xfe",
+            "lines": b"a\r\nb",
+            "large": b"1" * 70_000,
+        }.items():
+            message = Message(id=name, topic="shipments", payload=payload)
+            assert app.process(message, consumer="parcels") == "dead"
+            page = serve(app).post(
+                "/reveal", on="/operations", table="inbox", consumer="parcels", message_id=name
+            )
+            assert page.status == 200
+            assert "/edit" not in page.text
+
+
+def test_a_rehearsal_is_shown_and_leaves_nothing(filled_sqlite: App, serve: Serve) -> None:
+    browser = serve(filled_sqlite)
+    path = "/message?consumer=billing&message_id=order-0017"
+    assert "Rehearse" in browser.get(path).text
+    named = {"consumer": "billing", "message_id": "order-0017"}
+    page = browser.post("/rehearse", on=path, **named)
+    assert 'class="status dead"' in page.text
+    assert "the card was declined" in page.text
+    before = browser.get("/outbox").text.count("invoices")
+    page = browser.post("/rehearse", on=path, payload=json.dumps({"number": 20}), **named)
+    assert 'class="status processed"' in page.text
+    assert "invoices" in page.text
+    assert browser.get("/outbox").text.count("invoices") == before
+    assert 'class="status dead"' in browser.get(path).text
+    assert browser.get("/audit").text.count("rehearse") == 2
+
+
+def test_a_processed_message_is_replayed(filled_sqlite: App, serve: Serve) -> None:
+    browser = serve(filled_sqlite)
+    path = "/message?consumer=billing&message_id=order-0010"
+    page = browser.get(path)
+    assert "Replay…" in page.text
+    confirm = browser.post(
+        "/confirm",
+        on=path,
+        table="inbox",
+        action="replay selected",
+        back="/messages",
+        pick=page.value("pick"),
+    )
+    assert "Replay 1 message?" in confirm.text
+    assert "1 message replayed." in carried_out(browser, confirm, reason="the invoice was lost")
+    assert "the invoice was lost" in browser.get("/audit").text
+
+
 def test_without_the_grant_no_text_of_an_error_is_shown(filled: App, serve: Serve) -> None:
     browser = serve(filled, grants=())
     for path in ("/messages", "/message?consumer=billing&message_id=order-0011"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
 
 from txbox.admin import activity, canary, rehearse, tables
 from txbox.admin.activity import Activities, Snapshot, WorkerStatus
@@ -97,7 +97,7 @@ class Changed:
         cancelled: it ended before everything was changed that is meant.
     """
 
-    action: Verb
+    action: Verb | Literal["replay"]
     dry_run: bool
     count: int
     spared: int
@@ -145,6 +145,11 @@ class Admin:
         self._checked = False
         #: Where async connections belong to a loop that runs already: the verbs are then called from other threads.
         self.loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def has_handlers(self) -> bool:
+        """Whether handlers can be run: those of an App."""
+        return len(self._app.handlers) > 0
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -666,7 +671,7 @@ class Admin:
             elsewhere (HTTP, files, other connections) is done. It is announced in `txbox_audit`.
         """
         where = InboxFilter(consumer=consumer, message_id=_as_stored(message_id))
-        if not len(self._app.handlers):
+        if not self.has_handlers:
             raise ConfigurationError("A rehearsal runs a handler, which takes the App.")
         found = self._drive(self._queries.kept, where, after=-1, limit=1)
         if not found:

@@ -158,11 +158,12 @@ class Dashboard:
         method = "GET" if request.method == "HEAD" else request.method
         if rule.method != method:
             raise Refused(405, "This page is not asked for in that way.", {"allow": rule.method})
-        if rule.grant is not None and not access.may(rule.grant):
-            raise Refused(
-                403,
-                f"You are logged in as {access.actor}, without the grant “{rule.grant}” that this takes.",
-            )
+        for grant in rule.grants:
+            if not access.may(grant):
+                raise Refused(
+                    403,
+                    f"You are logged in as {access.actor}, without the grant “{grant}” that this takes.",
+                )
         form: dict[str, list[str]] = {}
         if method == "POST":
             form = await self._form(request, access.actor)

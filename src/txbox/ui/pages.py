@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -38,6 +38,7 @@ from txbox.admin.tables import (
     Verb,
 )
 from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
+from txbox.outcome import Status
 from txbox.ui import security
 from txbox.ui.operations import Operation, Operations
 from txbox.ui.plots import plot
@@ -74,7 +75,11 @@ _SPANS = {
     "1h": (timedelta(hours=1), timedelta(minutes=1)),
     "24h": (timedelta(days=1), timedelta(minutes=30)),
 }
-_DONE = {"retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted"}
+_DONE = {
+    "retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted", "replay": "replayed",
+}  # fmt: skip
+#: A payload that is longer is edited on the command line: a form may have no more.
+_EDITED_BYTES = 64 * 1024
 
 
 class Refused(Exception):
@@ -260,9 +265,24 @@ class Pages:
             other=self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
             record=views.record(message), revealed=reveal, aside=aside, listed_at=_LIST[table.name],
             payload=_readable(message.payload), result=_readable(getattr(message, "result", None)),
-            verbs=[verb for verb, change in table.changes.items() if message.status in change.statuses],
-            live=not reveal,
+            verbs=self._verbs(table, message), live=not reveal,
+            rehearsed=table is INBOX and message.has_payload and self.admin.has_handlers,
+            edited=_editable(message) if reveal and table is INBOX else None,
         )  # fmt: skip
+
+    def _verbs(self, table: Table, message: Any) -> list[str]:
+        """What may be done to one message, by its status."""
+        verbs: list[str] = [
+            verb for verb, change in table.changes.items() if message.status in change.statuses
+        ]
+        if (
+            table is INBOX
+            and message.status == Status.PROCESSED
+            and message.has_payload
+            and self.admin.has_handlers
+        ):
+            verbs.append("replay")
+        return verbs
 
     def _stored_beside(self, aside: Any, who: dict[str, Any], *, reveal: bool) -> Comparison | None:
         """The message that has the id of one that was set aside, and with their payloads how these differ."""
@@ -325,6 +345,56 @@ class Pages:
             raise Refused(400, "This form cannot be read.")
         change(asked.field("consumer"), actor=asked.access.actor, reason=_reason(asked))
         return self._to(asked, "/workers")
+
+    # -- one message --------------------------------------------------------------------------
+
+    def edit(self, asked: Asked) -> Response:
+        """Show what an edit would change, and ask; or carry out what was agreed to."""
+        where = _one(asked)
+        payload = _typed(asked)
+        actor, reason, agreed = asked.access.actor, _reason(asked), asked.field("agreed")
+        # whoever compares sees what is there
+        found = (
+            self.admin.show(where)
+            if agreed
+            else self.admin.reveal(where, actor=actor, reason="edit")
+        )
+        if not found:
+            raise Refused(404, "There is no such message any more.")
+        message = found[0]
+        content_type = asked.field("content_type").strip()
+        change = partial(
+            self.admin.edit, where.consumer or "", where.message_id or "", payload=payload, actor=actor, reason=reason,
+            content_type=content_type if content_type != (message.content_type or "") else None,
+        )  # fmt: skip
+        edited = change(dry_run=True)
+        if agreed:
+            # what was agreed to is a change of what was there then
+            if agreed != edited.payload_hash[0]:
+                raise Refused(409, "The message has changed meanwhile: look at it again.")
+            change()
+            return self._to(
+                asked, "/message", consumer=where.consumer or "", message_id=where.message_id or ""
+            )
+        return self.page(
+            asked.request, "edit.html", asked.access, message=message, edited=edited,
+            lines=_differences(message.payload, payload), payload=payload.decode(),
+            content_type=content_type,
+        )  # fmt: skip
+
+    def rehearse(self, asked: Asked) -> Response:
+        """Run a message's handler, with its own payload or one from a form, and commit nothing."""
+        where = _one(asked)
+        done = self.admin.rehearse(
+            where.consumer or "",
+            where.message_id or "",
+            payload=_typed(asked) if "payload" in asked.form else None,
+            actor=asked.access.actor,
+            reason=_reason(asked),
+        )
+        return self.page(
+            asked.request, "rehearsal.html", asked.access, done=done, result=_readable(done.result)
+        )
 
     # -- changes ------------------------------------------------------------------------------
 
@@ -410,7 +480,8 @@ class Pages:
         verb, _, scope = asked.field("action").partition(" ")
         is_canary = verb == "canary" and kind is InboxFilter and scope == "all"
         verb = "retry" if is_canary else verb
-        if kind is None or verb not in kind.table.changes:
+        is_replay = verb == "replay" and kind is InboxFilter and scope == "selected"
+        if kind is None or not (is_replay or verb in kind.table.changes):
             raise Refused(400, "This form cannot be read.")
         given = {
             name.removeprefix("where."): values[0]
@@ -428,7 +499,7 @@ class Pages:
             raise Refused(400, "An id is for one message.")
         return Wanted(
             kind=kind,
-            verb=verb,  # type: ignore[arg-type]  # it is a key of `changes`
+            verb=verb,  # type: ignore[arg-type]  # it is a key of `changes`, or a replay
             filters=[_picked(kind, key) for key in picked] or [where],
             criteria={} if picked else {name: value for name, value in given.items() if value},
             picked=picked,
@@ -487,7 +558,7 @@ class Wanted:
     """A change that a form asks for: of messages that were picked, or of all that a filter means."""
 
     kind: type[Filter[Any, Any]]
-    verb: Verb
+    verb: Verb | Literal["replay"]
     filters: list[Filter[Any, Any]]
     criteria: dict[str, str]
     picked: list[str]
@@ -496,6 +567,8 @@ class Wanted:
     message_id: str | None
 
     def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
+        if self.verb == "replay":
+            return _replayed(admin, where, how)
         if self.verb == "reroute":
             return admin.reroute(where, "" if self.to == "any" else self.to, **how)
         if self.verb == "accept":
@@ -503,11 +576,30 @@ class Wanted:
         return admin.retry(where, **how) if self.verb == "retry" else admin.discard(where, **how)
 
 
+def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Changed:
+    """Run one message once more: there is no batch to end in, and no progress to tell."""
+    given = {name: how[name] for name in ("actor", "reason", "dry_run") if name in how}
+    replayed = admin.replay(where, **given)
+    key = {"consumer": where.consumer or "", "message_id": where.message_id or ""}
+    failed = tuple(
+        {
+            **key,
+            "reason": f"its handler failed ({failure.error_type}), and it is processed as before",
+        }
+        for failure in replayed.failures
+    )
+    return Changed(
+        action="replay", dry_run=replayed.dry_run, spared=0, refused=failed,
+        count=replayed.count if replayed.dry_run else replayed.processed,
+        sample=(key,) if replayed.count else (),
+    )  # fmt: skip
+
+
 def _question(wanted: Wanted, count: int) -> str:
     table = wanted.kind.table
     noun = table.noun
     if not wanted.picked and table is not QUARANTINE:
-        meant = table.changes[wanted.verb].meant
+        meant = table.changes[cast("Verb", wanted.verb)].meant
         noun = f"{wanted.criteria.get('status') or (meant[0] if len(meant) == 1 else 'waiting')} {noun}"
     asked = ", ".join(
         f"{name.replace('_', ' ')} {value}"
@@ -621,6 +713,34 @@ def _picked(kind: type[Filter[Any, Any]], key: str) -> Filter[Any, Any]:
             raise Refused(400, "This form cannot be read.")
 
 
+def _one(asked: Asked) -> InboxFilter:
+    """The message that a form is about."""
+    consumer, message_id = asked.field("consumer"), asked.field("message_id")
+    if not (consumer and message_id):
+        raise Refused(400, "This form cannot be read.")
+    return InboxFilter(consumer=consumer, message_id=message_id)
+
+
+def _typed(asked: Asked) -> bytes:
+    """The payload of a form: browsers send each end of a line as CR LF."""
+    return asked.field("payload").replace("\r\n", "\n").encode()
+
+
+def _editable(message: Any) -> str | None:
+    """The payload as a form can carry it there and back; None when it cannot, or nothing may be edited."""
+    payload = message.payload
+    if payload is None or message.redacted or message.status not in (Status.DEAD, Status.FAILED):
+        return None
+    if len(payload) > _EDITED_BYTES:
+        return None
+    try:
+        text: str = payload.decode()
+    except UnicodeDecodeError:
+        return None
+    # what nobody sees cannot be edited, and browsers change the ends of lines
+    return None if views.CONTROL.search(text) else text
+
+
 def _reason(asked: Asked) -> str | None:
     return asked.field("reason").strip()[:_REASON_CHARACTERS] or None
 
@@ -728,31 +848,34 @@ class Rule(NamedTuple):
     """What a path takes beside a login."""
 
     method: str
-    grant: Grant | None
+    grants: tuple[Grant, ...]
     answer: Callable[[Pages, Asked], Response]
 
 
 #: Every path that takes a login.
 RULES: dict[str, Rule] = {
-    "/": Rule("GET", None, Pages.overview),
-    "/messages": Rule("GET", None, partial(Pages.listed, kind=InboxFilter)),
-    "/message": Rule("GET", None, partial(Pages.shown, kind=InboxFilter)),
-    "/outbox": Rule("GET", None, partial(Pages.listed, kind=OutboxFilter)),
-    "/outgoing": Rule("GET", None, partial(Pages.shown, kind=OutboxFilter)),
-    "/quarantine": Rule("GET", None, partial(Pages.listed, kind=QuarantineFilter)),
-    "/quarantined": Rule("GET", None, partial(Pages.shown, kind=QuarantineFilter)),
-    "/failures": Rule("GET", None, Pages.failures),
-    "/workers": Rule("GET", None, Pages.workers),
-    "/pause": Rule("POST", "change", Pages.pause),
-    "/database": Rule("GET", None, Pages.database),
-    "/audit": Rule("GET", None, Pages.audit),
-    "/operations": Rule("GET", None, Pages.operations),
-    "/operation": Rule("GET", None, Pages.operation),
-    "/reveal": Rule("POST", "payload", Pages.reveal),
-    "/confirm": Rule("POST", "change", Pages.confirm),
-    "/change": Rule("POST", "change", Pages.change),
-    "/cancel": Rule("POST", "change", Pages.cancel),
-    "/logout": Rule("POST", None, Pages.logout),
+    "/": Rule("GET", (), Pages.overview),
+    "/messages": Rule("GET", (), partial(Pages.listed, kind=InboxFilter)),
+    "/message": Rule("GET", (), partial(Pages.shown, kind=InboxFilter)),
+    "/outbox": Rule("GET", (), partial(Pages.listed, kind=OutboxFilter)),
+    "/outgoing": Rule("GET", (), partial(Pages.shown, kind=OutboxFilter)),
+    "/quarantine": Rule("GET", (), partial(Pages.listed, kind=QuarantineFilter)),
+    "/quarantined": Rule("GET", (), partial(Pages.shown, kind=QuarantineFilter)),
+    "/failures": Rule("GET", (), Pages.failures),
+    "/workers": Rule("GET", (), Pages.workers),
+    "/pause": Rule("POST", ("change",), Pages.pause),
+    "/database": Rule("GET", (), Pages.database),
+    "/audit": Rule("GET", (), Pages.audit),
+    "/operations": Rule("GET", (), Pages.operations),
+    "/operation": Rule("GET", (), Pages.operation),
+    "/reveal": Rule("POST", ("payload",), Pages.reveal),
+    "/confirm": Rule("POST", ("change",), Pages.confirm),
+    "/change": Rule("POST", ("change",), Pages.change),
+    "/cancel": Rule("POST", ("change",), Pages.cancel),
+    # what they show is made of payloads
+    "/edit": Rule("POST", ("change", "payload"), Pages.edit),
+    "/rehearse": Rule("POST", ("change", "payload"), Pages.rehearse),
+    "/logout": Rule("POST", (), Pages.logout),
 }
 
 
