@@ -1,0 +1,75 @@
+"""taskiq: the body of a task once for each id, in a transaction of yours.
+
+taskiq acknowledges when the result is saved, or earlier (`--ack-type`). A worker that dies has its tasks run again
+on the brokers that redeliver. Its retries keep the task's id: a failed body rolls its row back, so a retry runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from inspect import Parameter
+from typing import Any, TypeVar
+
+from taskiq import Context, TaskiqDepends
+from taskiq.exceptions import NoResultError
+
+from txbox.inbox import Inbox
+from txbox.once import BeginAsync, Body
+
+R = TypeVar("R")
+_CONTEXT = "txbox_context"
+
+
+def once(
+    inbox: Inbox,
+    transaction: BeginAsync,
+    *,
+    id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
+    timeout: timedelta | None = None,
+) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R]]]:
+    """Run a task's body once for each id: `@broker.task` on top, then this, then an `async def` function.
+
+    The function's first argument is the transaction's connection or session, which callers do not pass.
+
+    Args:
+        inbox: one for each task, because its consumer is part of the key.
+        transaction: begins and ends, as `async_engine.begin` and `async_sessionmaker.begin` do.
+        id: from the task's arguments; without it, the task's own id, which a sender chooses with
+            `task.kicker().with_task_id(…)`.
+        timeout: the longest wait for another worker with the same id.
+
+    Raises, in the worker:
+        NoResultError: the body has run before, or the id is known with other arguments, which are quarantined. taskiq
+            acknowledges the task, and keeps the result of the first run.
+        MessageInProgress: the timeout passed.
+        whatever the body raises: it is rolled back; SimpleRetryMiddleware tries again if asked to.
+
+    Guarantee: the row and what the body wrote are one commit. With the default `--ack-type when_saved` the task is
+    acknowledged after it.
+    """
+
+    def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
+        body = Body(function, inbox, id=id, timeout=timeout)
+
+        async def run(*args: Any, **kwargs: Any) -> R:
+            context: Context | None = kwargs.pop(_CONTEXT, None)
+            given = None if context is None else context.message.task_id
+            answer = await body.call_async(transaction, given, args, kwargs)
+            if not answer:
+                raise NoResultError
+            result: R = answer.result
+            return result
+
+        body.lend(run)
+        # taskiq injects what a parameter's default says, and reads these two to find it
+        context = Parameter(
+            _CONTEXT, Parameter.KEYWORD_ONLY, default=TaskiqDepends(), annotation=Context
+        )
+        vars(run)["__signature__"] = body.signature.replace(
+            parameters=[*body.signature.parameters.values(), context]
+        )
+        run.__annotations__ = {**run.__annotations__, _CONTEXT: Context}
+        return run
+
+    return decorate

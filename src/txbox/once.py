@@ -1,0 +1,135 @@
+"""A function's body once for each id, in a transaction of the caller's: what task queues need of the inbox.
+
+Failures stay with the queue: an exception rolls the row back, so that the queue's own retry runs the body again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import update_wrapper
+from inspect import Parameter, signature
+from typing import Any
+
+from txbox.body import as_json
+from txbox.errors import ConfigurationError, PayloadMismatch
+from txbox.inbox import Inbox
+
+#: Begins, gives the connection or session, and commits, or rolls back on an exception: `engine.begin`.
+Begin = Callable[[], AbstractContextManager[Any]]
+BeginAsync = Callable[[], AbstractAsyncContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """What became of a call. False when the body did not run, because it had run before, or the id was reused."""
+
+    ran: bool
+    result: Any = None
+
+    def __bool__(self) -> bool:
+        return self.ran
+
+
+class Body:
+    """A function whose first parameter is a transaction that its callers do not pass.
+
+    Args:
+        inbox: whose consumer is part of the key.
+        id: from the arguments that callers pass; None leaves it to the queue's own id.
+        timeout: the longest wait for another transaction with the same id.
+
+    Raises:
+        ConfigurationError: the function has no first parameter.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inbox: Inbox,
+        *,
+        id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.function = function
+        self.name: str = getattr(function, "__name__", "the task")
+        self._inbox, self._id, self._timeout = inbox, id, timeout
+        shown = signature(function)
+        parameters = list(shown.parameters.values())
+        if not parameters or parameters[0].kind not in (
+            Parameter.POSITIONAL_ONLY,
+            Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            raise ConfigurationError(f"{self.name}: its first parameter must be the transaction.")
+        self._hidden = parameters[0].name
+        #: As callers see it.
+        self.signature = shown.replace(parameters=parameters[1:])
+
+    def lend(self, wrapper: Callable[..., Any]) -> None:
+        """Give a wrapper the function's name, and its signature and annotations without the transaction."""
+        update_wrapper(wrapper, self.function)
+        attributes = vars(wrapper)
+        del attributes["__wrapped__"]  # queues that look behind it would ask for the transaction
+        attributes["__signature__"] = self.signature
+        wrapper.__annotations__ = {
+            name: kind for name, kind in wrapper.__annotations__.items() if name != self._hidden
+        }
+
+    def __call__(
+        self, begin: Begin, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Once:
+        """Run the body in a new transaction, unless it has run for this id.
+
+        Args:
+            given: the queue's own id, for a body without an `id=`.
+
+        Raises:
+            ConfigurationError: there is no id.
+            MessageInProgress: another transaction held the id until the timeout.
+            whatever the body raises: nothing is kept.
+
+        Guarantee: the row and what the body wrote are one commit.
+        """
+        chosen, known = self._message(given, args, kwargs)
+        try:
+            with begin() as tx:
+                if self._inbox.accept(tx, chosen, timeout=self._timeout, **known):
+                    return Once(True, self.function(tx, *args, **kwargs))
+        except PayloadMismatch:
+            with begin() as tx:
+                self._inbox.quarantine(tx, chosen, **known)
+        return Once(False)
+
+    async def call_async(
+        self, begin: BeginAsync, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Once:
+        """The twin of calling it, for an `async def` function."""
+        chosen, known = self._message(given, args, kwargs)
+        function: Callable[..., Awaitable[Any]] = self.function
+        try:
+            async with begin() as tx:
+                if await self._inbox.accept_async(tx, chosen, timeout=self._timeout, **known):
+                    return Once(True, await function(tx, *args, **kwargs))
+        except PayloadMismatch:
+            async with begin() as tx:
+                await self._inbox.quarantine_async(tx, chosen, **known)
+        return Once(False)
+
+    def _message(
+        self, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str | int, dict[str, Any]]:
+        chosen = given if self._id is None else self._id(*args, **kwargs)
+        if chosen is None:
+            raise ConfigurationError(
+                f"{self.name} was called without a task, and so without an id: send it to the queue, or give "
+                "once() an id=."
+            )
+        # by name, so that f(1) and f(order=1) are the same call
+        arguments: dict[str, Any] = dict(self.signature.bind(*args, **kwargs).arguments)
+        try:
+            payload = as_json(arguments, sort_keys=True)
+        except (TypeError, ValueError):
+            payload = None  # no JSON: copies of it are not compared
+        return chosen, {"payload": payload, "topic": self.name}

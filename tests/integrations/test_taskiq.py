@@ -1,0 +1,98 @@
+"""A task of taskiq runs once for each id, on its broker in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import pytest
+from taskiq import InMemoryBroker, SimpleRetryMiddleware
+
+from txbox import App, ConfigurationError, Inbox
+from txbox.integrations.taskiq import once
+
+Rows = Callable[[str], list[Any]]
+
+
+class Shop:
+    """A task that writes, and then fails as often as told."""
+
+    def __init__(self, database: Path) -> None:
+        self.broker = InMemoryBroker(await_inplace=True).with_middlewares(SimpleRetryMiddleware())
+        self.failures: list[Exception] = []
+
+        @asynccontextmanager
+        async def transaction() -> AsyncIterator[aiosqlite.Connection]:
+            async with aiosqlite.connect(database) as connection:
+                await connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                await connection.commit()
+
+        @self.broker.task(retry_on_error=True)
+        @once(Inbox(consumer="pay"), transaction)
+        async def pay(tx: aiosqlite.Connection, amount: int) -> str:
+            await tx.execute("INSERT INTO ledger VALUES (?)", (amount,))
+            if self.failures:
+                raise self.failures.pop()
+            return "paid"
+
+        self.pay = pay
+
+    async def send(self, task_id: str, amount: object) -> Any:
+        task = await self.pay.kicker().with_task_id(task_id).kiq(amount)
+        return (await self.broker.result_backend.get_result(task.task_id)).return_value
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    path = tmp_path / "shop.db"
+    with App(f"sqlite:///{path}") as app:
+        app.init()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE ledger (amount INTEGER)")
+    return path
+
+
+@pytest.fixture
+def rows(database: Path) -> Rows:
+    def query(sql: str) -> list[Any]:
+        with closing(sqlite3.connect(database)) as connection:
+            return connection.execute(sql).fetchall()
+
+    return query
+
+
+def test_a_task_that_comes_again_runs_nothing_and_keeps_its_result(
+    database: Path, rows: Rows
+) -> None:
+    shop = Shop(database)
+
+    async def run() -> None:
+        assert await shop.send("t-1", 5) == "paid"
+        assert await shop.send("t-1", 5) == "paid"
+        assert await shop.send("t-2", "6") == "paid"  # cast by its annotation, as ever
+
+    asyncio.run(run())
+    assert rows("SELECT amount FROM ledger ORDER BY 1") == [(5,), (6,)]
+
+
+def test_a_retry_runs_under_the_same_id(database: Path, rows: Rows) -> None:
+    shop = Shop(database)
+    shop.failures = [ValueError("first"), ValueError("second")]
+    assert asyncio.run(shop.send("t-1", 5)) == "paid"
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT message_id FROM txbox_inbox") == [("t-1",)]
+
+
+def test_a_plain_call_has_no_id(database: Path, rows: Rows) -> None:
+    async def run() -> None:
+        await Shop(database).pay(5)
+
+    with pytest.raises(ConfigurationError, match="without an id"):
+        asyncio.run(run())
+    assert rows("SELECT * FROM ledger") == []

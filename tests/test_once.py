@@ -1,0 +1,152 @@
+"""A body with a hidden transaction: once for each id, and what its callers see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import pytest
+
+from txbox import App, ConfigurationError, Inbox
+from txbox.once import Begin, BeginAsync, Body, Once
+
+Rows = Callable[[str], list[Any]]
+DID, DID_NOT = Once(True, "paid"), Once(False)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    path = tmp_path / "shop.db"
+    with App(f"sqlite:///{path}") as app:
+        app.init()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE ledger (amount INTEGER)")
+    return path
+
+
+@pytest.fixture
+def rows(database: Path) -> Rows:
+    def query(sql: str) -> list[Any]:
+        with closing(sqlite3.connect(database)) as connection:
+            return connection.execute(sql).fetchall()
+
+    return query
+
+
+@pytest.fixture
+def begin(database: Path) -> Begin:
+    @contextmanager
+    def transaction() -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+
+    return transaction
+
+
+@pytest.fixture
+def begin_async(database: Path) -> BeginAsync:
+    @asynccontextmanager
+    async def transaction() -> AsyncIterator[aiosqlite.Connection]:
+        async with aiosqlite.connect(database) as connection:
+            await connection.execute("BEGIN IMMEDIATE")
+            yield connection  # what is not committed is gone when it is closed
+            await connection.commit()
+
+    return transaction
+
+
+def pay(tx: sqlite3.Connection, amount: int, *, fail: bool = False) -> str:
+    tx.execute("INSERT INTO ledger VALUES (?)", (amount,))
+    if fail:
+        raise ValueError(amount)
+    return "paid"
+
+
+async def pay_async(tx: aiosqlite.Connection, amount: int) -> str:
+    await tx.execute("INSERT INTO ledger VALUES (?)", (amount,))
+    if amount < 0:
+        raise ValueError(amount)
+    return "paid"
+
+
+def body(**options: Any) -> Body:
+    return Body(pay, Inbox(consumer="pay"), **options)
+
+
+def test_a_second_call_does_nothing(begin: Begin, rows: Rows) -> None:
+    assert body()(begin, "t-1", (5,), {}) == DID
+    assert body()(begin, "t-1", (), {"amount": 5}) == DID_NOT  # the same call, written another way
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT consumer, message_id, topic FROM txbox_inbox") == [("pay", "t-1", "pay")]
+
+
+def test_a_failure_keeps_nothing_so_that_a_retry_runs(begin: Begin, rows: Rows) -> None:
+    with pytest.raises(ValueError, match="5"):
+        body()(begin, "t-1", (5,), {"fail": True})
+    assert rows("SELECT * FROM ledger") == rows("SELECT * FROM txbox_inbox") == []
+    assert body()(begin, "t-1", (5,), {}) == DID
+
+
+def test_an_id_with_other_arguments_is_set_aside(begin: Begin, rows: Rows) -> None:
+    assert body()(begin, "t-1", (5,), {})
+    assert not body()(begin, "t-1", (6,), {})
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT message_id, payload FROM txbox_quarantine") == [("t-1", b'{"amount":6}')]
+
+
+def test_arguments_that_are_no_json_are_not_compared(begin: Begin, rows: Rows) -> None:
+    kept = Body(lambda tx, what: "paid", Inbox(consumer="pay"))
+    assert kept(begin, "t-1", (object(),), {}) == DID
+    assert kept(begin, "t-1", (object(),), {}) == DID_NOT
+    assert rows("SELECT * FROM txbox_quarantine") == []
+
+
+def test_the_id_may_be_an_argument(begin: Begin, rows: Rows) -> None:
+    by_amount = body(id=lambda amount, **_: f"payment-{amount}")
+    assert by_amount(begin, "t-1", (5,), {})
+    assert not by_amount(begin, "t-2", (5,), {})
+    assert rows("SELECT message_id FROM txbox_inbox") == [("payment-5",)]
+
+
+def test_without_any_id_nothing_runs(begin: Begin, rows: Rows) -> None:
+    with pytest.raises(ConfigurationError, match="without an id"):
+        body()(begin, None, (5,), {})
+    assert rows("SELECT * FROM ledger") == []
+
+
+def test_callers_see_no_transaction() -> None:
+    def wrapper(*args: Any, **kwargs: Any) -> None: ...
+
+    body().lend(wrapper)
+    assert str(inspect.signature(wrapper)) == "(amount: 'int', *, fail: 'bool' = False) -> 'str'"
+    assert list(wrapper.__annotations__) == ["amount", "fail", "return"]
+    assert wrapper.__name__ == "pay"
+
+
+def test_a_function_without_a_transaction_is_refused() -> None:
+    def nothing() -> None: ...
+
+    with pytest.raises(ConfigurationError, match="first parameter"):
+        Body(nothing, Inbox(consumer="pay"))
+
+
+def test_the_twin_does_the_same(begin_async: BeginAsync, rows: Rows) -> None:
+    paying = Body(pay_async, Inbox(consumer="pay"))
+
+    async def run() -> None:
+        with pytest.raises(ValueError, match="-5"):
+            await paying.call_async(begin_async, "t-1", (-5,), {})
+        assert await paying.call_async(begin_async, "t-1", (5,), {}) == DID
+        assert await paying.call_async(begin_async, "t-1", (5,), {}) == DID_NOT
+        assert await paying.call_async(begin_async, "t-1", (6,), {}) == DID_NOT
+
+    asyncio.run(run())
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT payload FROM txbox_quarantine") == [(b'{"amount":6}',)]
