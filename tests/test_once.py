@@ -87,6 +87,13 @@ def test_a_second_call_does_nothing(begin: Begin, rows: Rows) -> None:
     assert rows("SELECT consumer, message_id, topic FROM txbox_inbox") == [("pay", "t-1", "pay")]
 
 
+def test_an_app_lends_its_transactions(database: Path, rows: Rows) -> None:
+    with App(f"sqlite:///{database}") as app:
+        assert body()(app.transaction, "t-1", (5,), {}) == DID
+        assert body()(app.transaction, "t-1", (5,), {}) == DID_NOT
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+
+
 def test_a_failure_keeps_nothing_so_that_a_retry_runs(begin: Begin, rows: Rows) -> None:
     with pytest.raises(ValueError, match="5"):
         body()(begin, "t-1", (5,), {"fail": True})
