@@ -8,13 +8,13 @@ switch on `ReportBatchItemFailures`: what this function names is delivered again
 
 from __future__ import annotations
 
-import base64
 import os
 import sqlite3
 from datetime import timedelta
 from typing import Any
 
-from txbox import App, Headers, Limits, Message, StoreUnavailable
+from txbox import App, Limits, Message
+from txbox.integrations.aws_lambda import sqs
 
 # made once for each execution environment, outside the function
 app = App(
@@ -31,48 +31,12 @@ def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
     )
 
 
-def message_of(record: dict[str, Any]) -> Message[Any]:
-    attributes = record.get("messageAttributes", {})
-    headers = Headers(
-        (
-            name,
-            base64.b64decode(attribute["binaryValue"])
-            if "binaryValue" in attribute
-            else attribute["stringValue"],
-        )
-        for name, attribute in attributes.items()
-    )
-    return Message(
-        topic=record["eventSourceARN"].rpartition(":")[2],  # the queue's name
-        payload=record["body"].encode(),
-        headers=headers,  # the id is the attribute `message-id`; SQS's own changes when it is sent again
-        type=headers.text("type"),
-        key=record["attributes"].get("MessageGroupId"),
-        origin={"source": "sqs", "sqs_message_id": record["messageId"]},
-    )
-
-
 def lambda_handler(event: dict[str, Any], _context: object) -> dict[str, Any]:
     """Process a batch; returns what Lambda is to deliver again.
 
     What fails in its handler is not among it: that is parked in the table and deleted from the queue.
     """
-    again: list[str] = []
-    blocked: set[str] = set()  # FIFO: after one that comes again, the rest of its group waits
-    away = False
-    for record in event["Records"]:
-        group = record["attributes"].get("MessageGroupId")
-        settled = False
-        if not away and group not in blocked:
-            try:
-                settled = app.process(message_of(record)).settles
-            except StoreUnavailable:
-                away = True  # nor will the rest of the batch find the database in time
-        if not settled:
-            again.append(record["messageId"])
-            if group is not None:
-                blocked.add(group)
-    return {"batchItemFailures": [{"itemIdentifier": message_id} for message_id in again]}
+    return sqs(app, event)
 
 
 def main() -> None:
