@@ -8,7 +8,19 @@ from collections.abc import Sequence
 
 import txbox
 from txbox.admin import InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.cli import change, completion, doctor, look, relay, run, schema, ui, work, workers
+from txbox.cli import (
+    asyncapi,
+    change,
+    completion,
+    doctor,
+    look,
+    relay,
+    run,
+    schema,
+    ui,
+    work,
+    workers,
+)
 from txbox.cli.options import HelpFormatter, Parser, common
 from txbox.cli.output import print_error
 from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
@@ -51,6 +63,7 @@ _EXAMPLES = {
     "quarantine accept": ["quarantine accept billing evt-1 --app shop:app"],
     "quarantine discard": ["quarantine discard billing evt-1 --app shop:app"],
     "ui": ["ui --app shop:app --users users.txt", "ui --database sqlite:///shop.db --grant change"],
+    "asyncapi": ["asyncapi shop:app", "asyncapi --app shop:app --title Shop --service-version 1.4"],
     "completion": ["completion bash", "completion zsh"],
     "schema check": ["schema check --app shop:app"],
     "schema apply": ["schema apply --app shop:app"],
@@ -150,6 +163,7 @@ def make_parser() -> Parser:
     work.add(commands, shared)
     workers.add(commands, shared)
     ui.add(commands, shared)
+    asyncapi.add(commands, shared)
     completion.add(commands)
     return parser
 
