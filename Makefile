@@ -8,7 +8,7 @@ PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 
-.PHONY: help dev demo check format test test-brokers test-slow test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs dist servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow test-matrix test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ test-brokers: dev ## Only the sources against real brokers: Kafka, RabbitMQ, SQS
 
 test-slow: dev ## What takes minutes, one by one: not part of `make test`
 	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -m slow $(ARGS)
+
+test-matrix: dev ## Newer and older servers and Pythons, one by one, an hour in all; writes docs/versions.md
+	@$(PY) -m tests.release.matrix $(ARGS)
 
 test-ui: dev ## The dashboard, and in a real browser; gets Chromium and axe-core; pictures in build/ui
 	@$(PY) -m tests.support.browser

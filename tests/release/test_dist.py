@@ -215,11 +215,11 @@ def test_uvx_runs_the_demo_with_the_published_extras(wheel: Path, tmp_path: Path
         _uv(), "tool", "run", "--from", f"txbox[cli,sqlite] @ {wheel.resolve().as_uri()}", "txbox", "demo",
         cwd=tmp_path, env=environment,
     )  # fmt: skip
-    assert "0 charged twice" in shown
+    assert "txbox: every customer was charged once" in shown
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_the_unpacked_sdist_checks_and_tests_itself(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -230,10 +230,13 @@ def test_the_unpacked_sdist_checks_and_tests_itself(sdist: Path, tmp_path: Path)
     }  # fmt: skip
     for variable in ("TXBOX_DIST", "VIRTUAL_ENV", "PYTEST_ADDOPTS"):
         environment.pop(variable, None)
-    _run("make", "check", cwd=unpacked, env=environment, timeout_s=800)
+    _run("make", "check", cwd=unpacked, env=environment, timeout_s=1800)
     # every test file is imported, and these run: what they need beside the source is there
-    _run(unpacked / ".venv/bin/pytest", "-q", "--collect-only", cwd=unpacked, env=environment)
+    _run(
+        unpacked / ".venv/bin/pytest", "-q", "--collect-only",
+        cwd=unpacked, env=environment, timeout_s=1800,
+    )  # fmt: skip
     _run(
         unpacked / ".venv/bin/pytest", "-q", "-n", "2", "tests/unit", "tests/docs", "tests/test_message.py",
-        cwd=unpacked, env=environment, timeout_s=800,
+        cwd=unpacked, env=environment, timeout_s=1800,
     )  # fmt: skip

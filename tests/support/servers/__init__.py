@@ -60,6 +60,14 @@ def given_url(name: str) -> str | None:
     return os.environ.get(VARIABLES[name]) or None
 
 
+def programs(kind: str, otherwise: str) -> str:
+    """Where the programs of a kind of server are looked for: the PATH `otherwise`, unless a directory is given.
+
+    `TXBOX_TEST_REDIS_PROGRAMS` is the directory of another release; the matrix of versions sets it.
+    """
+    return os.environ.get(f"TXBOX_TEST_{kind.upper()}_PROGRAMS") or otherwise
+
+
 def servers_required() -> bool:
     """True where a missing server must fail the tests instead of skipping them."""
     return any(

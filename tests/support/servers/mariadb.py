@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pymysql
 
-from tests.support.servers import ServerError
+from tests.support.servers import ServerError, programs
 from tests.support.servers.process import ServerProcess
 
 PASSWORD = "txbox"
@@ -16,7 +16,13 @@ _PATH = "/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin:/usr/libexec"
 
 
 def binary() -> str | None:
-    return shutil.which("mariadbd", path=_PATH)
+    return shutil.which("mariadbd", path=programs("mariadb", _PATH))
+
+
+def _base() -> list[str]:
+    """Where another release than the installed one has its files: beside its programs."""
+    directory = programs("mariadb", "")
+    return [f"--basedir={Path(directory).parent}"] if directory else []
 
 
 class MariaDBServer(ServerProcess):
@@ -33,7 +39,7 @@ class MariaDBServer(ServerProcess):
         return self.directory / "data"
 
     def initialise(self) -> None:
-        installer = shutil.which("mariadb-install-db", path=_PATH)
+        installer = shutil.which("mariadb-install-db", path=programs("mariadb", _PATH))
         if installer is None:
             raise ServerError("MariaDB is not installed; run `python -m tests.support.servers up`")
         (self.directory / "init.sql").write_text(
@@ -44,6 +50,7 @@ class MariaDBServer(ServerProcess):
         self.run(
             installer,
             "--no-defaults",
+            *_base(),
             f"--datadir={self._data}",
             "--auth-root-authentication-method=normal",
             "--skip-test-db",
@@ -69,7 +76,7 @@ class MariaDBServer(ServerProcess):
         if not self.durable:
             settings["innodb-flush-log-at-trx-commit"] = 2
         flags = [f"--{name}={value}" for name, value in settings.items()]
-        return [mariadbd, "--no-defaults", "--skip-name-resolve", *flags]
+        return [mariadbd, "--no-defaults", *_base(), "--skip-name-resolve", *flags]
 
     def ping(self) -> str:
         connection = pymysql.connect(

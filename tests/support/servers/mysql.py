@@ -1,30 +1,26 @@
 """A MySQL server of our own: the installed one, else Debian's packages, unpacked beside the system.
 
-No release of Debian has MySQL, its unstable does. With their loader and libraries around them these
-programs need nothing of the system they run on, and any user may fetch them.
+No release of Debian has MySQL, its unstable does.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pymysql
 
-from tests.support.servers import UnavailableError, UnofferedError
-from tests.support.servers.process import ServerProcess, file_lock
+from tests.support.servers import UnavailableError
+from tests.support.servers.process import ServerProcess
+from tests.support.servers.unpacked import Unpacked
 
 PASSWORD = "txbox"
 _PATH = "/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin:/usr/libexec"
 _PACKAGE = "mysql-server-core"
-_SUITE = "sid"
-_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-_FETCH_TIMEOUT_S = 600
-_GIVE_URL = "install mysqld or set TXBOX_TEST_MYSQL_URL"
+_UNPACKED = Unpacked(
+    _PACKAGE, "sid", [_PACKAGE], otherwise="install mysqld or set TXBOX_TEST_MYSQL_URL"
+)
 
 
 def fetch() -> bool:
@@ -34,14 +30,7 @@ def fetch() -> bool:
         UnofferedError: this machine's packages do not have it.
         UnavailableError: they should have it, and it could not be fetched.
     """
-    if _installed() is not None or _fetched():
-        return False
-    mirror = _mirror()
-    with file_lock(_root().with_suffix(".lock")):
-        if _fetched():  # another process was here first
-            return False
-        _unpack(mirror)
-    return True
+    return _installed() is None and _UNPACKED.fetch()
 
 
 class MySQLServer(ServerProcess):
@@ -102,92 +91,12 @@ def _installed() -> str | None:
 def _program() -> Sequence[str | Path]:
     if installed := _installed():
         return [installed, "--no-defaults"]
-    if not _fetched():
+    if not _UNPACKED.here():
         raise UnavailableError(
             "MySQL is not here; run `python -m tests.support.servers up --only mysql`"
         )
-    root = _root()
-    libraries = next(root.glob("usr/lib/*-linux-gnu"))
     return [
-        next(libraries.glob("ld-linux*.so.*")),
-        "--library-path",
-        libraries,
-        root / "usr/sbin/mysqld",
+        *_UNPACKED.started("usr/sbin/mysqld"),
         "--no-defaults",
-        f"--basedir={root / 'usr'}",
+        f"--basedir={_UNPACKED.root / 'usr'}",
     ]
-
-
-def _root() -> Path:
-    # Outside every checkout and home: the server's account reads it, all checkouts share it.
-    return Path("/var/tmp") / f"txbox-packages-{os.geteuid()}" / _PACKAGE
-
-
-def _fetched() -> bool:
-    # Anybody may create names in /var/tmp: programs of another owner are not run.
-    return _root().is_dir() and _root().parent.stat().st_uid == os.geteuid()
-
-
-def _mirror() -> str:
-    """The mirror of Debian that this machine's packages come from."""
-    if shutil.which("apt-get") is None:
-        raise UnofferedError(f"no package of it on a system without apt-get; {_GIVE_URL}")
-    listed = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    for uri in listed.stdout.split():
-        if re.search(r"/debian(\.list)?/?$", uri):
-            return uri
-    raise UnofferedError(f"apt's sources name no mirror of Debian; {_GIVE_URL}")
-
-
-def _unpack(mirror: str) -> None:
-    """Fetch the package and everything it needs, as for an empty system, and unpack it."""
-    work = _root().with_suffix(".part")
-    shutil.rmtree(work, ignore_errors=True)
-    root = work / "root"
-    for directory in (root, work / "lists/partial", work / "cache/archives/partial"):
-        directory.mkdir(parents=True)
-    (work / "status").touch()
-    (work / "sources.list").write_text(f"deb [signed-by={_KEYRING}] {mirror} {_SUITE} main\n")
-    (work / "apt.conf").write_text(
-        f'Dir::State "{work}";\n'
-        f'Dir::State::status "{work}/status";\n'
-        f'Dir::Cache "{work}/cache";\n'
-        f'Dir::Etc::sourcelist "{work}/sources.list";\n'
-        'Dir::Etc::sourceparts "/dev/null";\n'
-        'APT::Sandbox::User "";\n'
-        'Acquire::Languages "none";\n'
-    )
-    if done := _apt(work, "update"):
-        raise UnofferedError(f"{mirror} has no {_SUITE} ({done}); {_GIVE_URL}")
-    if not list((work / "lists").glob("*_InRelease")):
-        raise UnavailableError(f"{mirror} does not answer; {_GIVE_URL}")
-    if done := _apt(work, "install", "--yes", "--no-install-recommends", "--simulate", _PACKAGE):
-        raise UnofferedError(f"{mirror} cannot install {_PACKAGE} ({done}); {_GIVE_URL}")
-    if done := _apt(
-        work, "install", "--yes", "--no-install-recommends", "--download-only", _PACKAGE
-    ):
-        raise UnavailableError(f"{mirror} did not give all of {_PACKAGE} ({done}); {_GIVE_URL}")
-    for package in sorted((work / "cache/archives").glob("*.deb")):
-        subprocess.run(["dpkg-deb", "--extract", package, root], check=True, capture_output=True)
-    root.rename(_root())
-    shutil.rmtree(work)
-
-
-def _apt(work: Path, *arguments: str) -> str | None:
-    """None, or the last line of what apt-get complains about."""
-    done = subprocess.run(
-        ["apt-get", *arguments],
-        env={**os.environ, "APT_CONFIG": str(work / "apt.conf"), "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_FETCH_TIMEOUT_S,
-    )
-    if done.returncode == 0:
-        return None
-    return " ".join((done.stderr or done.stdout).strip().splitlines()[-1:])

@@ -8,12 +8,13 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.servers import ServerError
+from tests.support.servers import ServerError, programs
 from tests.support.servers.process import ServerProcess
 
 
 def binary() -> str | None:
-    return shutil.which("nats-server", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+    path = programs("nats", "/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+    return shutil.which("nats-server", path=path)
 
 
 class NatsServer(ServerProcess):

@@ -11,14 +11,16 @@ from urllib.parse import unquote, urlsplit
 
 import psycopg
 
-from tests.support.servers import ServerError
+from tests.support.servers import ServerError, programs
 from tests.support.servers.process import ServerProcess
 
 PASSWORD = "txbox"
 
 
 def binaries() -> Path | None:
-    """The newest installed PostgreSQL's directory of programs."""
+    """The directory of PostgreSQL's programs: the newest installed, unless one is given."""
+    if given := programs("postgresql", ""):
+        return Path(given)
     found = sorted(
         Path("/usr/lib/postgresql").glob("*/bin/initdb"),
         key=lambda path: int(re.sub(r"\D", "", path.parts[-3]) or 0),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.servers import ServerError
+from tests.support.servers import ServerError, programs
 from tests.support.servers.process import ENVIRONMENT, ServerProcess
 
 # Not the wrapper in /usr/sbin: that one is for root and the distribution's own node.
@@ -18,7 +18,7 @@ _RUN_WITH_EPMD = 'epmd -port "$ERL_EPMD_PORT" & exec "$0"'
 
 
 def binary() -> str | None:
-    return shutil.which("rabbitmq-server", path=_PATH)
+    return shutil.which("rabbitmq-server", path=programs("rabbitmq", _PATH))
 
 
 class RabbitMQServer(ServerProcess):

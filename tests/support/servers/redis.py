@@ -8,12 +8,13 @@ from pathlib import Path
 
 import redis
 
-from tests.support.servers import ServerError
+from tests.support.servers import ServerError, programs
 from tests.support.servers.process import ServerProcess
 
 
 def binary() -> str | None:
-    return shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
+    path = programs("redis", "/usr/bin:/usr/local/bin")
+    return shutil.which("redis-server", path=path) or shutil.which("valkey-server", path=path)
 
 
 class RedisServer(ServerProcess):
@@ -52,5 +53,7 @@ class RedisServer(ServerProcess):
 
     def ping(self) -> str:
         with redis.Redis.from_url(self.url, socket_timeout=5) as client:
-            version = client.info("server")["redis_version"]
-        return f"Redis {version}"
+            server = client.info("server")
+        if valkey := server.get("valkey_version"):
+            return f"Valkey {valkey}"
+        return f"Redis {server['redis_version']}"
