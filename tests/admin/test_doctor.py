@@ -554,4 +554,4 @@ def test_the_thread_that_asks_may_be_any(shop: Shop) -> None:
     asking = threading.Thread(target=lambda: found.append(findings(shop.app)))
     asking.start()
     asking.join(60)
-    assert set(found[0]) == {"inbox-overdue"}
+    assert "inbox-overdue" in found[0]

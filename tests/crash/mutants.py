@@ -188,7 +188,7 @@ def _lose_a_deadlock(job: Job, tx: Any) -> None:
         waiting.start()
         try:
             execute(tx, "UPDATE account SET balance = 1 WHERE name = ?", rows[1])
-        except pymysql.err.OperationalError as error:
+        except pymysql.OperationalError as error:
             if error.args[0] != 1213:
                 raise
         else:

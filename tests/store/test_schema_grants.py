@@ -29,7 +29,7 @@ from txbox.store.dialect import dialect
 from txbox.store.schema import grants, split
 
 ROOT = Path(__file__).parents[2]
-DENIED = (psycopg.errors.InsufficientPrivilege, pymysql.err.OperationalError)
+DENIED = (psycopg.errors.InsufficientPrivilege, pymysql.OperationalError)
 # of a command, of a column, of a database, of an administrator, of a routine
 _DENIED_BY_MYSQL = {1142, 1143, 1044, 1227, 1370}
 # SELECT, INSERT, UPDATE, DELETE; s is SELECT of some columns. What is not here is forbidden.
@@ -185,7 +185,8 @@ def denied(look: Raw, statement: str) -> bool:
         look.execute(statement)
     except psycopg.errors.InsufficientPrivilege:
         return True
-    except pymysql.err.MySQLError as error:
+    # not pymysql.err: once Django has loaded it as MySQLdb, that is another module with other classes
+    except pymysql.MySQLError as error:
         return error.args[0] in _DENIED_BY_MYSQL
     except psycopg.Error as error:
         # a view that nobody can write to
