@@ -117,7 +117,7 @@ def test_a_mysql_that_no_package_source_has_is_one_line_and_no_failure_even_in_c
 ) -> None:
     monkeypatch.setenv("CI", "true")
     monkeypatch.setattr(mysql, "_installed", lambda: None)
-    monkeypatch.setattr(mysql, "_root", lambda: tmp_path / "none")
+    monkeypatch.setattr(mysql._UNPACKED, "root", tmp_path / "none")
     monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
     provision.prepare(["mysql"], throwaway=True)
     (line,) = capsys.readouterr().out.splitlines()
@@ -129,9 +129,9 @@ def test_a_mysql_that_the_package_source_should_have_is_required_in_ci(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(mysql, "_installed", lambda: None)
-    monkeypatch.setattr(mysql, "_root", lambda: tmp_path / "none")
+    monkeypatch.setattr(mysql._UNPACKED, "root", tmp_path / "none")
     # apt-get lists such a mirror among the sources, and cannot reach it
-    monkeypatch.setattr(mysql, "_mirror", lambda: "http://127.0.0.1:1/debian/")
+    monkeypatch.setattr(mysql._UNPACKED, "_mirror", lambda: "http://127.0.0.1:1/debian/")
     monkeypatch.setenv("CI", "true")
     with pytest.raises(UnavailableError, match="does not answer"):
         provision.prepare(["mysql"], throwaway=True)

@@ -320,7 +320,7 @@ def test_maintain_runs_until_it_is_told_to_stop(command: Command, sqlite_url: st
 _EVERY_COMMAND_AS_JSON = (
     ("init",), ("schema", "apply"), ("schema", "check"), ("schema", "print"), ("schema", "print", "--grants"),
     ("status",), ("list",), ("list", "--quarantined"), ("show", "billing", "1"), ("explain", "1"), ("doctor",),
-    ("workers",), ("top", "--once"), ("pause", "billing"), ("resume", "billing"),
+    ("asyncapi",), ("workers",), ("top", "--once"), ("pause", "billing"), ("resume", "billing"),
     ("edit", "billing", "2", "--header", "note=1", "--dry-run"), ("rehearse", "billing", "3"),
     ("discard", "--all", "--yes"), ("retry", "--all", "--yes"), ("replay", "--consumer", "billing", "--yes"),
     ("prune",), ("rescue",),
@@ -338,7 +338,7 @@ def test_every_command_prints_json(sqlite_shop: Command) -> None:
     send(sqlite_shop, "3")
     for words in _EVERY_COMMAND_AS_JSON:
         assert isinstance(sqlite_shop(*words, "--json").json, dict)
-    covered = {words[0] for words in _EVERY_COMMAND_AS_JSON} | {"demo", "ui"}
+    covered = {words[0] for words in _EVERY_COMMAND_AS_JSON} | {"demo", "ui", "completion"}
     (commands,) = (action.choices for action in make_parser()._actions if action.dest == "command")
     assert covered == set(commands or ())
 

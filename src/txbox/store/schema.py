@@ -238,10 +238,11 @@ async def migrate(
     dialect: Dialect,
     schema: str | None,
     *,
-    upto: int = VERSION,
+    upto: int | None = None,
     partitioning: Partitioning | None = None,
 ) -> tuple[int, int]:
     """`apply` in the caller's transaction, to a version of the caller's; tables that are newer stay as they are."""
+    upto = VERSION if upto is None else upto
     if dialect.has("schema_lock"):
         await db.execute(dialect.statement("schema_lock"))
     state = await read_state(db, dialect)
