@@ -16,6 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from tests.support.databases import Raw
 from tests.support.recording import Recorder
 from txbox import App, ConfigurationError, StoreError
+from txbox.errors import Fault
 
 OPEN = Callable[[str], Raw]
 
@@ -100,6 +101,42 @@ def test_a_swallowed_database_error_is_no_success(postgresql_url: str, raw: OPEN
         assert _staged(other) == 0
         _order(app, 2)
         assert _staged(other) == 1
+
+
+@pytest.mark.parametrize("ended", ["commit", "rollback"])
+def test_a_block_that_ends_its_transaction_is_no_success(
+    database_url: str, raw: OPEN, ended: str
+) -> None:
+    with _app(database_url) as app, raw(database_url) as other:
+
+        def end() -> None:
+            with app.transaction() as tx:
+                app.outbox.stage(tx, "invoices", {"number": 1})
+                getattr(tx, ended)()
+
+        with pytest.raises(StoreError, match="ended its transaction") as caught:
+            end()
+        assert caught.value.fault is Fault.GUARD
+        assert not caught.value.definite
+        assert _staged(other) == (ended == "commit")
+        _order(app, 2)
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_an_async_block_that_ends_its_transaction_is_no_success(
+    postgresql_url: str, driver: str
+) -> None:
+    async def end(app: App) -> None:
+        async with app.transaction_async() as tx:
+            await app.outbox.stage_async(tx, "invoices", {"number": 1})
+            await tx.execute("ROLLBACK")
+
+    async def main() -> None:
+        async with _app(postgresql_url.replace("postgresql", f"postgresql+{driver}")) as app:
+            with pytest.raises(StoreError, match="ended its transaction"):
+                await end(app)
+
+    asyncio.run(main())
 
 
 class _Base(DeclarativeBase): ...

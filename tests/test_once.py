@@ -6,14 +6,16 @@ import asyncio
 import inspect
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiosqlite
+import psycopg
 import pytest
 
-from txbox import App, ConfigurationError, Inbox
+from txbox import App, ConfigurationError, Inbox, StoreError
 from txbox.once import Begin, BeginAsync, Body, Once
 
 Rows = Callable[[str], list[Any]]
@@ -99,6 +101,43 @@ def test_a_failure_keeps_nothing_so_that_a_retry_runs(begin: Begin, rows: Rows) 
         body()(begin, "t-1", (5,), {"fail": True})
     assert rows("SELECT * FROM ledger") == rows("SELECT * FROM txbox_inbox") == []
     assert body()(begin, "t-1", (5,), {}) == DID
+
+
+def swallows(tx: psycopg.Connection, amount: int) -> None:
+    tx.execute("INSERT INTO ledger VALUES (%s)", (amount,))
+    with suppress(psycopg.errors.UndefinedTable):
+        tx.execute("SELECT 1 FROM no_such_table")
+
+
+def rolls_back(tx: psycopg.Connection, amount: int) -> None:
+    tx.rollback()
+    tx.execute("INSERT INTO ledger VALUES (%s)", (amount,))
+
+
+@pytest.mark.parametrize("broken", [swallows, rolls_back])
+def test_a_body_that_loses_its_row_is_no_success(
+    postgresql_url: str, broken: Callable[..., None]
+) -> None:
+    with psycopg.connect(postgresql_url, autocommit=True) as looking:
+        looking.execute("CREATE TABLE ledger (amount integer)")
+        paying = Body(broken, Inbox(consumer="pay"))
+        with pytest.raises(StoreError, match="transaction"):
+            paying(partial(psycopg.connect, postgresql_url), "t-1", (5,), {})
+        for table in ("ledger", "txbox_inbox"):
+            assert looking.execute(f"SELECT * FROM {table}").fetchall() == []
+
+
+def test_a_body_that_commits_is_no_success(database: Path, rows: Rows) -> None:
+    def commits(tx: sqlite3.Connection, amount: int) -> None:
+        pay(tx, amount)
+        tx.commit()
+
+    with App(f"sqlite:///{database}") as app:
+        paying = Body(commits, Inbox(consumer="pay"))
+        with pytest.raises(StoreError, match="ended its transaction"):
+            paying(app.transaction, "t-1", (5,), {})
+        assert rows("SELECT amount FROM ledger") == [(5,)]
+        assert paying(app.transaction, "t-1", (5,), {}) == DID_NOT  # its row was committed with it
 
 
 def test_an_id_with_other_arguments_is_set_aside(begin: Begin, rows: Rows) -> None:

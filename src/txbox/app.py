@@ -17,7 +17,7 @@ from txbox.brokers.base import Destination, Source
 from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
-from txbox.connections.base import Database
+from txbox.connections.base import BLOCK, BLOCK_ENDS, Database, block_left
 from txbox.effects import PREFIX, Effects
 from txbox.errors import ConfigurationError, StoreError
 from txbox.events import Event, Events, MessageUnmatched, Observer
@@ -548,7 +548,8 @@ class App:
         Whatever leaves the block as an exception rolls it back, and is raised on.
 
         Raises:
-            StoreError: COMMIT was refused, or sent without an answer; `definite` says that nothing was kept.
+            StoreError: COMMIT was refused, or sent without an answer; `definite` says that nothing was kept. Or the
+                block ended the transaction itself (fault GUARD).
             StoreUnavailable: the database cannot be reached.
 
         Guarantee: when the block ends without an exception, everything is committed; else, unless COMMIT
@@ -556,7 +557,7 @@ class App:
         """
         db = Session(self._any_sync())
         try:
-            blocking(db.begin())
+            blocking(db.begin([BLOCK]))
             assert db.connection is not None
             yield db.connection.native
             blocking(_committed(db))
@@ -568,7 +569,7 @@ class App:
 
     @asynccontextmanager
     async def transaction_async(self) -> AsyncGenerator[Any]:
-        """The twin of `transaction`.
+        """The twin of `transaction`. If its task is cancelled during COMMIT, everything or nothing is kept.
 
         Raises:
             ConfigurationError: the database has sync connections only.
@@ -579,7 +580,7 @@ class App:
             )
         db = Session(self.database.asynchronous)
         try:
-            await db.begin()
+            await db.begin([BLOCK])
             assert db.connection is not None
             yield db.connection.native
             await _committed(db)
@@ -775,7 +776,9 @@ class App:
 
 async def _committed(db: Session) -> None:
     try:
-        await db.commit()
+        await db.commit([BLOCK_ENDS])
+    except StoreError as error:
+        raise block_left(error) from error.__cause__
     except Raised as raised:
         # a session's own error, of its last flush
         raise raised.error from None

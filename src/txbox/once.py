@@ -14,12 +14,19 @@ from inspect import Parameter, signature
 from typing import Any
 
 from txbox.body import as_json
-from txbox.errors import ConfigurationError, PayloadMismatch
+from txbox.connections import borrow
+from txbox.connections.base import block_left
+from txbox.errors import ConfigurationError, PayloadMismatch, StoreError
 from txbox.inbox import Inbox
+from txbox.session import Statement, Transaction, run, run_async
 
 #: Begins, gives the connection or session, and commits, or rolls back on an exception: `engine.begin`.
 Begin = Callable[[], AbstractContextManager[Any]]
 BeginAsync = Callable[[], AbstractAsyncContextManager[Any]]
+
+# not `BLOCK`: MySQL would drop that of an `App.transaction` around it
+_BODY = Statement("savepoint", "SAVEPOINT txbox_body", {})
+_BODY_ENDS = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_body", {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ class Body:
         Raises:
             ConfigurationError: there is no id.
             MessageInProgress: another transaction held the id until the timeout.
+            StoreError: the body ended the transaction, or went on after the database had failed it.
             whatever the body raises: nothing is kept.
 
         Guarantee: the row and what the body wrote are one commit.
@@ -96,7 +104,11 @@ class Body:
         try:
             with begin() as tx:
                 if self._inbox.accept(tx, chosen, timeout=self._timeout, **known):
-                    return Once(True, self.function(tx, *args, **kwargs))
+                    executor = borrow(tx)
+                    run(executor, _mark)
+                    result = self.function(tx, *args, **kwargs)
+                    run(executor, _check)
+                    return Once(True, result)
         except PayloadMismatch:
             with begin() as tx:
                 self._inbox.quarantine(tx, chosen, **known)
@@ -111,7 +123,11 @@ class Body:
         try:
             async with begin() as tx:
                 if await self._inbox.accept_async(tx, chosen, timeout=self._timeout, **known):
-                    return Once(True, await function(tx, *args, **kwargs))
+                    executor = borrow(tx, is_async=True)
+                    await run_async(executor, _mark)
+                    result = await function(tx, *args, **kwargs)
+                    await run_async(executor, _check)
+                    return Once(True, result)
         except PayloadMismatch:
             async with begin() as tx:
                 await self._inbox.quarantine_async(tx, chosen, **known)
@@ -133,3 +149,18 @@ class Body:
         except (TypeError, ValueError):
             payload = None  # no JSON: copies of it are not compared
         return chosen, {"payload": payload, "topic": self.name}
+
+
+async def _mark(db: Transaction) -> None:
+    await db.execute(_BODY)
+
+
+async def _check(db: Transaction) -> None:
+    """Refuse to call it a success when the row may not be in the transaction that is about to be committed.
+
+    COMMIT would not say so: PostgreSQL answers that of a failed transaction with ROLLBACK, and drivers are silent.
+    """
+    try:
+        await db.execute(_BODY_ENDS)
+    except StoreError as error:
+        raise block_left(error) from error.__cause__

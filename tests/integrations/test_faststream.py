@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,9 @@ from tests.support.brokers.rabbitmq import declare, left, on_server, publish_pla
 from tests.support.waiting import eventually
 from txbox import App, ConfigurationError, Outcome
 from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.events import ConsumptionPaused, Event
 from txbox.integrations.faststream import TX, FastStreamInbox
+from txbox.policy import Limits
 from txbox.testing import drain_async
 
 Tx = Annotated[Any, Context(TX)]
@@ -318,6 +321,27 @@ def test_a_header_that_kills_the_parser_is_set_aside(app: App, rows: Rows) -> No
     ((payload, reason),) = rows("SELECT payload, reason FROM txbox_quarantine")
     assert payload == b'{"amount": 5}'
     assert "could not parse" in reason
+
+
+def test_what_cannot_be_parsed_waits_for_the_database(app: App, tmp_path: Path, rows: Rows) -> None:
+    holder = sqlite3.connect(tmp_path / "shop.db", check_same_thread=False)
+    holder.execute("BEGIN IMMEDIATE")
+
+    def end_when_it_waits(event: Event) -> None:
+        if isinstance(event, ConsumptionPaused):
+            holder.rollback()
+
+    waiting = App(
+        f"sqlite:///{tmp_path / 'shop.db'}",
+        observers=[end_when_it_waits],
+        limits=Limits(lock_timeout=timedelta(seconds=0.1)),
+    )
+    service = kafka(waiting)
+    broker = service.broker
+    service.ledger(broker.subscriber("payments", group_id="g", ack_policy=SAFE))
+    received(broker, waiting, record(1, [("trace", None)], value=b'{"amount": 5}'))
+    holder.close()
+    assert rows("SELECT payload FROM txbox_quarantine") == [(b'{"amount": 5}',)]
 
 
 def test_a_tombstone_and_repeated_headers_arrive_as_they_are(app: App, rows: Rows) -> None:

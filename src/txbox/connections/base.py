@@ -332,6 +332,9 @@ PROBE = Statement("probe", "SELECT 1", {})
 SAVEPOINT = Statement("savepoint", "SAVEPOINT txbox_handler", {})
 RELEASE = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_handler", {})
 ROLLBACK_TO = Statement("rollback_to_savepoint", "ROLLBACK TO SAVEPOINT txbox_handler", {})
+#: Around what runs in a transaction it must not end: its release finds out, whatever ended it, on every database.
+BLOCK = Statement("savepoint", "SAVEPOINT txbox_block", {})
+BLOCK_ENDS = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_block", {})
 # the savepoint, or the transaction, no longer exists: SQLSTATE, MySQL's number, and SQLite's code
 # for any invalid statement
 _NO_SAVEPOINT = frozenset({"3B001", "25P01", "1305", "SQLITE_ERROR"})
@@ -349,6 +352,24 @@ def not_released(error: StoreError, lost: bool) -> StoreError | Raised:
 
 def savepoint_is_gone(error: StoreError) -> bool:
     return error.code in _NO_SAVEPOINT
+
+
+def block_left(error: StoreError) -> StoreError:
+    """Classify the failure of `BLOCK_ENDS`."""
+    if error.fault is Fault.ABORTED:
+        return StoreError(
+            "A statement of the block had failed, and with it the transaction; nothing was persisted.",
+            fault=Fault.ABORTED,
+            code=error.code,
+        )
+    if error.fault is not Fault.GUARD and not savepoint_is_gone(error):
+        return error
+    return StoreError(
+        "The block ended its transaction, and part of what it wrote may be kept: leave commit and rollback to its "
+        "end, and undo a part with a savepoint.",
+        fault=Fault.GUARD,
+        definite=False,
+    )
 
 
 def is_marked(driver: Any) -> bool:

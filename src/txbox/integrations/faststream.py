@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, cast
 
@@ -170,7 +171,12 @@ class FastStreamInbox:
             topic=consumer.topic, payload=payload if isinstance(payload, bytes | None) else b""
         )
         reason = f"FastStream could not parse the message: {type(error).__name__}."
-        await drive_async(connections, self.app.intake.unmatched, message, reason)
+        # FastStream commits the offset when this returns: until then, it waits for the database
+        await drive_async(
+            connections,
+            self.app.protocol.persistently,
+            partial(self.app.intake.unmatched, message=message, reason=reason),
+        )
 
     async def _run(self, consumer: _Consumer, message: Message[bytes], tx: Any) -> Any:
         delivery = _delivery.get()

@@ -162,7 +162,7 @@ async def check(db: Session, dialect: Dialect) -> SchemaState:
     return state
 
 
-async def found(db: Session, dialect: Dialect) -> SchemaState:
+async def state_of(db: Session, dialect: Dialect) -> SchemaState:
     """`read_state` in a transaction of its own."""
     await db.begin()
     state = await read_state(db, dialect)

@@ -42,7 +42,7 @@ def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[check
     app = integration.app()
     assert app.database.sync is not None
     try:
-        state = drive(app.database.sync, schema.found, app.store.dialect)
+        state = drive(app.database.sync, schema.state_of, app.store.dialect)
     except (StoreError, Error):
         # an absent database is none of ours to report
         return []
