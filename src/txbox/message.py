@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass
@@ -61,6 +62,21 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
     def names(self) -> Iterator[str]:
         """Yield the names in order, repeats included."""
         return (name for name, _ in self)
+
+
+def headers_in(text: str) -> Headers:
+    """Read headers from a JSON list of names and values; bytes are `{"b64": …}` or `{"base64": …}`.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is something else.
+    """
+    return Headers((name, _value_in(value)) for name, value in json.loads(text))
+
+
+def _value_in(value: Any) -> HeaderValue:
+    if value is None or isinstance(value, str):
+        return value
+    return base64.b64decode(value["b64" if "b64" in value else "base64"])
 
 
 _NO_HEADERS = Headers()

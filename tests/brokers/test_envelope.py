@@ -423,3 +423,20 @@ def test_headers_of_sqs_that_are_nested_without_end_stay_an_attribute() -> None:
     hostile = "[" * 100_000
     message = the_message(on_sqs({"txbox-headers": hostile, "message-id": "m1"}, b"1", None))
     assert (message_id(message), message.headers.get("txbox-headers")) == ("m1", hostile)
+
+
+def test_headers_packed_into_one_are_those_of_the_message() -> None:
+    """As Debezium sends the column of the outbox; what the transport says itself comes first."""
+    packed = json.dumps([["tag", "1"], ["tag", "2"], ["raw", {"b64": "/w=="}], ["type", "other"]])
+    sent: Attributes = {"type": "due", "txbox-headers": packed.encode()}
+    delivery = envelope.KAFKA.delivery("t", b"", sent, origin={}, tag=0)
+    assert delivery.message is not None
+    assert delivery.message.type == "due"
+    assert delivery.message.headers[1:4] == (("tag", "1"), ("tag", "2"), ("raw", b"\xff"))
+
+
+@pytest.mark.parametrize("text", ["[", "{}", "[1]", '[["a", 1]]', '[["a", {"c": "d"}]]', '[["a"]]'])
+def test_another_header_of_that_name_stays_one(text: str) -> None:
+    delivery = envelope.KAFKA.delivery("t", b"x", {"txbox-headers": text}, origin={}, tag=0)
+    assert delivery.message is not None
+    assert delivery.message.headers.get("txbox-headers") == (None if text == "{}" else text)

@@ -23,8 +23,9 @@ from tests.docs.pages import ROOT
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _NAME = f"txbox-{_PROJECT['version']}"
-#: Of the wheel without the dashboard: 591 kB in November 2026, nearly all of it compressed source and SQL.
-_LARGEST_BYTES = 700_000
+#: Of the wheel without the dashboard: 638 kB on 23 November 2026. Python alone is 511 kB compressed, and 360 kB without
+#: docstrings and comments, which belong there; SQL is 73 kB, what a wheel says of itself 20 kB. Less takes less code.
+_LARGEST_BYTES = 650_000
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 _FIRST_MESSAGE = """

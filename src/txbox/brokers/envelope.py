@@ -11,6 +11,7 @@ import binascii
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -19,14 +20,16 @@ from typing import Any, NamedTuple
 from txbox.brokers.base import Delivery
 from txbox.errors import MessageRefused, UnusableMessage
 from txbox.identity import CLOUDEVENTS_PREFIXES, id_in_headers, scoped_id
-from txbox.message import HeaderPairs, Headers, HeaderValue, Message
+from txbox.message import HeaderPairs, Headers, HeaderValue, Message, headers_in
 
 Pair = tuple[str, HeaderValue]
 
 _ID, _TYPE, _KEY, _CONTENT_TYPE, _TIME = "message-id", "type", "key", "content-type", "time"
 _DATA_CONTENT_TYPE = "datacontenttype"
+#: Headers as JSON in one: SQS has room for ten attributes, and Debezium sends the column of the outbox.
+PACKED = "txbox-headers"
 #: Which field a header describes, and its rank among that field's headers: plain headers before CloudEvents.
-_PLACES = {plain: (plain, 0) for plain in (_TYPE, _KEY, _CONTENT_TYPE, _TIME)} | {
+_PLACES = {plain: (plain, 0) for plain in (_TYPE, _KEY, _CONTENT_TYPE, _TIME, PACKED)} | {
     prefix + attribute: (field, rank)
     for field, attributes in {
         _TYPE: ("type",),
@@ -87,6 +90,12 @@ class Transport:
         if self.id is not None and self.id != _ID:
             message_id = headers.get(self.id) or None
         said = _said(headers)
+        if (packed := said.get(PACKED)) is not None:
+            # another producer's header of this name stays one
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                around = (pair for pair in headers if pair[0].lower() != PACKED)
+                headers = Headers((*around, *headers_in(packed)))
+                said = _said(headers)
         declared = content_type or said.get(_CONTENT_TYPE)
         media = None if declared is None else _media_type(declared)
         if payload is not None and media in (EVENT, _BATCH):

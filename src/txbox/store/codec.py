@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from txbox.errors import ConfigurationError
-from txbox.message import Headers, HeaderValue, Message
+from txbox.message import Headers, HeaderValue, Message, headers_in
 from txbox.policy import CREDENTIAL_HEADERS, Redaction
 from txbox.store.dialect import as_time
 
@@ -89,9 +89,7 @@ def decode_headers(text: str | None) -> Headers:
     if not text:
         return Headers()
     # rows written by earlier releases may contain credentials
-    return without_credentials(
-        Headers((name, _header_back(value)) for name, value in json.loads(text))
-    )
+    return without_credentials(headers_in(text))
 
 
 def without_credentials(headers: Headers) -> Headers:
@@ -99,10 +97,6 @@ def without_credentials(headers: Headers) -> Headers:
     if not any(name.lower() in CREDENTIAL_HEADERS for name, _ in headers):
         return headers
     return Headers(pair for pair in headers if pair[0].lower() not in CREDENTIAL_HEADERS)
-
-
-def _header_back(value: Any) -> HeaderValue:
-    return value if value is None or isinstance(value, str) else base64.b64decode(value["b64"])
 
 
 class Columns:

@@ -11,14 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
-from txbox.brokers.envelope import SQS, SQS_GROUPED, Pair, utf8
+from txbox.brokers.envelope import PACKED, SQS, SQS_GROUPED, Pair, utf8
 from txbox.errors import MessageRefused
 from txbox.message import Headers, HeaderValue, Message
 
 #: How to decode the body: "base64", or "empty" because SQS does not accept empty bodies.
 _BODY = "txbox-body"
-#: Headers that cannot be attributes, as JSON: a [name, value] pair each, with bytes as {"base64": "…"}.
-_HEADERS = "txbox-headers"
 _ATTRIBUTES_MAX = 10
 _NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ATTRIBUTE = re.compile(r"(?!(?i:AWS\.|Amazon\.))(?!.*\.\.)(?!\.)[A-Za-z0-9_.-]{1,256}(?<!\.)")
@@ -37,7 +35,7 @@ def entry_of(message: Message[Any], *, fifo: bool) -> dict[str, Any]:
     pairs = list((SQS_GROUPED if grouped else SQS).headers(message))
     attributes, rest = _divided(pairs, _ATTRIBUTES_MAX - len(markers) - 1)
     if rest:
-        markers[_HEADERS] = _attribute(json.dumps([_packed(pair) for pair in rest]))
+        markers[PACKED] = _attribute(json.dumps([_packed(pair) for pair in rest]))
     entry: dict[str, Any] = {"MessageBody": body, "MessageAttributes": attributes | markers}
     if fifo:
         unique = _token(str(message.id))
@@ -60,15 +58,7 @@ def size_of(entry: Mapping[str, Any]) -> int:
 
 def read(body: str, attributes: Mapping[str, Any]) -> tuple[bytes, Headers]:
     """Return payload and headers of a received message; one from another producer is read as it is."""
-    pairs = [
-        (name, _value(attribute)) for name, attribute in attributes.items() if name != _HEADERS
-    ]
-    if _HEADERS in attributes:
-        try:
-            more = json.loads(attributes[_HEADERS]["StringValue"])
-            pairs += [(str(name), _unpacked(value)) for name, value in more]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            pairs.append((_HEADERS, _value(attributes[_HEADERS])))
+    pairs = [(name, _value(attribute)) for name, attribute in attributes.items()]
     encoding = dict(pairs).get(_BODY)
     if encoding in ("empty", "base64"):
         try:
@@ -99,7 +89,7 @@ def _divided(pairs: list[Pair], room: int) -> tuple[dict[str, Any], list[Pair]]:
     rest: list[Pair] = []
     for name, value in pairs:
         utf8(name)
-        fits = names[name] == 1 and _ATTRIBUTE.fullmatch(name) and name not in (_BODY, _HEADERS)
+        fits = names[name] == 1 and _ATTRIBUTE.fullmatch(name) and name not in (_BODY, PACKED)
         if isinstance(value, str):
             utf8(value)
             fits = fits and not _NO_TEXT.search(value)
@@ -127,14 +117,6 @@ def _packed(pair: Pair) -> list[Any]:
         name,
         {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value,
     ]
-
-
-def _unpacked(value: Any) -> HeaderValue:
-    if isinstance(value, dict):
-        return base64.b64decode(cast("dict[str, str]", value)["base64"], validate=True)
-    if value is not None and not isinstance(value, str):
-        raise TypeError("no header value")
-    return value
 
 
 def _token(text: str) -> str:
