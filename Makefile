@@ -7,6 +7,8 @@ BIN := .venv/bin
 PY := $(BIN)/python
 # Most tests wait for a server or a process of theirs: more of them at once than cores.
 PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
+# Containers like to set it. Then every process of the suite, and it starts thousands, compiles all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help dev demo check format test test-brokers test-slow test-matrix test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 

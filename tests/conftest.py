@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,6 +65,10 @@ __all__ = [
     "timed",
     "without_rest",
 ]  # fmt: skip
+
+# pytest without make: compile once, not in every process that a test starts
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
