@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from tests.support.databases import NewDatabase
 from tests.support.shop import CONSUMER, Shop, opened, paid, shop
 from txbox import ConfigurationError, Headers, Message, Outcome, RetryPolicy
-from txbox.admin import Admin, InboxFilter, QuarantineFilter
+from txbox.admin import Admin, InboxFilter, MessageChanged, QuarantineFilter
 from txbox.events import RowsChanged
 from txbox.maintenance import Task, run_once
 from txbox.policy import Retention
@@ -95,6 +97,43 @@ def test_what_is_edited_twice_keeps_both_versions(shop: Shop, admin: Admin) -> N
     for payload in (b'{"cents": null}', RIGHT, WRONG):
         admin.edit(CONSUMER, "m1", payload=payload)
     assert {row.payload for row in replaced(admin)} == {WRONG, b'{"cents": null}', RIGHT}
+
+
+def test_of_two_who_expect_a_version_one_edits_it(shop: Shop, admin: Admin) -> None:
+    strict(shop)
+    shop.deliver(paid("m1", WRONG))
+    version = admin.edit(CONSUMER, "m1", payload=RIGHT, dry_run=True).version
+    together = threading.Barrier(2)
+
+    def edit(cents: int) -> str:
+        with Admin(shop.url) as mine:
+            mine.schema()
+            together.wait(20)
+            try:
+                mine.edit(CONSUMER, "m1", payload=b'{"cents": %d}' % cents, expected=version)
+            except ConfigurationError as error:
+                return str(error)
+        return "edited"
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = sorted(pool.map(edit, (1, 2)))
+    # the second one meets what the first has written, or its lock
+    assert ends[1] == "edited"
+    assert "changed meanwhile" in ends[0] or "held by a transaction" in ends[0]
+    assert [row.payload for row in replaced(admin)] == [WRONG]
+    with pytest.raises(MessageChanged):
+        admin.edit(CONSUMER, "m1", payload=RIGHT, expected=version)
+
+
+def test_headers_and_content_type_are_of_the_version(shop: Shop, admin: Admin) -> None:
+    strict(shop)
+    shop.deliver(paid("m1", WRONG))
+    seen = [admin.edit(CONSUMER, "m1", payload=WRONG).version]
+    seen.append(admin.edit(CONSUMER, "m1", headers={"a": "1"}).version)
+    seen.append(admin.edit(CONSUMER, "m1", content_type="text/plain").version)
+    seen.append(admin.edit(CONSUMER, "m1", payload=WRONG, dry_run=True).version)
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3
 
 
 def test_a_dry_run_checks_and_changes_nothing(shop: Shop, admin: Admin) -> None:

@@ -22,7 +22,10 @@ def test_a_dead_message_is_rehearsed_corrected_and_runs(sqlite_shop: Command) ->
     assert sqlite_shop("show", "billing", "m-1", "--json").json["message"]["status"] == "dead"
     dry = sqlite_shop("edit", "billing", "m-1", "--payload", "-", "--dry-run", stdin=good)
     assert "would be edited" in dry.out
-    sqlite_shop("edit", "billing", "m-1", "--payload", "-", "--reason", "typo", stdin=good)
+    version = dry.out.rpartition("--expect ")[2].strip()
+    edit = ("edit", "billing", "m-1", "--payload", "-", "--expect")
+    assert "has changed meanwhile" in sqlite_shop(*edit, "0" * 32, stdin=good, code=2).sentence
+    sqlite_shop(*edit, version, "--reason", "typo", stdin=good)
     sqlite_shop("run", "shop:app", "--once")
     shown = sqlite_shop("show", "billing", "m-1", "--json", "--reveal").json
     assert shown["message"]["status"] == "processed"

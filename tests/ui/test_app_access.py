@@ -247,7 +247,12 @@ def test_a_session_cannot_be_made_changed_or_kept_for_ever(
 
 def test_a_form_that_is_too_large_is_refused(app: App, serve: Serve) -> None:
     browser = serve(app)
-    assert browser.ask("POST", "/confirm", {"x": "y" * 300_000}).status == 413
+    large = {
+        path: browser.ask("POST", path, {"x": "y" * 300_000}) for path in ("/confirm", "/edit")
+    }
+    assert [answer.status for answer in large.values()] == [413, 413]
+    assert "choose fewer messages" in large["/confirm"].text
+    assert "txbox edit" in large["/edit"].text
     token = browser.get("/operations").value("form_token")
     many = {"form_token": token, "pick": ["x"] * 600}
     assert browser.ask("POST", "/confirm", many).status == 400

@@ -263,6 +263,25 @@ def test_a_dead_message_is_edited_and_retried(
     assert browser.ask("POST", "/edit", form).status == 409
 
 
+def test_of_two_who_edit_a_message_the_second_is_told(
+    filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    path = "/message?consumer=billing&message_id=order-0017"
+    named = {"consumer": "billing", "message_id": "order-0017"}
+    asked: list[tuple[Browser, dict[str, object]]] = []
+    for payload in ('{"number": 1}', '{"number": 2}'):
+        browser = serve(filled)
+        page = browser.post(
+            "/edit", on=path, payload=payload, content_type="application/json", **named
+        )
+        asked.append((browser, {**hidden(page), "payload": payload}))
+    assert [browser.ask("POST", "/edit", form).status for browser, form in asked] == [303, 409]
+    stored = (
+        "SELECT payload FROM txbox_inbox WHERE consumer = 'billing' AND message_id = 'order-0017'"
+    )
+    assert json.loads(raw(database_url).value(stored)) == {"number": 1}
+
+
 def test_what_no_form_can_carry_is_edited_on_the_command_line(
     serve: Serve, sqlite_url: str
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from itertools import zip_longest
 from typing import Any, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
 
@@ -62,7 +63,9 @@ _SAMPLE = 10
 # groups of failures whose error is read, too
 _SHOWN_GROUPS = 20
 
-__all__ = ["Admin", "Changed", "Edited", "How", "InboxFilter", "OutboxFilter", "QuarantineFilter"]
+__all__ = [
+    "Admin", "Changed", "Edited", "How", "InboxFilter", "MessageChanged", "OutboxFilter", "QuarantineFilter",
+]  # fmt: skip
 
 
 class How(TypedDict, total=False):
@@ -111,14 +114,20 @@ class Edited:
     """What an edit changed, or in a dry run would change; pairs are before and after.
 
     Attributes:
+        version: of what was there before: an edit that gives it as `expected` changes nothing else.
         payload_hash: SHA-256 in hexadecimal digits.
         headers: the names of those that were set or removed.
     """
 
     dry_run: bool
+    version: str
     payload_bytes: tuple[int | None, int | None]
     payload_hash: tuple[str, str]
     headers: tuple[str, ...]
+
+
+class MessageChanged(ConfigurationError):
+    """Somebody has changed the message since the version that an edit expects."""
 
 
 class Admin:
@@ -250,6 +259,10 @@ class Admin:
     def overview(self) -> tuple[Sequence[tables.ConsumerStatus], Sequence[tables.TopicStatus]]:
         """Count what is open, each count up to `COUNTED_MAX` and one: its cost does not grow with the tables."""
         return self._drive(self._queries.overview)
+
+    def consumers(self) -> Sequence[str]:
+        """Name the consumers that have rows in inbox or quarantine, "" among them; its cost is that of their number."""
+        return self._drive(self._queries.consumers)
 
     def failures(self) -> Sequence[tables.FailureGroup]:
         """Group what is dead or failed by fingerprint, the most frequent first; of each consumer the newest ones."""
@@ -459,6 +472,7 @@ class Admin:
         payload: bytes | None = None,
         content_type: str | None = None,
         headers: Mapping[str, str | None] | None = None,
+        expected: str | None = None,
         **how: Unpack[How],
     ) -> Edited:
         """Correct what a dead or failed message carries, and give it a full new budget of attempts, due at once.
@@ -471,8 +485,10 @@ class Admin:
             payload: instead of the one that it has; None leaves it.
             content_type: in the same way.
             headers: by name, instead of those of that name, in any case; None removes them.
+            expected: the `version` that a dry run gave; None takes whatever is there.
 
         Raises:
+            MessageChanged: payload, content type or headers are no longer those of `expected`.
             ConfigurationError: nothing is to be changed, no such message is dead or failed and has its payload,
                 its handler refuses the new payload, or that was copied from what a rule hides.
 
@@ -495,6 +511,7 @@ class Admin:
             payload=payload,
             content_type=content_type,
             headers=headers or {},
+            expected=expected,
         )
         found = self._drive(again, self._queries.edit, where, changed, audit)
         if found is None:
@@ -503,6 +520,7 @@ class Admin:
         before, after = found
         return Edited(
             dry_run=audit is None,
+            version=_version(before),
             payload_bytes=(_length(before), _length(after)),
             payload_hash=(payload_hash(before).hex(), payload_hash(after).hex()),
             headers=tuple(sorted({name.lower() for name in headers or {}})),
@@ -516,8 +534,11 @@ class Admin:
         payload: bytes | None,
         content_type: str | None,
         headers: Mapping[str, str | None],
+        expected: str | None,
     ) -> Message[Any]:
         message = arrival.message
+        if expected not in (None, _version(message)):
+            raise MessageChanged("The message has changed meanwhile: look at it again.")
         changed = {name.lower() for name in headers}
         kept = [pair for pair in message.headers if pair[0].lower() not in changed]
         given = [(name, value) for name, value in headers.items() if value is not None]
@@ -871,6 +892,12 @@ def _audit(how: How) -> Audit | None:
 
 def _length(message: Message[Any]) -> int | None:
     return None if message.payload is None else len(message.payload)
+
+
+def _version(message: Message[Any]) -> str:
+    """Of what an edit may change: 32 hexadecimal digits."""
+    content = (message.payload, message.content_type, list(message.headers))
+    return sha256(repr(content).encode()).hexdigest()[:32]
 
 
 def _check_edited(handler: Handler, arrival: Arrival, after: Message[Any], limits: Limits) -> None:

@@ -202,13 +202,15 @@ async def read(db: Session, dialect: Dialect, last: timedelta, step: timedelta) 
     length, minutes = step // _MINUTE, last // _MINUTE
     clock_s, found = await activity.read(db, dialect, minutes=minutes)
     first = int(clock_s // 60) - minutes + 1
-    totals: dict[tuple[Kind, str], Counts] = {}
     steps: dict[tuple[Kind, str], dict[int, Counts]] = {}
     for key, counts in found:
-        of = (key.kind, key.name)
-        totals.setdefault(of, Counts()).merge(counts)
         # steps begin at round times
-        steps.setdefault(of, {}).setdefault(key.minute // length, Counts()).merge(counts)
+        of_step = steps.setdefault((key.kind, key.name), {})
+        of_step.setdefault(key.minute // length, Counts()).merge(counts)
+    totals = {of: Counts() for of in steps}
+    for of, of_steps in steps.items():
+        for counts in of_steps.values():
+            totals[of].merge(counts)
     shown = {
         of: Activity(
             kind=of[0],

@@ -41,8 +41,8 @@ _BATCH = 500
 _SHOWN_MAX = 20
 #: What is more than this is not counted for a page.
 COUNTED_MAX = 10_000
-# failures of one consumer and status that are looked at to be grouped
-_GROUPED_MAX = 2_000
+# failures that are looked at to be grouped: of one consumer and status, at least and at most, and of all
+_GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 5_000
 # of one statement of a page
 _LOOK_MS = 5_000
 # greater than every place in a table
@@ -189,7 +189,7 @@ class Queries:
         most = {"most": COUNTED_MAX + 1}
         consumers: list[ConsumerStatus] = []
         await self._look(db)
-        for (consumer,) in (await db.execute(self._statement("consumers"))).rows:
+        for consumer in await self._consumers(db):
             asked = self._statement("consumer_open", {"consumer": consumer, **most})
             (counted,) = (await db.execute(asked)).rows
             ages = [float(age) for age in counted[-3:] if age is not None]
@@ -204,6 +204,16 @@ class Queries:
         found = await db.execute(self._statement("outbox_open", most))
         await db.commit()
         return consumers, _topics(found.rows)
+
+    async def consumers(self, db: Session) -> list[str]:
+        """Name the consumers that have rows."""
+        await self._look(db)
+        names = await self._consumers(db)
+        await db.commit()
+        return names
+
+    async def _consumers(self, db: Session) -> list[str]:
+        return [str(name) for (name,) in (await db.execute(self._statement("consumers"))).rows]
 
     async def page(
         self,
@@ -252,7 +262,7 @@ class Queries:
         if "consumer" not in table.key or params["consumer"] is not None:
             return (await db.execute(self._statement(name, params))).rows
         found: list[Sequence[Any]] = []
-        for (consumer,) in (await db.execute(self._statement("consumers"))).rows:
+        for consumer in await self._consumers(db):
             asked = self._statement(name, {**params, "consumer": consumer})
             found += (await db.execute(asked)).rows
         # behind the place stands only the key of the codec
@@ -284,14 +294,17 @@ class Queries:
         """Group the newest failures of every consumer by fingerprint, the most frequent first."""
         groups: dict[tuple[Any, Any], FailureGroup] = {}
         await self._look(db)
-        for (consumer,) in (await db.execute(self._statement("consumers"))).rows:
+        consumers = await self._consumers(db)
+        share = _GROUPED // (2 * len(consumers) or 1)
+        most = min(max(share, _GROUPED_MIN), _GROUPED_MAX)
+        for consumer in consumers:
             for status in ("dead", "failed"):
-                asked = {"consumer": consumer, "status": status, "most": _GROUPED_MAX}
+                asked = {"consumer": consumer, "status": status, "most": most}
                 found = await db.execute(self._statement("failure_groups", asked))
                 looked = sum(int(row[2]) for row in found.rows)
                 for fingerprint, error_type, *counted in found.rows:
                     fresh = tables.failures_of(fingerprint, error_type, consumer, status, counted)
-                    if looked == _GROUPED_MAX:
+                    if looked == most:
                         fresh = replace(fresh, more=True)
                     key = (fingerprint, error_type)
                     groups[key] = groups[key].joined(fresh) if key in groups else fresh

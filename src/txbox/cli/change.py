@@ -133,6 +133,9 @@ def add_edit(commands: Any, common: argparse.ArgumentParser) -> None:
         "--without-header", action="append", default=[], metavar="NAME", help="may be repeated"
     )
     command.add_argument("--dry-run", action="store_true", help="check it, and change nothing")
+    command.add_argument(
+        "--expect", metavar="VERSION", help="only if it is still what --dry-run looked at, which prints this"
+    )  # fmt: skip
     add_audit(command)
     command.set_defaults(run=_edit)
 
@@ -147,6 +150,7 @@ def _edit(args: argparse.Namespace) -> int:
             payload=None if args.payload is None else payload_of(args.payload),
             content_type=args.content_type,
             headers=headers,
+            expected=args.expect,
             actor=args.actor,
             reason=args.reason,
             dry_run=args.dry_run,
@@ -161,6 +165,10 @@ def _edit(args: argparse.Namespace) -> int:
     if edited.headers:
         print_line(f"headers: {', '.join(map(shown, edited.headers))}")
     print_line(f"1 message {would}edited and retried.")
+    if args.dry_run:
+        print_line(
+            f"To edit what was looked at, and nothing that came since: --expect {edited.version}"
+        )
     return 0
 
 

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from operator import add
 from typing import Any, Literal, NamedTuple
 
 from txbox.session import Session
@@ -57,8 +58,7 @@ class Histogram:
         self.buckets[bisect_left(BOUNDS_S, seconds)] += times
 
     def merge(self, other: Histogram) -> None:
-        for index, count in enumerate(other.buckets):
-            self.buckets[index] += count
+        self.buckets = [*map(add, self.buckets, other.buckets)]
 
     def quantile(self, share: float) -> float | None:
         """Estimate what this share of all took at most, in seconds; None where nothing was counted.
@@ -111,8 +111,14 @@ class Counts:
     oldest_s: float | None = None
 
     def merge(self, other: Counts) -> None:
-        for name in COUNTED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        # written out: a day of ten consumers is 14,000 of these for one page
+        self.received += other.received
+        self.processed += other.processed
+        self.duplicate += other.duplicate
+        self.deferred += other.deferred
+        self.failed += other.failed
+        self.dead += other.dead
+        self.quarantined += other.quarantined
         self.latency.merge(other.latency)
         self.run.merge(other.run)
         if other.oldest_s is not None:
@@ -257,12 +263,11 @@ async def read(
 
 def _counted(row: Sequence[Any]) -> tuple[Key, Counts]:
     minute, kind, name, *numbers, latency, run, oldest_s = row
+    received, processed, duplicate, deferred, failed, dead, quarantined = map(int, numbers)
     counts = Counts(
-        **dict(zip(COUNTED, map(int, numbers), strict=True)),
-        latency=Histogram.of(str(latency)),
-        run=Histogram.of(str(run)),
-        oldest_s=None if oldest_s is None else float(oldest_s),
-    )
+        received, processed, duplicate, deferred, failed, dead, quarantined,
+        Histogram.of(str(latency)), Histogram.of(str(run)), None if oldest_s is None else float(oldest_s),
+    )  # fmt: skip
     return Key(int(minute), kind, str(name)), counts
 
 

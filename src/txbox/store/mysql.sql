@@ -872,6 +872,15 @@ SELECT [leased starts]
  ORDER BY arrival
  LIMIT :limit
 
+-- fragment: first_of_key route
+-- The number of the row that must leave before this one, or its own. MariaDB has no index for route IN (own.route, '').
+COALESCE((SELECT min(first.number) FROM txbox_outbox AS first FORCE INDEX (txbox_outbox_key)
+           WHERE first.status = 'pending' AND first.route = [route]
+             AND first.topic = own.topic AND first.`key` = own.`key`
+             AND first.number < own.number
+             AND (first.token IS NOT NULL OR first.attempts > 0 OR first.available_at = first.staged_at
+                  OR first.available_at <= UTC_TIMESTAMP(6))), own.number)
+
 -- fragment: outbox_row
 [text own.id], own.number, own.state, [text own.topic], [text own.route], [text own.type], [text own.`key`],
        own.attempts, own.staged_at,
@@ -880,12 +889,8 @@ SELECT [leased starts]
        [text own.cause_id], own.error_type, own.error,
        CASE WHEN own.`key` IS NOT NULL AND own.status = 'pending' THEN
            (SELECT [text head.id] FROM txbox_outbox AS head
-             WHERE head.status = 'pending' AND head.route IN (own.route, '')
-               AND head.topic = own.topic AND head.`key` = own.`key`
-               AND head.number < own.number
-               AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
-                    OR head.available_at <= UTC_TIMESTAMP(6))
-             ORDER BY head.number LIMIT 1) END,
+             WHERE head.number = LEAST([first_of_key own.route], [first_of_key ''])
+               AND head.number < own.number) END,
        own.key_id
 
 -- fragment: outbox_filter

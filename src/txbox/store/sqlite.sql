@@ -713,7 +713,7 @@ SELECT own.topic, own.route, own.state, count(*),
         SELECT * FROM (SELECT topic, route, staged_at, status = 'pending' AND token IS NULL AND attempts = 0
                       AND available_at < strftime('%Y-%m-%d %H:%M:%f', 'now', '-1 minute') AS overdue,
                        [state] AS state
-                  FROM txbox_outbox WHERE status = 'dead' ORDER BY number LIMIT :most) AS ended) AS own
+                  FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead' ORDER BY number LIMIT :most) AS ended) AS own
  GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- name: inbox_newest

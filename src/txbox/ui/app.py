@@ -39,6 +39,7 @@ _log = logging.getLogger("txbox")
 
 _FORM_BYTES = 256 * 1024
 _FORM_FIELDS = 500
+_EDITED = "edit a payload of that size with `txbox edit`, and rehearse it with `txbox rehearse`"
 _READ_S = 10.0
 # connections of its own: the pages', and never the workers'
 _THREADS = 4
@@ -195,7 +196,12 @@ class Dashboard:
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > _FORM_BYTES:
-                        raise Refused(413, "The form is too large: choose fewer messages.")
+                        way = (
+                            _EDITED
+                            if path_of(request) in ("/edit", "/rehearse")
+                            else "choose fewer messages"
+                        )
+                        raise Refused(413, f"The form is too large: {way}.")
         except TimeoutError:
             raise Refused(408, "The form did not arrive in time.") from None
         try:

@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from txbox.admin import Admin, Changed, views
+from txbox.admin import Admin, Changed, MessageChanged, views
 from txbox.admin.canary import Step
 from txbox.admin.explain import Explanation
 from txbox.admin.found import Link
@@ -326,7 +326,7 @@ class Pages:
         workers = self.admin.workers()
         paused = {pause.consumer: pause for pause in self.admin.pauses()}
         names = {name for worker in workers for name in worker.consumers} | set(paused)
-        names |= {row.consumer for row in self.admin.overview()[0] if row.consumer}
+        names |= {name for name in self.admin.consumers() if name}
         running = {
             name for worker in workers if worker.state == "running" for name in worker.consumers
         }
@@ -351,31 +351,20 @@ class Pages:
     def edit(self, asked: Asked) -> Response:
         """Show what an edit would change, and ask; or carry out what was agreed to."""
         where = _one(asked)
-        payload = _typed(asked)
-        actor, reason, agreed = asked.access.actor, _reason(asked), asked.field("agreed")
-        # whoever compares sees what is there
-        found = (
-            self.admin.show(where)
-            if agreed
-            else self.admin.reveal(where, actor=actor, reason="edit")
-        )
+        consumer, message_id = str(where.consumer), str(where.message_id)
+        payload, content_type = _typed(asked), asked.field("content_type").strip()
+        agreed = asked.field("agreed")
+        # before the look at it: what comes between the two is no longer the version that is agreed to
+        edited = self.admin.edit(
+            consumer, message_id, payload=payload, content_type=content_type or None,
+            expected=agreed or None, dry_run=not agreed, actor=asked.access.actor, reason=_reason(asked),
+        )  # fmt: skip
+        if agreed:
+            return self._to(asked, "/message", consumer=consumer, message_id=message_id)
+        found = self.admin.reveal(where, actor=asked.access.actor, reason="edit")
         if not found:
             raise Refused(404, "There is no such message any more.")
         message = found[0]
-        content_type = asked.field("content_type").strip()
-        change = partial(
-            self.admin.edit, where.consumer or "", where.message_id or "", payload=payload, actor=actor, reason=reason,
-            content_type=content_type if content_type != (message.content_type or "") else None,
-        )  # fmt: skip
-        edited = change(dry_run=True)
-        if agreed:
-            # what was agreed to is a change of what was there then
-            if agreed != edited.payload_hash[0]:
-                raise Refused(409, "The message has changed meanwhile: look at it again.")
-            change()
-            return self._to(
-                asked, "/message", consumer=where.consumer or "", message_id=where.message_id or ""
-            )
         return self.page(
             asked.request, "edit.html", asked.access, message=message, edited=edited,
             lines=_differences(message.payload, payload), payload=payload.decode(),
@@ -666,7 +655,7 @@ def refused_for(error: Exception) -> Refused:
             )  # fmt: skip
         return Refused(500, "The database refused this: the log of the dashboard says why.")
     # what was asked for makes no sense, and the sentence says how it would
-    return Refused(400, str(error))
+    return Refused(409 if isinstance(error, MessageChanged) else 400, str(error))
 
 
 _NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
