@@ -31,7 +31,7 @@ from tests.support.servers import VARIABLES, ServerError, UnavailableError
 from tests.support.servers.mariadb import MariaDBServer
 from tests.support.servers.mysql import MySQLServer
 from tests.support.servers.nats import NatsServer
-from tests.support.servers.postgresql import PostgreSQLServer
+from tests.support.servers.postgresql import PgBouncerServer, PostgreSQLServer
 from tests.support.servers.process import ServerProcess
 from tests.support.servers.rabbitmq import RabbitMQServer
 from tests.support.servers.redis import RedisServer
@@ -83,13 +83,24 @@ def _serving(
     found = programs()
     variables = {} if found is None else {f"TXBOX_TEST_{kind.upper()}_PROGRAMS": str(found)}
     os.environ.update(variables)  # for this server, and for those that tests start themselves
-    started = server(f"matrix-{kind}", preferred_port=port)
+    servers: list[ServerProcess] = []
+
+    def start(one: ServerProcess) -> str:
+        servers.insert(0, one)
+        one.remove()
+        return one.start()
+
     try:
-        started.remove()
-        version = started.start()
-        yield {**variables, VARIABLES[kind]: started.url, "": version}
+        main = server(f"matrix-{kind}", preferred_port=port)
+        urls = {"": start(main), VARIABLES[kind]: main.url}
+        if kind == "postgresql":
+            pooled = PgBouncerServer("matrix-pgbouncer", main.url)
+            start(pooled)
+            urls[VARIABLES["pgbouncer"]] = pooled.url
+        yield {**variables, **urls}
     finally:
-        started.remove()
+        for one in servers:
+            one.remove()
         for name in variables:
             del os.environ[name]
 

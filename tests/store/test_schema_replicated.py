@@ -43,9 +43,12 @@ def test_logical_replication_brings_processed_rows(server: ThrowawayPostgres) ->
         standby.execute("CREATE ROLE keeper")
         standby.execute("GRANT CREATE ON SCHEMA public TO keeper")
         standby.execute("ALTER TABLE txbox_inbox OWNER TO keeper")
+        # from 16 on an apply worker takes the table owner's part, and no deferred trigger may fire there
+        (version,) = standby.rows("SELECT current_setting('server_version_num')::integer")[0]
+        as_owner = ", run_as_owner = true" if version >= 160000 else ""
         standby.execute(
             f"CREATE SUBSCRIPTION inbox CONNECTION '{first}' PUBLICATION inbox"
-            " WITH (create_slot = false, slot_name = 'inbox')"
+            f" WITH (create_slot = false, slot_name = 'inbox'{as_owner})"
         )
         try:
             eventually(lambda: statuses(standby) == {"processed": 1})
