@@ -16,6 +16,7 @@ class Spec:
             reach, as a multiple of this peer's rate.
         logical: needs a server with `wal_level = logical`.
         from_memory: nothing to store, as with txbox: it is fed by a broker, or called.
+        newer: needs Python 3.12.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Spec:
     stored: float | None = None
     logical: bool = False
     from_memory: bool = False
+    newer: bool = False
 
 
 OUTBOX = "pg_transactional_outbox.mjs"
@@ -41,5 +43,8 @@ PEERS = (
     Spec("procrastinate, dedupe in the task", ("procrastinate_.py", "dedupe"), 0.5),
     Spec("dbos", ("dbos_.py", "step"), 0.15, 80, from_memory=True),
     Spec("dbos, datasource", ("dbos_.py", "datasource"), 0.15, from_memory=True),
+    Spec("omni-box", ("omni_box_.py",), 0.5, from_memory=True, newer=True),
+    Spec("pactix", ("pactix_.py",), 0.5, newer=True),
+    Spec("pactix, dedupe in the handler", ("pactix_.py", "dedupe"), 0.5, newer=True),
     Spec("FastStream, hand-written dedupe", ("faststream_.py",), 2, from_memory=True),
 )

