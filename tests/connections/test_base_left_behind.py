@@ -7,20 +7,22 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+import asyncmy
 import asyncpg
 import psycopg
+import pymysql
 import pytest
 
 from tests.connections.test_base_conformance import balance, every
 from tests.connections.test_base_processing import Service, row
 from tests.support.connections import Given
 from tests.support.databases import Raw
-from tests.support.shop import CONSUMER, TOPIC, Shop, opened, paid
+from tests.support.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid
 from tests.support.waiting import eventually
-from txbox import Message, Outcome
+from txbox import App, Message, Outcome
 from txbox.connections import asyncpg as asyncpg_adapter
+from txbox.connections import base, libpq
 from txbox.connections import django as django_adapter
-from txbox.connections import libpq
 from txbox.connections.sqlalchemy import driver as sqlalchemy_driver
 from txbox.session import Statement
 
@@ -158,7 +160,7 @@ def test_a_statement_that_is_left_behind_neither_hangs_nor_meets_another_message
     ends: bool,
 ) -> None:
     """It has its time to end; its connection is nobody's afterwards."""
-    monkeypatch.setattr(libpq, "_TURN_S", 600 if ends else 0.2)
+    monkeypatch.setattr(base, "TURN_S", 600 if ends else 0.2)
     tasks: list[Any] = []
     backends: list[int] = []
     with opened(postgresql_url) as shop, Raw(postgresql_url) as holder:
@@ -209,3 +211,90 @@ def test_a_statement_that_is_left_behind_neither_hangs_nor_meets_another_message
             assert "left behind" in (shop.row("a").error or "")
             # the server, too, has ended it
             eventually(lambda: not is_waiting())
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("ends", [False, True], ids=["goes-on", "ends"])
+def test_on_mysql_no_answer_is_taken_for_that_of_a_statement_left_behind(
+    mysql_url: str, monkeypatch: pytest.MonkeyPatch, is_async: bool, ends: bool
+) -> None:
+    """Both read one socket: without turns, asyncmy took a SELECT's answer for that of COMMIT."""
+    monkeypatch.setattr(base, "TURN_S", 600 if ends else 0.2)
+    lent: list[Any] = []
+    left: list[Any] = []
+    lock = "GET_LOCK(CONCAT(DATABASE(), '.left'), 600)"
+    with opened(mysql_url) as shop, Raw(mysql_url) as holder:
+        holder.value(f"SELECT {lock}")
+
+        def is_waiting() -> bool:
+            return bool(
+                shop.raw.value(
+                    "SELECT count(*) FROM information_schema.processlist"
+                    " WHERE db = DATABASE() AND state = 'User lock'"
+                )
+            )
+
+        def let_go() -> None:
+            eventually(lambda: bool(lent) and lent[0].met)
+            holder.value("SELECT RELEASE_LOCK(CONCAT(DATABASE(), '.left'))")
+
+        def waits(tx: Any) -> None:
+            with suppress(pymysql.MySQLError):
+                tx.cursor().execute(f"SELECT {lock}")
+
+        async def waits_async(tx: Any) -> None:
+            with suppress(asyncmy.errors.MySQLError):
+                await tx.cursor().execute(f"SELECT {lock}")
+
+        def handle(message: Message[Any], tx: Any) -> None:
+            lent.append(tx)
+            add_effect(tx, message.id, CONSUMER)
+            if message.id == "a":
+                left.append(threading.Thread(target=waits, args=(tx,), daemon=True))
+                left[0].start()
+                eventually(is_waiting)
+
+        async def handle_async(message: Message[Any], tx: Any) -> None:
+            lent.append(tx)
+            async with tx.cursor() as cursor:
+                await cursor.execute("INSERT INTO effect (message_id) VALUES (%s)", (message.id,))
+            if message.id == "a":
+                left.append(asyncio.create_task(waits_async(tx)))
+                while not await asyncio.to_thread(is_waiting):
+                    pass
+
+        shop.app.handler(TOPIC, consumer=CONSUMER)(handle_async if is_async else handle)
+        if ends:
+            threading.Thread(target=let_go, daemon=True).start()
+        outcome = _delivered(shop, "a", is_async)
+        assert outcome is (Outcome.PROCESSED if ends else Outcome.FAILED)
+        assert _delivered(shop, "b", is_async) is Outcome.PROCESSED
+        assert lent[0] is not lent[1]
+        assert (shop.effects("a"), shop.effects("b")) == (1 if ends else 0, 1)
+        assert shop.row("a").status == ("processed" if ends else "failed")
+        eventually(lambda: not is_waiting())
+
+
+def test_asyncpg_cancels_what_is_left_behind(postgresql_url: str) -> None:
+    """Otherwise the record of the failure waits for its locks, as long as it runs."""
+    left: list[Any] = []
+    url = postgresql_url.replace("postgresql", "postgresql+asyncpg")
+    with Raw(postgresql_url) as holder, App(url) as app:
+        holder.execute("SELECT pg_advisory_lock(4711)")
+
+        async def waits(tx: Any) -> None:
+            with suppress(asyncpg.PostgresError):
+                await tx.execute(_WAITS)
+
+        @app.handler(TOPIC, consumer=CONSUMER)
+        async def handle(_message: Message[Any], tx: Any) -> None:
+            left.append(asyncio.create_task(waits(tx)))
+            while not await asyncio.to_thread(holder.value, _WAITING):
+                pass
+
+        async def main() -> Outcome:
+            async with app:
+                return await app.process_async(paid("a"))
+
+        assert asyncio.run(main()) is Outcome.FAILED
+        assert not holder.value(_WAITING)

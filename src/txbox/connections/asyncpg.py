@@ -232,14 +232,15 @@ class AsyncpgConnection(Connection):
         return results
 
     async def rollback(self) -> None:
-        transaction, self._transaction = self._transaction, None
-        if transaction is None:
+        if self._transaction is None:
             # a refused COMMIT already ended the transaction
             return
         try:
-            await transaction.rollback()
+            await self._transaction.rollback()
         except _ERRORS as error:
+            # it stays, for `discard` to cancel what a task that was left behind still runs
             raise self._failure(error) from error
+        self._transaction = None
 
     def discard(self) -> None:
         if self._loop.is_closed():

@@ -428,6 +428,26 @@ def handler_left(how: str) -> StoreError:
     )
 
 
+#: Time for a thread or task that a handler left behind to finish its statement.
+TURN_S = 5.0
+
+
+async def acquired(lock: asyncio.Lock) -> bool:
+    """Wait for a turn; False when it did not come in time."""
+    try:
+        async with asyncio.timeout(TURN_S):
+            return await lock.acquire()
+    except TimeoutError:
+        return False
+
+
+def left_behind() -> StoreError:
+    """Return the error for a connection that did not become free in time."""
+    return StoreError(
+        "A thread or task that the handler left behind still uses its transaction's connection."
+    )
+
+
 async def finished(closing: set[asyncio.Task[None]]) -> None:
     """Wait for connections being closed on this event loop."""
     loop = asyncio.get_running_loop()

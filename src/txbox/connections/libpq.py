@@ -17,6 +17,8 @@ from psycopg import pq
 from psycopg.adapt import Transformer
 from psycopg.waiting import Ready, Wait
 
+from txbox.connections import base
+from txbox.connections.base import acquired, left_behind
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.session import Result, Statement, Statements, at
 from txbox.store.dialect import native
@@ -33,8 +35,6 @@ _ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
 _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
 _TEXT = 25  # the OID of text
 _IDLE, _UNKNOWN = int(pq.TransactionStatus.IDLE), int(pq.TransactionStatus.UNKNOWN)
-# time for a thread that a handler left behind to finish its statement
-_TURN_S = 5.0
 # a COMMIT that failed with one of these cannot have committed
 _DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
 
@@ -101,7 +101,7 @@ class ExclusiveUse:
         lock = raw.lock
         if not lock.acquire(False):
             self.met = True
-            if self.refused or not lock.acquire(timeout=_TURN_S):
+            if self.refused or not lock.acquire(timeout=base.TURN_S):
                 raise self._refusal(steps)
         try:
             answer: R = raw.wait(steps)
@@ -114,7 +114,7 @@ class ExclusiveUse:
         lock = raw.lock
         if lock.locked():
             self.met = True
-            if self.refused or not await _acquired(lock):
+            if self.refused or not await acquired(lock):
                 raise self._refusal(steps)
         else:
             await lock.acquire()
@@ -127,9 +127,7 @@ class ExclusiveUse:
     def _refusal(self, steps: Generator[Wait, Ready, R]) -> StoreError:
         steps.close()
         self.refused = True
-        return StoreError(
-            "A thread or task that the handler left behind still uses its transaction's connection."
-        )
+        return left_behind()
 
     def end_other(self) -> None:
         """Before the connection is closed, cancel a statement that somebody left running on it.
@@ -141,7 +139,7 @@ class ExclusiveUse:
             lock = self._connection.lock
             with suppress(psycopg.Error):
                 self._connection.cancel()
-            if lock.acquire(timeout=_TURN_S):
+            if lock.acquire(timeout=base.TURN_S):
                 lock.release()
 
     async def end_other_async(self) -> None:
@@ -150,16 +148,8 @@ class ExclusiveUse:
             lock = self._connection.lock
             with suppress(psycopg.Error):
                 await asyncio.to_thread(self._connection.cancel)
-            if await _acquired(lock):
+            if await acquired(lock):
                 lock.release()
-
-
-async def _acquired(lock: asyncio.Lock) -> bool:
-    try:
-        async with asyncio.timeout(_TURN_S):
-            return await lock.acquire()
-    except TimeoutError:
-        return False
 
 
 class _Sent(NamedTuple):

@@ -9,6 +9,10 @@ Source: docs/decisions/0031-coroutines.md
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -17,13 +21,16 @@ import pymysql
 from pymysql.constants import SERVER_STATUS
 from pymysql.cursors import Cursor
 
+from txbox.connections import base
 from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
     Executor,
     Pool,
+    acquired,
     handler_left,
+    left_behind,
     not_in_transaction,
     not_released,
     refused_commit,
@@ -118,10 +125,9 @@ class _Connections(Pool["MysqlConnection"]):
 
     async def _opened(self) -> MysqlConnection:
         database, is_async = self._database, self.is_async
-        driver = _async_driver() if is_async else pymysql
         errors = (_errors(is_async), TimeoutError) if is_async else _errors(is_async)
         try:
-            raw = await _done(driver.connect(**database.settings), is_async)
+            raw = await _connected(database, is_async)
             cursor = raw.cursor()
             await _done(cursor.execute(_SESSION[1]), is_async)
             await _done(cursor.close(), is_async)
@@ -130,18 +136,72 @@ class _Connections(Pool["MysqlConnection"]):
                 # this may look a name up, which blocks
                 raise await asyncio.to_thread(_unreachable, error, database) from error
             raise _unreachable(error, database) from error
-        return MysqlConnection(raw, database.dialect, is_async=is_async)
+        return MysqlConnection(raw, database, is_async=is_async)
+
+
+async def _connected(database: MysqlDatabase, is_async: bool) -> Any:
+    raw = _kind(is_async)(**database.settings, **({} if is_async else {"defer_connect": True}))
+    raw.turn = asyncio.Lock() if is_async else threading.Lock()
+    await _done(raw.connect(), is_async)
+    return raw
+
+
+@cache
+def _kind(is_async: bool) -> Any:
+    """Return the driver's connection, but for one command at a time, also of a thread or task left behind.
+
+    Without turns, two commands are answered on one socket, and each answer may be taken for the other's: that of a
+    COMMIT, too. `met`: somebody else was using it. `refused`: it did not become free in time.
+    """
+    driver: Any = _async_driver().connection if is_async else pymysql.connections
+    in_turn = _in_turn_async if is_async else _in_turn
+    commands = ("query", "begin", "commit", "rollback")
+    turns = {name: in_turn(getattr(driver.Connection, name)) for name in commands}
+    return type("Connection", (driver.Connection,), {"met": False, "refused": False, **turns})
+
+
+def _in_turn(command: Callable[..., Any]) -> Callable[..., Any]:
+    def in_turn(raw: Any, *args: Any, **options: Any) -> Any:
+        if not raw.turn.acquire(blocking=False):
+            raw.met = True
+            if raw.refused or not raw.turn.acquire(timeout=base.TURN_S):
+                raw.refused = True
+                raise left_behind()
+        try:
+            return command(raw, *args, **options)
+        finally:
+            raw.turn.release()
+
+    return in_turn
+
+
+def _in_turn_async(command: Callable[..., Any]) -> Callable[..., Any]:
+    async def in_turn(raw: Any, *args: Any, **options: Any) -> Any:
+        if not raw.turn.locked():
+            await raw.turn.acquire()
+        else:
+            raw.met = True
+            if raw.refused or not await acquired(raw.turn):
+                raw.refused = True
+                raise left_behind()
+        try:
+            return await command(raw, *args, **options)
+        finally:
+            raw.turn.release()
+
+    return in_turn
 
 
 class MysqlConnection(Connection):
     """A connection whose transactions txbox begins and ends. One of asyncmy is bound to the loop that opened it."""
 
-    def __init__(self, raw: Any, dialect: Dialect, *, is_async: bool) -> None:
+    def __init__(self, raw: Any, database: MysqlDatabase, *, is_async: bool) -> None:
         self.native = raw
+        self._database = database
         self.is_async = is_async
         self._loop = asyncio.get_running_loop() if is_async else None
         self._errors = _errors(is_async)
-        self._dialect = dialect
+        self._dialect = database.dialect
         self._broken = False
 
     @property
@@ -149,7 +209,8 @@ class MysqlConnection(Connection):
         return self._broken or not _is_open(self.native, self.is_async)
 
     def usable(self) -> bool:
-        return not self.lost and (self._loop is None or self._loop is asyncio.get_running_loop())
+        ours = self._loop is None or self._loop is asyncio.get_running_loop()
+        return ours and not self.lost and not self.native.met
 
     def translate(self, error: BaseException) -> StoreError | None:
         if type(error).__module__.partition(".")[0] not in ("pymysql", "asyncmy"):
@@ -213,15 +274,30 @@ class MysqlConnection(Connection):
 
     async def rollback(self) -> None:
         self._check_open()
+        if self.native.refused:
+            await self._end_other()
+            raise left_behind()
         try:
             await _done(self.native.rollback(), self.is_async)
+        except self._errors as error:
+            raise self._failed(error) from error
+
+    async def _end_other(self) -> None:
+        """End the server's session: the statement that was left running holds the transaction's locks."""
+        try:
+            other = await _connected(self._database, self.is_async)
+            await _done(other.query(f"KILL {self.native.thread_id()}"), self.is_async)
+            other.close()
         except self._errors as error:
             raise self._failed(error) from error
 
     def discard(self) -> None:
         loop = self._loop
         if loop is None:
-            # close() would send a goodbye, and block if the network does not take it
+            # close() would send a goodbye, and block if the network does not take it; a thread that still reads
+            # would block this
+            if self.native.refused and self.native.open:
+                self.native._sock.shutdown(socket.SHUT_RDWR)  # noqa: SLF001
             self.native._force_close()  # noqa: SLF001
             return
         self._broken = True
