@@ -13,12 +13,19 @@ from tests.support.shop import TOPIC, Shop, paid, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
-from txbox import Message, Retry, session
+from txbox import Message, RelayPolicy, Retry, session
 from txbox.brokers.base import Delivery
 from txbox.brokers.local import Local
 from txbox.worker import table
 
 NEVER_S = 3600.0
+
+
+def never_poll(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle worker of this app looks by itself only after an hour, at the inbox and at the outbox."""
+    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    # the poll is one for both: it is as frequent as the outbox, which any worker looks after, wants it
+    shop.app.relaying = RelayPolicy(poll=timedelta(seconds=NEVER_S))
 
 
 class Points:
@@ -82,7 +89,7 @@ def test_a_retry_starts_when_it_is_due_however_seldom_an_idle_worker_looks(
         if message.attempt == 1:
             raise Retry(after=timedelta(seconds=1.5))
 
-    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    never_poll(shop, monkeypatch)
     shop.handler(fail_once)
     source = Memory([paid("m1")], endless=True)
     shop.app.consume(source)
@@ -95,7 +102,7 @@ def test_a_retry_starts_when_it_is_due_however_seldom_an_idle_worker_looks(
 def test_what_this_process_sends_wakes_its_worker(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    never_poll(shop, monkeypatch)
     monkeypatch.setattr(table, "_BUSY_S", NEVER_S)
     points = Points(monkeypatch)
     shop.handler()
@@ -118,13 +125,17 @@ def test_what_process_parks_is_retried_by_the_worker_of_this_process(
         if message.attempt == 1:
             raise Retry(after=timedelta(milliseconds=100))
 
-    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    never_poll(shop, monkeypatch)
     points = Points(monkeypatch)
     shop.handler(fail_once)
     shop.app.consume(Memory([], endless=True))
-    with running(worker(shop.app)):
-        # the next look is more than ten seconds away
-        eventually(lambda: points.sent().count("due") >= 8)
+    service = worker(shop.app)
+    with running(service):
+        eventually(lambda: "after:due" in points.seen)
+        poll = service._lanes._poll
+        assert poll is not None
+        # the pauses of a worker that has been idle for long
+        poll._pause_s, poll._ask_at = NEVER_S, time.monotonic() + NEVER_S
         shop.deliver(paid("m1"))
         asked = points.sent().count("due")
         eventually(lambda: statuses(shop.raw) == {"processed": 1})
@@ -135,7 +146,7 @@ def test_what_process_parks_is_retried_by_the_worker_of_this_process(
 def test_what_is_staged_for_a_handler_of_this_app_wakes_its_consumer_alone(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    never_poll(shop, monkeypatch)
     monkeypatch.setattr(table, "_BUSY_S", NEVER_S)
     done = threading.Event()
 
