@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.command import Command
 from txbox import Inbox
-from txbox.cli import _EXAMPLES, make_parser
+from txbox.cli import _COMMANDS, _EXAMPLES, make_parser
 from txbox.errors import ConfigurationError, SchemaError
 
 
@@ -111,3 +111,68 @@ except ConfigurationError as error:
     )
     assert "needs greenlet" in done.stdout
     assert "pip install 'txbox[sqlalchemy]'" in done.stdout
+
+
+#: Prints what a program imports beyond what any Python does.
+_IMPORTED = """
+import sys
+before = set(sys.modules)
+{program}
+print(*sorted(sys.modules.keys() - before), file=sys.stderr)
+"""
+_HELP = "from txbox.cli import main; main({words})"
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("import txbox", {"txbox"}),
+        (_HELP.format(words=["--help"]), {"txbox", "txbox.cli", "txbox.cli.parser", "txbox.errors"}),
+        (_HELP.format(words=["--version"]), {"txbox", "txbox.cli", "txbox.cli.parser", "txbox.errors"}),
+    ],
+    ids=["import", "help", "version"],
+)  # fmt: skip
+def test_what_needs_nothing_imports_nothing(
+    command: Command, program: str, expected: set[str]
+) -> None:
+    imported = _imported(command, program)
+    assert {name for name in imported if name.startswith("txbox")} == expected
+    assert not _not_pythons(imported)
+    assert not {"asyncio", "dataclasses", "sqlite3", "ssl"} & imported
+
+
+def test_a_command_imports_no_client_library_and_no_other_floor(command: Command) -> None:
+    modules = {module: name for name, (module, _) in _COMMANDS.items()}
+    for module, name in modules.items():
+        imported = _imported(command, _HELP.format(words=[name, "--help"]))
+        assert not _not_pythons(imported), name
+        others = {f"txbox.cli.{each}" for each in modules} - {f"txbox.cli.{module}"}
+        if module != "tables":
+            assert not others & imported, name
+        assert not {"txbox.demo", "txbox.testing", "txbox.ui.app"} & imported, name
+        if module in ("look", "change", "tables", "schema", "work", "workers"):
+            assert "txbox.worker" not in imported, name
+
+
+def test_the_line_of_each_command_is_the_same_for_one_and_for_all() -> None:
+    assert set(_COMMANDS) == {name for name, _ in _below(make_parser())}
+    for name in _COMMANDS:
+        ((_, parser),) = [each for each in _below(make_parser(name)) if each[0] == name]
+        ((_, of_all),) = [each for each in _below(make_parser()) if each[0] == name]
+        assert parser.format_help() == of_all.format_help()
+
+
+def _below(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:
+    (commands,) = (each for each in parser._actions if each.nargs == argparse.PARSER)
+    assert isinstance(commands.choices, dict)
+    return list(commands.choices.items())
+
+
+def _imported(command: Command, program: str) -> set[str]:
+    ended = command(python=("-c", _IMPORTED.format(program=program)), code=0)
+    return set(ended.err.split())
+
+
+def _not_pythons(imported: set[str]) -> set[str]:
+    tops = {name.partition(".")[0] for name in imported if not name.startswith("_sysconfigdata_")}
+    return tops - sys.stdlib_module_names - {"txbox"}

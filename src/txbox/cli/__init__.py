@@ -5,24 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import txbox
-from txbox.admin import InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.cli import (
-    asyncapi,
-    change,
-    completion,
-    doctor,
-    look,
-    relay,
-    run,
-    schema,
-    ui,
-    work,
-    workers,
-)
-from txbox.cli.options import HelpFormatter, Parser, common
-from txbox.cli.output import print_error
+from txbox.cli.parser import HelpFormatter, Parser, common, print_error
 from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
 
 _EPILOG = """\
@@ -32,6 +19,37 @@ The working directory is importable.
 Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
 `txbox COMMAND --help` says more."""
 
+#: The commands in the order of help: the module that adds each, and its line there.
+_COMMANDS = {
+    "init": ("schema", "create the tables, or bring them to this release's version"),
+    "schema": ("schema", "print, check or apply the SQL of the tables"),
+    "run": ("run", "consume: sources, retries from the table, relay, maintenance"),
+    "maintain": ("run", "rescue and prune, again and again or --once"),
+    "demo": ("run", "a payment service under kill -9, beside a naive consumer"),
+    "relay": ("relay", "send staged messages from the outbox to where they go"),
+    "status": ("look", "count messages by consumer and status; oldest unfinished age"),
+    "doctor": ("doctor", "find what is wrong: settings, tables, rows nobody takes, brokers"),
+    "list": ("look", "list messages, newest first, with filters"),
+    "show": ("look", "show one message with everything that is known of it"),
+    "explain": ("look", "say where a message stands, why, and what would let it go on"),
+    "retry": ("change", "give dead or failed messages a new budget of attempts, due at once"),
+    "discard": ("change", "give messages up for good"),
+    "edit": ("change", "correct the payload or headers of a dead or failed message, and retry it"),
+    "rehearse": ("change", "run a message's handler in a transaction that is always rolled back"),
+    "replay": ("change", "run processed messages once more, or feed them to another consumer"),
+    "outbox": ("tables", "list, show, retry, discard or reroute outgoing messages"),
+    "quarantine": ("tables", "look at messages that were set aside, and accept or discard them"),
+    "prune": ("work", "delete finished messages past the retention"),
+    "rescue": ("work", "put messages whose worker went away back to work"),
+    "send": ("work", "store a message for every consumer of its topic"),
+    "workers": ("workers", "list who is at work: host, consumers, what each does, since when"),
+    "pause": ("workers", "have no worker run a consumer until it is resumed"),
+    "resume": ("workers", "have workers run a paused consumer again"),
+    "top": ("workers", "watch rates, times, failures and workers"),
+    "ui": ("ui", "serve the dashboard"),
+    "asyncapi": ("asyncapi", "print an AsyncAPI document of the handlers and routes"),
+    "completion": ("completion", "print a script that completes commands and options in a shell"),
+}  # fmt: skip
 _EXAMPLES = {
     "init": ["init --app shop:app", "init --database sqlite:///shop.db"],
     "run": ["run shop:app", "run shop:app --processes 4 --health-port 8080", "run shop:app --once"],
@@ -69,19 +87,6 @@ _EXAMPLES = {
     "schema apply": ["schema apply --app shop:app"],
     "schema print": ["schema print --dialect postgresql"],
 }  # fmt: skip
-_TABLES = {
-    "outbox": (
-        "list, show, retry, discard or reroute outgoing messages",
-        """What list, show, retry and discard do for the inbox, for messages that are to be sent: due, delayed (staged
-        for later), leased (by a relay), failed (waits for its next attempt), dead, sent (where
-        RelayPolicy.keep_sent keeps them), discarded. `txbox status` counts them.""",
-    ),
-    "quarantine": (
-        "look at messages that were set aside, and accept or discard them",
-        """Messages that were set aside: without a usable id, too large, or a known id with another payload. Nobody
-        processes them until they are accepted.""",
-    ),
-}
 _INTERRUPTED = 130
 # insufficient_privilege; access denied to a database, a table, a column, a routine
 _NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
@@ -94,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from txbox.demo import main as demo
 
         return demo(words[1:])
-    parser = make_parser()
+    parser = make_parser(next((word for word in words if word in _COMMANDS), ""))
     try:
         args = parser.parse_args(words)
         if args.command is None:
@@ -130,8 +135,8 @@ def _with_remedy(error: TxboxError) -> str:
     return str(error)
 
 
-def make_parser() -> Parser:
-    """The parser of all commands."""
+def make_parser(wanted: str | None = None) -> Parser:
+    """The parser of all commands, or of the wanted one: imports what these need; of no command, next to nothing."""
     parser = Parser(
         prog="txbox",
         formatter_class=HelpFormatter,
@@ -139,33 +144,32 @@ def make_parser() -> Parser:
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"txbox {txbox.__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", parser_class=_Command
+    commands = _Commands(
+        parser.add_subparsers(
+            dest="command", metavar="COMMAND", title="commands", parser_class=_Command
+        )
     )
+    if wanted is not None and wanted not in _COMMANDS:
+        for name in _COMMANDS:
+            commands.add_parser(name)
+        return parser
     shared = common()
-    for module in (schema, run, relay):
-        module.add(commands, shared)
-    look.add_status(commands, shared)
-    doctor.add(commands, shared)
-    look.add(commands, shared, InboxFilter)
-    look.add_explain(commands, shared)
-    change.add(commands, shared, InboxFilter)
-    change.add_edit(commands, shared)
-    change.add_rehearse(commands, shared)
-    change.add_replay(commands, shared)
-    for kind in (OutboxFilter, QuarantineFilter):
-        verbs = "|".join(("list", "show", *kind.table.changes))
-        told, described = _TABLES[kind.table.name]
-        table = commands.add_parser(kind.table.name, help=told, description=described)
-        below = table.add_subparsers(dest="verb", required=True, metavar=verbs)
-        look.add(below, shared, kind)
-        change.add(below, shared, kind)
-    work.add(commands, shared)
-    workers.add(commands, shared)
-    ui.add(commands, shared)
-    asyncapi.add(commands, shared)
-    completion.add(commands)
+    for module in dict.fromkeys(
+        module for name, (module, _) in _COMMANDS.items() if wanted in (None, name)
+    ):
+        import_module(f"txbox.cli.{module}").add(commands, shared)
     return parser
+
+
+class _Commands:
+    """Gives each command its line of help."""
+
+    def __init__(self, parsers: Any) -> None:
+        self._parsers = parsers
+
+    def add_parser(self, name: str, **options: Any) -> Parser:
+        added: Parser = self._parsers.add_parser(name, **options | {"help": _COMMANDS[name][1]})
+        return added
 
 
 class _Command(Parser):

@@ -13,7 +13,7 @@ from txbox.cli.output import print_json
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     asyncapi = commands.add_parser(
-        "asyncapi", parents=[common], help="print an AsyncAPI document of the handlers and routes",
+        "asyncapi", parents=[common],
         description="Prints an AsyncAPI 3.0 document, as JSON: a channel for each topic, the handlers that receive "
         "from it with the schema of their bodies, and what the App publishes. It connects to nothing.",
     )  # fmt: skip

@@ -20,7 +20,6 @@ from txbox.cli.output import (
     as_json,
     confirmed,
     interactive,
-    print_error,
     print_json,
     print_line,
     print_table,
@@ -28,6 +27,7 @@ from txbox.cli.output import (
     progress,
     shown,
 )
+from txbox.cli.parser import print_error
 from txbox.errors import ConfigurationError
 from txbox.outcome import Status
 
@@ -78,7 +78,14 @@ _ALSO = {
 }
 
 
-def add(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    add_table(commands, common, InboxFilter)
+    _add_edit(commands, common)
+    _add_rehearse(commands, common)
+    _add_replay(commands, common)
+
+
+def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
     """Add what changes the table that the filter is for."""
     table = kind.table
     for verb, change in table.changes.items():
@@ -114,9 +121,9 @@ def add(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, A
         command.set_defaults(run=_change, kind=kind, verb=verb)
 
 
-def add_edit(commands: Any, common: argparse.ArgumentParser) -> None:
+def _add_edit(commands: Any, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
-        "edit", parents=[common], help="correct the payload or headers of a dead or failed message, and retry it",
+        "edit", parents=[common],
         description="Gives one dead or failed message another payload or other headers, and a full new budget of "
         "attempts, due at once. It keeps its id, its place and the hash of what came: a copy of that is a duplicate. "
         "What was there before stays readable, as long as the message: `txbox quarantine show CONSUMER ID --reveal`. "
@@ -172,9 +179,9 @@ def _edit(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_rehearse(commands: Any, common: argparse.ArgumentParser) -> None:
+def _add_rehearse(commands: Any, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
-        "rehearse", parents=[common], help="run a message's handler in a transaction that is always rolled back",
+        "rehearse", parents=[common],
         description="Runs the handler of one message, of whatever status, in a transaction that is never committed, on "
         "a connection that is thrown away, with deferred constraints checked; tells what would have become of the "
         "message, what its handler sent to the database and what it would have staged. What the handler does "
@@ -228,9 +235,9 @@ def payload_of(path: str) -> bytes:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def add_replay(commands: Any, common: argparse.ArgumentParser) -> None:
+def _add_replay(commands: Any, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
-        "replay", parents=[common], help="run processed messages once more, or feed them to another consumer",
+        "replay", parents=[common],
         description="Runs processed messages through their handler once more, here and now; their payload must have "
         "been kept (keep_payload=). A replay that fails leaves its message processed, and is reported. "
         "With --as, stores the messages in arrival order as pending ones of another consumer instead. "

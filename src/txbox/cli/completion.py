@@ -14,9 +14,9 @@ SHELLS = ("bash", "zsh")
 _FILES = frozenset({"FILE", "PATH"})
 
 
-def add(commands: Any) -> None:
+def add(commands: Any, _common: argparse.ArgumentParser) -> None:
     completion = commands.add_parser(
-        "completion", help="print a script that completes commands and options in a shell",
+        "completion",
         description="Prints a script for the shell; once it has been read, TAB completes commands, options and "
         "their values. Print it again after an upgrade of txbox.",
     )  # fmt: skip

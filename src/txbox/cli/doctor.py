@@ -8,7 +8,7 @@ from typing import Any
 from txbox.admin.doctor import SEVERITIES, Diagnosis, Finding
 from txbox.admin.views import counted
 from txbox.cli.application import admin_of
-from txbox.cli.options import add_grace
+from txbox.cli.logs import add_grace
 from txbox.cli.output import print_json, print_line, shown
 
 _FAILED = 1
@@ -16,7 +16,7 @@ _FAILED = 1
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     doctor = commands.add_parser(
-        "doctor", parents=[common], help="find what is wrong: settings, tables, rows nobody takes, brokers",
+        "doctor", parents=[common],
         description="Examines the database, its tables and the rows that wait; with --app, the App and its brokers, "
         "too. Each finding has a code, a severity (error, warning, note), its evidence and what mends it. What could "
         "not be looked at is told with the reason. Nothing is changed, and no table is read through.\n\n"

@@ -1,4 +1,4 @@
-"""What the processes that stay have in common: which app, and where their log goes."""
+"""What the processes that stay have in common: which app, how long they drain, and where their log goes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ import threading
 from datetime import UTC, datetime
 from typing import Any
 
+from txbox.cli.options import duration
 from txbox.errors import ConfigurationError
 from txbox.observers.logging import current_trace
+from txbox.worker.signals import GRACE
 
 _log = logging.getLogger("txbox")
 #: Client libraries, which log each failed try at WARNING or ERROR, some with a traceback.
 _CLIENTS = (
     "aio_pika", "aiormq", "nats", "redis", "botocore", "boto3", "urllib3", "psycopg", "asyncpg",
 )  # fmt: skip
+
+
+def add_grace(parser: argparse.ArgumentParser) -> None:
+    """Add the bound on a drain."""
+    parser.add_argument(
+        "--grace",
+        type=duration,
+        default=GRACE,
+        metavar="TIME",
+        help=f"from the signal to the end; what has not drained then is cut off (default {GRACE.seconds}s)",
+    )
 
 
 def log_libraries() -> None:

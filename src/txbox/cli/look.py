@@ -25,7 +25,6 @@ from txbox.cli.application import admin_of
 from txbox.cli.options import add_filter, count, filter_of
 from txbox.cli.output import (
     as_json,
-    print_error,
     print_json,
     print_line,
     print_record,
@@ -34,6 +33,7 @@ from txbox.cli.output import (
     readable,
     shown,
 )
+from txbox.cli.parser import print_error
 from txbox.errors import ConfigurationError
 
 _WORTH_A_LINE = 1024 * 1024
@@ -50,18 +50,20 @@ _LIST = {
 }
 
 
-def add_status(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
     status = commands.add_parser(
-        "status", parents=[common], help="count messages by consumer and status; oldest unfinished age",
+        "status", parents=[common],
         description="Counts the messages of every consumer by status, what is quarantined, and says how long ago the "
         "oldest unfinished one (pending, processing, failed) was received. Counts the outgoing messages of "
         "every topic and route by status, if there are any, and says how long ago the oldest was staged that a relay "
         "should have sent. Tells the size of tables and of their indexes, and until when partitions are made.",
     )  # fmt: skip
     status.set_defaults(run=_status)
+    add_table(commands, common, InboxFilter)
+    _add_explain(commands, common)
 
 
-def add(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
+def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
     """Add list and show of the table that the filter is for."""
     table = kind.table
     listed = commands.add_parser(
@@ -107,9 +109,9 @@ def add(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, A
     show.set_defaults(run=_show, kind=kind)
 
 
-def add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
+def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
     explain = commands.add_parser(
-        "explain", parents=[common], help="say where a message stands, why, and what would let it go on",
+        "explain", parents=[common],
         description="Says of one message where it stands and why, in sentences: in the inbox of every consumer, the "
         "outbox and the quarantine; what it waits for (a message of its key, a version, its time, a lease, an open "
         "transaction, a relay), what it follows from and what it has caused, and the command that lets it go on. "

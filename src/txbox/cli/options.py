@@ -4,43 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from txbox.admin.tables import Filter
 from txbox.admin.views import duration_of
-from txbox.cli.output import print_error
-from txbox.errors import ConfigurationError, redacted
-from txbox.worker.signals import GRACE
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors quote no password."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        print_error(f"{redacted(message)}. See `{self.prog} --help`.")
-        raise SystemExit(2)
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """Fills each paragraph of a description by itself; examples stay as they are written."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(
-            textwrap.fill(
-                " ".join(paragraph.split()), width, initial_indent=indent, subsequent_indent=indent
-            )
-            if not paragraph.startswith("examples:")
-            else paragraph
-            for paragraph in text.split("\n\n")
-        )
+from txbox.errors import ConfigurationError
 
 
 def duration(text: str) -> timedelta:
@@ -75,36 +45,6 @@ def port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
     return int(text)
-
-
-def add_grace(parser: argparse.ArgumentParser) -> None:
-    """Add the bound on a drain."""
-    parser.add_argument(
-        "--grace",
-        type=duration,
-        default=GRACE,
-        metavar="TIME",
-        help=f"from the signal to the end; what has not drained then is cut off (default {GRACE.seconds}s)",
-    )
-
-
-def common() -> argparse.ArgumentParser:
-    """The options of every command."""
-    parent = Parser(add_help=False)
-    group = parent.add_argument_group("which inbox (--app or --database)")
-    group.add_argument(
-        "--app", metavar="MODULE:APP", help="the App, importable from here (or TXBOX_APP)"
-    )
-    group.add_argument(
-        "--database",
-        metavar="URL",
-        help="its database, where no App is needed; if it has a password, use TXBOX_DATABASE_URL: arguments are public",
-    )
-    group.add_argument(
-        "--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables"
-    )
-    parent.add_argument("--json", action="store_true", help="print JSON instead of text and tables")
-    return parent
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:

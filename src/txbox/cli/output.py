@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
 
 from txbox.admin.views import CONTROL, View, age, filled
-from txbox.errors import redacted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,10 +82,6 @@ def as_json(value: Any) -> dict[str, Any]:
 
 def print_line(text: str) -> None:
     print(text)
-
-
-def print_error(text: str) -> None:
-    print(f"txbox: {redacted(text)}", file=sys.stderr)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:

@@ -12,8 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from txbox.cli.application import opened, perform
-from txbox.cli.logs import log_libraries, start_logging, take_path
-from txbox.cli.options import add_grace
+from txbox.cli.logs import add_grace, log_libraries, start_logging, take_path
 from txbox.cli.output import print_json, print_line
 from txbox.events import Event, OutgoingDead, OutgoingFailed, OutgoingSent
 from txbox.relay import Relays
@@ -29,7 +28,7 @@ _LOOK_S = 0.2
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     relay = commands.add_parser(
-        "relay", parents=[common], help="send staged messages from the outbox to where they go",
+        "relay", parents=[common],
         description="Sends what app.outbox.stage has written, by the routes of the App (app.publish); `txbox run` does "
         "the same beside its handlers. Several may run, on many machines. SIGTERM or Ctrl-C drains: what was "
         "sent is marked, the rest is left; --grace bounds it. Exit status 0 stopped or idle, 1 cut off or something "

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from txbox.app import App
 from txbox.cli.application import opened, perform
 from txbox.cli.listening import inherited, listening
-from txbox.cli.logs import log_libraries, start_logging, take_path
-from txbox.cli.options import add_grace, count, port
+from txbox.cli.logs import add_grace, log_libraries, start_logging, take_path
+from txbox.cli.options import count, port
 from txbox.cli.output import print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
-        "run", parents=[common], help="consume: sources, retries from the table, relay, maintenance",
+        "run", parents=[common],
         description="Runs the service: takes messages from the sources of the App, retries from its table, sends what "
         "is staged, and does maintenance in the background. SIGTERM or Ctrl-C drains: what runs is finished, the rest "
         "is left for redelivery; what has not ended within --grace is cut off; a second one ends at once. Exit status "
@@ -79,7 +79,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     run.set_defaults(run=_run)
     maintain = commands.add_parser(
-        "maintain", parents=[common], help="rescue and prune, again and again or --once",
+        "maintain", parents=[common],
         description="Does maintenance without consuming: "
         + "; ".join(f"{job.name} ({job.summary})" for job in JOBS)
         + ". Runs until SIGTERM or Ctrl-C; several may run, a job is done by one at a time.",
@@ -91,9 +91,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         command.add_argument(
             "--verbose", action="store_true", help="log every message, not only trouble"
         )
-    demo = commands.add_parser(
-        "demo", add_help=False, help="a payment service under kill -9, beside a naive consumer"
-    )
+    demo = commands.add_parser("demo", add_help=False)
     demo.set_defaults(run=None)
 
 

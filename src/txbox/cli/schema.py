@@ -11,7 +11,8 @@ from typing import Any
 from txbox.app import App
 from txbox.cli.application import opened, perform
 from txbox.cli.options import count
-from txbox.cli.output import print_error, print_json, print_line
+from txbox.cli.output import print_json, print_line
+from txbox.cli.parser import print_error
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError
 from txbox.policy import Retention
@@ -27,14 +28,14 @@ _ACCOUNT = re.compile(r"['`\"]?([^'`\"@]*)['`\"]?@['`\"]?([^'`\"@]+)['`\"]?")
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     init = commands.add_parser(
-        "init", parents=[common], help="create the tables, or bring them to this release's version",
+        "init", parents=[common],
         description="Creates the tables, or brings them to this release's version. Harmless when they are there. "
         "It needs a role that may create tables; `txbox schema print` gives the same SQL for somebody else to run.",
     )  # fmt: skip
     _add_partition(init)
     init.set_defaults(run=_apply)
     schema = commands.add_parser(
-        "schema", help="print, check or apply the SQL of the tables",
+        "schema",
         description="The SQL of the tables: print it, check it, apply it.",
     )  # fmt: skip
     actions = schema.add_subparsers(dest="action", required=True, metavar="print|check|apply")

@@ -32,7 +32,7 @@ _LOOK_S = 3600.0
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     ui = commands.add_parser(
-        "ui", parents=[common], help="serve the dashboard",
+        "ui", parents=[common],
         description="Serves the dashboard: what is stuck, why, since when, and what to do about it. It begins only "
         f"when it knows who may look. Either {_SHARED} is a secret of 24 bytes or more that all share, and --grant "
         "says what they may do beside reading; or --users names a file with a line for each, NAME:HASH or "

@@ -18,12 +18,12 @@ from txbox.cli.options import duration, header_of
 from txbox.cli.output import (
     confirmed,
     interactive,
-    print_error,
     print_json,
     print_line,
     print_table,
     progress,
 )
+from txbox.cli.parser import print_error
 from txbox.errors import ConfigurationError
 from txbox.maintenance import Report, Task, run_once
 from txbox.message import Headers, Message
@@ -32,7 +32,7 @@ from txbox.outcome import Outcome
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     prune = commands.add_parser(
-        "prune", parents=[common], help="delete finished messages past the retention",
+        "prune", parents=[common],
         description="Deletes processed and discarded messages, with their attempts, that were finished longer ago than "
         "the retention; never what is unfinished, dead or quarantined. Small batches; live traffic is not "
         "blocked. A copy of a deleted message that comes later is processed again, so less than the "
@@ -50,7 +50,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     prune.add_argument("--yes", action="store_true", help="do not ask")
     prune.set_defaults(run=_prune)
     rescue = commands.add_parser(
-        "rescue", parents=[common], help="put messages whose worker went away back to work",
+        "rescue", parents=[common],
         description="Puts messages whose worker's lease has run out back to failed (and due), or to dead when too many "
         "runs never ended. `txbox run` and `txbox maintain` do this all the time.",
     )  # fmt: skip
@@ -61,7 +61,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _add_send(commands: Any, common: argparse.ArgumentParser) -> None:
     send = commands.add_parser(
-        "send", parents=[common], help="store a message for every consumer of its topic",
+        "send", parents=[common],
         description="Stores a message as pending for every consumer of its topic and type; a worker then processes it. "
         "The payload is --data, the bytes of --file, or standard input. Without --id it gets a random one, "
         "which no second `txbox send` repeats.",

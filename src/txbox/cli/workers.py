@@ -31,7 +31,7 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     workers = commands.add_parser(
-        "workers", parents=[common], help="list who is at work: host, consumers, what each does, since when",
+        "workers", parents=[common],
         description="Lists the processes of `txbox run` and `txbox relay` on this database: where each runs, what it "
         "consumes, how many lanes are busy, and when it was heard of last; each says so every few seconds. One that "
         "has not for half a minute is silent: killed, hanging, or cut off from the database; after an hour it is "
@@ -39,7 +39,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     workers.set_defaults(run=_workers)
     pause = commands.add_parser(
-        "pause", parents=[common], help="have no worker run a consumer until it is resumed",
+        "pause", parents=[common],
         description="Every worker stops running CONSUMER within a few seconds, and none starts to; a restart does not "
         "end that. What runs is finished, retries wait in the table, and no attempt is lost. A source with no other "
         "consumer is not received from; what it shares with another one, and what comes by `process` or a webhook, is "
@@ -47,7 +47,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     pause.set_defaults(run=_pause)
     resume = commands.add_parser(
-        "resume", parents=[common], help="have workers run a paused consumer again",
+        "resume", parents=[common],
         description="Workers run CONSUMER again within a few seconds, beginning with what has waited longest.",
     )  # fmt: skip
     resume.set_defaults(run=_resume)
@@ -58,7 +58,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         )
         add_audit(command)
     top = commands.add_parser(
-        "top", parents=[common], help="watch rates, times, failures and workers",
+        "top", parents=[common],
         description="Shows, again and again, what each consumer and each route of the outbox did in the last minute or "
         "two: rates, failures, times from receipt to commit, and how long the first message that is due has waited; "
         "and who is at work. It reads what workers have counted, and never the inbox. Ctrl-C ends it.",
