@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Seque
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, Self, TypeVar, Unpack, overload
 
 from txbox.body import Decoder
 from txbox.brokers.base import Destination, Source
@@ -27,9 +27,11 @@ from txbox.handlers import (
     HandlerOptions,
     Handlers,
     Options,
+    Resolver,
     check_message,
     exceptions_of,
     is_async_function,
+    resolved,
     types_of,
 )
 from txbox.identity import PayloadHash
@@ -69,8 +71,11 @@ _log = logging.getLogger("txbox")
 _LEFT = frozenset({Outcome.FAILED, Outcome.DEFERRED})
 
 F = TypeVar("F", bound=Callable[..., Any])
-OfMessage = TypeVar("OfMessage", bound=Callable[[Message[Any], Any], object])
-OfMessages = TypeVar("OfMessages", bound=Callable[[list[Message[Any]], Any], object])
+# a resolver may pass more
+OfMessage = TypeVar("OfMessage", bound=Callable[Concatenate[Message[Any], Any, ...], object])
+OfMessages = TypeVar(
+    "OfMessages", bound=Callable[Concatenate[list[Message[Any]], Any, ...], object]
+)
 Outside = TypeVar("Outside", bound=Callable[[Message[Any]], object])
 
 
@@ -108,6 +113,8 @@ class App:
             connection of their own, if `database` is a URL for psycopg; all others look, as always.
         unmatched: what to do with a message that no handler consumes: acknowledge and count it, or
             keep it in the quarantine.
+        resolver: supplies handlers and effects with parameters beside message and transaction, by annotation; see
+            `txbox.handlers.Resolver`.
 
     Raises:
         ConfigurationError: no database or two, one that txbox does not know, a driver that is not
@@ -134,6 +141,7 @@ class App:
         relaying: RelayPolicy | None = None,
         notify: bool = False,
         unmatched: Literal["acknowledge", "quarantine"] = "acknowledge",
+        resolver: Resolver | None = None,
     ) -> None:
         if (database is None) == (django is None):
             raise ConfigurationError(
@@ -178,6 +186,7 @@ class App:
         self.batching = batching or Batching()
         self.relaying = relaying or RelayPolicy()
         self.unmatched = unmatched
+        self.resolver = resolver
         self.store = InboxStore(self.database.dialect, Columns(codec, redact))
         #: Stages external calls in a handler's transaction: `app.effects.stage(tx, name, body)`.
         self.effects = Effects(
@@ -344,9 +353,13 @@ class App:
         )
 
         def register(function: F) -> F:
-            called = replying(function, options, self.outbox)
+            is_async = is_async_function(function)
+            called = resolved(
+                function, self.resolver, transactional=transactional, is_async=is_async
+            )
+            called = replying(called, options, self.outbox)
             if self.tracing is not None:
-                called = self.tracing.traced(called, consumer, is_async=is_async_function(function))
+                called = self.tracing.traced(called, consumer, is_async=is_async)
             added = self.handlers.add(
                 called,
                 topic=topic,

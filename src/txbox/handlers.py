@@ -7,12 +7,12 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import NoneType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
@@ -32,6 +32,33 @@ from txbox.store.codec import Arrival, encode_headers
 _HEADS = ("body", "headers", "id", "key", "type", "topic", "sequence", "origin", "time")
 
 Extractor = Callable[[Message[Any]], object]
+F = TypeVar("F", bound=Callable[..., Any])
+#: By the names of the parameters.
+Values = Mapping[str, Any]
+#: Takes what the handler takes: the message, or the list of a batch, and the transaction, None without one.
+Opened = Callable[[Any, Any], AbstractContextManager[Values] | AbstractAsyncContextManager[Values]]
+
+
+class Resolver(Protocol):
+    """Supplies handlers with more parameters than message and transaction: a container's, a framework's, yours."""
+
+    def __call__(
+        self, annotations: Mapping[str, Any], *, is_async: bool, transactional: bool
+    ) -> Opened:
+        """Called once a handler, when it is registered, before any message.
+
+        Args:
+            annotations: parameter → its annotation, `Annotated` included.
+            is_async: of the handler: an `async def` one may be given either kind of context manager.
+            transactional: of the handler: effects have no transaction.
+
+        Returns: what opens the values of one call. It is entered in the handler's transaction, before the
+            handler, and left when the handler has returned or raised, before COMMIT.
+
+        Raises:
+            ConfigurationError: it has nothing for one of them.
+        """
+        ...
 
 
 def check_path(option: str, given: object) -> None:
@@ -87,9 +114,74 @@ def check_signature(function: Callable[..., Any], *, batch: bool, transactional:
     except TypeError:
         raise ConfigurationError(
             f"The handler {getattr(function, '__qualname__', function)} must take {shape}, "
-            f"but its signature is {inspect.signature(function)}."
+            f"but its signature is {inspect.signature(function)}. More parameters are passed by App(resolver=…)."
         ) from None
     _check_places(function, batch=batch, transactional=transactional)
+
+
+def resolved(function: F, resolver: Resolver | None, *, transactional: bool, is_async: bool) -> F:
+    """Wrap a handler so that its extra parameters, those without a default, are passed by name to each call.
+
+    Raises:
+        ConfigurationError: one has no annotation, or the resolver has nothing for it.
+
+    Guarantee: what leaving raises fails the message, and its transaction is rolled back. What was entered
+    cannot make a handler that raised a success.
+    """
+    if resolver is None or not callable(function):
+        return function
+    signature, name = inspect.signature(function), getattr(function, "__qualname__", function)
+    extra = [
+        parameter
+        for parameter in list(signature.parameters.values())[2 if transactional else 1 :]
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    if not extra:
+        return function
+    for parameter in extra:
+        if parameter.annotation is parameter.empty:
+            raise ConfigurationError(
+                f"The parameter {parameter.name} of the handler {name} has no annotation to resolve it by: annotate it."
+            )
+    annotations = {
+        each.name: _hints(function, each.name, extras=True).get(each.name) for each in extra
+    }
+    try:
+        opened = resolver(annotations, is_async=is_async, transactional=transactional)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"The handler {name} cannot be given its parameters: {error}"
+        ) from error
+
+    def call(given: Any, *tx: Any) -> Any:
+        with opened(given, tx[0] if tx else None) as values:  # type: ignore[union-attr]
+            return function(given, *tx, **values)
+        raise _swallowed(name)
+
+    async def call_async(given: Any, *tx: Any) -> Any:
+        entered = opened(given, tx[0] if tx else None)
+        if isinstance(entered, AbstractAsyncContextManager):
+            async with entered as values:
+                return await function(given, *tx, **values)
+        else:
+            with entered as values:
+                return await function(given, *tx, **values)
+        raise _swallowed(name)
+
+    wrapped: Any = functools.wraps(function)(call_async if is_async else call)
+    names = {parameter.name for parameter in extra}
+    wrapped.__signature__ = signature.replace(
+        parameters=[each for each in signature.parameters.values() if each.name not in names]
+    )
+    handler: F = wrapped
+    return handler
+
+
+def _swallowed(name: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"What the resolver of {name} opened has swallowed the handler's exception: let it pass."
+    )
 
 
 def _check_places(function: Callable[..., Any], *, batch: bool, transactional: bool) -> None:
@@ -147,8 +239,10 @@ def body_annotation(function: Callable[..., Any], *, batch: bool) -> Any:
     return Any
 
 
-def _hints(function: Callable[..., Any], parameter: str) -> Mapping[str, Any]:
-    """Return the annotations of a function as values."""
+def _hints(
+    function: Callable[..., Any], parameter: str, *, extras: bool = False
+) -> Mapping[str, Any]:
+    """Return the annotations of a function as values; with `extras` what Annotated adds to them, too."""
     target: Any = inspect.unwrap(function)
     if not (inspect.isfunction(target) or inspect.ismethod(target)):
         # a callable object carries its annotations on __call__
@@ -156,7 +250,7 @@ def _hints(function: Callable[..., Any], parameter: str) -> Mapping[str, Any]:
     if isinstance(target, functools.partial):
         target = target.func
     try:
-        return typing.get_type_hints(target)
+        return typing.get_type_hints(target, include_extras=extras)
     except NameError:
         # a name imported under TYPE_CHECKING only: evaluate just the annotation that matters
         return _hint(target, parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -90,3 +91,16 @@ def test_service(tmp_path: Path) -> None:
 def _statuses(directory: Path) -> dict[str, str]:
     with closing(sqlite3.connect(directory / "service.db")) as database:
         return dict(database.execute("SELECT message_id, status FROM txbox_inbox"))
+
+
+def test_dishka_handlers(tmp_path: Path) -> None:
+    printed = _run(str(EXAMPLES / "dishka_handlers.py"), cwd=tmp_path).splitlines()
+    assert printed == ["processed", "duplicate", "[(55,)]"]
+
+
+def test_pytest_billing(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "pytest_billing.py", tmp_path)
+    printed = _run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "pytest_billing.py", cwd=tmp_path
+    )
+    assert "3 passed" in printed

@@ -7,12 +7,12 @@ import hashlib
 import hmac
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from fastapi import Depends, FastAPI, HTTPException
+from fastapi import Depends, FastAPI, HTTPException, Request
 from litestar import Litestar
 from starlette.applications import Starlette
 
@@ -20,11 +20,18 @@ from tests.support.asgi import Lived
 from tests.support.recording import Recorder
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
-from txbox import App, ConfigurationError, Message
+from txbox import App, ConfigurationError, Message, Outcome
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.webhook import GitHub, Webhook
 from txbox.errors import SchemaError
-from txbox.integrations.starlette import lifespan, probes, transaction, transaction_async, webhooks
+from txbox.integrations.starlette import (
+    depends,
+    lifespan,
+    probes,
+    transaction,
+    transaction_async,
+    webhooks,
+)
 from txbox.worker.health import Health
 
 SECRET = "a secret of ours"
@@ -298,3 +305,120 @@ def test_an_older_fastapi_is_refused(monkeypatch: pytest.MonkeyPatch, sqlite_url
     monkeypatch.setattr("fastapi.Depends", older)
     with pytest.raises(ConfigurationError, match=r"0\.121"):
         transaction(App(sqlite_url))
+
+
+# -- dependencies of handlers ----------------------------------------------------------------------
+
+
+_OPEN: list[str] = []
+
+
+def _fee() -> int:
+    _OPEN.append("fee")
+    return 3
+
+
+class _Prices:
+    def __init__(self, fee: Annotated[int, Depends(_fee)], rounding: int = 2) -> None:
+        self.fee = fee
+
+
+def _prices(prices: Annotated[_Prices, Depends()], fee: int = Depends(_fee)) -> Generator[_Prices]:
+    assert prices.fee == fee
+    _OPEN.append("open")
+    yield prices
+    _OPEN.append("closed")
+
+
+async def _prices_async(fee: Annotated[int, Depends(_fee)]) -> AsyncGenerator[int]:
+    _OPEN.append("open")
+    yield fee
+    _OPEN.append("closed")
+
+
+def _of_request(request: Request) -> str:
+    return "no"
+
+
+@pytest.fixture
+def asked(sqlite_url: str) -> App:
+    _OPEN.clear()
+    _rows(sqlite_url, "CREATE TABLE orders (number INTEGER)")
+    return App(sqlite_url, resolver=depends)
+
+
+def test_a_handler_is_given_what_a_route_is(asked: App, sqlite_url: str) -> None:
+    orders = Annotated[Any, transaction(asked)]
+
+    def repository(tx: Any) -> Callable[[int], object]:
+        return lambda number: tx.execute("INSERT INTO orders VALUES (?)", (number,))
+
+    def book(message: Message[Any], tx: sqlite3.Connection, add: Any, prices: Any) -> None:
+        add(prices.fee)
+        if message.body == {"fail": True}:
+            raise ValueError
+
+    # as without `from __future__ import annotations`: these are local names
+    hints = {
+        "add": Annotated[Any, Depends(repository)],
+        "prices": Annotated[_Prices, Depends(_prices)],
+    }
+    book.__annotations__ |= hints
+    repository.__annotations__["tx"] = orders
+    asked.handler("orders", consumer="billing")(book)
+    failing = Message[Any](id="m-0", topic="orders", payload=b'{"fail": true}')
+    assert asked.process(failing) is Outcome.FAILED
+    # what is thrown into the dependency has ended it
+    assert _OPEN == ["fee", "open"]
+    assert asked.process(_paid("m-1")) is Outcome.PROCESSED
+    assert _OPEN[2:] == ["fee", "open", "closed"]
+    assert _rows(sqlite_url, "SELECT number FROM orders") == [(3,)]
+
+
+def test_an_async_handler_is_given_async_dependencies(asked: App, sqlite_url: str) -> None:
+    @asked.handler("orders", consumer="billing")
+    async def book(
+        message: Message[Any], tx: Any, fee: Annotated[int, Depends(_prices_async)]
+    ) -> None:
+        await tx.execute("INSERT INTO orders VALUES (?)", (fee,))
+
+    async def main() -> None:
+        async with asked:
+            assert await asked.process_async(_paid("m-1")) is Outcome.PROCESSED
+
+    asyncio.run(main())
+    assert _OPEN == ["fee", "open", "closed"]
+    assert _rows(sqlite_url, "SELECT number FROM orders") == [(3,)]
+
+
+@pytest.mark.parametrize(
+    ("hint", "says"),
+    [
+        (int, "x is not Annotated"),
+        (Annotated[str, Depends(_of_request)], "request is not Annotated"),
+        (Annotated[int, Depends(_prices_async)], "x is async"),
+    ],
+)
+def test_what_only_a_request_has_is_refused_at_registration(
+    hint: Any, says: str, asked: App
+) -> None:
+    def book(message: Any, tx: Any, x: Any) -> None: ...
+
+    book.__annotations__["x"] = hint
+    with pytest.raises(ConfigurationError, match=says):
+        asked.handler("orders", consumer="billing")(book)
+
+
+def test_a_transaction_of_the_other_kind_is_refused(asked: App) -> None:
+    def book(message: Any, tx: Any, x: Any) -> None: ...
+
+    book.__annotations__["x"] = Annotated[Any, transaction_async(asked)]
+    with pytest.raises(ConfigurationError, match="another kind"):
+        asked.handler("orders", consumer="billing")(book)
+    book.__annotations__["x"] = Annotated[Any, transaction(asked)]
+
+    def call(message: Any, x: Any) -> None: ...
+
+    call.__annotations__["x"] = book.__annotations__["x"]
+    with pytest.raises(ConfigurationError, match="another kind"):
+        asked.effect("call")(call)

@@ -9,20 +9,31 @@ The lifespan is one of plain ASGI, which Litestar takes too.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+import typing
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from txbox.app import App
 from txbox.brokers.webhook import Receive, Scope, Send
 from txbox.errors import ConfigurationError
 from txbox.events import Event, Observer, WorkerStarted
+from txbox.handlers import Opened
+from txbox.session import blocking
 from txbox.worker import Worker
 from txbox.worker.health import Health
 from txbox.worker.signals import GRACE
@@ -174,7 +185,7 @@ def transaction(app: App) -> Any:
         with app.transaction() as tx:
             yield tx
 
-    return _depends(begun)
+    return _depends(begun, is_async=False)
 
 
 def transaction_async(app: App) -> Any:
@@ -184,11 +195,17 @@ def transaction_async(app: App) -> Any:
         async with app.transaction_async() as tx:
             yield tx
 
-    return _depends(begun)
+    return _depends(begun, is_async=True)
 
 
-def _depends(dependency: Callable[[], Any]) -> Any:
+# those of a request; in a handler they are its own
+_TRANSACTIONS: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
+def _depends(dependency: Callable[[], Any], *, is_async: bool) -> Any:
     from fastapi import Depends
+
+    _TRANSACTIONS[dependency] = is_async
 
     try:
         # of the request, the default, would be left when the answer is on its way
@@ -197,6 +214,101 @@ def _depends(dependency: Callable[[], Any]) -> Any:
         raise ConfigurationError(
             "The transaction of a request needs FastAPI 0.121 or newer: an older one commits after its answer."
         ) from None
+
+
+# -- dependencies of handlers ------------------------------------------------------------------------
+
+
+def depends(annotations: Mapping[str, Any], *, is_async: bool, transactional: bool) -> Opened:
+    """FastAPI: `App(…, resolver=depends)` gives handlers what `Annotated[…, Depends(…)]` gives routes.
+
+    Dependencies of dependencies too, each once a call. Those with a `yield` are closed in reverse, in the handler's
+    transaction, before COMMIT. `transaction(app)` and `transaction_async(app)` are the handler's own transaction. In an
+    `async def` handler `def` dependencies run on the loop.
+
+    Raises, at registration:
+        ConfigurationError: a parameter is no Depends, needs something of a request, or is async and the handler is not.
+    """
+    wanted = {
+        name: _Dependency.of(name, hint, None, is_async=is_async, transactional=transactional)
+        for name, hint in annotations.items()
+    }
+
+    @asynccontextmanager
+    async def opened_async(_given: Any, tx: Any) -> AsyncGenerator[Mapping[str, Any]]:
+        known: dict[Any, Any] = {}
+        async with AsyncExitStack() as stack:
+            yield {name: await each.value(stack, known, tx) for name, each in wanted.items()}
+
+    @contextmanager
+    def opened(given: Any, tx: Any) -> Generator[Mapping[str, Any]]:
+        entered = opened_async(given, tx)
+        values = blocking(entered.__aenter__())
+        try:
+            yield values
+        except BaseException as error:
+            blocking(entered.__aexit__(type(error), error, error.__traceback__))
+            raise
+        blocking(entered.__aexit__(None, None, None))
+
+    return opened_async if is_async else opened
+
+
+@dataclass(frozen=True)
+class _Dependency:
+    """What Depends names, and what that takes in its turn."""
+
+    call: Callable[..., Any]
+    takes: Mapping[str, _Dependency]
+    cached: bool
+
+    @classmethod
+    def of(cls, name: str, hint: Any, default: object, **handler: bool) -> _Dependency:
+        from fastapi.params import Depends
+
+        kind, *more = (
+            typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
+        )
+        found = next((each for each in (default, *more) if isinstance(each, Depends)), None)
+        if found is None:
+            raise ConfigurationError(f"{name} is not Annotated[…, Depends(…)].")
+        call: Callable[..., Any] = found.dependency or kind
+        if call in _TRANSACTIONS:
+            if not handler["transactional"] or _TRANSACTIONS[call] != handler["is_async"]:
+                raise ConfigurationError(
+                    f"{name} is a transaction of another kind than the handler's: use transaction() in `def` handlers, "
+                    "transaction_async() in `async def` ones, and neither outside of one."
+                )
+            return cls(call, {}, True)
+        if not handler["is_async"] and (
+            inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call)
+        ):
+            raise ConfigurationError(f"{name} is async: make the handler an `async def` function.")
+        target = call.__init__ if inspect.isclass(call) else call
+        hints = typing.get_type_hints(target, include_extras=True)
+        takes = {
+            each.name: cls.of(each.name, hints.get(each.name), each.default, **handler)
+            for each in inspect.signature(call).parameters.values()
+            if each.default is each.empty or isinstance(each.default, Depends)
+        }
+        return cls(call, takes, found.use_cache)
+
+    async def value(self, stack: AsyncExitStack, known: dict[Any, Any], tx: Any) -> Any:
+        if self.call in _TRANSACTIONS:
+            return tx
+        if self.cached and self.call in known:
+            return known[self.call]
+        given = {name: await each.value(stack, known, tx) for name, each in self.takes.items()}
+        if inspect.isasyncgenfunction(self.call):
+            found = await stack.enter_async_context(asynccontextmanager(self.call)(**given))
+        elif inspect.isgeneratorfunction(self.call):
+            found = stack.enter_context(contextmanager(self.call)(**given))
+        else:
+            found = self.call(**given)
+            if inspect.iscoroutinefunction(self.call):
+                found = await found
+        known[self.call] = found
+        return found
 
 
 # -- routes -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """For testing handlers: deliver, race, drain, crash at named points; in their own transactions or inside the test's."""
 
 from txbox.session import Crashed
+from txbox.testing.clock import Clock, frozen_clock
 from txbox.testing.crash import (
     crash_at,
     install_from_environment,
@@ -19,6 +20,7 @@ from txbox.testing.deliveries import (
 from txbox.testing.inside import another_process, inside
 
 __all__ = [
+    "Clock",
     "Crashed",
     "another_process",
     "crash_at",
@@ -27,6 +29,7 @@ __all__ = [
     "deliver_async",
     "drain",
     "drain_async",
+    "frozen_clock",
     "inside",
     "install_from_environment",
     "kill_at",
