@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,11 +14,13 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StreamConfig
 
-from tests.support.brokers.rabbitmq import declare
+from tests.support.broker_fixtures import throwaway
+from tests.support.brokers.rabbitmq import declare, on_server
 from tests.support.brokers.rigs.nats import DURABLE, NatsRig
 from tests.support.brokers.rigs.redis import RedisRig
 from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
 from tests.support.doctor import diagnosed, findings
+from tests.support.servers.control import ThrowawayRabbitMQ
 from txbox import App, ConfigurationError, Limits, Message, Retention
 from txbox.admin.doctor import Finding
 from txbox.brokers.base import Source
@@ -313,6 +316,71 @@ def test_a_queue_of_rabbitmq_and_what_amqp_does_not_tell(app: App, rabbitmq_url:
     assert consumed(app, RabbitMQ(rabbitmq_url), queue) == {}
     (unchecked,) = diagnosed(app).unchecked
     assert "rabbitmqctl list_queues" in unchecked.why
+
+
+class _Managed(ThrowawayRabbitMQ):
+    """A server with the plugin that has the HTTP API."""
+
+    def initialise(self) -> None:
+        super().initialise()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.http_port: int = probe.getsockname()[1]
+        with (self.directory / "rabbitmq.conf").open("a") as conf:
+            conf.write(f"management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {self.http_port}\n")
+        (self.directory / "plugins").write_text("[rabbitmq_management].\n")
+
+    @property
+    def management(self) -> str:
+        return f"http://guest:guest@127.0.0.1:{self.http_port}"
+
+
+@pytest.fixture
+def managed() -> Iterator[_Managed]:
+    yield from throwaway("rabbitmq", _Managed())
+
+
+def test_how_queues_of_rabbitmq_are_set(sqlite_url: str, managed: _Managed) -> None:
+    quorum = {"x-queue-type": "quorum"}
+    made: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "clean": ({}, {}, ""),
+        "lasting": (quorum, {}, ""),
+        "passing": ({}, {"durable": False}, "not durable"),
+        "own": ({}, {"auto_delete": True}, "auto_delete"),
+        "forgetful": ({"x-message-ttl": 60_000}, {}, "x-message-ttl 60000"),
+        "moved": (
+            {"x-message-ttl": 60_000, "x-dead-letter-exchange": "late"}, {}, "to the exchange 'late'",
+        ),
+        "short": ({"x-max-length": 10}, {}, "x-max-length 10"),
+        "strict": ({"x-max-length": 10, "x-overflow": "reject-publish"}, {}, ""),
+        "impatient": ({**quorum, "x-delivery-limit": 3}, {}, "x-delivery-limit 3"),
+    }  # fmt: skip
+    codes = {
+        "passing": "not-durable", "own": "not-durable", "forgetful": "broker-drops", "moved": "broker-drops",
+        "short": "broker-drops", "impatient": "delivery-limit",
+    }  # fmt: skip
+    server = managed
+    with App(sqlite_url) as app:
+
+        async def declared(channel: Any) -> None:
+            for name, (arguments, options, _) in made.items():
+                await channel.declare_queue(
+                    name, **{"durable": True, "arguments": arguments, **options}
+                )
+
+        on_server(server.url, declared)
+        for name in (*made, "away"):
+            app.handler(name, consumer=f"of-{name}")(_nothing)
+        app.consume(RabbitMQ(server.url, management=server.management), topics=[*made, "away"])
+        found = [
+            (finding.problem.partition("'")[2].partition("'")[0], finding.code, finding.problem)
+            for finding in diagnosed(app).findings
+        ]
+        refused = RabbitMQ(server.url, management=server.management.replace("guest:guest", "a:b"))
+        with pytest.raises(ConfigurationError, match="refuses this user"):
+            refused.examine(["clean"])
+    assert {name: code for name, code, _ in found} == {**codes, "away": "topic-missing"}
+    for name, _, problem in found:
+        assert made.get(name, ("", "", ""))[2] in problem
 
 
 def test_queues_of_rabbitmq_that_are_not_there(app: App, rabbitmq_url: str) -> None:

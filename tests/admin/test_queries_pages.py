@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pymysql
 import pytest
 
 from tests.support.databases import Raw
 from txbox.admin import Admin, InboxFilter
+from txbox.errors import Fault
 from txbox.store.dialect import dialect, native
 
 
@@ -64,3 +66,14 @@ def test_no_page_of_default_filters_reads_the_whole_table(
     plan = view.rows(f"EXPLAIN {sql}", [params[name] for name in names])
     text = "\n".join(row[0] for row in plan)
     assert "Seq Scan" not in text, text
+
+
+@pytest.mark.every_database
+def test_no_statement_of_a_page_runs_for_long(mysql_url: str, raw: Callable[[str], Raw]) -> None:
+    query = dialect("mysql").queries["inbox_newest"].partition("coalesce")[0]
+    short = query.replace("= 5 ", "= 0.2 ").replace("(5000)", "(200)")
+    assert short.count("0.2") == short.count("(200)") == 1
+    many = ", ".join(f"information_schema.columns AS t{n}" for n in range(4))
+    with pytest.raises(pymysql.Error) as ended:
+        raw(mysql_url).value(f"{short} count(*) FROM {many}")
+    assert dialect("mysql").fault(str(ended.value.args[0])) is Fault.TIMEOUT

@@ -102,11 +102,16 @@ def log_in(page: Page, secret: str = TOKEN, name: str | None = None) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
 
 
-def violations(page: Page) -> list[str]:
-    """What axe-core finds serious or worse."""
-    # the page's own policy refuses scripts that are not its own; an isolated world is not the page
-    page.context.new_cdp_session(page).send("Page.setBypassCSP", {"enabled": True})
-    page.reload()
+def violations(page: Page, *, again: bool = True) -> list[str]:
+    """What axe-core finds serious or worse.
+
+    Args:
+        again: load the page once more, without its policy against scripts that are not its own; else its
+            script is run where a page has none.
+    """
+    if again:
+        page.context.new_cdp_session(page).send("Page.setBypassCSP", {"enabled": True})
+        page.reload()
     page.evaluate(installed.axe().read_text() + "\n0")
     found: Any = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
     return [
@@ -184,6 +189,63 @@ def test_from_the_list_by_the_group_and_the_canary_to_processed(
         expect(page.locator("h1 .status.processed")).to_be_visible(timeout=30_000)
         page.goto("/audit")
         expect(page.get_by_text("the gateway answers again").first).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_one_message_is_rehearsed_edited_retried_and_replayed(
+    scheme: Literal["light", "dark"], width: int, chromium: Browser, busy: App, serve: Serve
+) -> None:
+    page = opened(chromium, serve(busy).port, width=width, scheme=scheme)
+    log_in(page)
+    said, wrong = complaints(page), list[str]()
+
+    def looked_at(name: str) -> None:
+        page.screenshot(path=SHOTS / f"{name}-{scheme}-{width}.png", full_page=True)
+        wrong.extend(f"{name}: {violation}" for violation in violations(page, again=False))
+        overflow = page.evaluate(
+            "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        if overflow > 0:
+            wrong.append(f"{name} is {overflow} pixels too wide")
+
+    page.goto("/messages?status=dead&consumer=billing")
+    page.get_by_role("link", name="order-0017").click()
+    page.get_by_role("button", name="Show payload and headers").click()
+    looked_at("revealed")
+    page.get_by_role("button", name="Rehearse with this").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("It would be dead")
+    expect(page.get_by_text("the card was declined").first).to_be_visible()
+    looked_at("rehearsed-dead")
+    page.get_by_role("link", name="billing / order-0017").click()
+    page.get_by_role("button", name="Show payload and headers").click()
+    # a number that the shop takes, and stages an invoice for
+    payload = page.locator("textarea[name=payload]")
+    payload.fill(payload.input_value().replace('"number": 17', '"number": 20'))
+    page.get_by_role("button", name="Rehearse with this").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("It would be processed")
+    expect(page.get_by_role("cell", name="invoices")).to_be_visible()
+    looked_at("rehearsed-processed")
+    page.get_by_role("button", name="Edit with this payload…").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Edit 1 message and retry it?")
+    expect(page.locator("table.diff tr.changed")).to_have_count(1)
+    looked_at("edit")
+    page.get_by_label("Reason").fill("a typing error")
+    page.get_by_role("button", name="Edit and retry 1").click()
+    page.goto("/message?consumer=billing&message_id=order-0017")
+    expect(page.locator("h1 .status.processed")).to_be_visible(timeout=30_000)
+    page.get_by_role("button", name="Replay…").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Replay 1 message?")
+    looked_at("replay")
+    page.get_by_label("Reason").fill("the invoice was lost")
+    page.locator("button.first").click()
+    expect(page.get_by_text("1 message replayed.")).to_be_visible(timeout=30_000)
+    looked_at("replayed")
+    page.goto("/audit")
+    for reason in ("a typing error", "the invoice was lost"):
+        expect(page.get_by_text(reason).first).to_be_visible()
+    assert not said
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_quarantined_message_is_looked_at_and_accepted(

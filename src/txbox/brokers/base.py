@@ -143,6 +143,8 @@ class Facts:
         redelivery_s: after how long an unacknowledged delivery goes to another.
         deliveries_max: after how many deliveries it gives a message up.
         acknowledged: False when a delivery counts as acknowledged.
+        durable: False when what waits is gone with the broker's process.
+        overflows: False, or True when it drops the oldest messages once there are too many.
         duplicates_s: for how long it takes a message that is published again for the same.
         said: field → its own settings behind it, as it names them.
         unknown: what it does not tell, and why; a sentence each.
@@ -155,6 +157,8 @@ class Facts:
     redelivery_s: float | None = None
     deliveries_max: int | None = None
     acknowledged: bool = True
+    durable: bool = True
+    overflows: bool = False
     duplicates_s: float | None = None
     said: Mapping[str, str] = field(default_factory=dict[str, str])
     unknown: tuple[str, ...] = ()

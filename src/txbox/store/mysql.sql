@@ -665,11 +665,15 @@ SELECT [text own.topic], [text own.route], own.state, count(*),
  GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- name: bound_look
--- MySQL and MariaDB have different words for it, and both keep it for the session.
+-- A setting would stay in the session, whoever has it next: each statement of a page says it itself.
+
+-- fragment: look
+-- A page that takes longer than 5 s is none. The first comment is MariaDB's, the second MySQL's.
+/*M!100100 SET STATEMENT max_statement_time = 5 FOR */ SELECT /*+ MAX_EXECUTION_TIME(5000) */
 
 -- name: consumers
 -- From one to the next in the keys: as many steps as there are consumers, however many rows they have.
-SELECT [text own.consumer]
+[look] [text own.consumer]
   FROM (SELECT DISTINCT consumer FROM txbox_inbox UNION SELECT DISTINCT consumer FROM txbox_quarantine) AS own
  ORDER BY own.consumer
 
@@ -685,7 +689,7 @@ SELECT [text own.consumer]
 
 -- name: consumer_open
 -- Of one consumer, counted up to a limit: what is open by status and quarantined, and the oldest of what is unfinished.
-SELECT [some 'pending'],
+[look] [some 'pending'],
        [some 'processing'],
        [some 'failed'],
        [some 'dead'],
@@ -698,7 +702,7 @@ SELECT [some 'pending'],
 
 -- name: outbox_open
 -- As outbox_status, of what has not left: counted up to a limit, and not more than that is read.
-SELECT [text own.topic], [text own.route], own.state, count(*),
+[look] [text own.topic], [text own.route], own.state, count(*),
        TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6,
        CAST(sum(own.overdue) AS SIGNED)
   FROM (SELECT * FROM (SELECT topic, route, staged_at, status = 'pending' AND token IS NULL AND attempts = 0
@@ -713,10 +717,10 @@ SELECT [text own.topic], [text own.route], own.state, count(*),
  GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- name: inbox_newest
-SELECT coalesce(max(arrival), 0) FROM txbox_inbox
+[look] coalesce(max(arrival), 0) FROM txbox_inbox
 
 -- name: outbox_newest
-SELECT coalesce(max(number), 0) FROM txbox_outbox
+[look] coalesce(max(number), 0) FROM txbox_outbox
 
 -- name: sizes
 -- InnoDB's estimates. A table is its primary key, so only the other indexes count as indexes.
@@ -739,7 +743,7 @@ SELECT table_name, data_length, index_length, 1
 
 -- name: inbox_list
 -- Keyset pages, newest first, of a stretch of arrivals: no index knows all rows by what may be asked for.
-SELECT [inbox_row]
+[look] [inbox_row]
   FROM txbox_inbox
  WHERE arrival > :floor AND arrival < :before
    AND (:consumer IS NULL OR consumer = :consumer)
@@ -750,7 +754,7 @@ SELECT [inbox_row]
 
 -- name: inbox_list_open
 -- The same of one consumer and any status but processed, which an index has in this order.
-SELECT [inbox_row]
+[look] [inbox_row]
   FROM txbox_inbox FORCE INDEX (txbox_inbox_open)
  WHERE consumer = :consumer
    AND status <> 'processed' AND status = :status
@@ -761,7 +765,7 @@ SELECT [inbox_row]
 
 -- name: inbox_list_id
 -- The same of one consumer and id.
-SELECT [inbox_row]
+[look] [inbox_row]
   FROM txbox_inbox
  WHERE consumer = :consumer AND message_id = :message_id
    AND (:status IS NULL OR status = :status)
@@ -771,7 +775,7 @@ SELECT [inbox_row]
 
 -- name: failure_groups
 -- The newest failures of one consumer and status, as many as are looked at, by what they have in common.
-SELECT own.fingerprint, own.error_type, count(*), min(own.received_at), max(own.updated_at), [text min(own.message_id)]
+[look] own.fingerprint, own.error_type, count(*), min(own.received_at), max(own.updated_at), [text min(own.message_id)]
   FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id
           FROM txbox_inbox FORCE INDEX (txbox_inbox_open)
          WHERE consumer = :consumer AND status <> 'processed' AND status = :status
@@ -904,7 +908,7 @@ COALESCE((SELECT min(first.number) FROM txbox_outbox AS first FORCE INDEX (txbox
 -- name: outbox_list
 -- Keyset pages of a stretch of numbers, newest first; each row with the one of its `key` that must leave before it, if
 -- any. Of the statuses that people see, the table has four as pending: that is asked first, it is what an index knows.
-SELECT [outbox_row]
+[look] [outbox_row]
   FROM (SELECT id, number, status, topic, type, `key`, attempts, staged_at, available_at, sent_at, cause_consumer,
                cause_id, error_type, error, key_id, route, [state] AS state
           FROM txbox_outbox
@@ -920,7 +924,7 @@ SELECT [outbox_row]
 
 -- name: outbox_list_ended
 -- The same of those that are dead, sent or discarded, which an index has in this order.
-SELECT [outbox_row]
+[look] [outbox_row]
   FROM (SELECT id, number, status, topic, type, `key`, attempts, staged_at, available_at, sent_at, cause_consumer,
                cause_id, error_type, error, key_id, route, [state] AS state
           FROM txbox_outbox
@@ -933,7 +937,7 @@ SELECT [outbox_row]
 
 -- name: outbox_list_id
 -- The same of one id.
-SELECT [outbox_row]
+[look] [outbox_row]
   FROM (SELECT id, number, status, topic, type, `key`, attempts, staged_at, available_at, sent_at, cause_consumer,
                cause_id, error_type, error, key_id, route, [state] AS state
           FROM txbox_outbox
@@ -1008,7 +1012,7 @@ UPDATE txbox_outbox SET status = 'pending', route = :to, token = NULL,
 
 -- name: quarantine_list
 -- Keyset pages, newest first. Rows have no number for their order of arrival, so the row itself is the page mark.
-SELECT [text consumer], [text message_id], hash, status, reason, [text topic], [text type], [text `key`], seen,
+[look] [text consumer], [text message_id], hash, status, reason, [text topic], [text type], [text `key`], seen,
        received_at,
        updated_at, kept_bytes, key_id
   FROM txbox_quarantine
@@ -1069,7 +1073,7 @@ UPDATE [picked_quarantined]
 
 -- name: audit_list
 -- Keyset pages, newest first.
-SELECT number, recorded_at, actor, login, action, filter, affected, reason
+[look] number, recorded_at, actor, login, action, filter, affected, reason
   FROM txbox_audit
  WHERE (:before IS NULL OR number < :before)
  ORDER BY number DESC

@@ -860,7 +860,7 @@ SELECT own.topic, own.route, own.state, count(*),
 
 -- name: bound_look
 -- A page that takes longer is none: the index for what it asks is missing.
-SELECT set_config('statement_timeout', :statement_ms::text, true)
+SELECT set_config('statement_timeout', :statement_ms::text, true), set_config('jit', 'off', true)
 
 -- name: consumers
 -- From one to the next in the keys: as many steps as there are consumers, however many rows they have.

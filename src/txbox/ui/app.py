@@ -141,6 +141,7 @@ class Dashboard:
         if not security.known_host(request.headers.get("host", ""), self._hosts):
             raise Refused(400, "This dashboard is not known under that host name.")
         self.admin.loop = asyncio.get_running_loop()
+        request.state.seen = self._pages.seen
         path = path_of(request)
         if path in self._pages.static and request.method in ("GET", "HEAD"):
             kind = STATIC[path.rpartition("/")[2]]
@@ -299,7 +300,9 @@ class Dashboard:
         loop = asyncio.get_running_loop()
         try:
             yield b"retry: 10000\n\n"
-            seen, ends = "", time.monotonic() + _STREAM_S
+            # what its page has been made after: a change between the two is told at once
+            seen = request.query_params.get("seen", "")
+            ends = time.monotonic() + _STREAM_S
             while time.monotonic() < ends:
                 try:
                     # a login that is over gets nothing more
@@ -336,7 +339,8 @@ class Dashboard:
                 counts += [(row.topic, row.route, row.counts, row.overdue) for row in topics]
                 digest = hashlib.sha256(repr(counts).encode()).hexdigest()
                 self._summary = (time.monotonic(), digest)
-        return hashlib.sha256(f"{digest}{changes}".encode()).hexdigest()[:16]
+        self._pages.seen = hashlib.sha256(f"{digest}{changes}".encode()).hexdigest()[:16]
+        return self._pages.seen
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

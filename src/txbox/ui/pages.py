@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -118,6 +119,8 @@ class Pages:
     def __init__(self, admin: Admin, authenticator: Authenticator | None, signed: Signed) -> None:
         self.admin = admin
         self.changes = Operations()
+        #: A digest of what was open when somebody looked last; "" before that.
+        self.seen = ""
         self.static = {
             f"/static/{name}": files("txbox.ui").joinpath("static", name).read_bytes()
             for name in STATIC
@@ -152,6 +155,7 @@ class Pages:
             paths=RULES,
             here=path_of(request),
             again=path_of(request) + (f"?{query_of(request)}" if request.url.query else ""),
+            seen=getattr(request.state, "seen", ""),
             access=access,
             may_log_out=isinstance(self._authenticator, Authenticator),
             by_name=getattr(self._authenticator, "named", False),
@@ -374,16 +378,15 @@ class Pages:
     def rehearse(self, asked: Asked) -> Response:
         """Run a message's handler, with its own payload or one from a form, and commit nothing."""
         where = _one(asked)
+        payload = _typed(asked) if "payload" in asked.form else None
         done = self.admin.rehearse(
-            where.consumer or "",
-            where.message_id or "",
-            payload=_typed(asked) if "payload" in asked.form else None,
-            actor=asked.access.actor,
+            where.consumer or "", where.message_id or "", payload=payload, actor=asked.access.actor,
             reason=_reason(asked),
-        )
+        )  # fmt: skip
         return self.page(
-            asked.request, "rehearsal.html", asked.access, done=done, result=_readable(done.result)
-        )
+            asked.request, "rehearsal.html", asked.access, done=done, result=_readable(done.result),
+            payload=None if payload is None else payload.decode(), content_type=asked.field("content_type"),
+        )  # fmt: skip
 
     # -- changes ------------------------------------------------------------------------------
 
@@ -877,8 +880,8 @@ def _templates() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     filters: dict[str, Callable[..., Any]] = {
-        "seen": seen, "plain": plain, "when": when, "age": views.age, "count": count, "cell": cell, "key": key_of,
-        "names": names_of, "seconds": seconds,
+        "seen": seen, "told": told, "plain": plain, "when": when, "age": views.age, "count": count, "cell": cell,
+        "key": key_of, "names": names_of, "seconds": seconds,
     }  # fmt: skip
     environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
     return environment
@@ -895,6 +898,15 @@ def seen(value: object) -> Markup:
         at = found.end()
     parts.append(escape(text[at:]))
     return Markup("").join(parts)
+
+
+def told(value: object) -> Markup:
+    """A sentence of txbox's: what stands in backticks is to be typed."""
+    parts = re.split(r"`([^`]+)`", str(value))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(seen(part)) if place % 2 else seen(part)
+        for place, part in enumerate(parts)
+    )
 
 
 def plain(value: object) -> str:

@@ -71,6 +71,12 @@ def _consumed(app: ConfiguredApp, source: Source, facts: Facts) -> Iterator[Find
             "lost.",
             "Have each message acknowledged by itself: delete the consumer, and let txbox create it.",
         )
+    if not facts.durable:
+        yield Finding(
+            "not-durable",
+            f"{where} is gone when its broker restarts{_said(facts, 'durable')}, with all that waits in it.",
+            "Declare it durable, under another name or after it is deleted.",
+        )
     yield from _kept(app, where, facts)
     if facts.deliveries_max is not None and facts.deliveries_max < _DELIVERIES_MIN:
         yield Finding(
@@ -112,6 +118,13 @@ def _kept(app: ConfiguredApp, where: str, facts: Facts) -> Iterator[Finding]:
             f"{where} drops after {lasting(facts.kept_s)} what nobody has received{_said(facts, 'kept_s')}: a longer "
             "outage loses messages.",
             "Have the broker keep them for longer than an outage may last.",
+        )
+    if facts.overflows:
+        yield Finding(
+            "broker-drops",
+            f"{where} drops its oldest messages when it is full{_said(facts, 'overflows')}: a longer outage "
+            "loses them.",
+            "Take the limit away, or have the queue refuse what is too much (x-overflow=reject-publish).",
         )
 
 

@@ -54,6 +54,7 @@ CODES: dict[str, Severity] = {
     # the brokers
     "topic-missing": "error",
     "auto-ack": "error",
+    "not-durable": "error",
     "retention-too-short": "error",
     "replay-unbounded": "note",
     "broker-drops": "warning",

@@ -22,6 +22,7 @@ from yarl import URL
 
 from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, refuse
 from txbox.brokers.loop import EventLoop, Result
+from txbox.brokers.rabbitmq import management as api
 from txbox.brokers.rabbitmq.link import (
     CLOSE_S,
     HEARTBEAT_S,
@@ -52,8 +53,8 @@ _REFUSED = {
 }
 _OPTIONS = {"ssl_context", "client_properties"}
 _NOT_TOLD = (
-    "AMQP tells neither x-message-ttl nor the delivery limit nor consumer_timeout: look at `rabbitmqctl list_queues "
-    "name arguments effective_policy_definition` and `rabbitmqctl environment`."
+    "AMQP tells neither x-message-ttl nor lengths nor the delivery limit nor whether it is durable: give "
+    "RabbitMQ(management=…), or look at `rabbitmqctl list_queues name durable arguments effective_policy_definition`."
 )
 # on the first connection these are mistakes; later they may be repairs under way
 _NEVER = (
@@ -81,6 +82,8 @@ class RabbitMQ(Source):
             consumer at a time gets all messages in order; `ordered=True` needs it.
         exchange: where messages are published, with the topic as routing key; "" is the default
             exchange, where the topic is the name of a queue.
+        management: the server's HTTP API, "http://user:password@host:15672", for `txbox doctor` alone: AMQP
+            does not tell how queues are set. The user needs the tag `monitoring`, or `management`.
         options: `ssl_context` and `client_properties` of `aio_pika.connect`.
 
     There is no weak id, because a delivery tag means nothing outside its channel. Header values that are
@@ -102,6 +105,7 @@ class RabbitMQ(Source):
         check: timedelta = timedelta(seconds=30),
         single_active_consumer: bool = False,
         exchange: str = "",
+        management: str | None = None,
         **options: Any,
     ) -> None:
         self._url = _checked_url(url)
@@ -117,6 +121,11 @@ class RabbitMQ(Source):
         self._check_s = check.total_seconds()
         self._single_active_consumer = single_active_consumer
         self._exchange = exchange
+        if not (management or "http://").startswith(("http://", "https://")):
+            raise ConfigurationError(
+                "management= of RabbitMQ is an address such as http://user:password@host:15672."
+            )
+        self._management = management
         self._options = options
         self._queues: tuple[str, ...] = ()
         self._link: Link | None = None
@@ -208,8 +217,10 @@ class RabbitMQ(Source):
             loop.close()
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
-        """Look whether queues exist; AMQP tells no more of them."""
+        """Ask how queues are set; without `management=` only whether they exist."""
         queues = [topic for topic in topics if topic != "*"] or self._given or ()
+        if self._management is not None:
+            return api.examine(self._management, self._url, queues)
         loop = EventLoop("txbox-rabbitmq-facts")
         try:
             there = loop.call(self._there(queues), _CALL_S, CLOSE_S + _SLACK_S)

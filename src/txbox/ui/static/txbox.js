@@ -52,6 +52,7 @@
         const next = page.querySelector(`[data-region="${region.dataset.region}"]`);
         if (!next || region.contains(document.activeElement) && document.activeElement !== region) return;
         if (region.querySelector("input:checked, details[open]")) return;
+        if ([...region.querySelectorAll("input:not([type=hidden])")].some((field) => field.value !== field.defaultValue)) return;
         if (next.innerHTML !== region.innerHTML) { region.replaceChildren(...next.childNodes); tell(region); }
       });
       choosing();

@@ -1,0 +1,118 @@
+"""How queues are set, as the HTTP API of RabbitMQ's management plugin tells it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+from yarl import URL
+
+from txbox.brokers.base import Facts
+from txbox.errors import BrokerUnavailable, ConfigurationError
+
+_CALL_S = 10.0
+_SERVERS_OWN = (
+    "Whether the server's own settings limit it further is not told: `rabbitmqctl environment` has consumer_timeout, "
+    "and from RabbitMQ 4.0 on a quorum queue gives up after 20 deliveries by default."
+)
+
+
+def examine(management: str, broker: URL, queues: Sequence[str]) -> list[Facts]:
+    """Ask for each queue of the broker's virtual host.
+
+    Args:
+        management: "http://user:password@host:15672".
+
+    Raises:
+        BrokerUnavailable: nobody answers, or not like this API.
+        ConfigurationError: this user may not ask.
+    """
+    host = quote(unquote(broker.raw_path.removeprefix("/")) or "/", safe="")
+    return [
+        Facts(topic=queue, found=False) if told is None else _facts(queue, told)
+        for queue in queues
+        for told in [_asked(management, f"/api/queues/{host}/{quote(queue, safe='')}")]
+    ]
+
+
+def _asked(management: str, path: str) -> Mapping[str, Any] | None:
+    parts = urlsplit(management)
+    user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
+    where = parts.netloc.rpartition("@")[2]
+    request = Request(
+        f"{parts.scheme}://{where}{parts.path.rstrip('/')}{path}",
+        headers={"Authorization": "Basic " + base64.b64encode(user.encode()).decode()},
+    )
+    try:
+        # no proxy: the password is the broker's business
+        with build_opener(ProxyHandler({})).open(request, timeout=_CALL_S) as answer:
+            told = json.load(answer)
+    except HTTPError as error:
+        if error.code == 404:
+            return None
+        if error.code in (401, 403):
+            raise ConfigurationError(
+                f"The HTTP API of RabbitMQ at {where} refuses this user ({error.code}): give it the tag monitoring."
+            ) from error
+        raise BrokerUnavailable(
+            f"The HTTP API of RabbitMQ at {where} answered {error.code}."
+        ) from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise BrokerUnavailable(
+            f"The HTTP API of RabbitMQ at {where} cannot be asked ({type(error).__name__})."
+        ) from error
+    if not isinstance(told, dict):
+        raise BrokerUnavailable(f"What answers at {where} is not the HTTP API of RabbitMQ.")
+    return told
+
+
+def _facts(queue: str, told: Mapping[str, Any]) -> Facts:
+    # a policy that says nothing is a list
+    policy: Mapping[str, Any] = told.get("effective_policy_definition") or {}
+    arguments: Mapping[str, Any] = told.get("arguments") or {}
+    said: dict[str, str] = {}
+
+    def limit(*names: str, of: str) -> int | None:
+        """The least of what arguments and policy say, which is what holds."""
+        found = [
+            (int(value), shown)
+            for name in names
+            for value, shown in (
+                (arguments.get(f"x-{name}"), f"x-{name}"),
+                (policy.get(name), f"{name} of its policy"),
+            )
+            if value is not None
+        ]
+        if not found:
+            return None
+        least, shown = min(found)
+        said[of] = f"{shown} {least}{to}"
+        return least
+
+    dead_letters = arguments.get("x-dead-letter-exchange", policy.get("dead-letter-exchange"))
+    to = "" if dead_letters is None else f", and from there to the exchange {dead_letters!r}"
+    kept_ms = limit("message-ttl", "expires", of="kept_s")
+    length = limit("max-length", "max-length-bytes", of="overflows")
+    refuses = "reject-publish" in str(arguments.get("x-overflow", policy.get("overflow", "")))
+    deliveries = limit("delivery-limit", of="deliveries_max")
+    timeout_ms = limit("consumer-timeout", of="redelivery_s")
+    passing = [name for name in ("exclusive", "auto_delete") if told.get(name)]
+    if not told.get("durable", True):
+        passing.append("not durable")
+    said["durable"] = ", ".join(passing)
+    return Facts(
+        topic=queue,
+        kept_s=None if kept_ms is None else kept_ms / 1000,
+        overflows=length is not None and not refuses,
+        deliveries_max=deliveries,
+        redelivery_s=None if timeout_ms is None else timeout_ms / 1000,
+        durable=not passing,
+        said=said,
+        unknown=(_SERVERS_OWN,),
+    )
