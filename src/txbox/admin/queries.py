@@ -42,7 +42,7 @@ _SHOWN_MAX = 20
 #: What is more than this is not counted for a page.
 COUNTED_MAX = 10_000
 # failures that are looked at to be grouped: of one consumer and status, at least and at most, and of all
-_GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 5_000
+_GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 3_000
 # of one statement of a page
 _LOOK_MS = 5_000
 # greater than every place in a table
