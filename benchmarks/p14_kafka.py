@@ -35,7 +35,7 @@ TITLE = "Kafka to PostgreSQL, end to end"
 BAR = 0.8
 
 _WAIT_S = 120.0
-#: not timed: the first in-flight window of a partition, whose starts are counted (SEMANTICS 4.4)
+#: not timed: the first in-flight window of a partition, whose starts are counted (promise 4.4)
 _WARM = 600
 #: as many times the messages, so that rounds take a second or so
 _MORE, _MORE_IN_BATCHES = 3, 10

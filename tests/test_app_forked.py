@@ -1,4 +1,4 @@
-"""An App may be forked whatever its threads do: the child takes nothing of theirs (SEMANTICS 2.5)."""
+"""An App may be forked whatever its threads do: the child takes nothing of theirs (promise 2.5)."""
 
 from __future__ import annotations
 

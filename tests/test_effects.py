@@ -1,4 +1,4 @@
-"""Effects: external calls after commit, at least once, under one key (SEMANTICS 6.6)."""
+"""Effects: external calls after commit, at least once, under one key (promise 6.6)."""
 
 from __future__ import annotations
 

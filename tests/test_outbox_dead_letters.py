@@ -1,4 +1,4 @@
-"""A message that is given up leaves a letter, in the same transaction (SEMANTICS 3.2)."""
+"""A message that is given up leaves a letter, in the same transaction (promise 3.2)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Fault(StrEnum):
     CONFLICT = "conflict"  # serialization failure or deadlock: retry this transaction at once
     LOCK_TIMEOUT = "lock timeout"  # another transaction holds the row
     DUPLICATE = "duplicate"  # a unique constraint
-    GUARD = "guard"  # the transaction guard refused (SEMANTICS 2.1)
+    GUARD = "guard"  # the transaction guard refused (promise 2.1)
     ABORTED = "aborted"  # the transaction had already failed
     SCHEMA = "schema"  # undefined table, column or function
     PREPARED = "prepared"  # a pooler mixed up prepared statements
@@ -62,7 +62,7 @@ class StoreError(TxboxError):
         self.fault = fault
         self.code = code
         self.constraint = constraint
-        #: False when the COMMIT may or may not have taken effect (SEMANTICS 2.6).
+        #: False when the COMMIT may or may not have taken effect (promise 2.6).
         self.definite = definite
 
 

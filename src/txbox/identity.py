@@ -122,7 +122,7 @@ def message_id(
     scope: Literal["topic"] | None = None,
     weak: bool = False,
 ) -> str:
-    """Return the canonical id of a message (SEMANTICS 1.2 and 1.3).
+    """Return the canonical id of a message (promises 1.2 and 1.3).
 
     Args:
         extract: if given, takes precedence over everything else.

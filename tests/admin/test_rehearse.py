@@ -1,4 +1,4 @@
-"""`rehearse`: a handler runs, is told about, and leaves nothing behind (SEMANTICS 7.5)."""
+"""`rehearse`: a handler runs, is told about, and leaves nothing behind (promise 7.5)."""
 
 from __future__ import annotations
 

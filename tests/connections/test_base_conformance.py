@@ -1,4 +1,4 @@
-"""What every kind of connection must do alike (SEMANTICS 2.1 to 2.3, 2.6)."""
+"""What every kind of connection must do alike (promises 2.1 to 2.3, 2.6)."""
 
 from __future__ import annotations
 

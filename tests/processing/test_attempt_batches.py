@@ -1,4 +1,4 @@
-"""A batch: one transaction for many messages, in which one culprit costs only itself (SEMANTICS 2.10)."""
+"""A batch: one transaction for many messages, in which one culprit costs only itself (promise 2.10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch whose COMMIT got no answer, or whose row somebody else has by now (SEMANTICS 2.6, 2.7, 4.1, 4.2)."""
+"""A batch whose COMMIT got no answer, or whose row somebody else has by now (promises 2.6, 2.7, 4.1, 4.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose error it is: the handler's, the infrastructure's, the schema's (SEMANTICS 2.8)."""
+"""Whose error it is: the handler's, the infrastructure's, the schema's (promise 2.8)."""
 
 from __future__ import annotations
 

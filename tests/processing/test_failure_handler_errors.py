@@ -1,4 +1,4 @@
-"""Errors inside of a handler that look like the infrastructure's, and the other way round (SEMANTICS 2.6, 2.8)."""
+"""Errors inside of a handler that look like the infrastructure's, and the other way round (promises 2.6, 2.8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of a failure, over which rows, and what it says (SEMANTICS 3.1, 3.2)."""
+"""What is recorded of a failure, over which rows, and what it says (promises 3.1, 3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What storing several messages meets, and in which order it takes their ids (SEMANTICS 2.5, 2.12, 4.5, 5.1)."""
+"""What storing several messages meets, and in which order it takes their ids (promises 2.5, 2.12, 4.5, 5.1)."""
 
 from __future__ import annotations
 

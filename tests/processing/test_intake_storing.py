@@ -1,4 +1,4 @@
-"""Storing waits for another transaction that holds an id no longer than a claim does (SEMANTICS 2.5)."""
+"""Storing waits for another transaction that holds an id no longer than a claim does (promise 2.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one transaction writes, waits for and leaves behind (SEMANTICS 2.1, 2.4, 2.5, 2.11, 4.2)."""
+"""What one transaction writes, waits for and leaves behind (promises 2.1, 2.4, 2.5, 2.11, 4.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A COMMIT whose answer is lost (SEMANTICS 2.6, 2.7): no failure recorded, doubt decided by claiming again."""
+"""A COMMIT whose answer is lost (promises 2.6, 2.7): no failure recorded, doubt decided by claiming again."""
 
 from __future__ import annotations
 

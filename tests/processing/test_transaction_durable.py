@@ -1,4 +1,4 @@
-"""What is acknowledged is on disk, whatever synchronous_commit a role or database is set to (SEMANTICS 2.9)."""
+"""What is acknowledged is on disk, whatever synchronous_commit a role or database is set to (promise 2.9)."""
 
 from __future__ import annotations
 

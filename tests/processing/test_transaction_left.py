@@ -1,4 +1,4 @@
-"""Handlers that have left the claiming transaction when they fail: it never runs again (SEMANTICS 2.2).
+"""Handlers that have left the claiming transaction when they fail: it never runs again (promise 2.2).
 
 `scenarios/contract` has what every kind of connection must do; here is what only psycopg does, or only PostgreSQL.
 """

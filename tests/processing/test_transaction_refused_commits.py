@@ -1,4 +1,4 @@
-"""A COMMIT that the server answers with an error is the failure of its message (SEMANTICS 2.6, 2.7)."""
+"""A COMMIT that the server answers with an error is the failure of its message (promises 2.6, 2.7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch meets is decided as for a message alone, whichever statement says so (SEMANTICS 1.1, 1.5, 2.5, 2.12)."""
+"""What a batch meets is decided as for a message alone, whichever statement says so (promises 1.1, 1.5, 2.5, 2.12)."""
 
 from __future__ import annotations
 

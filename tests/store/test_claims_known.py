@@ -1,4 +1,4 @@
-"""Batches of which most, or some, are known: what a duplicate costs, and what it never skips (SEMANTICS 2.12)."""
+"""Batches of which most, or some, are known: what a duplicate costs, and what it never skips (promise 2.12)."""
 
 from __future__ import annotations
 

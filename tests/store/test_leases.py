@@ -1,4 +1,4 @@
-"""What a claim meets, what a lease is worth, what pruning leaves (SEMANTICS 2.12, 4, 7.1)."""
+"""What a claim meets, what a lease is worth, what pruning leaves (promises 2.12, 4, 7.1)."""
 
 from __future__ import annotations
 

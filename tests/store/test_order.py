@@ -1,4 +1,4 @@
-"""`ordered=True`: the messages of a key one after the other, as they arrived (SEMANTICS 5.1)."""
+"""`ordered=True`: the messages of a key one after the other, as they arrived (promise 5.1)."""
 
 from __future__ import annotations
 

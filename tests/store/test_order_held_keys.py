@@ -1,4 +1,4 @@
-"""In order, a message that somebody else works on holds those of its key that came behind it (SEMANTICS 5.1)."""
+"""In order, a message that somebody else works on holds those of its key that came behind it (promise 5.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sequence=`: versions in their order, and what is done about those that are missing (SEMANTICS 5.2)."""
+"""`sequence=`: versions in their order, and what is done about those that are missing (promise 5.2)."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_redelivered_versions_keep_their_order(shop: Shop) -> None:
 
 
 def test_a_version_conflict_is_retried_and_costs_an_attempt(shop: Shop) -> None:
-    """SEMANTICS 5.3: the handler compares versions itself."""
+    """Promise 5.3: the handler compares versions itself."""
 
     def handle(message: Message[Any], tx: Any) -> None:
         n = message.json()["n"]

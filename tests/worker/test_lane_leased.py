@@ -23,7 +23,7 @@ def again(message_id: str, **more: Any) -> Delivery:
 
 
 def test_a_redelivery_is_counted_before_it_runs(shop: Shop) -> None:
-    """SEMANTICS 4.4: it may have killed the worker that had it, so its start is on disk first."""
+    """Promise 4.4: it may have killed the worker that had it, so its start is on disk first."""
     seen: list[Any] = []
 
     def look(message: Message[Any], _tx: Any) -> None:

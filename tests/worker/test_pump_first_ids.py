@@ -1,4 +1,4 @@
-"""A source whose first messages all lack an id is paused, and names what to set (SEMANTICS 1.3)."""
+"""A source whose first messages all lack an id is paused, and names what to set (promise 1.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rehearsing a message: its handler runs in a guarded transaction that is never committed (SEMANTICS 7.5).
+"""Rehearsing a message: its handler runs in a guarded transaction that is never committed (promise 7.5).
 
 Source: docs/decisions/0040-rehearsals.md
 """

@@ -220,7 +220,7 @@ class Source(Protocol):
         return None
 
     def keeps_order(self, topic: str) -> bool:
-        """Whether a key's messages go to one consumer at a time, in order (SEMANTICS 5.1)."""
+        """Whether a key's messages go to one consumer at a time, in order (promise 5.1)."""
         return False
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:

@@ -2,7 +2,7 @@
 
 The transaction is asyncpg's own object, so `tx.transaction()` in a handler is a savepoint. A handler
 that sends ROLLBACK itself is in autocommit from then on. Close then finds another token, and the
-message is dead ("transaction broken"), never acknowledged as processed (SEMANTICS 2.2).
+message is dead ("transaction broken"), never acknowledged as processed (promise 2.2).
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ def check_committed(answer: str | None) -> None:
     """Check the server's answer to COMMIT; None if the driver does not expose it.
 
     Raises:
-            StoreError: it was ROLLBACK, because the transaction had failed (SEMANTICS 2.2).
+            StoreError: it was ROLLBACK, because the transaction had failed (promise 2.2).
     """
     if answer is not None and answer != "COMMIT":
         raise StoreError(
@@ -318,7 +318,7 @@ def check_committed(answer: str | None) -> None:
 
 
 def refused_commit(error: StoreError) -> bool:
-    """Whether an error of COMMIT proves that nothing was persisted (SEMANTICS 2.6)."""
+    """Whether an error of COMMIT proves that nothing was persisted (promise 2.6)."""
     if error.fault in (Fault.GUARD, Fault.ABORTED, Fault.CONFLICT, Fault.DUPLICATE):
         return True
     code = error.code or ""
@@ -326,7 +326,7 @@ def refused_commit(error: StoreError) -> bool:
 
 
 #: If this succeeds as the last statement, the transaction has not failed. Needed where a driver does not show that
-#: COMMIT was answered with ROLLBACK (SEMANTICS 2.2).
+#: COMMIT was answered with ROLLBACK (promise 2.2).
 PROBE = Statement("probe", "SELECT 1", {})
 #: Around the handlers of one batch whose failures must not affect each other.
 SAVEPOINT = Statement("savepoint", "SAVEPOINT txbox_handler", {})

@@ -258,7 +258,7 @@ class Pipeline:
         if len(answers) < commands or not _FINE.issuperset([one.status for one in answers]):
             raise self._failure(sent, answers)
         if sent.after is COMMIT and answers[-1].command_status != b"COMMIT":
-            # the server answers COMMIT of an aborted transaction with ROLLBACK and no error (SEMANTICS 2.2)
+            # the server answers COMMIT of an aborted transaction with ROLLBACK and no error (promise 2.2)
             raise StoreError(
                 "The transaction had failed before its COMMIT; nothing was persisted.",
                 fault=Fault.ABORTED,

@@ -1,7 +1,7 @@
 """One message or batch, from its claim to its outcome: what follows each way that its transaction can end.
 
 New, leased and replayed messages go through one loop, sync and async, and every statement boundary is a crash
-point. Chapter and verse: SEMANTICS 2 to 4.
+point. Number by number: promises 2 to 4.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class InboxProtocol:
         return [settled[arrival.message_id] for arrival in arrivals]
 
     async def replay(self, db: Session, handler: Handler, arrival: Arrival) -> Answer:
-        """Run a processed message once more; when it fails its row stays `processed` (SEMANTICS 7.4).
+        """Run a processed message once more; when it fails its row stays `processed` (promise 7.4).
 
         It keeps its payload, and what it was answered with.
         """
@@ -472,7 +472,7 @@ class InboxProtocol:
         return Answer(Outcome.PROCESSED, attempt, ran.results.get(arrival.message_id))
 
     async def met(self, db: Session, handler: Handler, arrival: Arrival, row: Existing) -> Answer:
-        """Decide by the row that stands under this id (SEMANTICS 2.12)."""
+        """Decide by the row that stands under this id (promise 2.12)."""
         place = where(handler, arrival)
         if row.differs(arrival.hash):
             await self.quarantine(
@@ -488,7 +488,7 @@ class InboxProtocol:
                 result = await self.store.result(db, handler.consumer, arrival.message_id)
             return Answer(Outcome.DUPLICATE, json=result)
         if row.status == Status.PROCESSING and not row.leased:
-            # committed without a lease: only a handler that committed by itself leaves this (SEMANTICS 2.3)
+            # committed without a lease: only a handler that committed by itself leaves this (promise 2.3)
             parked = await self._recorder.parked(
                 db, handler, arrival, BROKEN, token=row.token or ""
             )

@@ -36,7 +36,7 @@ _LIBRARIES = tuple(
     if path
 )
 
-#: Recorded when a handler left the claiming transaction (SEMANTICS 2.2): its effects are unknowable.
+#: Recorded when a handler left the claiming transaction (promise 2.2): its effects are unknowable.
 BROKEN = Failure(
     error_type="TransactionBroken",
     error="transaction broken: the handler committed or rolled back the transaction that txbox began, so what it "
@@ -184,7 +184,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """Parks messages whose handler failed (SEMANTICS 3.1).
+    """Parks messages whose handler failed (promise 3.1).
 
     Args:
         letters: what is staged with a message that is given up.

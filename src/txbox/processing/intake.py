@@ -113,7 +113,7 @@ class Intake:
         Args:
             leasing: new messages are stored, leased and left to the caller to run and to keep
                 leased; their outcome is DEFERRED. For work that must be counted, or be one
-                worker's, before it begins (SEMANTICS 4.4, 4.6).
+                worker's, before it begins (promises 4.4, 4.6).
             holder: who runs one batch behind another, see `waiting.Holder`.
             received: when each came, by `time.monotonic`; None is now.
 

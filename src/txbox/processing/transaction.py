@@ -1,4 +1,4 @@
-"""The transaction around a handler: begin, claim, call, close, commit; and how it ended (SEMANTICS 2)."""
+"""The transaction around a handler: begin, claim, call, close, commit; and how it ended (promises, chapter 2)."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def end_of_commit(error: StoreError) -> End:
 
 
 def refused(dialect: Dialect, raised: Raised) -> bool:
-    """A COMMIT that the database refused has persisted nothing: an ordinary failure (SEMANTICS 2.1)."""
+    """A COMMIT that the database refused has persisted nothing: an ordinary failure (promise 2.1)."""
     return (
         raised.database_error is not None
         and raised.database_error.fault is Fault.GUARD

@@ -1,5 +1,5 @@
-"""What is waited for, outside of any transaction: another thread that has an id (SEMANTICS 2.5), a conflict to
-pass, and a database that is away (SEMANTICS 2.8): nothing is counted, refused or acknowledged meanwhile.
+"""What is waited for, outside of any transaction: another thread that has an id (promise 2.5), a conflict to
+pass, and a database that is away (promise 2.8): nothing is counted, refused or acknowledged meanwhile.
 """
 
 from __future__ import annotations

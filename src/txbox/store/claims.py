@@ -223,7 +223,7 @@ def duplicates(store: InboxStore, consumer: str, arrivals: Sequence[Arrival]) ->
 def complete(
     store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, keep: bool
 ) -> Statement:
-    """Return the statement that makes claimed rows `processed` where the claim could not (SEMANTICS 2.3).
+    """Return the statement that makes claimed rows `processed` where the claim could not (promise 2.3).
 
     The caller checks the count: a missing row no longer belongs to this transaction.
     """

@@ -42,7 +42,7 @@ class Dialect:
         seconds: query that only locks and reads rows → query that then writes them; for `take`.
         arrays: many rows travel as one array per column; otherwise a `{…}` region is repeated per row.
         returning: INSERT and UPDATE name the rows they touched.
-        refuses_commit: the database itself refuses a commit before close (SEMANTICS 2.1). If it cannot,
+        refuses_commit: the database itself refuses a commit before close (promise 2.1). If it cannot,
             the claim writes `processing` and `complete` makes that `processed`.
         claim_bounds_wait: the claim's own statement limits how long it waits for a rival.
         cheap_savepoints: a savepoint needs no round trip, so each message of a batch gets its own.

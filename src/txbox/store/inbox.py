@@ -15,7 +15,7 @@ from txbox.store.dialect import Dialect
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A row that a claim met instead of writing one (SEMANTICS 2.12).
+    """A row that a claim met instead of writing one (promise 2.12).
 
     Attributes:
         payload_hash: None if the row was written without one.

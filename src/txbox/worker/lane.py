@@ -476,7 +476,7 @@ class Prepared:
 
 
 class Mode(Enum):
-    """How a delivery is taken in (SEMANTICS 4.4 to 4.6)."""
+    """How a delivery is taken in (promises 4.4 to 4.6)."""
 
     INLINE = "inline"
     LEASED = (

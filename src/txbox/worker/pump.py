@@ -38,7 +38,7 @@ _LOOK_S = (0.0005, 0.02)
 # while every lane works: what has come meanwhile is received when one of them settles, and looks cost it time
 _BUSY_LOOK_S = 0.005
 _PAUSE_S = (0.1, 5.0)
-# whether a source has ids at all is known after this many (SEMANTICS 1.3)
+# whether a source has ids at all is known after this many (promise 1.3)
 _FIRST = 100
 
 

@@ -95,7 +95,7 @@ def each_once(shop: Shop, count: int) -> None:
 
 
 class SourceConformance:
-    """The points; SEMANTICS chapters are named where they are promised."""
+    """The points; promises are named where they are promised."""
 
     @pytest.fixture
     def shop(self, sqlite_url: str) -> Iterator[Shop]:

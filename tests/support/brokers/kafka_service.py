@@ -67,7 +67,7 @@ def tell(event: Event) -> None:
 
 
 def serve(plan: dict[str, Any]) -> int:
-    # the first window after an assignment is leased before it runs (SEMANTICS 4.4): rows of a killed
+    # the first window after an assignment is leased before it runs (promise 4.4): rows of a killed
     # worker come back when their lease has run out
     lease = timedelta(seconds=plan.get("lease_s", 2))
     app = App(

@@ -198,7 +198,7 @@ def broken(*effects: int) -> Expected:
 
 
 def expected_of(kind: Kind, dialect: Dialect, misbehaviour: Misbehaviour) -> Expected:
-    """The rule, in the words of SEMANTICS 2.1 to 2.3.
+    """The rule, in the words of promises 2.1 to 2.3.
 
     1. A database that refuses the commit persists nothing: an ordinary failure. One that cannot
        (MySQL) has committed: dead.

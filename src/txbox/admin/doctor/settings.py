@@ -25,7 +25,7 @@ class Timed(Protocol):
 def time_outs(app: Timed) -> Iterator[Finding]:
     """Whoever waits must wait longer than what is waited for: claim < handler < lease.
 
-    The database ends an idle transaction of a handler after the lease (SEMANTICS 4.2), so the
+    The database ends an idle transaction of a handler after the lease (promise 4.2), so the
     transaction's own time-out has its place by itself.
     """
     claim, lease = app.limits.lock_timeout, app.lease.duration
