@@ -11,6 +11,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from tests.docs.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -104,3 +106,40 @@ def test_pytest_billing(tmp_path: Path) -> None:
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "pytest_billing.py", cwd=tmp_path
     )
     assert "3 passed" in printed
+
+
+def test_settings_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_DATABASE_URL", "sqlite:///shop.db")
+    monkeypatch.setenv("SHOP_LEASE__DURATION", "PT10M")
+    monkeypatch.setenv("SHOP_FEE", "3")
+    printed = _run(str(EXAMPLES / "settings_service.py"), cwd=tmp_path).splitlines()
+    assert printed == ["********** 0:10:00", "charged 53"]
+
+
+_ORDERS = """
+import hashlib, hmac
+import flask_shop
+
+flask_shop.app.init()
+with flask_shop.app.transaction() as tx:
+    for table in ("orders", "invoices", "builds"):
+        tx.execute(f"CREATE TABLE {table} (what)")
+client = flask_shop.api.test_client()
+print([client.post(f"/orders/{number}").status_code for number in (1, 2000)])
+body = b'{"after": "c0ffee"}'
+signed = "sha256=" + hmac.new(b"the secret", body, hashlib.sha256).hexdigest()
+headers = {"x-hub-signature-256": signed, "x-github-event": "push", "x-github-delivery": "d-1"}
+print([client.post("/webhooks/github", data=body, headers=headers).text for _ in range(2)])
+with flask_shop.app.transaction() as tx:
+    print([tx.execute(f"SELECT what FROM {table}").fetchall() for table in ("orders", "builds")])
+    print(tx.execute("SELECT count(*) FROM txbox_outbox").fetchone())
+"""
+
+
+def test_flask_shop(tmp_path: Path) -> None:
+    assert _run("-c", _ORDERS, cwd=tmp_path, path=EXAMPLES).splitlines() == [
+        "[201, 409]",
+        "['processed\\n', 'duplicate\\n']",
+        "[[(1,)], [('c0ffee',)]]",
+        "(1,)",
+    ]

@@ -1,0 +1,37 @@
+"""Flask: an order and its message in one transaction, and a webhook: flask --app flask_shop run"""
+
+import os
+import sqlite3
+
+from flask import Flask, abort
+
+from txbox import App, Message
+from txbox.brokers.webhook import GitHub, Webhook
+from txbox.integrations.flask import transaction, webhooks
+
+app = App(os.environ.get("SHOP_DATABASE", "sqlite:///flask.db"))
+app.consume(Webhook(topic="github", verify=GitHub(os.environ.get("SHOP_SECRET", "the secret"))))
+
+
+@app.handler("invoices", consumer="invoicing")
+def invoice(message: Message[dict], tx: sqlite3.Connection) -> None:
+    tx.execute("INSERT INTO invoices VALUES (?)", (message.body["order"],))
+
+
+@app.handler("github", type="push", consumer="builds")
+def build(message: Message[dict], tx: sqlite3.Connection) -> None:
+    tx.execute("INSERT INTO builds VALUES (?)", (message.body["after"],))
+
+
+api = Flask(__name__)
+api.register_blueprint(webhooks(app))
+
+
+@api.post("/orders/<int:number>")
+@transaction(app)
+def order(tx: sqlite3.Connection, number: int):
+    tx.execute("INSERT INTO orders VALUES (?)", (number,))
+    app.outbox.stage(tx, "invoices", {"order": number})  # sent if, and only if, the order is kept
+    if number > 1000:
+        abort(409)  # neither is
+    return {"order": number}, 201
