@@ -1,1 +1,1 @@
-"""Frameworks that txbox runs in: one module each, which needs that framework and nothing of the others."""
+"""Frameworks that txbox runs in: one module each, which needs that one alone; `once` is what task queues share."""

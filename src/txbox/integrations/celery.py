@@ -15,7 +15,7 @@ from celery import current_task  # pyright: ignore[reportMissingTypeStubs]
 from celery.exceptions import Ignore  # pyright: ignore[reportMissingTypeStubs]
 
 from txbox.inbox import Inbox
-from txbox.once import Begin, Body
+from txbox.integrations.once import Begin, Body
 
 R = TypeVar("R")
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dramatiq.middleware import CurrentMessage
 
 from txbox.inbox import Inbox
-from txbox.once import Begin, Body
+from txbox.integrations.once import Begin, Body
 
 R = TypeVar("R")
 

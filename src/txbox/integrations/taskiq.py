@@ -15,7 +15,7 @@ from taskiq import Context, TaskiqDepends
 from taskiq.exceptions import NoResultError
 
 from txbox.inbox import Inbox
-from txbox.once import BeginAsync, Body
+from txbox.integrations.once import BeginAsync, Body
 
 R = TypeVar("R")
 _CONTEXT = "txbox_context"

@@ -15,9 +15,9 @@ from faststream.specification.asyncapi.v3_0_0.schema import ApplicationSchema
 from jsonschema import Draft202012Validator
 
 from txbox import App, Message
-from txbox.asyncapi import document
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.cli import main
+from txbox.cli.asyncapi import document
 
 
 @dataclass

@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from txbox import App, ConfigurationError, Inbox, StoreError
-from txbox.once import Begin, BeginAsync, Body, Once
+from txbox.integrations.once import Begin, BeginAsync, Body, Once
 
 Rows = Callable[[str], list[Any]]
 DID, DID_NOT = Once(True, "paid"), Once(False)
