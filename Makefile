@@ -87,4 +87,4 @@ servers-down: dev ## Stop every server of this checkout, and what aborted tests 
 	@$(PY) -m tests.support.servers down
 
 clean: ## Remove the environment and every cache
-	rm -rf benchmarks/peers/.venv* benchmarks/peers/node_modules .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf benchmarks/peers/.venv benchmarks/peers/node_modules .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build

