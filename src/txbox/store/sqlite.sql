@@ -272,7 +272,8 @@ RETURNING message_id, received_at, arrival
 -- lease, but only the first unfinished row of each key. Rows that wait for their head are due as well, and may be
 -- all there is in front. So the :window oldest rows are checked one by one. If those are not enough and there are
 -- more, one head after another follows, from the key :after on: one index probe per key, however many rows wait
--- behind it. Rows without a key are not in that index, so they are looked for only now and then.
+-- behind it. Rows without a key are not in that index, so they are looked for only now and then. NOT MATERIALIZED:
+-- SQLite 3.46 otherwise steps through all keys before :limit can stop it.
 [take]
  WHERE arrival IN (
        WITH RECURSIVE seen(arrival, key) AS MATERIALIZED (
@@ -280,7 +281,7 @@ RETURNING message_id, received_at, arrival
                WHERE [is_due starts = 0]
                ORDER BY next_attempt_at, arrival
                LIMIT :window
-       ), keys(key) AS (
+       ), keys(key) AS NOT MATERIALIZED (
               SELECT :after WHERE (SELECT count(*) FROM seen) = :window
                UNION ALL
               SELECT (SELECT next.key FROM txbox_inbox AS next
@@ -288,13 +289,13 @@ RETURNING message_id, received_at, arrival
                          AND next.status <> 'processed' AND next.key IS NOT NULL
                        ORDER BY next.key LIMIT 1)
                 FROM keys WHERE keys.key IS NOT NULL
-       ), unkeyed(arrival) AS (
+       ), unkeyed(arrival) AS NOT MATERIALIZED (
               SELECT arrival FROM txbox_inbox
                WHERE :keyless AND (SELECT count(*) FROM seen) = :window AND key IS NULL
                  AND [is_due starts = 0]
                ORDER BY next_attempt_at, arrival
                LIMIT :limit
-       ), candidate(arrival) AS (
+       ), candidate(arrival) AS NOT MATERIALIZED (
               SELECT seen.arrival FROM seen
                WHERE seen.key IS NULL
                   OR seen.arrival = [head seen.key]
@@ -1199,10 +1200,11 @@ WITH RECURSIVE known(consumer) AS (
 SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit
 
 -- name: explain_inbox
--- Which of these keys there are.
+-- Which of these keys there are. CROSS JOIN and INDEXED BY: with statistics of a small table SQLite 3.46 scans it.
 SELECT own.consumer, own.message_id, own.status, own.topic
   FROM (VALUES {(:rows.consumer, :rows.message_id)}) AS m
-  JOIN txbox_inbox AS own ON own.consumer = m.column1 AND own.message_id = m.column2
+  CROSS JOIN txbox_inbox AS own INDEXED BY sqlite_autoindex_txbox_inbox_1
+    ON own.consumer = m.column1 AND own.message_id = m.column2
 
 -- name: explain_outbox
 -- Which of these outgoing messages there are.
