@@ -352,6 +352,7 @@ def test_how_queues_of_rabbitmq_are_set(sqlite_url: str, managed: _Managed) -> N
         ),
         "short": ({"x-max-length": 10}, {}, "x-max-length 10"),
         "strict": ({"x-max-length": 10, "x-overflow": "reject-publish"}, {}, ""),
+        "unlimited": ({**quorum, "x-delivery-limit": -1}, {}, ""),
         "impatient": ({**quorum, "x-delivery-limit": 3}, {}, "x-delivery-limit 3"),
     }  # fmt: skip
     codes = {

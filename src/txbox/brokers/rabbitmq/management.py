@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
-from typing import Any
+from typing import Any, cast
 from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
@@ -19,7 +19,8 @@ from txbox.errors import BrokerUnavailable, ConfigurationError
 _CALL_S = 10.0
 _SERVERS_OWN = (
     "Whether the server's own settings limit it further is not told: `rabbitmqctl environment` has consumer_timeout, "
-    "and from RabbitMQ 4.0 on a quorum queue gives up after 20 deliveries by default."
+    "and from RabbitMQ 4.0 on a quorum queue gives up after 20 deliveries by default; x-delivery-limit -1 is no limit "
+    "there, and deletes what comes back once before."
 )
 
 
@@ -52,7 +53,7 @@ def _asked(management: str, path: str) -> Mapping[str, Any] | None:
     try:
         # no proxy: the password is the broker's business
         with build_opener(ProxyHandler({})).open(request, timeout=_CALL_S) as answer:
-            told = json.load(answer)
+            told: Any = json.load(answer)
     except HTTPError as error:
         if error.code == 404:
             return None
@@ -69,7 +70,7 @@ def _asked(management: str, path: str) -> Mapping[str, Any] | None:
         ) from error
     if not isinstance(told, dict):
         raise BrokerUnavailable(f"What answers at {where} is not the HTTP API of RabbitMQ.")
-    return told
+    return cast("Mapping[str, Any]", told)
 
 
 def _facts(queue: str, told: Mapping[str, Any]) -> Facts:
@@ -87,7 +88,8 @@ def _facts(queue: str, told: Mapping[str, Any]) -> Facts:
                 (arguments.get(f"x-{name}"), f"x-{name}"),
                 (policy.get(name), f"{name} of its policy"),
             )
-            if value is not None
+            # a delivery limit of -1 is none
+            if value is not None and int(value) >= 0
         ]
         if not found:
             return None
