@@ -23,9 +23,9 @@ from tests.docs.pages import ROOT
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _NAME = f"txbox-{_PROJECT['version']}"
-#: Of the wheel without the dashboard: 638 kB on 23 November 2026. Python alone is 511 kB compressed, and 360 kB without
+#: Of the wheel without the dashboard: 655 kB on 23 November 2026. Python alone was 511 kB of 638, and 360 kB without
 #: docstrings and comments, which belong there; SQL is 73 kB, what a wheel says of itself 20 kB. Less takes less code.
-_LARGEST_BYTES = 650_000
+_LARGEST_BYTES = 670_000
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 _FIRST_MESSAGE = """
