@@ -39,7 +39,7 @@ from txbox.message import Message
 from txbox.observers.activity import Activity, Moment
 from txbox.observers.logging import LoggingObserver
 from txbox.observers.pauses import Pauses
-from txbox.outbox import CloudEvents, DeadLetters, Outbox, Routes
+from txbox.outbox import CloudEvents, DeadLetters, Outbox, Routes, replying
 from txbox.outcome import Answer, Outcome
 from txbox.policy import (
     Batching,
@@ -55,7 +55,6 @@ from txbox.policy import (
 from txbox.processing.attempt import InboxProtocol
 from txbox.processing.intake import Intake
 from txbox.processing.waiting import CURABLE
-from txbox.replies import replying
 from txbox.session import Connections, Raised, Session, blocking, drive, drive_async
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns

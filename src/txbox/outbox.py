@@ -1,20 +1,22 @@
-"""The outbox: messages staged in a transaction, what caused them, and where they go."""
+"""The outbox: messages staged in a transaction, what caused them, where they go; dead letters and replies."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from txbox.body import as_json
 from txbox.brokers.base import Destination
 from txbox.brokers.local import Local
 from txbox.connections import borrow
 from txbox.errors import ConfigurationError
-from txbox.handlers import Handlers, Run, running
+from txbox.handlers import HandlerOptions, Handlers, Run, is_async_function, running
 from txbox.identity import checked_text, derived_id, time_ordered_id
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
 from txbox.policy import check_duration
@@ -24,6 +26,8 @@ from txbox.store.dialect import Dialect
 
 if TYPE_CHECKING:
     from txbox.observers.tracing import Tracing
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # the W3C trace context, and the correlation id shared by a chain of services
 _PASSED_ON = ("traceparent", "tracestate", "baggage", "correlation-id")
@@ -596,3 +600,65 @@ def _letter_headers(
         # not the error text: it may contain what the codec hides
         ("dead-letter-error-type", error_type),
     ]
+
+
+# -- replies: what a handler returns, for the topic its sender waits on ----------------------------
+# Source: https://www.enterpriseintegrationpatterns.com/patterns/messaging/ReturnAddress.html
+
+# beyond any ordinal the handler itself can reach, so the reply's id does not depend on what else was staged
+_REPLY = 1 << 64
+
+
+def replying(function: F, options: HandlerOptions, outbox: Outbox) -> F:
+    """Wrap a handler so that its return value is staged as a reply; None means no reply.
+
+    Guarantee: two replies to one message have the same id if, and only if, their content is the same.
+    """
+    if options.reply_to is None:
+        return function
+
+    def call(message: Message[Any], tx: Any) -> Any:
+        answer = function(message, tx)
+        reply = _reply(message, answer, options)
+        if reply is not None:
+            with _caused_by(message, reply):
+                outbox.stage_many(tx, [reply])
+        return answer
+
+    async def call_async(message: Message[Any], tx: Any) -> Any:
+        answer = await function(message, tx)
+        reply = _reply(message, answer, options)
+        if reply is not None:
+            with _caused_by(message, reply):
+                await outbox.stage_many_async(tx, [reply])
+        return answer
+
+    wrapped: Any = functools.wraps(function)(call_async if is_async_function(function) else call)
+    handler: F = wrapped
+    return handler
+
+
+def _caused_by(message: Message[Any], reply: Outgoing) -> Run:
+    payload, _ = encoded(reply)
+    digest = hashlib.sha256(payload).digest()
+    return Run(message.consumer or "", (message,), first=_REPLY + int.from_bytes(digest[:8]))
+
+
+def _reply(message: Message[Any], answer: Any, options: HandlerOptions) -> Outgoing | None:
+    run, _ = cause_of(None)
+    if run is not None and run.replied is not None:
+        # a replay sends the same reply as before
+        answer = json.loads(run.replied)
+    if answer is None:
+        return None
+    topic = message.headers.text("reply-to") if options.reply_to is True else options.reply_to
+    if not topic:
+        return None
+    headers: tuple[tuple[str, str], ...] = ()
+    if message.headers.text("correlation-id") is None:
+        # a requester without a correlation id knows its request by the message id
+        headers = (("correlation-id", str(message.id)),)
+    return Outgoing(
+        topic=str(topic), body=answer, key=message.key, headers=headers, cause=message,
+        content_type="application/json",
+    )  # fmt: skip

@@ -39,7 +39,7 @@ from txbox.connections.base import (
     unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
-from txbox.session import Connection, Result, Statement, Statements
+from txbox.session import Connection, Result, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, dialect, native
 
 _CONNECT_TIMEOUT_S = 10
@@ -154,42 +154,36 @@ def _kind(is_async: bool) -> Any:
     COMMIT, too. `met`: somebody else was using it. `refused`: it did not become free in time.
     """
     driver: Any = _async_driver().connection if is_async else pymysql.connections
-    in_turn = _in_turn_async if is_async else _in_turn
     commands = ("query", "begin", "commit", "rollback")
-    turns = {name: in_turn(getattr(driver.Connection, name)) for name in commands}
+    turns = {name: _in_turn(getattr(driver.Connection, name), is_async) for name in commands}
     return type("Connection", (driver.Connection,), {"met": False, "refused": False, **turns})
 
 
-def _in_turn(command: Callable[..., Any]) -> Callable[..., Any]:
-    def in_turn(raw: Any, *args: Any, **options: Any) -> Any:
-        if not raw.turn.acquire(blocking=False):
-            raw.met = True
-            if raw.refused or not raw.turn.acquire(timeout=base.TURN_S):
-                raw.refused = True
-                raise left_behind()
-        try:
-            return command(raw, *args, **options)
-        finally:
-            raw.turn.release()
-
-    return in_turn
-
-
-def _in_turn_async(command: Callable[..., Any]) -> Callable[..., Any]:
+def _in_turn(command: Callable[..., Any], is_async: bool) -> Callable[..., Any]:
     async def in_turn(raw: Any, *args: Any, **options: Any) -> Any:
-        if not raw.turn.locked():
-            await raw.turn.acquire()
-        else:
-            raw.met = True
-            if raw.refused or not await acquired(raw.turn):
-                raw.refused = True
-                raise left_behind()
+        if not await _has_turn(raw, is_async):
+            raw.refused = True
+            raise left_behind()
         try:
-            return await command(raw, *args, **options)
+            return await _done(command(raw, *args, **options), is_async)
         finally:
             raw.turn.release()
 
-    return in_turn
+    def blocks(*args: Any, **options: Any) -> Any:
+        return blocking(in_turn(*args, **options))
+
+    return in_turn if is_async else blocks
+
+
+async def _has_turn(raw: Any, is_async: bool) -> bool:
+    if is_async and not raw.turn.locked():
+        return bool(await raw.turn.acquire())
+    if not is_async and raw.turn.acquire(blocking=False):
+        return True
+    raw.met = True
+    if raw.refused:
+        return False
+    return await acquired(raw.turn) if is_async else raw.turn.acquire(timeout=base.TURN_S)
 
 
 class MysqlConnection(Connection):
