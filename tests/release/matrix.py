@@ -54,7 +54,7 @@ DATABASE_TESTS = (
 #: What stands on the language.
 PYTHON_TESTS = (
     *DATABASE_TESTS, "tests/admin", "tests/observers", "tests/testing", "tests/test_body.py", "tests/test_handlers.py",
-    "tests/test_message.py", "tests/test_identity.py", "tests/test_replies.py", "tests/test_session.py",
+    "tests/test_message.py", "tests/test_identity.py", "tests/test_outbox_replies.py", "tests/test_session.py",
 )  # fmt: skip
 
 
