@@ -76,7 +76,7 @@ def headers_in(text: str) -> Headers:
 def _value_in(value: Any) -> HeaderValue:
     if value is None or isinstance(value, str):
         return value
-    return base64.b64decode(value["b64" if "b64" in value else "base64"])
+    return base64.b64decode(value["b64" if "b64" in value else "base64"], validate=True)
 
 
 _NO_HEADERS = Headers()

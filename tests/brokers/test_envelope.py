@@ -435,7 +435,10 @@ def test_headers_packed_into_one_are_those_of_the_message() -> None:
     assert delivery.message.headers[1:4] == (("tag", "1"), ("tag", "2"), ("raw", b"\xff"))
 
 
-@pytest.mark.parametrize("text", ["[", "{}", "[1]", '[["a", 1]]', '[["a", {"c": "d"}]]', '[["a"]]'])
+@pytest.mark.parametrize(
+    "text",
+    ["[", "{}", "[1]", '[["a", 1]]', '[["a", {"c": "d"}]]', '[["a"]]', '[["a", {"b64": "%/w="}]]'],
+)
 def test_another_header_of_that_name_stays_one(text: str) -> None:
     delivery = envelope.KAFKA.delivery("t", b"x", {"txbox-headers": text}, origin={}, tag=0)
     assert delivery.message is not None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel
 from pamqp.commands import Basic
+from yarl import URL
 
 from tests.support.brokers.rabbitmq import (
     HOSTILE,
@@ -32,6 +35,7 @@ from tests.support.servers.control import ThrowawayRabbitMQ
 from tests.support.waiting import eventually
 from txbox import ConfigurationError
 from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.brokers.rabbitmq.management import examine
 from txbox.errors import BrokerUnavailable
 from txbox.identity import message_id
 
@@ -304,3 +308,25 @@ def test_what_it_says_of_itself(rabbitmq_url: str) -> None:
     assert RabbitMQ(rabbitmq_url, consumer_timeout=None).redelivery_s is None
     assert not source.exhausted
     source.close()
+
+
+def test_the_password_of_the_http_api_goes_nowhere_else() -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    class Moved(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Moved) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        with pytest.raises(BrokerUnavailable, match="answered 302"):
+            examine(f"http://ann:secret@127.0.0.1:{port}", URL("amqp://127.0.0.1/"), ["orders"])
+        server.shutdown()
+    assert [path for path, _ in asked] == ["/api/queues/%2F/orders"]
+    assert asked[0][1]

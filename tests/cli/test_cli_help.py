@@ -64,6 +64,12 @@ def _leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     ]
 
 
+def test_a_mistyped_command_is_told_all_there_are(command: Command) -> None:
+    said = command("shwo", "status", code=2).err
+    assert "'shwo'" in said
+    assert "retry" in said
+
+
 def test_every_positional_has_help_and_every_command_an_example() -> None:
     for parser in _leaves(make_parser()):
         name = parser.prog.removeprefix("txbox ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tests.support.blocked import acquired, released
 from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
 from tests.support.tidying import LOCK_WAITS
+from tests.support.waiting import eventually
 from txbox.connections import borrow, open_database
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import Statement, blocking
@@ -606,3 +608,44 @@ def test_an_app_does_not_take_a_single_connection(mysql_url: str) -> None:
         pytest.raises(ConfigurationError, match="pass a URL"),
     ):
         open_database(connection)
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["ended", "gone"])
+def test_a_connection_in_use_is_discarded_also_when_its_socket_has_ended(
+    mysql_url: str, gone: bool
+) -> None:
+    database = open_database(mysql_url)
+    connection = blocking(database.sync.acquire())
+    native = connection.native
+    native.refused = True
+    if gone:
+        native._sock.close()
+        native._sock = None
+    else:
+        native._sock.shutdown(socket.SHUT_RDWR)
+        native._sock.close()
+    connection.discard()
+    assert connection.lost
+    database.close()
+
+
+def test_a_command_left_behind_has_ended_when_its_connection_is_discarded(mysql_url: str) -> None:
+    database = open_database(mysql_url)
+    connection = blocking(database.sync.acquire())
+    native = connection.native
+    began, ended = threading.Event(), threading.Event()
+
+    def left_behind() -> None:
+        began.set()
+        with pytest.raises(pymysql.MySQLError):
+            native.query("SELECT SLEEP(60)")
+        ended.set()
+
+    threading.Thread(target=left_behind, daemon=True).start()
+    began.wait(30)
+    eventually(native.turn.locked)
+    native.refused = True
+    connection.discard()
+    assert not native.turn.locked()
+    assert ended.wait(30)
+    database.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
 
-from txbox import App, ConfigurationError, Inbox
+from tests.integrations.conftest import Rows
+from txbox import ConfigurationError, Inbox
 from txbox.integrations.celery import once
-
-Rows = Callable[[str], list[Any]]
 
 
 class Shop:
@@ -56,25 +55,6 @@ class Shop:
         # celery has no types
         self.pay: Any = pay
         self.ship: Any = ship
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    path = tmp_path / "shop.db"
-    with App(f"sqlite:///{path}") as app:
-        app.init()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE ledger (amount INTEGER)")
-    return path
-
-
-@pytest.fixture
-def rows(database: Path) -> Rows:
-    def query(sql: str) -> list[Any]:
-        with closing(sqlite3.connect(database)) as connection:
-            return connection.execute(sql).fetchall()
-
-    return query
 
 
 def test_a_task_that_is_delivered_again_is_ignored(database: Path, rows: Rows) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from dramatiq import Worker
 from dramatiq.brokers.stub import StubBroker
 from dramatiq.middleware import CurrentMessage, Retries
 
-from txbox import App, ConfigurationError, Inbox
+from tests.integrations.conftest import Rows
+from txbox import ConfigurationError, Inbox
 from txbox.integrations.dramatiq import once
-
-Rows = Callable[[str], list[Any]]
 
 
 class Shop:
@@ -55,25 +54,6 @@ class Shop:
         finally:
             worker.stop()
             self.broker.close()
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    path = tmp_path / "shop.db"
-    with App(f"sqlite:///{path}") as app:
-        app.init()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE ledger (amount INTEGER)")
-    return path
-
-
-@pytest.fixture
-def rows(database: Path) -> Rows:
-    def query(sql: str) -> list[Any]:
-        with closing(sqlite3.connect(database)) as connection:
-            return connection.execute(sql).fetchall()
-
-    return query
 
 
 def test_a_message_that_comes_again_runs_nothing(database: Path, rows: Rows) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import sqlite3
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from txbox import App, ConfigurationError, Message, StoreError
+from txbox.brokers.loop import EventLoop
 from txbox.brokers.webhook import GitHub, Webhook
+from txbox.integrations import flask as ours
 from txbox.integrations.flask import transaction, webhooks
 
 SECRET = "a secret of ours"
@@ -135,3 +138,30 @@ def test_a_webhook_is_a_route(is_async: bool, app: App, sqlite_url: str) -> None
     assert client.post("/webhooks/github", data=body).status_code == 401
     assert client.get("/webhooks/github").status_code == 405
     assert seen == ["c0ffee"]
+
+
+def test_two_first_requests_at_once_make_one_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_have_seen_none = threading.Barrier(2, timeout=30)
+    found: list[EventLoop] = []
+    closed: list[EventLoop] = []
+
+    class Met(EventLoop):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            both_have_seen_none.wait()
+
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(ours, "EventLoop", Met)
+    loops = ours._Loops()
+    requests = [threading.Thread(target=lambda: found.append(loops.here())) for _ in range(2)]
+    for request in requests:
+        request.start()
+    for request in requests:
+        request.join(30)
+    assert found[0] is found[1]
+    assert len(closed) == 1
+    assert closed[0] is not found[0]
+    found[0].close()

@@ -15,30 +15,11 @@ import aiosqlite
 import psycopg
 import pytest
 
+from tests.integrations.conftest import Rows
 from txbox import App, ConfigurationError, Inbox, StoreError
 from txbox.integrations.once import Begin, BeginAsync, Body, Once
 
-Rows = Callable[[str], list[Any]]
 DID, DID_NOT = Once(True, "paid"), Once(False)
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    path = tmp_path / "shop.db"
-    with App(f"sqlite:///{path}") as app:
-        app.init()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE ledger (amount INTEGER)")
-    return path
-
-
-@pytest.fixture
-def rows(database: Path) -> Rows:
-    def query(sql: str) -> list[Any]:
-        with closing(sqlite3.connect(database)) as connection:
-            return connection.execute(sql).fetchall()
-
-    return query
 
 
 @pytest.fixture

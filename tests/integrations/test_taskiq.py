@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import aiosqlite
 import pytest
 from taskiq import InMemoryBroker, SimpleRetryMiddleware
 
-from txbox import App, ConfigurationError, Inbox
+from tests.integrations.conftest import Rows
+from txbox import ConfigurationError, Inbox
 from txbox.integrations.taskiq import once
-
-Rows = Callable[[str], list[Any]]
 
 
 class Shop:
@@ -46,25 +44,6 @@ class Shop:
     async def send(self, task_id: str, amount: object) -> Any:
         task = await self.pay.kicker().with_task_id(task_id).kiq(amount)
         return (await self.broker.result_backend.get_result(task.task_id)).return_value
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    path = tmp_path / "shop.db"
-    with App(f"sqlite:///{path}") as app:
-        app.init()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE ledger (amount INTEGER)")
-    return path
-
-
-@pytest.fixture
-def rows(database: Path) -> Rows:
-    def query(sql: str) -> list[Any]:
-        with closing(sqlite3.connect(database)) as connection:
-            return connection.execute(sql).fetchall()
-
-    return query
 
 
 def test_a_task_that_comes_again_runs_nothing_and_keeps_its_result(

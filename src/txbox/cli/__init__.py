@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from txbox.demo import main as demo
 
         return demo(words[1:])
-    parser = make_parser(next((word for word in words if word in _COMMANDS), ""))
+    parser = make_parser(words[0] if words else "")
     try:
         args = parser.parse_args(words)
         if args.command is None:

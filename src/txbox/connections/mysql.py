@@ -12,6 +12,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -280,18 +281,19 @@ class MysqlConnection(Connection):
         """End the server's session: the statement that was left running holds the transaction's locks."""
         try:
             other = await _connected(self._database, self.is_async)
-            await _done(other.query(f"KILL {self.native.thread_id()}"), self.is_async)
-            other.close()
+            try:
+                await _done(other.query(f"KILL {self.native.thread_id()}"), self.is_async)
+            finally:
+                other.close()
         except self._errors as error:
             raise self._failed(error) from error
 
     def discard(self) -> None:
         loop = self._loop
         if loop is None:
-            # close() would send a goodbye, and block if the network does not take it; a thread that still reads
-            # would block this
-            if self.native.refused and self.native.open:
-                self.native._sock.shutdown(socket.SHUT_RDWR)  # noqa: SLF001
+            # close() would send a goodbye, and block if the network does not take it
+            if self.native.refused:
+                _interrupt(self.native)
             self.native._force_close()  # noqa: SLF001
             return
         self._broken = True
@@ -398,6 +400,17 @@ def _is_ours(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return not loop.is_running()
+
+
+def _interrupt(raw: Any) -> None:
+    """End the command that was left running: its thread would go on to read a socket that may be another one's."""
+    sock = raw._sock  # noqa: SLF001
+    if sock is not None:
+        # the server may have ended it before
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+    if raw.turn.acquire(timeout=base.TURN_S):
+        raw.turn.release()
 
 
 def _close_orphan(raw: Any) -> None:

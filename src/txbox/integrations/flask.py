@@ -96,9 +96,12 @@ class _Loops:
         self._of: dict[int, EventLoop] = {}
 
     def here(self) -> EventLoop:
-        # setdefault would start a thread for each call
-        if (found := self._of.get(os.getpid())) is None:
-            found = self._of.setdefault(os.getpid(), EventLoop("txbox-webhooks"))
+        process = os.getpid()
+        if (found := self._of.get(process)) is None:
+            made = EventLoop("txbox-webhooks")
+            # another thread may have had the first request, too
+            if (found := self._of.setdefault(process, made)) is not made:
+                made.close()
         return found
 
 

@@ -9,7 +9,7 @@ from http.client import HTTPException
 from typing import Any, cast
 from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from yarl import URL
 
@@ -42,6 +42,13 @@ def examine(management: str, broker: URL, queues: Sequence[str]) -> list[Facts]:
     ]
 
 
+class _StaysHere(HTTPRedirectHandler):
+    """Follow nothing: the password would go along, wherever that is."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def _asked(management: str, path: str) -> Mapping[str, Any] | None:
     parts = urlsplit(management)
     user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
@@ -52,7 +59,7 @@ def _asked(management: str, path: str) -> Mapping[str, Any] | None:
     )
     try:
         # no proxy: the password is the broker's business
-        with build_opener(ProxyHandler({})).open(request, timeout=_CALL_S) as answer:
+        with build_opener(ProxyHandler({}), _StaysHere).open(request, timeout=_CALL_S) as answer:
             told: Any = json.load(answer)
     except HTTPError as error:
         if error.code == 404:
