@@ -615,6 +615,7 @@ def test_a_connection_in_use_is_discarded_also_when_its_socket_has_ended(
     mysql_url: str, gone: bool
 ) -> None:
     database = open_database(mysql_url)
+    assert database.sync
     connection = blocking(database.sync.acquire())
     native = connection.native
     native.refused = True
@@ -631,6 +632,7 @@ def test_a_connection_in_use_is_discarded_also_when_its_socket_has_ended(
 
 def test_a_command_left_behind_has_ended_when_its_connection_is_discarded(mysql_url: str) -> None:
     database = open_database(mysql_url)
+    assert database.sync
     connection = blocking(database.sync.acquire())
     native = connection.native
     began, ended = threading.Event(), threading.Event()
