@@ -71,7 +71,8 @@ class Intake:
 
         Raises:
             SchemaError: the tables are missing or do not fit; the message has the command to run.
-            StoreError: it gave up, or waiting does not cure it.
+            StoreUnavailable: it gave up.
+            StoreError: waiting does not cure it.
         """
         protocol = self._protocol
         try:

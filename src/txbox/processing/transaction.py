@@ -129,6 +129,10 @@ def refused(dialect: Dialect, raised: Raised) -> bool:
     )
 
 
+# SQLite has one lock for everything, and has waited for it as long as it waits: somebody keeps the whole database
+_LOCKED_OUT = "SQLITE_BUSY"
+
+
 class HandlerTransaction:
     """Runs a handler between a claim and a close.
 
@@ -507,6 +511,8 @@ class HandlerTransaction:
             await self.store.lock_timed_out(db)
             return TransactionResult(End.LOCKED, error=error, database_error=error)
         await db.rollback()
+        if error.code == _LOCKED_OUT:
+            raise error
         if error.fault in (Fault.CONFLICT, Fault.DUPLICATE, Fault.PREPARED):
             # DUPLICATE: the key's index is being rebuilt; reading again is what a duplicate needs
             return TransactionResult(End.CONFLICT, error=error, database_error=error)

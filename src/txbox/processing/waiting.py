@@ -170,7 +170,8 @@ class Waiting:
             stop: True gives up; asked at least twice a second.
 
         Raises:
-            StoreError: it gave up, or the error is none that waiting can cure.
+            StoreUnavailable: it gave up after `for_s`.
+            StoreError: the error is none that waiting can cure, or it was stopped.
         """
         paused_at: float | None = None
         pause_s = _PAUSE_S[0]
@@ -188,7 +189,16 @@ class Waiting:
                     if now - paused_at >= (
                         min(for_s, _MISCONFIGURED_S) if misconfigured else for_s
                     ):
-                        raise
+                        if isinstance(error, StoreUnavailable):
+                            raise
+                        # a deadlock, a lock, a time-out: whatever it was, it has lasted
+                        raise StoreUnavailable(
+                            str(error),
+                            fault=error.fault,
+                            code=error.code,
+                            constraint=error.constraint,
+                            definite=error.definite,
+                        ) from error
                 wait_s = pause_s * random.uniform(0.5, 1.5)
                 self._events.emit(
                     ConsumptionPaused(consumer=consumer, reason=str(error), retry_in_s=wait_s)
