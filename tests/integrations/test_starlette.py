@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import pytest
 from fastapi import Depends, FastAPI, HTTPException, Request
-from litestar import Litestar
+from litestar import Litestar, asgi
 from starlette.applications import Starlette
 
 from tests.support.asgi import Lived
@@ -189,7 +189,19 @@ def test_a_broker_that_is_away_keeps_no_server_from_starting(sqlite_url: str) ->
     asyncio.run(main())
 
 
-def test_a_webhook_is_answered_after_the_commit_and_waited_for(sqlite_url: str) -> None:
+def _in_fastapi(app: App) -> Any:
+    return FastAPI(lifespan=lifespan(app, crashed=_never), routes=webhooks(app))
+
+
+def _in_litestar(app: App) -> Any:
+    hooks = [asgi(hook.path, copy_scope=True)(hook) for hook in app.webhooks]
+    return Litestar(hooks, lifespan=[lifespan(app, crashed=_never)])
+
+
+@pytest.mark.parametrize("served", [_in_fastapi, _in_litestar])
+def test_a_webhook_is_answered_after_the_commit_and_waited_for(
+    served: Callable[[App], Any], sqlite_url: str
+) -> None:
     app = App(sqlite_url)
     app.consume(Webhook(topic="github", verify=GitHub(SECRET)))
     seen: list[Any] = []
@@ -198,7 +210,7 @@ def test_a_webhook_is_answered_after_the_commit_and_waited_for(sqlite_url: str) 
     def build(message: Message[dict[str, Any]], tx: Any) -> None:
         seen.append(message.body["after"])
 
-    api = FastAPI(lifespan=lifespan(app, crashed=_never), routes=webhooks(app))
+    api = served(app)
     body = b'{"after": "c0ffee"}'
     signed = "sha256=" + hmac.new(SECRET.encode(), body, hashlib.sha256).hexdigest()
     headers = {
@@ -221,6 +233,7 @@ def test_a_webhook_is_answered_after_the_commit_and_waited_for(sqlite_url: str) 
 
     asyncio.run(main())
     assert seen == ["c0ffee"]
+    assert app.webhooks[0].answers == {200: 2, 401: 1, 405: 1}  # it, and no copy of it
 
 
 # -- the transaction of a request -----------------------------------------------------------------

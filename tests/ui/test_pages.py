@@ -11,14 +11,11 @@ from html.parser import HTMLParser
 from urllib.parse import quote
 
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Mount
 
-from tests.support.dashboard import HOSTILE, TOKEN, shop
+from tests.support.dashboard import HOSTILE, shop
 from tests.support.databases import Raw
-from tests.ui.conftest import Answer, Browser, Serve, served
+from tests.ui.conftest import Answer, Browser, Serve
 from txbox import App, Message
-from txbox.ui import Token
 
 PAGES = (
     "/", "/?last=24h", "/messages", "/failures", "/outbox", "/quarantine", "/workers", "/database",
@@ -390,25 +387,6 @@ def test_a_large_payload_is_cut_and_bytes_are_shown_as_such(serve: Serve, sqlite
         assert "cut" in large.text
         shown = browser.post("/reveal", on="/messages", message_id="bytes", **named)
         assert "00 ff 3c 62 3e 1b" in shown.text
-
-
-# -- mounted --------------------------------------------------------------------------------------
-
-
-def test_it_is_mounted_below_a_path(filled_sqlite: App) -> None:
-    dashboard = filled_sqlite.asgi(Token(TOKEN))
-    host = Starlette(routes=[Mount("/ops/txbox", app=dashboard)])
-    with served(host, dashboard) as port:
-        client = Browser(port)
-        token = client.get("/ops/txbox/").value("form_token")
-        login = client.ask("POST", "/ops/txbox/login", {"form_token": token, "secret": TOKEN})
-        assert login.headers["location"] == "/ops/txbox/"
-        page = client.get("/ops/txbox/messages")
-        assert page.status == 200
-        for _, attributes in Elements(page.text).found:
-            for name in ("href", "action", "src"):
-                if name in attributes and not str(attributes[name]).startswith("#"):
-                    assert str(attributes[name]).startswith("/ops/txbox/")
 
 
 @pytest.mark.parametrize("path", ["/static/txbox.css", "/static/txbox.js", "/static/icon.svg"])

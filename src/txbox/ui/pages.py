@@ -16,7 +16,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, cast
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, unquote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -968,10 +968,33 @@ def query_of(request: Request) -> str:
 
 def base_of(request: Request) -> str:
     """Where this application is mounted, as a browser has to write it."""
-    return quote(str(request.scope.get("root_path", "")).rstrip("/"))
+    # with two slashes at its beginning, a browser would take it for another host
+    return quote(re.sub("/+", "/", _place(request)[0]))
 
 
 def path_of(request: Request) -> str:
     """The path below where this application is mounted."""
-    path, root = str(request.scope["path"]), str(request.scope.get("root_path", "")).rstrip("/")
-    return (path.removeprefix(root) if root else path) or "/"
+    return _place(request)[1]
+
+
+def _place(request: Request) -> tuple[str, str]:
+    """Where this application is mounted, and the path below.
+
+    By ASGI `root_path` says where, and `path` begins with it. Two do otherwise: Starlette mounts below a `root_path`
+    that the server or FastAPI has not put into `path`; Litestar cuts its mount off `path` and leaves `root_path` as it
+    was, so that only `raw_path` has it.
+
+    Source: https://asgi.readthedocs.io/en/latest/specs/www.html#http-connection-scope
+    """
+    scope = request.scope
+    path, root, above = (
+        str(scope.get(name, "")).rstrip("/") for name in ("path", "root_path", "app_root_path")
+    )
+    for mount in (root, root.removeprefix(above)):
+        if mount and f"{path}/".startswith(f"{mount}/"):
+            return root, path.removeprefix(mount) or "/"
+    asked = unquote((scope.get("raw_path") or b"").decode("ascii", "replace")).rstrip("/")
+    if asked.endswith(path):
+        mount = asked.removesuffix(path)
+        root = mount if mount.startswith(root) else root + mount
+    return root, path or "/"
