@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import subprocess
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from tests.support.command import SHOP, Command
 from tests.support.databases import NewDatabase, Raw
 from txbox import Outbox
-from txbox.cli import make_parser, run
+from txbox.cli import _PROGRAM, make_parser, run
 from txbox.store.schema import VERSION
 
 SECRET = "hunter2"
@@ -237,7 +238,8 @@ def test_send_refuses_what_is_no_message(command: Command, sqlite_url: str) -> N
 
 def test_a_child_does_not_import_a_module_of_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "txbox.py").write_text("raise SystemExit('taken for txbox')")
-    args = make_parser().parse_args(["run", "--app", "shop:app", "--processes", "2"])
+    words = ["run", "--app", "shop:app", "--processes", "2"]
+    args = make_parser().parse_args(words, Namespace(program=_PROGRAM))
     child = [*run._child(args), "--help"]
     done = subprocess.run(
         child, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False

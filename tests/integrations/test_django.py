@@ -137,6 +137,18 @@ def test_the_command_takes_its_app_from_the_settings(tmp_path: Path) -> None:
     assert _manage(tmp_path, "txbox", "run", "--once") == "Nothing to do.\n"
 
 
+@pytest.mark.parametrize("start", [[str(PROJECT / "manage.py")], ["-m", "django"]])
+def test_each_of_several_processes_sets_django_up(tmp_path: Path, start: list[str]) -> None:
+    _manage(tmp_path, "migrate")
+    _manage(tmp_path, "txbox", "send", "orders", "--id", "a", "--data", '{"number": 7}')
+    # its order is missing, which only a process with Django's models finds out
+    assert "matching query does not exist" in _run(
+        tmp_path, *start, "txbox", "run", "--once", "--processes", "2", code=1
+    )
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as database:
+        assert database.execute("SELECT status FROM txbox_inbox").fetchall() == [("dead",)]
+
+
 def test_the_tables_on_every_database(
     empty_database_url: str, raw: Callable[[str], Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -92,8 +93,16 @@ _INTERRUPTED = 130
 _NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+# -P: a txbox.py of the working directory is not this package
+_PROGRAM = (sys.executable, "-P", "-m", "txbox")
+
+
+def main(argv: Sequence[str] | None = None, *, program: Sequence[str] = _PROGRAM) -> int:
+    """Run one command; returns its exit status.
+
+    Args:
+        program: what starts this program again, for `run --processes`.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["demo"]:
         from txbox.demo import main as demo
@@ -101,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return demo(words[1:])
     parser = make_parser(words[0] if words else "")
     try:
-        args = parser.parse_args(words)
+        args = parser.parse_args(words, Namespace(program=program))
         if args.command is None:
             parser.print_help(sys.stderr)
             return 2

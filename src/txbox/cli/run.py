@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -215,8 +214,7 @@ def _http_socket(args: argparse.Namespace, app: App) -> socket.socket | None:
 
 
 def _child(args: argparse.Namespace) -> list[str]:
-    # -P: a txbox.py of the working directory is not this package
-    child = [sys.executable, "-P", "-m", "txbox", "run", "--child"]
+    child = [*args.program, "run", "--child"]
     if args.app is not None:
         child += ["--app", args.app]
     for name in ("once", "no_maintenance", "no_relay", "log_json", "verbose"):

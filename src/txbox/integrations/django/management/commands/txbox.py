@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from django.conf import settings
@@ -34,4 +35,7 @@ def _main(words: Sequence[str]) -> int:
     path = getattr(settings, "TXBOX_APP", None)
     if path is not None:
         os.environ["TXBOX_APP"] = str(path)
-    return main(words)
+    # `python -m django` or manage.py: either sets Django up in the processes of `run --processes`, too
+    script = Path(sys.argv[0])
+    start = ("-m", "django") if script.name == "__main__.py" else (str(script.absolute()),)
+    return main(words, program=(sys.executable, *start, "txbox"))
