@@ -17,10 +17,11 @@ from typing import Any
 
 from tests.support.effect import AT_ONCE, CONSUMER, TOPIC, add_effect
 from txbox import App, Lease, Message
+from txbox.brokers import file
 from txbox.brokers.file import File
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, WorkerStarted
 from txbox.testing import install_from_environment
-from txbox.worker import Worker, supervise
+from txbox.worker import Worker, progress, supervise
 
 
 def say(*what: object) -> None:
@@ -46,6 +47,8 @@ class _Told(Worker):
 
 
 def serve(plan: dict[str, Any]) -> int:
+    # what reads the file of a process that was killed waits this long for it
+    progress._LEASE_S, file._WAIT_FOR_LEASE_S = 0.6, 0.1
     app = App(
         plan["url"],
         lease=Lease(
