@@ -24,7 +24,11 @@ from txbox import Outbox
 pytestmark = [pytest.mark.brokers, pytest.mark.timeout(240)]
 
 #: Many tries of every client, and less than the minute after which trouble is told again.
-AWAY_S = 15.0
+AWAY_S = 5.0
+#: Then a service tries more often in that time than it would in a quarter of a minute.
+LONGEST_PAUSE_S = 0.5
+#: A connection that hangs is lost after two heartbeats, and RabbitMQ's least is 5 s.
+HEARTBEATS = {"rabbitmq": "?heartbeat=5"}
 
 
 @contextmanager
@@ -41,7 +45,7 @@ def interrupted(
         url = str(request.getfixturevalue(FIXTURES[broker]))
         rig = stack.enter_context(rig_of(broker, url))
         proxy = stack.enter_context(Proxy(url))
-        yield rig, proxy.url, getattr(proxy, how), proxy.go_on
+        yield rig, proxy.url + HEARTBEATS.get(broker, ""), getattr(proxy, how), proxy.go_on
 
 
 def processed(url: str) -> int:
@@ -77,7 +81,7 @@ def test_a_broker_that_is_away_is_told_once(
         rig.publish(Note("m1"))
         plan = {
             "database": postgresql_url, "broker": broker, "address": address, "topic": rig.topic,
-            "consumes": True, "publishes": True,
+            "consumes": True, "publishes": True, "longest_pause_s": LONGEST_PAUSE_S,
         }  # fmt: skip
         with Run(tmp_path, plan, "--log-json") as run:
             run.says("WorkerStarted")
@@ -112,7 +116,9 @@ def test_a_broker_that_is_away_is_told_once(
 def test_a_database_that_is_away_is_told_once(postgresql_url: str, tmp_path: Path) -> None:
     with (
         Proxy(postgresql_url) as proxy,
-        Run(tmp_path, {"database": proxy.url}, "--log-json") as run,
+        Run(
+            tmp_path, {"database": proxy.url, "longest_pause_s": LONGEST_PAUSE_S}, "--log-json"
+        ) as run,
     ):
         run.says("WorkerStarted")
         before = len(run.lines)

@@ -9,6 +9,8 @@ from typing import Any
 
 from tests.support.brokers.rigs import Rig
 from txbox import App, Message
+from txbox.relay import relay
+from txbox.worker import pump
 
 _RIGS = {
     "kafka": "KafkaRig", "rabbitmq": "RabbitMQRig", "sqs": "SqsRig", "nats": "NatsRig", "redis": "RedisRig",
@@ -27,6 +29,9 @@ def rig_of(broker: str, address: str, topic: str | None = None) -> Rig:
 
 
 def make(plan: dict[str, Any]) -> App:
+    if "longest_pause_s" in plan:
+        pump._PAUSE_S = (pump._PAUSE_S[0], plan["longest_pause_s"])
+        relay._PAUSE_S = (relay._PAUSE_S[0], plan["longest_pause_s"])
     app = App(plan["database"])
 
     @app.handler("orders" if not plan.get("consumes") else plan["topic"], consumer="billing")
