@@ -48,7 +48,7 @@ class _Told(Worker):
 
 def serve(plan: dict[str, Any]) -> int:
     # what reads the file of a process that was killed waits this long for it
-    progress._LEASE_S, file._WAIT_FOR_LEASE_S = 0.6, 0.1
+    progress._LEASE_S, file._WAIT_FOR_LEASE_S = 1.0, 0.1
     app = App(
         plan["url"],
         lease=Lease(
