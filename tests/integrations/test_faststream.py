@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -14,17 +16,22 @@ from typing import Annotated, Any
 
 import pytest
 from aiokafka import ConsumerRecord
+from confluent_kafka import Producer
 from faststream import AckPolicy, Context
+from faststream.confluent import KafkaBroker as ConfluentBroker
+from faststream.confluent.message import KafkaMessage as ConfluentMessage
 from faststream.exceptions import RejectMessage
 from faststream.kafka import KafkaBroker, TestKafkaBroker
 from faststream.kafka.annotations import KafkaMessage
+from faststream.kafka.message import KafkaAckableMessage
 from faststream.rabbit import RabbitBroker, RabbitQueue, TestRabbitBroker
 
+from tests.support.brokers.kafka import committed, lag, new_group, new_topic
 from tests.support.brokers.rabbitmq import declare, left, on_server, publish_plain
 from tests.support.waiting import eventually
-from txbox import App, ConfigurationError, Outcome
+from txbox import App, ConfigurationError, Message, Outcome
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.events import ConsumptionPaused, Event
+from txbox.events import ConsumptionPaused, Event, MessageInFlight
 from txbox.integrations.faststream import TX, FastStreamInbox
 from txbox.policy import Limits
 from txbox.testing import drain_async
@@ -397,6 +404,180 @@ def test_a_cancelled_handler_leaves_nothing_and_acknowledges_nothing(app: App, r
 
 async def _told(settled: list[str], verb: str) -> None:
     settled.append(verb)
+
+
+# -- on a real Kafka --------------------------------------------------------------------------
+
+CLIENTS = ("aiokafka", "confluent")
+Pay = Callable[[Any, int], Awaitable[None]]
+
+
+def kafka_service(client: str, app: App, bootstrap: str) -> Service:
+    make = KafkaBroker if client == "aiokafka" else ConfluentBroker
+    inbox = FastStreamInbox(app)
+    return Service(app, make(bootstrap, middlewares=[inbox]), inbox)
+
+
+def subscribed(service: Service, topic: str, group: str, pay: Pay, **more: Any) -> Service:
+    subscription = service.broker.subscriber(
+        topic, group_id=group, ack_policy=SAFE, auto_offset_reset="earliest", **more
+    )
+
+    @service.inbox.handler(topic, consumer="ledger")
+    @subscription
+    async def book(payment: dict[str, int], tx: Tx) -> None:
+        await pay(tx, payment["partition"])
+
+    return service
+
+
+def serve_until(service: Service, enough: Callable[[], bool]) -> None:
+    """Run a broker of FastStream until then; what a handler has in hand is cancelled."""
+
+    async def run() -> None:
+        async with service.broker:
+            await service.broker.start()
+            await asyncio.to_thread(eventually, enough)
+        await service.app.close_async()
+
+    asyncio.run(run())
+
+
+def one_in(partition: int, bootstrap: str, topic: str) -> None:
+    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all"})
+    headers: list[Any] = [("message-id", f"p-{partition}".encode())]
+    payload = json.dumps({"partition": partition}).encode()
+    producer.produce(topic, payload, partition=partition, headers=headers)
+    assert producer.flush(20) == 0
+
+
+def one_in_each_partition(bootstrap: str, topic: str) -> None:
+    for partition in (0, 1):
+        one_in(partition, bootstrap, topic)
+
+
+async def pay(tx: Any, partition: int) -> None:
+    await tx.execute("INSERT INTO ledger VALUES (?)", (partition,))
+
+
+@contextmanager
+def held_elsewhere(url: str, topic: str, message_id: str) -> Iterator[None]:
+    """Another process has a message's handler running, which then fails."""
+    other = App(url)
+    running, end = threading.Event(), threading.Event()
+
+    @other.handler(topic, consumer="ledger")
+    def hang(message: Message[bytes], tx: Any) -> None:
+        running.set()
+        end.wait()
+        raise LookupError
+
+    thread = threading.Thread(
+        target=other.process, args=[Message(topic=topic, payload=b"{}", id=message_id)]
+    )
+    thread.start()
+    try:
+        assert running.wait(20)
+        yield
+    finally:
+        end.set()
+        thread.join()
+        other.close()
+
+
+@pytest.mark.brokers
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_is_nacked_is_not_committed_with_its_neighbour(
+    client: str, postgresql_url: str, kafka_bootstrap: str
+) -> None:
+    """FastStream nacks by seeking back, and acks by committing all that was polled: for librdkafka that is both."""
+    topic, group = new_topic(kafka_bootstrap, partitions=2), new_group()
+    one_in(0, kafka_bootstrap, topic)
+    with closing(App(postgresql_url)) as first:
+        first.init()
+    refused: list[Event] = []
+
+    def publish_the_neighbour(event: Event) -> None:
+        if isinstance(event, MessageInFlight) and not refused:
+            refused.append(event)
+            one_in(1, kafka_bootstrap, topic)
+
+    app = App(
+        postgresql_url,
+        observers=[publish_the_neighbour],
+        limits=Limits(lock_timeout=timedelta(seconds=0.1)),
+    )
+    done: list[int] = []
+
+    async def note(tx: Any, partition: int) -> None:
+        done.append(partition)
+
+    service = subscribed(kafka_service(client, app, kafka_bootstrap), topic, group, note)
+    with held_elsewhere(postgresql_url, topic, "p-0"):
+        serve_until(service, lambda: committed(kafka_bootstrap, group, topic, 1) == 1)
+        assert committed(kafka_bootstrap, group, topic, 0) <= 0
+    assert done == [1]
+
+
+@pytest.mark.brokers
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_commit_of_offsets_that_fails_costs_a_duplicate(
+    client: str, app: App, rows: Rows, tmp_path: Path, kafka_bootstrap: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    topic, group = new_topic(kafka_bootstrap, partitions=2), new_group()
+    one_in_each_partition(kafka_bootstrap, topic)
+    lost: list[object] = []
+
+    async def lose(message: Any) -> None:
+        lost.append(message)
+        raise ConnectionError("the reply never came")  # FastStream logs it, and goes on
+
+    acked = KafkaAckableMessage if client == "aiokafka" else ConfluentMessage
+    with monkeypatch.context() as patched:
+        patched.setattr(acked, "ack", lose)
+        service = subscribed(kafka_service(client, app, kafka_bootstrap), topic, group, pay)
+        serve_until(service, lambda: len(lost) == 2)
+    again = App(f"sqlite:///{tmp_path / 'shop.db'}")
+    service = subscribed(kafka_service(client, again, kafka_bootstrap), topic, group, pay)
+    serve_until(service, lambda: lag(kafka_bootstrap, group, topic, 2) == 0)
+    assert sorted(rows("SELECT amount FROM ledger")) == [(0,), (1,)]
+
+
+@pytest.mark.brokers
+def test_no_commit_covers_what_another_worker_still_runs(
+    postgresql_url: str, kafka_bootstrap: str
+) -> None:
+    topic, group = new_topic(kafka_bootstrap, partitions=2), new_group()
+    one_in_each_partition(kafka_bootstrap, topic)
+    with closing(App(postgresql_url)) as first:
+        first.init()
+    begun = threading.Event()
+    done: list[int] = []
+
+    async def hang_on_the_first(tx: Any, partition: int) -> None:
+        if partition == 0:
+            begun.set()
+            await asyncio.Event().wait()
+        done.append(partition)
+
+    async def note(tx: Any, partition: int) -> None:
+        done.append(partition)
+
+    service = kafka_service("aiokafka", App(postgresql_url), kafka_bootstrap)
+    subscribed(service, topic, group, hang_on_the_first, max_workers=2)
+    serve_until(
+        service, lambda: begun.is_set() and committed(kafka_bootstrap, group, topic, 1) == 1
+    )
+    assert committed(kafka_bootstrap, group, topic, 0) <= 0
+    assert done == [1]
+    again = kafka_service("aiokafka", App(postgresql_url), kafka_bootstrap)
+    subscribed(again, topic, group, note, max_workers=2)
+    serve_until(again, lambda: lag(kafka_bootstrap, group, topic, 2) == 0)
+    assert done == [1, 0]
+
+
+# -- on a real RabbitMQ -----------------------------------------------------------------------
 
 
 @pytest.mark.brokers

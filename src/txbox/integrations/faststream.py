@@ -9,6 +9,8 @@ and thus after the commit. What it does besides, and what a correct consumer has
 - Its message ids are made up: an offset on Kafka, which another partition has too; a new UUID for each delivery
   on RabbitMQ. Ids are taken from the producer, or there is none, and the message is set aside.
 - Its defaults acknowledge too early (Kafka) or delete what raised (RabbitMQ, NATS, Redis).
+- With confluent-kafka its acknowledgement commits whatever was polled, also what it nacked in another partition
+  (it seeks back, and librdkafka keeps the offset it has stored). It is made to commit this message's offset.
 
 It looks at a few of FastStream's own attributes, so the extra pins the minor version.
 """
@@ -49,6 +51,21 @@ class _Delivery:
     call_next: Next
     message: StreamMessage[Any]
     returned: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _OneOffset:
+    """confluent-kafka's consumer as a message of FastStream sees it: a commit is of that message."""
+
+    client: Any
+    raw: Any
+
+    async def commit(self) -> None:
+        # queued, as FastStream does it: a commit that is lost costs a duplicate
+        self.client.consumer.commit(message=self.raw, asynchronous=True)
+
+    async def seek(self, topic: str, partition: int, offset: int) -> None:
+        await self.client.seek(topic=topic, partition=partition, offset=offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +150,9 @@ class FastStreamInbox:
         if consumer is None:
             return await call_next(message)
         _check(consumer)  # a publisher may have been stacked since
+        client = getattr(message, "consumer", None)
+        if hasattr(client, "consumer"):
+            message.consumer = _OneOffset(client, message.raw_message)  # type: ignore[attr-defined]
         delivery = _Delivery(call_next, message)
         token = _delivery.set(delivery)
         try:
