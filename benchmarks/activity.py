@@ -19,7 +19,7 @@ from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.worker import Worker
 
 
-class _Waiting:
+class _Memory:
     """A source over a list."""
 
     name = "memory"
@@ -28,14 +28,15 @@ class _Waiting:
     redelivery_s: float | None = None
 
     def __init__(self, prefix: str, count: int) -> None:
-        self._waiting = [
+        self._deliveries = [
             Delivery(Message(id=f"{prefix}{number}", topic="t", payload=b"{}"), "t")
             for number in range(count)
         ]
+        self._received = 0
 
     @property
     def exhausted(self) -> bool:
-        return not self._waiting
+        return self._received == len(self._deliveries)
 
     def keeps_order(self, topic: str) -> bool:
         del topic
@@ -45,8 +46,9 @@ class _Waiting:
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         del wait_s
-        found, self._waiting = self._waiting[:messages_max], self._waiting[messages_max:]
-        return found
+        batch = self._deliveries[self._received : self._received + messages_max]
+        self._received += len(batch)
+        return batch
 
     def tend(self, deliveries: Sequence[Delivery]) -> None: ...
     def settle(self, deliveries: Sequence[Delivery]) -> None: ...
@@ -68,7 +70,7 @@ def cpu_us(url: str, prefix: str, count: int, *, counting: bool) -> float:
         @app.handler("t", consumer="c")
         def handle(_message: Message[Any], _tx: Any) -> None: ...
 
-        app.consume(_Waiting(prefix, count))
+        app.consume(_Memory(prefix, count))
         with nullcontext() if counting else patch("txbox.worker.worker.Pulse", _Nothing):
             worker = Worker(app, once=True, install_signals=False, maintenance=False, relay=False)
             began = time.process_time()

@@ -14,7 +14,7 @@ from tests.support.shop import CONSUMER, TOPIC, Shop, opened, paid
 from tests.support.sources import Memory
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
-from txbox import ConfigurationError, Message, Reject, Retention
+from txbox import ConfigurationError, Message, Reject, Retention, session
 from txbox.admin import Admin
 from txbox.admin.activity import Activity
 from txbox.maintenance import run_once
@@ -24,7 +24,7 @@ from txbox.worker import pulse
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_WRITE_S", 0.05)
+    monkeypatch.setattr(pulse, "_BEAT_S", 0.05)
 
 
 def counted(shop: Shop, name: str = CONSUMER) -> Counts:
@@ -66,7 +66,7 @@ def test_a_worker_counts_what_becomes_of_messages(shop: Shop) -> None:
 def test_counts_of_the_last_moments_are_written_when_a_worker_ends(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "_WRITE_S", 3600.0)
+    monkeypatch.setattr(pulse, "_BEAT_S", 3600.0)
     shop.handler()
     shop.app.consume(Memory([paid(f"m{number}") for number in range(20)]))
     assert worker(shop.app, once=True).run() == 0
@@ -85,6 +85,29 @@ def test_messages_of_process_and_of_the_table_are_counted_in_a_worker(shop: Shop
     assert counted(shop).deferred == 2
     # from the first receipt, although a row ran
     assert counted(shop).latency.count == 2
+
+
+def test_a_beat_of_an_idle_worker_is_one_transaction(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points: list[str] = []
+
+    def note(point: str) -> None:
+        if threading.current_thread().name == "txbox-pulse":
+            points.append(point)
+
+    shop.handler()
+    with running(worker(shop.app)):
+        eventually(lambda: shop.raw.value("SELECT count(*) FROM txbox_worker") == 1)
+        monkeypatch.setattr(session, "crash_point", note)
+        eventually(lambda: points.count("after:commit") >= 4, "four beats")
+        monkeypatch.setattr(session, "crash_point", None)
+    # from the first whole beat on
+    beats = points[points.index("after:commit") + 1 :]
+    assert {point for point in beats if point.startswith("before:")} == {
+        "before:begin", "before:commit",
+    }  # fmt: skip
+    assert "after:pauses" in beats
 
 
 def test_nothing_is_counted_where_nobody_writes_it_down(shop: Shop) -> None:

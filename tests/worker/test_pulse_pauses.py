@@ -22,7 +22,7 @@ OTHER = "ledger"
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_LOOK_S", 0.05)
+    monkeypatch.setattr(pulse, "_BEAT_S", 0.05)
 
 
 @pytest.fixture

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import add
 from typing import Any, Literal, NamedTuple
 
 from txbox.session import Session
+from txbox.store import pauses
 from txbox.store.dialect import Dialect, as_time
+from txbox.store.pauses import Pause
 
 #: Upper bounds of the buckets of a histogram, in seconds; one more bucket is for what is above.
 BOUNDS_S = (
@@ -200,23 +202,28 @@ async def write(
     doing: Doing,
     counted: Mapping[Key, Counts],
     ages: Mapping[str, Counts],
+    *,
+    heard: Callable[[Sequence[Pause]], object],
 ) -> float:
-    """Say that this process is there, what it does, and what it has counted.
-
-    Returns:
-        The clock of the database in seconds since 1970.
+    """Say that this process is there, what it does, and what it has counted; hear which consumers are paused.
 
     Args:
         counted: all of each minute so far, which takes the place of what was written of it before.
         ages: of each route that this process relays, the counts that are to say how old its first message is.
+        heard: called with the pauses before the counts are written, so that it does not depend on them.
+
+    Returns:
+        The clock of the database in seconds since 1970.
     """
     statements = [
+        dialect.statement("pauses"),
         dialect.statement("worker_write", {**_flat(identity), **_fields(doing)}),
-        dialect.statement("clock"),
     ]
     if ages:
         statements.append(dialect.statement("outbox_ages", {}, {"route": list(ages)}))
     results = await db.begin(tuple(statements))
+    clock_s, paused = pauses.found_in(results[0])
+    heard(paused)
     if ages:
         for route, age_s in results[-1].rows:
             # one that is delayed is due in a while
@@ -225,7 +232,7 @@ async def write(
     if told := {key: counts for key, counts in counted.items() if counts != _NOTHING}:
         await _write(db, dialect, identity.worker, told)
     await db.commit()
-    return float(results[1].rows[0][0])
+    return clock_s
 
 
 async def _write(db: Session, dialect: Dialect, worker: str, counted: Mapping[Key, Counts]) -> None:

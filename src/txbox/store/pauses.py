@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from txbox.errors import Fault, StoreError
-from txbox.session import Session
+from txbox.session import Result, Session
 from txbox.store.dialect import Dialect, as_time
 
 
@@ -30,15 +30,19 @@ async def read(db: Session, dialect: Dialect) -> tuple[float, list[Pause]]:
     Returns:
         The clock of the database in seconds since 1970, and the pauses by consumer.
     """
-    found = await db.read(dialect.statement("pauses"))
+    return found_in(await db.read(dialect.statement("pauses")))
+
+
+def found_in(result: Result) -> tuple[float, list[Pause]]:
+    """What the statement `pauses` has found; see `read`."""
     paused: list[Pause] = []
-    for _, consumer, actor, reason, paused_at in found.rows:
+    for _, consumer, actor, reason, paused_at in result.rows:
         at = as_time(paused_at)
         if at is not None:
             paused.append(
                 Pause(consumer=str(consumer), actor=str(actor), reason=reason, paused_at=at)
             )
-    return float(found.rows[0][0]), paused
+    return float(result.rows[0][0]), paused
 
 
 async def pause(

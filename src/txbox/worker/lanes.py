@@ -289,6 +289,10 @@ class Lanes:
         assert self._poll is not None, "made before it is polled for"
         self._poll.run(driver.perform)
 
+    def late(self) -> dict[str, float]:
+        """See `Poll.late`."""
+        return {} if self._poll is None else self._poll.late()
+
     def wake(self) -> None:
         """Have the poll look whether it is stopped; lanes do so by themselves."""
         if self._poll is not None:

@@ -16,15 +16,15 @@ from txbox.errors import StoreError
 from txbox.processing.failure import printable
 from txbox.processing.waiting import CURABLE
 from txbox.session import Operation, Session
-from txbox.store import activity, jobs
+from txbox.store import activity, pauses
 from txbox.store.activity import Doing, Identity
+from txbox.store.pauses import Pause
 from txbox.worker.driving import Driver, thread
 from txbox.worker.table import Table
 
 _log = logging.getLogger("txbox")
 
-_WRITE_S = 5.0
-_LOOK_S = 2.0
+_BEAT_S = 5.0
 _NAME_MAX = 255
 
 
@@ -38,6 +38,7 @@ class Pulse:
         routes: those of the outbox that it relays.
         lanes: how many batches it may have in flight.
         doing: called for each row.
+        late: how long each consumer's first due row has waited, in seconds.
         tables: of paused consumers, what is leased and does not run is given back.
         resumed: called with consumers that are not paused any more.
 
@@ -57,12 +58,14 @@ class Pulse:
         routes: Sequence[str] = (),
         lanes: int = 0,
         doing: Callable[[], Doing] = Doing,
+        late: Callable[[], Mapping[str, float]] = dict,
         tables: Collection[Table] = (),
         resumed: Callable[[Collection[str]], None] | None = None,
     ) -> None:
         self._app = app
         self._driver = driver
         self._doing = doing
+        self._late = late
         self._tables = tables
         self._resumed = resumed
         self.identity = Identity(
@@ -89,7 +92,8 @@ class Pulse:
         """Hear who is paused, then start the thread, which reports its end."""
         self._app.activity.counts = True
         self._app.pauses.wake = self._woken.set
-        self._carefully(self._looked)
+        # one that is paused already is not to begin
+        self._carefully(self._look)
         self._thread = thread("txbox-pulse", self._run, ended)
 
     def end(self, timeout_s: float) -> None:
@@ -100,17 +104,13 @@ class Pulse:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        write_at = 0.0
         while not self._over:
             self._woken.clear()
             if self._app.pauses.unwritten:
                 self._carefully(self._paused)
-            if time.monotonic() >= write_at:
-                self._carefully(self._written)
-                write_at = time.monotonic() + _WRITE_S
-            self._carefully(self._looked)
+            self._carefully(self._beat)
             if not self._over:
-                self._woken.wait(min(_LOOK_S, _WRITE_S))
+                self._woken.wait(_BEAT_S)
         if self._app.pauses.unwritten:
             self._carefully(self._paused)
         self._carefully(self._left)
@@ -120,28 +120,38 @@ class Pulse:
     async def _paused(self, db: Session) -> None:
         await self._app.pauses.write(db, self._app.store.dialect)
 
-    async def _looked(self, db: Session) -> None:
-        pauses = self._app.pauses
-        resumed = await pauses.look(db, self._app.store.dialect)
-        if resumed and self._resumed is not None:
-            self._resumed(resumed)
+    async def _look(self, db: Session) -> None:
+        _, paused = await pauses.read(db, self._app.store.dialect)
+        self._heard(paused)
+
+    async def _beat(self, db: Session) -> None:
+        await self._write(db)
         for table in self._tables:
             if table.paused:
                 await table.give_back(db)
 
-    async def _written(self, db: Session) -> None:
-        counting, dialect = self._app.activity, self._app.store.dialect
-        identity = self.identity
-        if identity.consumers:
-            late = await jobs.due(db, dialect, identity.consumers, ahead_s=0.0, routes=())
-            counting.late({consumer: -in_s for consumer, in_s in late})
-        ages = counting.ages(identity.routes)
-        clock_s = await activity.write(db, dialect, identity, self._doing(), counting.taken(), ages)
+    async def _write(self, db: Session) -> None:
+        counting, identity = self._app.activity, self.identity
+        counting.late(self._late())
+        clock_s = await activity.write(
+            db,
+            self._app.store.dialect,
+            identity,
+            self._doing(),
+            counting.taken(),
+            counting.ages(identity.routes),
+            heard=self._heard,
+        )
         counting.forget()
         counting.ahead_s = clock_s - time.time()
 
+    def _heard(self, paused: Iterable[Pause]) -> None:
+        resumed = self._app.pauses.heard(paused)
+        if resumed and self._resumed is not None:
+            self._resumed(resumed)
+
     async def _left(self, db: Session) -> None:
-        await self._written(db)
+        await self._write(db)
         await activity.gone(db, self._app.store.dialect, self.identity.worker)
 
     def _carefully(self, operation: Operation[[], None]) -> None:

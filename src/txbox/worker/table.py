@@ -126,6 +126,8 @@ class Poll:
         self._asked_at = self._ask_at = 0.0
         # what the last answers said of the time until the next ones
         self._due_at: dict[str, float] = {}
+        # since when, by the last answer, the first row of a consumer has been due
+        self._late_since: dict[str, float] = {}
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -152,6 +154,11 @@ class Poll:
         with self._changed:
             heapq.heappush(self._calls, (at, next(self._order), call))
             self._changed.notify()
+
+    def late(self) -> dict[str, float]:
+        """How long each consumer's first due row has waited, in seconds, as the last answer says."""
+        now = time.monotonic()
+        return {consumer: now - since for consumer, since in self._late_since.items()}
 
     def wake(self) -> None:
         """Look whether to stop."""
@@ -210,6 +217,7 @@ class Poll:
 
     def _tell(self, answer: _Due) -> None:
         now = time.monotonic()
+        self._late_since = {name: now + in_s for name, in_s in answer if name and in_s <= 0}
         for name, in_s in answer:
             if in_s <= 0:
                 self._due(name)
