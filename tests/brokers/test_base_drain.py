@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from tests.support.proxy import Proxy
 from tests.support.servers import ROOT
 from tests.support.servers.control import ThrowawayKafka
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.warm import Warm
 from txbox import Outbox
 
 pytestmark = pytest.mark.brokers
@@ -44,9 +44,9 @@ class Run:
     ) -> None:
         self.output = directory / "output"
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = Warm(
                 [
-                    sys.executable, "-m", "txbox", verb, "tests.support.brokers.trouble_service:app", *words,
+                    "txbox", verb, "tests.support.brokers.trouble_service:app", *words,
                 ],
                 cwd=ROOT, env={**os.environ, "TXBOX_TEST_PLAN": json.dumps(plan)},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output,

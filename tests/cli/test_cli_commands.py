@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.databases import FreshDatabase, Raw
+from tests.support.warm import Warm
 from txbox.cli import main, make_parser
 
 RawOf = Callable[[str], Raw]
@@ -306,8 +307,8 @@ def test_logs_are_json_lines_when_asked(sqlite_shop: Command) -> None:
 
 
 def test_maintain_runs_until_it_is_told_to_stop(command: Command, sqlite_url: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "txbox", "maintain", "--database", sqlite_url],
+    process = Warm(
+        ["txbox", "maintain", "--database", sqlite_url],
         cwd=command.directory, env=command.environment,
     )  # fmt: skip
     with Raw(sqlite_url) as view:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.support import warm
 from tests.support.command import Command
 
 #: An App whose module lets everything speak that may, and then one handler's task on the loop.
@@ -43,10 +42,9 @@ def _lines(
     command.file("shop.py", SHOP.format(setup=setup))
     named = {**command.environment, "TXBOX_APP": "shop:app", "SHOP_URL": url}
     command("send", "orders", "--id", "m1", "--data", "{}", env=named)
-    ended = subprocess.run(
-        [sys.executable, "-m", "txbox", verb, "--once", "--log-json", *words],
-        cwd=command.directory, env=named, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
+    ended = warm.run(
+        ["txbox", verb, "--once", "--log-json", *words], cwd=command.directory, env=named
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stderr.decode().splitlines()
 

@@ -6,7 +6,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from tests.support.command import Command
 from tests.support.databases import Raw
 from tests.support.waiting import eventually
+from tests.support.warm import Warm
 from txbox.admin.activity import Rates, Snapshot, WorkerStatus
 from txbox.cli import workers
 from txbox.cli.output import clipped
@@ -63,8 +63,8 @@ def test_a_name_that_nobody_can_have_is_refused(shop: Command) -> None:
 
 
 def test_workers_and_top_of_a_service_that_runs(shop: Command) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "txbox", "run", "--app", "shop:app"],
+    with Warm(
+        ["txbox", "run", "--app", "shop:app"],
         cwd=shop.directory, env=shop.environment, stderr=subprocess.PIPE,
     ) as service:  # fmt: skip
         try:
@@ -93,8 +93,8 @@ def test_workers_and_top_of_a_service_that_runs(shop: Command) -> None:
 
 def test_top_ends_cleanly_on_ctrl_c_and_gives_the_terminal_back(shop: Command) -> None:
     main, terminal = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "txbox", "top", "--app", "shop:app", "--interval", "50ms"],
+    with Warm(
+        ["txbox", "top", "--app", "shop:app", "--interval", "50ms"],
         cwd=shop.directory, env=shop.environment, stdout=terminal, stderr=subprocess.PIPE,
     ) as top:  # fmt: skip
         os.close(terminal)

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import redis
 from tests.support.brokers.rabbitmq import declare
 from tests.support.databases import Raw
 from tests.support.waiting import eventually
+from tests.support.warm import Warm
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]
@@ -71,9 +71,9 @@ class Shops:
                 del os.environ[name]
         return module
 
-    def start(self, command: str, app: str, *options: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "txbox", command, f"shops:{app}", *options],
+    def start(self, command: str, app: str, *options: str) -> Warm:
+        return Warm(
+            ["txbox", command, f"shops:{app}", *options],
             cwd=self._folder, env=os.environ | self._environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -91,7 +91,7 @@ class Shops:
     def once(self, command: str, app: str) -> str:
         said, _ = (process := self.start(command, app, "--once")).communicate(timeout=120)
         assert process.returncode == 0, said
-        return said
+        return str(said)
 
 
 def relay_each_for_itself(shops: Shops, raw: Raw, tx: Any) -> None:

@@ -22,6 +22,7 @@ import pytest
 from tests.support.databases import Raw
 from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.warm import Warm
 from txbox import App, Message, Outbox, RelayPolicy
 from txbox.connections import psycopg as psycopg_adapter
 from txbox.relay import Relays, relay
@@ -138,10 +139,8 @@ def test_the_command_is_woken_and_ends_when_it_is_told_to(
 ) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     look, outbox = raw(postgresql_url), Outbox(notify=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "txbox", "relay", "shop:app"],
-        cwd=tmp_path, env={**os.environ, "SHOP_URL": postgresql_url},
-    )  # fmt: skip
+    environment = {**os.environ, "SHOP_URL": postgresql_url}
+    process = Warm(["txbox", "relay", "shop:app"], cwd=tmp_path, env=environment)
     try:
         eventually(lambda: look.rows(LISTENERS))
         with psycopg.connect(postgresql_url) as tx:

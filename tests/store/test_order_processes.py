@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -21,6 +19,7 @@ from tests.support.servers import ROOT
 from tests.support.shop import CONSUMER, TOPIC, Shop, opened, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.warm import Warm
 from tests.support.workers import worker
 from txbox import App, Message, RetryPolicy
 from txbox.brokers.nats import Nats
@@ -42,14 +41,11 @@ class Workers:
         self._plan = json.dumps({"url": url, "way": way, "file": str(file) if file else None})
         self._stack = stack
 
-    def start(self, crash_at: str | None = None, nth: int = 1) -> subprocess.Popen[bytes]:
+    def start(self, crash_at: str | None = None, nth: int = 1) -> Warm:
         environment = dict(os.environ)
         if crash_at is not None:
             environment |= {"TXBOX_CRASH_AT": crash_at, "TXBOX_CRASH_NTH": str(nth)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ordered_service", self._plan],
-            cwd=ROOT, env=environment,
-        )  # fmt: skip
+        process = Warm(["tests.support.ordered_service", self._plan], cwd=ROOT, env=environment)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         return process

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
+
 #: A service on the database of the test; `bad` messages are rejected, effects are rows.
 SHOP = """
 import os, sqlite3
@@ -61,7 +63,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`command("status", "--json")` runs `python -m txbox status --json`."""
+    """`command("status", "--json")` runs `python -m txbox status --json`.
+
+    `python` starts an interpreter with these arguments instead, for what is about imports.
+    """
 
     directory: Path
     environment: dict[str, str]
@@ -74,15 +79,19 @@ class Command:
         python: Sequence[str] = (),
         code: int | None = 0,
     ) -> Ended:
-        done = subprocess.run(
-            [sys.executable, *(python or ("-m", "txbox")), *words],
-            cwd=self.directory,
-            env={**self.environment, **(env or {})},
-            input=stdin,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
+        environment = {**self.environment, **(env or {})}
+        if python:
+            done = subprocess.run(
+                [sys.executable, *python, *words],
+                cwd=self.directory,
+                env=environment,
+                input=stdin,
+                capture_output=True,
+                timeout=60,
+                check=False,
+            )
+        else:
+            done = warm.run(["txbox", *words], cwd=self.directory, env=environment, input=stdin)
         ended = Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
         for before, line in pairwise(["", *ended.err.splitlines()]):
             # only the log has some, of what a handler raised

@@ -6,7 +6,6 @@ import base64
 import itertools
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support.servers import ROOT
+from tests.support.warm import Warm
 
 _DEADLINE_S = 60.0
 _numbers = itertools.count(1)
@@ -59,8 +59,8 @@ class WorkerProcess:
             path = folder / f"plan-{next(_numbers)}.json"
             path.write_text(text)
             text = f"@{path}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.scenario_service", text],
+        self._process = Warm(
+            ["tests.support.scenario_service", text],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -144,4 +144,4 @@ class WorkerProcess:
     def ended(self) -> int:
         """Its exit status; negative is the signal that killed it."""
         self._end()
-        return int(self._process.returncode)
+        return self._process.wait()

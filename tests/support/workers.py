@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from tests.support.servers import ROOT
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.warm import Warm
 from txbox import App
 from txbox.worker import Worker
 
@@ -44,8 +44,8 @@ class Process:
         environment = dict(os.environ)
         if crash is not None:
             environment |= {"TXBOX_CRASH_AT": crash[0], "TXBOX_CRASH_NTH": str(crash[1])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.worker_service", json.dumps(plan)],
+        self.process = Warm(
+            ["tests.support.worker_service", json.dumps(plan)],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

@@ -6,8 +6,6 @@ import ctypes
 import json
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from confluent_kafka.cimpl import NewTopic
 from tests.support.databases import Raw
 from tests.support.servers import ROOT
 from tests.support.waiting import eventually
+from tests.support.warm import Warm
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.errors import BrokerUnavailable
@@ -171,14 +170,14 @@ def handled(output: Path) -> list[str]:
 @contextmanager
 def service(
     plan: dict[str, Any], output: Path, crash: tuple[str, int] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[Warm]:
     """A worker process; what it says goes to a file. Killed when the block ends, unless it has ended."""
     environment = dict(os.environ)
     if crash is not None:
         environment |= {"TXBOX_CRASH_AT": crash[0], "TXBOX_CRASH_NTH": str(crash[1])}
     with output.open("ab") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.brokers.kafka_service", json.dumps(plan)],
+        process = Warm(
+            ["tests.support.brokers.kafka_service", json.dumps(plan)],
             cwd=ROOT,
             env=environment,
             stdout=written,

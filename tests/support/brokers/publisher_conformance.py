@@ -28,6 +28,7 @@ import pytest
 from tests.support.brokers.rigs import Rig, opened
 from tests.support.servers import ROOT
 from tests.support.waiting import eventually
+from tests.support.warm import Warm
 from txbox import Message
 from txbox.brokers.base import Publisher, Source
 from txbox.brokers.envelope import as_structured
@@ -284,8 +285,8 @@ class PublisherConformance:
             "address": rig.address,
             "topic": rig.topic,
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.brokers.publisher_conformance", json.dumps(plan)],
+        process = Warm(
+            ["tests.support.brokers.publisher_conformance", json.dumps(plan)],
             cwd=ROOT, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -15,9 +14,11 @@ from email.message import Message as Mail
 from pathlib import Path
 from typing import Any
 
+from tests.support import warm
 from tests.support.databases import Raw
 from tests.support.servers import ROOT
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.warm import Warm
 
 sys.path.append(str(ROOT / "examples"))
 from delivery_platform.mailbox import Mailbox  # type: ignore[import-not-found]
@@ -40,7 +41,7 @@ class Service:
     """One process under `txbox run`, started again whenever it was killed."""
 
     def __init__(self, name: str, app: str, env: Mapping[str, str], log: Path) -> None:
-        self._command = [sys.executable, "-m", "txbox", "run", f"delivery_platform.{app}:app"]
+        self._command = ["txbox", "run", f"delivery_platform.{app}:app"]
         self._env = {**env, "INSTANCE": name}
         self._log = log
         self.name = name
@@ -49,9 +50,7 @@ class Service:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command, cwd=ROOT, env=self._env, stdout=log, stderr=log
-            )
+            self.process = Warm(self._command, cwd=ROOT, env=self._env, stdout=log, stderr=log)
         self.since = time.monotonic()
 
     def kill(self) -> None:
@@ -96,18 +95,7 @@ class Platform:
             **env,
         }
         self.services: list[Service] = []
-        self._run(sys.executable, "-m", "delivery_platform", "declare")
-
-    def _run(self, *command: str) -> None:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = warm.run(["delivery_platform", "declare"], cwd=ROOT, env=self.env)
         assert done.returncode == 0, done.stderr
 
     def start(self, **env: str) -> None:
@@ -121,13 +109,13 @@ class Platform:
             service.process.kill()
             service.process.wait(DEADLINE_S)
 
-    def fed(self, parts: int, pause_s: float, *more: str) -> subprocess.Popen[bytes]:
-        feeder = [sys.executable, "-m", "tests.support.platform.feeder"]
-        return subprocess.Popen(
-            [*feeder, str(PACKAGES), str(parts), str(pause_s), *more], cwd=ROOT, env=self.env
+    def fed(self, parts: int, pause_s: float, *more: str) -> Warm:
+        feeder = "tests.support.platform.feeder"
+        return Warm(
+            [feeder, str(PACKAGES), str(parts), str(pause_s), *more], cwd=ROOT, env=self.env
         )
 
-    def killed_again_and_again(self, feeder: subprocess.Popen[bytes], each: int, seed: int) -> None:
+    def killed_again_and_again(self, feeder: Warm, each: int, seed: int) -> None:
         """SIGKILL at random moments until every process has died so often and all is sent."""
         draw = random.Random(seed)
         due = [service for service in self.services for _ in range(each)]

@@ -8,13 +8,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any, Self
 
 from tests.support.servers import ROOT
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.warm import Warm
 from tests.support.webhook.senders import Answer, Endpoint
 
 
@@ -29,16 +29,8 @@ class TxboxRun:
     def __init__(self, directory: Path, *words: str, **plan: Any) -> None:
         self.directory = directory
         plan["directory"] = str(directory)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "txbox",
-                "run",
-                "tests.support.webhook.served:app",
-                "--verbose",
-                *words,
-            ],
+        self.process = Warm(
+            ["txbox", "run", "tests.support.webhook.served:app", "--verbose", *words],
             cwd=ROOT,
             env={**os.environ, "TEST_PLAN": json.dumps(plan)},
             stdout=subprocess.DEVNULL,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 from tests.support.brokers.rigs import Rig
 from tests.support.effect import AT_ONCE, CONSUMER, add_effect
 from tests.support.servers import ROOT
+from tests.support.warm import Warm
 from txbox import App, Lease, Message
 from txbox.testing import install_from_environment
 from txbox.worker import Worker
@@ -24,7 +24,7 @@ SHORT = Lease(duration=timedelta(seconds=1), max_starts=20)
 
 
 @contextmanager
-def process(rig: Rig, url: str, crash: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def process(rig: Rig, url: str, crash: str | None = None) -> Iterator[Warm]:
     """A worker that kills itself at the crash point; it is killed when the block ends."""
     kind = type(rig)
     plan = {
@@ -36,10 +36,8 @@ def process(rig: Rig, url: str, crash: str | None = None) -> Iterator[subprocess
     environment = dict(os.environ)
     if crash is not None:
         environment |= {"TXBOX_CRASH_AT": crash, "TXBOX_CRASH_NTH": "1"}
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.brokers.rigs.service", json.dumps(plan)],
-        cwd=ROOT,
-        env=environment,
+    worker = Warm(
+        ["tests.support.brokers.rigs.service", json.dumps(plan)], cwd=ROOT, env=environment
     )
     try:
         yield worker
