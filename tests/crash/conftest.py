@@ -31,7 +31,8 @@ class Sweep(Protocol):
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPoolExecutor]:
     """Processes that have imported everything and opened nothing."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([runs.__name__])
     with ProcessPoolExecutor(_WORKERS, mp_context=context) as executor:
         yield executor
 

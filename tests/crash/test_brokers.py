@@ -25,7 +25,8 @@ FIXTURES = {
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
     """Processes that fork workers: this one may hold threads and clients."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([runs.__name__])
     with ProcessPoolExecutor(4, mp_context=context) as executor:
         yield executor
 
