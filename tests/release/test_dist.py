@@ -138,6 +138,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: Path) -> None:
     assert inside - about == package
     assert {
         "txbox/py.typed",
+        "txbox/store/common.sql",
         "txbox/store/postgresql.sql",
         "txbox/ui/templates/base.html",
     } <= inside

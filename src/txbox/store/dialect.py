@@ -18,9 +18,11 @@ from txbox.session import Result, Statement, Transaction
 
 Style = Literal["numeric", "format", "qmark", "named"]
 
-_PART = re.compile(r"^-- (name|fragment): (\w+)(.*)$", re.MULTILINE)
-# the use of a fragment, with the texts for its parameters
-_USE = re.compile(r"\[(\w+)(?: ([^\[\]]+))?\]")
+_PART = re.compile(r"^-- (name|fragment|nothing): (\w+)(.*)$", re.MULTILINE)
+# the use of a fragment, with the texts for its parameters; the innermost one first
+_USE = re.compile(r"\[(?!canary\])(\w+)(?: ((?:[^\[\]]|\[\])+))?\]")
+# what tells PostgreSQL the type of a parameter or result
+_CAST = re.compile(r"::[a-z]+(?: precision)?")
 # a comment, a string, a cast or a parameter; only parameters are rewritten
 _TOKEN = re.compile(r"--[^\n]*|'(?:[^']|'')*'|::|:([a-z_][a-z0-9_.]*)")
 _ROWS = re.compile(r":rows\.(\w+)")
@@ -168,40 +170,45 @@ def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
     return re.sub(r"\n\s*\n", "\n", text).strip(), tuple(names)
 
 
-def parse_queries(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Split a file of named queries; returns them, and which one follows which (`-- name: a then b`).
+def parse_queries(*texts: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Read files of named queries; returns them, and which one follows which (`-- name: a then b`).
 
-    Comments above a query are not part of its text. `-- fragment: name a b` defines a text for the
-    queries below it: each `[name x, y]` is replaced by that text, with x for `[a]` and y for `[b]`.
+    What a later file names replaces what an earlier one does. Comments above a query are not part of its text.
+    `-- nothing: a b` names queries with nothing to do. `-- fragment: name a b` defines a text for the queries of
+    all files: each `[name x, y]` is replaced by it, with x for `[a]` and y for `[b]`.
     """
     queries: dict[str, str] = {}
     seconds: dict[str, str] = {}
     fragments: dict[str, tuple[list[str], str]] = {}
-    parts = _PART.split(text)
-    for kind, name, words, body in zip(*(parts[n::4] for n in (1, 2, 3, 4)), strict=True):
-        lines = [line for line in body.splitlines() if not line.lstrip().startswith("--")]
-        sql = "\n".join(lines).strip()
-        if name in (fragments if kind == "fragment" else queries):
-            raise ConfigurationError(f"The {kind} {name} is defined twice.")
-        if kind == "fragment":
-            fragments[name] = words.split(), sql
-        else:
-            queries[name] = _whole(sql, fragments)
-            if words:
+    for text in texts:
+        seen: set[tuple[bool, str]] = set()
+        parts = _PART.split(text)
+        for kind, name, words, body in zip(*(parts[n::4] for n in (1, 2, 3, 4)), strict=True):
+            lines = [line for line in body.splitlines() if not line.lstrip().startswith("--")]
+            sql = "\n".join(lines).strip()
+            named = [name, *words.split()] if kind == "nothing" else [name]
+            for each in named:
+                if (kind == "fragment", each) in seen:
+                    raise ConfigurationError(f"{kind} {each} is defined twice.")
+                seen.add((kind == "fragment", each))
+            if kind == "fragment":
+                fragments[name] = words.split(), sql
+            else:
+                queries |= dict.fromkeys(named, sql)
+            if kind == "name" and words:
                 seconds[name] = words.removeprefix(" then ")
-    return queries, seconds
+    return {name: _whole(sql, fragments) for name, sql in queries.items()}, seconds
 
 
 def _whole(sql: str, fragments: Mapping[str, tuple[list[str], str]]) -> str:
-    def filled(use: re.Match[str]) -> str:
-        if use[1] == "canary":
-            return use[0]
+    """Replace every use of a fragment; the last of its parameters may have commas."""
+    while use := _USE.search(sql):
         words, text = fragments[use[1]]
-        for word, given in zip(words, use[2].split(", ") if use[2] else (), strict=True):
-            text = text.replace(f"[{word}]", given)
-        return _whole(text, fragments)
-
-    return _USE.sub(filled, sql)
+        given = use[2].split(", ", len(words) - 1) if use[2] else ()
+        for word, value in zip(words, given, strict=True):
+            text = text.replace(f"[{word}]", value)
+        sql = sql[: use.start()] + text + sql[use.end() :]
+    return sql
 
 
 def qualified(sql: str, schema: str) -> str:
@@ -220,7 +227,12 @@ def dialect(name: str, schema: str | None = None) -> Dialect:
         raise ConfigurationError(
             f"There is no dialect {name!r}: use postgresql, mysql (also for MariaDB) or sqlite."
         )
-    queries, seconds = parse_queries(files("txbox.store").joinpath(f"{name}.sql").read_text())
+    common, differing = (
+        files("txbox.store").joinpath(f"{file}.sql").read_text() for file in ("common", name)
+    )
+    queries, seconds = parse_queries(
+        common if name == "postgresql" else _CAST.sub("", common), differing
+    )
     if schema is not None:
         if name != "postgresql":
             raise ConfigurationError("schema= is for PostgreSQL only: remove it for this database.")

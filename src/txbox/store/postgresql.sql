@@ -1,21 +1,73 @@
--- txbox's statements for PostgreSQL 14 and later.
+-- txbox's statements for PostgreSQL 14 and later, where they are not those of common.sql.
 -- `:name` is a parameter; `:rows.name` is one column of many rows, here an array.
--- A query without a body has nothing to do on this database.
--- `status <> 'processed'` accompanies narrower conditions: it is the predicate of the partial indexes over open
--- rows, and the planner cannot infer it from narrower conditions that have parameters.
--- `[name x]` inserts the text of a fragment, with x as its parameter.
+-- `nothing:` names queries with nothing to do.
 -- Each section has the queries of the module it names.
+
+-- fragment: now
+clock_timestamp()
+
+-- fragment: stable_now
+now()
 
 -- fragment: ago seconds
 clock_timestamp() - make_interval(secs => [seconds]::double precision)
 
+-- fragment: stable_ago seconds
+now() - make_interval(secs => [seconds]::double precision)
+
 -- fragment: in seconds
 clock_timestamp() + make_interval(secs => [seconds]::double precision)
 
--- fragment: durable
--- An acknowledgement or a publish follows, so the commit must be durable, whatever the settings.
+-- fragment: age moment
+extract(epoch FROM clock_timestamp() - [moment])::double precision
+
+-- fragment: clock
+extract(epoch FROM clock_timestamp())::double precision
+
+-- fragment: text column
+[column]
+
+-- fragment: in_rows name type
+= ANY(:rows.[name]::[type][])
+
+-- fragment: same a b
+([a] IS NOT DISTINCT FROM [b])
+
+-- fragment: greatest
+greatest
+
+-- fragment: hex column
+encode([column], 'hex')
+
+-- fragment: open
+status <> 'processed' AND
+
+-- fragment: by_status
+-- POSIX as in is_due.
+txbox_inbox WHERE consumer = :consumer::text COLLATE "POSIX"
+
+-- fragment: outbox_by_due
+txbox_outbox
+
+-- fragment: look
+SELECT
+
+-- fragment: skip_locked
+FOR UPDATE SKIP LOCKED
+
+-- fragment: for_update
+FOR UPDATE
+
+-- fragment: flushed
 CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
      THEN set_config('synchronous_commit', 'on', true) END
+
+-- fragment: durable
+RETURNING [flushed]
+
+-- fragment: unless_there
+-- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
+ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 
 -- fragment: messages
 unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
@@ -49,19 +101,21 @@ SELECT m.message_id, found.finished
         LIMIT 1) AS found ON true
  WHERE m.message_id NOT IN (SELECT message_id FROM won)
 
+-- fragment: claimed behind
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
+  FROM [behind], unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
+                        :rows.sequence::bigint[], :rows.payload_hash::bytea[])
+                 AS m(message_id, topic, type, key, sequence, payload_hash)
+[unless_there]
+RETURNING message_id
+
 -- name: claim
 -- One statement arms the guard, limits the wait for a rival, writes the rows as processed and names the ids it did
 -- not win. A flag marks those known to be finished under the same payload, which settles them; the others are
 -- classified. That includes a rival that committed meanwhile, because this statement's snapshot does not show it.
--- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
 [armed], won AS (
-    INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
-    SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
-      FROM armed, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                         :rows.sequence::bigint[], :rows.payload_hash::bytea[])
-                  AS m(message_id, topic, type, key, sequence, payload_hash)
-    ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
-    RETURNING message_id
+    [claimed armed]
 )
 [not_won]
 
@@ -78,7 +132,7 @@ VALUES (:consumer::text, :message_id::text,
                   || set_config('idle_in_transaction_session_timeout', :idle_ms::text, true) IS NOT NULL
              THEN 'processed' END,
         :topic::text, :type::text, :key::text, :sequence::bigint, now(), :payload_hash::bytea)
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+[unless_there]
 RETURNING message_id, set_config('lock_timeout', current_setting('txbox.lock_timeout'), true)
 
 -- name: claim_kept
@@ -89,7 +143,7 @@ RETURNING message_id, set_config('lock_timeout', current_setting('txbox.lock_tim
     SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash,
            m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
       FROM armed, [messages]
-    ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+    [unless_there]
     RETURNING message_id
 )
 [not_won]
@@ -133,15 +187,15 @@ RETURNING own.message_id
 -- What would be checked at COMMIT; the guard is among it, and closed by now.
 SET CONSTRAINTS ALL IMMEDIATE
 
--- name: rehearse_references
--- As rehearse_constraints says.
+-- nothing: rehearse_references
+-- rehearse_constraints checks them.
 
 -- name: bound_lock_timeout
 -- For storing, and for accept with a timeout; restore_lock_timeout restores the caller's setting.
 -- What is stored is acknowledged next, so its commit is made durable.
 SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
        set_config('lock_timeout', :lock_timeout_ms::text, true),
-       [durable]
+       [flushed]
 
 -- name: restore_lock_timeout
 -- The limit was for the claim only; the handler gets its setting back. A fence that matched no row may not have
@@ -162,7 +216,7 @@ SELECT set_config('default_transaction_read_only', 'on', true),
   FROM (SELECT coalesce(nullif(current_setting('txbox.lock_timeout', true), ''),
                         current_setting('lock_timeout')) AS wait) AS old
 
--- name: arm
+-- nothing: arm
 -- The claim already armed the guard.
 
 -- name: savepoint_claim
@@ -180,10 +234,10 @@ ROLLBACK TO SAVEPOINT txbox_claim
 SELECT CASE WHEN :token::text <> '' AND current_setting('txbox.token', true) = :token::text
             THEN set_config('txbox.closed', :token::text, true)
             ELSE txbox_refuse() END,
-       [durable]
+       [flushed]
 
--- name: complete
--- The claim already wrote the row as processed.
+-- nothing: complete rescue_broken
+-- The claim already wrote the row as processed, and the guard refuses to commit a processing row without a lease.
 
 -- name: duplicates
 -- The ids that are finished, reported as by claim. Used when most of them are, so that a claim would mostly lose.
@@ -219,15 +273,9 @@ WITH guard AS MATERIALIZED (
                   OR current_setting('txbox.token', true) = current_setting('txbox.closed', true)
                 THEN set_config('txbox.closed', set_config('txbox.token', :token::text, true), true) END AS token,
            -- no duplicate may be acknowledged on the word of a row that is visible but not yet durable
-           [durable]
+           [flushed]
 )
-INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
-SELECT :consumer::text, m.message_id, 'processed', m.topic, m.type, m.key, m.sequence, now(), m.payload_hash
-  FROM guard, unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                     :rows.sequence::bigint[], :rows.payload_hash::bytea[])
-              AS m(message_id, topic, type, key, sequence, payload_hash)
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
-RETURNING message_id
+[claimed guard]
 
 -- name: savepoint
 SAVEPOINT txbox_accept
@@ -247,18 +295,8 @@ SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.seque
        m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
   FROM [messages]
  WHERE :token::text IS NOT NULL
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+[unless_there]
 RETURNING message_id
-
--- name: return_payload
--- A redelivery restores the missing payload of an unfinished row; from then on the table owns it.
-UPDATE txbox_inbox
-   SET content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
-       payload = :payload::bytea, has_payload = true, key_id = :key_id::text, payload_hash = :payload_hash::bytea,
-       next_attempt_at = coalesce(next_attempt_at, clock_timestamp()), updated_at = clock_timestamp()
- WHERE consumer = :consumer::text AND message_id = :message_id::text
-   AND status IN ('pending', 'failed') AND NOT has_payload
-RETURNING [durable]
 
 -- name: quarantine
 -- The same message again only increments the counter.
@@ -268,52 +306,9 @@ VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic:
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text,
         coalesce(octet_length(:payload::bytea), 0))
 ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
-RETURNING [durable]
-
--- name: record_attempt
--- An acknowledgement follows, so the commit is made durable here, in quarantine and in return_payload.
-INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
-VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
-        :error_type::text, :error::text, :fingerprint::text)
-RETURNING [durable]
-
--- name: keep_result
-UPDATE txbox_inbox SET result = :result::bytea
- WHERE consumer = :consumer::text AND message_id = :message_id::text
-
--- name: result
-SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
+[durable]
 
 -- ---- failures.py ----------------------------------------------------------------------------------------------------
-
--- fragment: failing
-
-status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer OR received_at < [ago :max_age_s]
-                     THEN 'dead' ELSE 'failed' END, attempts = attempts + 1, next_attempt_at = [in :delay_s],
-       lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
-       error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text,
-       content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
-       payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
-
--- name: record_update
--- Overwrites only a failed row with the same payload, or a row that is ours by its token.
-UPDATE txbox_inbox
-   SET starts = CASE WHEN status = 'processing' THEN greatest(starts - 1, 0) ELSE starts END, [failing]
- WHERE consumer = :consumer::text AND message_id = :message_id::text
-   AND ((status = 'failed' AND payload_hash IS NOT DISTINCT FROM :payload_hash::bytea)
-        OR (status = 'processing' AND token = :token::text))
-
--- name: record_insert
--- Somebody else's row is left alone; then nothing is written.
-INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
-                         next_attempt_at, error_type, error, fingerprint,
-                         content_type, headers, origin, payload, has_payload, key_id)
-VALUES (:consumer::text, :message_id::text,
-        CASE WHEN :final::boolean OR 1 >= :max_attempts::integer THEN 'dead' ELSE 'failed' END,
-        :topic::text, :type::text, :key::text, :sequence::bigint, :payload_hash::bytea, 1,
-        [in :delay_s], :error_type::text, :error::text, :fingerprint::text,
-        :content_type::text, :headers::text, :origin::text, :payload::bytea, :has_payload::boolean, :key_id::text)
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
 
 -- name: record_own
 -- Overwrites the row this transaction claimed: of all versions under this key, only that one can have its xmin.
@@ -363,7 +358,7 @@ SELECT :consumer::text, m.message_id, 'processing', :token::text,
        m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
 
   FROM [messages]
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+[unless_there]
 RETURNING message_id, received_at, arrival
 
 -- name: lease
@@ -448,7 +443,7 @@ WITH due AS MATERIALIZED (
           FOR UPDATE OF own SKIP LOCKED)
 [take]
 
--- name: lease_stored
+-- nothing: lease_stored
 -- store_leased already leased the rows.
 
 -- name: heartbeat
@@ -459,15 +454,6 @@ UPDATE txbox_inbox AS own SET lease_until = [in :lease_s]
            AND token = :token::text AND status = 'processing'
            FOR UPDATE SKIP LOCKED) AS held
  WHERE own.consumer = held.consumer AND own.message_id = held.message_id
-
--- name: release
--- Fenced. Takes the start back, because the message is not to blame for how the run ended.
-UPDATE txbox_inbox
-   SET status = CASE WHEN attempts > 0 THEN 'failed' ELSE 'pending' END,
-       starts = greatest(starts - 1, 0), lease_until = NULL, token = NULL, updated_at = clock_timestamp(),
-       next_attempt_at = [in :delay_s]
- WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
-   AND token = :token::text AND status = 'processing'
 
 -- name: rescue
 -- The start stays counted, because its run never ended. SKIP LOCKED: a locked row is alive.
@@ -489,30 +475,7 @@ UPDATE txbox_inbox AS own
  WHERE own.consumer = expired.consumer AND own.message_id = expired.message_id
 RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.attempts, own.error_type, own.error
 
--- name: rescue_broken
--- The guard refuses to commit a processing row without a lease.
-
 -- ---- order.py -------------------------------------------------------------------------------------------------------
-
--- name: order_waiting
--- The keys of a claim with earlier messages unfinished; later messages of these keys wait in the table.
-SELECT DISTINCT key FROM txbox_inbox
- WHERE consumer = :consumer::text AND key = ANY(:rows.key::text[]) AND status <> 'processed'
-   AND (status IN ('pending', 'failed', 'processing') OR (:dead_blocks::boolean AND status = 'dead'))
-   AND token IS DISTINCT FROM :token::text
-
--- name: sequence_state
--- The version processed last, whether an earlier one is being processed from the table, and whether this one has
--- waited long enough. Takes no locks: a version whose predecessor has not committed yet is stored, rather than
--- waiting here while another handler runs.
-SELECT (SELECT last FROM txbox_sequence
-         WHERE consumer = :consumer::text AND key = :key::text),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed'
-                  AND status IN ('pending', 'failed', 'processing') AND sequence < :sequence::bigint),
-       EXISTS (SELECT 1 FROM txbox_inbox
-                WHERE consumer = :consumer::text AND message_id = :message_id::text
-                  AND received_at < [ago :wait_s])
 
 -- name: sequence_done
 -- Never goes back: a late version leaves the higher one in place.
@@ -520,41 +483,14 @@ INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer::text, :key::
 ON CONFLICT ON CONSTRAINT txbox_sequence_pkey
 DO UPDATE SET last = greatest(txbox_sequence.last, excluded.last), updated_at = clock_timestamp()
 
--- name: sequence_next
--- Wakes the next version, which need not wait until it would be looked at again.
-UPDATE txbox_inbox SET next_attempt_at = clock_timestamp()
- WHERE consumer = :consumer::text AND key = :key::text AND status <> 'processed' AND status = 'pending'
-   AND sequence = :sequence::bigint + 1
-
 -- ---- jobs.py --------------------------------------------------------------------------------------------------------
-
--- name: job_create
-INSERT INTO txbox_job (name) VALUES (:name::text) ON CONFLICT (name) DO NOTHING
-
--- name: job_acquire
--- One holder at a time, by the database's clock; the holder renews with the same token.
-UPDATE txbox_job
-   SET token = :token::text, updated_at = clock_timestamp(), lease_until = [in :lease_s]
- WHERE name = :name::text AND (lease_until IS NULL OR lease_until <= clock_timestamp() OR token = :token::text)
-
--- name: job_release
-UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = clock_timestamp()
- WHERE name = :name::text AND token = :token::text
-
--- name: job_state
-SELECT state FROM txbox_job WHERE name = :name::text
-
--- name: job_save
--- Fenced by the lease: a reader that lost it cannot move the progress back.
-UPDATE txbox_job SET state = :state::text, updated_at = clock_timestamp()
- WHERE name = :name::text AND token = :token::text
 
 -- name: anchor_history
 -- Changes when commits may be missing: another server, a restart, a restored database or table.
 -- Even with synchronous_commit=off, what is anchored must be durable, and so must everything committed before.
 SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, own.oid::text,
                  'txbox_job'::regclass::oid::text),
-       [durable]
+       [flushed]
   FROM pg_database own
  WHERE own.datname = current_database()
 
@@ -570,8 +506,8 @@ SELECT moved.name, moved.position::text
 ON CONFLICT (name) DO UPDATE
    SET state = greatest(own.state::bigint, excluded.state::bigint)::text, updated_at = clock_timestamp()
 
--- name: prune
--- Here prune_blocks walks the rows in physical order instead.
+-- nothing: prune
+-- prune_blocks walks the rows in physical order instead.
 
 -- name: prune_blocks
 -- A batch is whatever is old in a range of blocks. An index over every processed row would slow down each claim. The
@@ -601,12 +537,6 @@ DELETE FROM txbox_attempt AS gone
  USING unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
  WHERE gone.consumer = m.consumer AND gone.message_id = m.message_id
 
--- name: prunable
-SELECT count(*) FROM txbox_inbox
- WHERE status IN ('processed', 'discarded')
-   AND processed_at < now() - make_interval(secs => :older_than_s::double precision)
-   AND (:consumer::text IS NULL OR consumer = :consumer::text)
-
 -- name: prune_orphans
 -- Attempts whose messages were dropped with their partition.
 DELETE FROM txbox_attempt AS own
@@ -615,10 +545,6 @@ DELETE FROM txbox_attempt AS own
                          AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS kept
                                           WHERE kept.consumer = gone.consumer AND kept.message_id = gone.message_id)
                        LIMIT :limit::integer)
-
--- fragment: outgoing_past
-status <> 'pending' AND ((status = 'sent' AND sent_at < [ago :sent_s])
-                         OR (status = 'discarded' AND available_at < [ago :discarded_s]))
 
 -- name: prune_outbox
 WITH old AS MATERIALIZED (
@@ -631,45 +557,19 @@ DELETE FROM txbox_outbox AS own
  WHERE own.id = old.id
 
 -- name: prune_quarantine
--- Only what was accepted or discarded, and what an edit has replaced once its message is gone; what waits for a
--- decision is never deleted.
 WITH old AS MATERIALIZED (
        SELECT consumer, message_id, hash FROM txbox_quarantine
-        WHERE status <> 'quarantined' AND updated_at < [ago :older_than_s]
-          AND (status <> 'replaced'
-               OR NOT EXISTS (SELECT 1 FROM txbox_inbox AS edited
-                               WHERE edited.consumer = txbox_quarantine.consumer AND edited.message_id = txbox_quarantine.message_id))
+        WHERE [decided]
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
 DELETE FROM txbox_quarantine AS own
  USING old
  WHERE own.consumer = old.consumer AND own.message_id = old.message_id AND own.hash = old.hash
 
--- name: prunable_quarantine
-SELECT count(*) FROM txbox_quarantine
- WHERE status <> 'quarantined' AND updated_at < [ago :older_than_s]
-   AND (status <> 'replaced'
-        OR NOT EXISTS (SELECT 1 FROM txbox_inbox AS edited
-                        WHERE edited.consumer = txbox_quarantine.consumer AND edited.message_id = txbox_quarantine.message_id))
-
--- name: quarantine_bytes
-SELECT coalesce(sum(kept_bytes), 0)::bigint FROM txbox_quarantine WHERE kept_bytes > 0
-
--- name: quarantine_oldest
-SELECT consumer, message_id, hash, kept_bytes FROM txbox_quarantine
- WHERE kept_bytes > 0
- ORDER BY received_at
- LIMIT :limit::integer
-   FOR UPDATE SKIP LOCKED
-
 -- name: drop_quarantined
 UPDATE txbox_quarantine AS own SET payload = NULL, kept_bytes = 0
   FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
  WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
-
--- name: prunable_outbox
-SELECT count(*) FROM txbox_outbox
- WHERE [outgoing_past]
 
 -- name: second_of_day
 SELECT mod(extract(epoch FROM clock_timestamp())::numeric, 86400)::double precision
@@ -787,9 +687,6 @@ SELECT txbox_partition_drop(:name::text, :older_than_s::double precision)
 
 -- ---- schema.py ------------------------------------------------------------------------------------------------------
 
--- name: schema_version
-SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
-
 -- name: schema_exists
 SELECT count(*), (SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
                    WHERE c.oid = to_regclass('txbox_schema')::oid) AS schema
@@ -799,7 +696,7 @@ SELECT count(*), (SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid 
 -- Of two concurrent `txbox init`, the second waits and then finds the work done. The number is arbitrary.
 SELECT pg_advisory_xact_lock(8389754677)
 
--- name: schema_unlock
+-- nothing: schema_unlock
 -- The lock ends with its transaction.
 
 -- name: guard_check
@@ -830,34 +727,6 @@ SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
 
 -- ---- admin/queries.py -----------------------------------------------------------------------------------------------
 
--- name: status
-SELECT consumer, status, count(*) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
-
--- name: oldest_unfinished
-SELECT consumer, extract(epoch FROM clock_timestamp() - min(received_at))::double precision
-  FROM txbox_inbox WHERE status <> 'processed' AND status IN ('pending', 'processing', 'failed')
- GROUP BY consumer ORDER BY consumer
-
--- name: quarantine_status
-SELECT consumer, count(*) FROM txbox_quarantine WHERE status = 'quarantined' GROUP BY consumer ORDER BY consumer
-
--- fragment: state
--- The state shown to people.
-CASE WHEN status <> 'pending' THEN status WHEN available_at <= now() THEN 'due'
-                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
-
--- name: outbox_status
--- Overdue: due for over a minute and never tried.
-SELECT own.topic, own.route, own.state, count(*),
-       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
-       count(*) FILTER (WHERE own.overdue)
-  FROM (SELECT topic, route, staged_at,
-               status = 'pending' AND token IS NULL AND attempts = 0
-               AND available_at < now() - interval '1 minute' AS overdue,
-               [state] AS state
-          FROM txbox_outbox) AS own
- GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
-
 -- name: bound_look
 -- A page that takes longer is none: the index for what it asks is missing.
 SELECT set_config('statement_timeout', :statement_ms::text, true), set_config('jit', 'off', true)
@@ -880,45 +749,6 @@ SELECT consumer FROM received WHERE consumer IS NOT NULL
  UNION
 SELECT consumer FROM aside WHERE consumer IS NOT NULL
  ORDER BY consumer
-
--- fragment: some status
-(SELECT count(*) FROM (SELECT FROM txbox_inbox
-             WHERE status <> 'processed' AND status = [status] AND consumer = :consumer::text COLLATE "POSIX"
-             LIMIT :most::integer) AS own)
-
--- fragment: oldest status
-(SELECT extract(epoch FROM clock_timestamp() - received_at)::double precision FROM txbox_inbox
-         WHERE status <> 'processed' AND status = [status] AND consumer = :consumer::text COLLATE "POSIX"
-         ORDER BY arrival LIMIT 1)
-
--- name: consumer_open
--- Of one consumer, counted up to a limit: what is open by status and quarantined, and the oldest of what is unfinished.
-SELECT [some 'pending'],
-       [some 'processing'],
-       [some 'failed'],
-       [some 'dead'],
-       [some 'discarded'],
-       (SELECT count(*) FROM (SELECT FROM txbox_quarantine
-                               WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :most::integer) AS own),
-       [oldest 'pending'],
-       [oldest 'processing'],
-       [oldest 'failed']
-
--- name: outbox_open
--- As outbox_status, of what has not left: counted up to a limit, and not more than that is read.
-SELECT own.topic, own.route, own.state, count(*),
-       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
-       count(*) FILTER (WHERE own.overdue)
-  FROM (SELECT * FROM (SELECT topic, route, staged_at, status = 'pending' AND token IS NULL AND attempts = 0
-                      AND available_at < now() - interval '1 minute' AS overdue,
-                       [state] AS state
-                  FROM txbox_outbox WHERE status = 'pending' ORDER BY route, available_at, number LIMIT :most::integer) AS waiting
-         UNION ALL
-        SELECT * FROM (SELECT topic, route, staged_at, status = 'pending' AND token IS NULL AND attempts = 0
-                      AND available_at < now() - interval '1 minute' AS overdue,
-                       [state] AS state
-                  FROM txbox_outbox WHERE status = 'dead' ORDER BY number LIMIT :most::integer) AS ended) AS own
- GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- name: inbox_newest
 -- The greatest number so far; there is no index to ask. Whoever may not read the sequence pays with a look at all rows.
@@ -946,75 +776,12 @@ SELECT own.relname::text, sum(pg_table_size(part.oid::regclass))::bigint, sum(pg
 
 -- For each table: a page, a whole row, how many rows a change affects, one batch of them, and the changes.
 
--- fragment: inbox_row
-consumer, message_id, status, topic, type, key, attempts, starts, received_at, updated_at, processed_at,
-       next_attempt_at, lease_until, error_type, error, fingerprint, has_payload, arrival, key_id
-
--- fragment: inbox_filter
-(:topic::text IS NULL OR topic = :topic::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:key::text IS NULL OR key = :key::text)
-   AND (:error_type::text IS NULL OR error_type = :error_type::text)
-   AND (:fingerprint::text IS NULL OR fingerprint = :fingerprint::text)
-   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
-
--- name: inbox_list
--- Keyset pages, newest first, of a stretch of arrivals: no index knows all rows by what may be asked for.
-SELECT [inbox_row]
-  FROM txbox_inbox
- WHERE arrival > :floor::bigint AND arrival < :before::bigint
-   AND (:consumer::text IS NULL OR consumer = :consumer::text)
-   AND (:status::text IS NULL OR status = :status::text)
-   AND [inbox_filter]
- ORDER BY arrival DESC
- LIMIT :limit::integer
-
--- name: inbox_list_open
--- The same of one consumer and any status but processed, which an index has in this order.
-SELECT [inbox_row]
-  FROM txbox_inbox
- WHERE consumer = :consumer::text COLLATE "POSIX"
-   AND status <> 'processed' AND status = :status::text
-   AND arrival < :before::bigint
-   AND [inbox_filter]
- ORDER BY arrival DESC
- LIMIT :limit::integer
-
--- name: inbox_list_id
--- The same of one consumer and id.
-SELECT [inbox_row]
-  FROM txbox_inbox
- WHERE consumer = :consumer::text AND message_id = :message_id::text
-   AND (:status::text IS NULL OR status = :status::text)
-   AND arrival < :before::bigint
-   AND [inbox_filter]
- LIMIT :limit::integer
-
--- name: failure_groups
--- The newest failures of one consumer and status, as many as are looked at, by what they have in common.
-SELECT own.fingerprint, own.error_type, count(*), min(own.received_at), max(own.updated_at), min(own.message_id)
-  FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id
-          FROM txbox_inbox
-         WHERE consumer = :consumer::text COLLATE "POSIX" AND status <> 'processed' AND status = :status::text
-         ORDER BY arrival DESC
-         LIMIT :most::integer) AS own
- GROUP BY own.fingerprint, own.error_type
-
 -- name: inbox_states
 -- What became of messages that were retried.
 SELECT own.consumer, own.message_id, own.status, own.attempts, own.fingerprint
   FROM txbox_inbox AS own
   JOIN unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
     ON own.consumer = m.consumer AND own.message_id = m.message_id
-
--- name: inbox_show
-SELECT [inbox_row],
-       content_type, headers, payload, origin, sequence, payload_hash, result
-  FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
-
--- name: inbox_attempts
-SELECT attempt, status, error_type, error, fingerprint, recorded_at
-  FROM txbox_attempt WHERE consumer = :consumer::text AND message_id = :message_id::text ORDER BY number
 
 -- name: inbox_count
 -- What inbox_select would find in all batches of each consumer, and how many of those are spared. Takes no locks.
@@ -1026,21 +793,6 @@ SELECT status, consumer, count(*), count(*) FILTER (WHERE error_type = :spared::
    AND (has_payload OR NOT :needs_payload::boolean)
    AND [inbox_filter]
  GROUP BY status, consumer ORDER BY consumer
-
--- name: inbox_select
--- The rows an operator's command may change now. SKIP LOCKED: what a live delivery holds is left to it.
--- Per consumer in arrival order, which an index has, so that all batches together read each row once. POSIX as in
--- is_due.
-SELECT consumer, message_id, arrival, error_type FROM txbox_inbox
- WHERE consumer = :consumer::text COLLATE "POSIX"
-   AND (:message_id::text IS NULL OR message_id = :message_id::text AND consumer = :consumer::text)
-   AND status <> 'processed' AND status = :status::text
-   AND (has_payload OR NOT :needs_payload::boolean)
-   AND [inbox_filter]
-   AND arrival > :after::bigint
- ORDER BY arrival
- LIMIT :limit::integer
-   FOR UPDATE SKIP LOCKED
 
 -- name: inbox_retry
 -- Grants a full new budget of attempts; the history stays in txbox_attempt.
@@ -1057,14 +809,6 @@ UPDATE txbox_inbox AS own
   FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
  WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.status IN ('dead', 'failed', 'pending')
 
--- name: edit_lock
--- One message that may be edited, as replay_read and with what an edit keeps.
-SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
-       origin, payload, has_payload, key_id, arrival, error
-  FROM txbox_inbox
- WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed') AND has_payload
-   FOR UPDATE SKIP LOCKED
-
 -- name: edit_set_aside
 -- What stands in the row stays readable in the quarantine, under the hash of its payload. Its bytes do not count
 -- there: it is no stranger's doing, and is kept as long as its message.
@@ -1077,29 +821,7 @@ ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
    SET status = CASE WHEN own.status = 'quarantined' THEN own.status ELSE 'replaced' END,
        headers = excluded.headers, payload = excluded.payload, key_id = excluded.key_id, updated_at = clock_timestamp()
 
--- name: edit_write
--- As inbox_retry, with other content. The hash stays that of what came: a copy of it is a duplicate.
-UPDATE txbox_inbox
-   SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = clock_timestamp(), updated_at = clock_timestamp(),
-       lease_until = NULL, token = NULL, content_type = :content_type::text, headers = :headers::text,
-       payload = :payload::bytea, key_id = :key_id::text, error = :error::text
- WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed')
-
--- name: replay_read
--- In arrival order; for replaying as another consumer, or replaying a processed row.
-SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
-       origin, payload, has_payload, key_id, arrival
-  FROM txbox_inbox
- WHERE consumer = :consumer::text AND has_payload AND arrival > :after::bigint
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND (:status::text IS NULL OR status = :status::text)
-   AND (:topic::text IS NULL OR topic = :topic::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:key::text IS NULL OR key = :key::text)
- ORDER BY arrival
- LIMIT :limit::integer
-
--- fragment: before_it route
+-- fragment: ahead_of_it route
 -- Of each route by itself, as the index has them in their order.
 (SELECT head.id, head.number FROM txbox_outbox AS head
               WHERE head.status = 'pending' AND head.route = [route]
@@ -1109,179 +831,9 @@ SELECT message_id, topic, type, key, sequence, received_at, payload_hash, attemp
                      OR head.available_at <= now())
               ORDER BY head.number LIMIT 1)
 
--- fragment: outbox_row
-own.id, own.number, own.state, own.topic, own.route, own.type, own.key, own.attempts, own.staged_at,
-       CASE WHEN own.state IN ('delayed', 'failed') THEN own.available_at END,
-       CASE WHEN own.state = 'leased' THEN own.available_at END,
-       own.sent_at, own.cause_consumer, own.cause_id, own.error_type, own.error,
-       CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN
-           (SELECT first.id FROM ([before_it own.route] UNION ALL [before_it '']) AS first
-             ORDER BY first.number LIMIT 1) END,
-       own.key_id
-
--- fragment: outbox_filter
-(:topic::text IS NULL OR topic = :topic::text)
-   AND (:route::text IS NULL OR route = :route::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:key::text IS NULL OR key = :key::text)
-   AND (:error_type::text IS NULL OR error_type = :error_type::text)
-   AND (:older_than_s::double precision IS NULL OR staged_at < [ago :older_than_s])
-
--- name: outbox_list
--- Keyset pages of a stretch of numbers, newest first; each row with the one of its key that must leave before it, if
--- any. Of the statuses that people see, the table has four as pending: that is asked first, it is what an index knows.
-SELECT [outbox_row]
-  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
-               cause_id, error_type, error, key_id, route, [state] AS state
-          FROM txbox_outbox
-         WHERE number > :floor::bigint AND number < :before::bigint
-           AND (:status::text IS NULL
-                OR status = CASE WHEN :status::text IN ('due', 'delayed', 'leased', 'failed') THEN 'pending'
-                                 ELSE :status::text END
-                   AND [state] = :status::text)
-           AND [outbox_filter]
-         ORDER BY number DESC
-         LIMIT :limit::integer) AS own
- ORDER BY own.number DESC
-
--- name: outbox_list_ended
--- The same of those that are dead, sent or discarded, which an index has in this order.
-SELECT [outbox_row]
-  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
-               cause_id, error_type, error, key_id, route, [state] AS state
-          FROM txbox_outbox
-         WHERE status <> 'pending' AND status = :status::text
-           AND number < :before::bigint
-           AND [outbox_filter]
-         ORDER BY number DESC
-         LIMIT :limit::integer) AS own
- ORDER BY own.number DESC
-
--- name: outbox_list_id
--- The same of one id.
-SELECT [outbox_row]
-  FROM (SELECT id, number, status, topic, type, key, attempts, staged_at, available_at, sent_at, cause_consumer,
-               cause_id, error_type, error, key_id, route, [state] AS state
-          FROM txbox_outbox
-         WHERE id = :message_id::text AND number < :before::bigint
-           AND (:status::text IS NULL OR [state] = :status::text)
-           AND [outbox_filter]
-         ORDER BY number DESC
-         LIMIT :limit::integer) AS own
- ORDER BY own.number DESC
-
--- name: outbox_show
--- The columns of outbox_list.
-SELECT [outbox_row], own.content_type, own.headers, own.payload
-  FROM (SELECT found.*, [state] AS state
-          FROM txbox_outbox AS found WHERE id = :message_id::text) AS own
-
--- name: outbox_count
-SELECT own.state, NULL, count(*), 0
-  FROM (SELECT [state] AS state
-          FROM txbox_outbox
-         WHERE (:message_id::text IS NULL OR id = :message_id::text)
-           AND status IN ('pending', 'dead')
-           AND [outbox_filter]) AS own
- WHERE own.state = ANY(:rows.status::text[])
- GROUP BY own.state
-
--- name: outbox_select
--- inbox_select for the outbox; rows that a relay is marking are left to it.
-SELECT id, number, error_type FROM txbox_outbox
- WHERE (:message_id::text IS NULL OR id = :message_id::text)
-   AND status IN ('pending', 'dead')
-   AND [state] = :status::text
-   AND [outbox_filter]
-   AND number > :after::bigint
- ORDER BY number
- LIMIT :limit::integer
-   FOR UPDATE SKIP LOCKED
-
--- name: outbox_retry
--- Grants a full new budget. available_at is set back to when it was staged, so that the row precedes the later rows of
--- its key again.
-UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
- WHERE id = ANY(:rows.message_id::text[]) AND status IN ('pending', 'dead')
-
--- name: outbox_discard
--- For a row that is no longer pending, available_at is when it was given up.
-UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = clock_timestamp()
- WHERE id = ANY(:rows.message_id::text[]) AND status IN ('pending', 'dead')
-
--- name: outbox_reroute
--- Grants a new budget, because the attempts were made on the old route. Rows that were tried are due at once.
-UPDATE txbox_outbox SET status = 'pending', route = :to::text, attempts = 0, token = NULL,
-       available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END
- WHERE id = ANY(:rows.message_id::text[]) AND status IN ('pending', 'dead')
-
--- fragment: quarantine_named
-(:consumer::text IS NULL OR consumer = :consumer::text)
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND (:hash::text IS NULL OR left(encode(hash, 'hex'), length(:hash::text)) = lower(:hash::text))
-
--- fragment: quarantine_filter
-(:topic::text IS NULL OR topic = :topic::text)
-   AND (:type::text IS NULL OR type = :type::text)
-   AND (:key::text IS NULL OR key = :key::text)
-   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
-
--- fragment: quarantine_row
-consumer, message_id, hash, status, reason, topic, type, key, seen, received_at, updated_at, kept_bytes,
-       key_id, content_type, headers, payload, origin
-
--- name: quarantine_list
--- Keyset pages, newest first. Rows have no number for their order of arrival, so the row itself is the page mark.
-SELECT consumer, message_id, hash, status, reason, topic, type, key, seen, received_at, updated_at, kept_bytes,
-       key_id
-  FROM txbox_quarantine
- WHERE [quarantine_named]
-   AND (:status::text IS NULL OR status = :status::text)
-   AND [quarantine_filter]
-   AND (:mark_hash::bytea IS NULL
-        OR (received_at, hash, consumer, message_id)
-           < (SELECT own.received_at, own.hash, own.consumer, own.message_id FROM txbox_quarantine AS own
-               WHERE own.consumer = :mark_consumer::text AND own.message_id = :mark_id::text
-                 AND own.hash = :mark_hash::bytea))
- ORDER BY received_at DESC, hash DESC, consumer DESC, message_id DESC
- LIMIT :limit::integer
-
--- name: quarantine_show
-SELECT [quarantine_row]
-  FROM txbox_quarantine
- WHERE [quarantine_named]
- ORDER BY received_at
- LIMIT :limit::integer
-
--- name: quarantine_count
-SELECT status, consumer, count(*), 0 FROM txbox_quarantine
- WHERE status = ANY(:rows.status::text[])
-   AND [quarantine_named]
-   AND [quarantine_filter]
- GROUP BY status, consumer ORDER BY consumer
-
--- name: quarantine_select
--- In order of arrival. Waits for a live copy that is incrementing a row's counter, which does not take long.
-SELECT consumer, message_id, hash, NULL, NULL FROM txbox_quarantine
- WHERE status = :status::text
-   AND consumer = :consumer::text
-   AND (:message_id::text IS NULL OR message_id = :message_id::text)
-   AND (:hash::text IS NULL OR left(encode(hash, 'hex'), length(:hash::text)) = lower(:hash::text))
-   AND [quarantine_filter]
-   AND (:mark_hash::bytea IS NULL
-        OR (received_at, hash, message_id)
-           > (SELECT own.received_at, own.hash, own.message_id FROM txbox_quarantine AS own
-               WHERE own.consumer = :consumer::text AND own.message_id = :mark_id::text
-                 AND own.hash = :mark_hash::bytea))
- ORDER BY received_at, hash, message_id
- LIMIT :limit::integer
-   FOR UPDATE
-
--- name: quarantine_lock
-SELECT [quarantine_row]
-  FROM txbox_quarantine
- WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea AND status = 'quarantined'
-   FOR UPDATE
+-- fragment: before_it
+(SELECT first.id FROM ([ahead_of_it own.route] UNION ALL [ahead_of_it '']) AS first
+             ORDER BY first.number LIMIT 1)
 
 -- name: quarantine_end
 -- Once decided, the content is no longer needed and is dropped; the row stays for its retention time.
@@ -1291,23 +843,8 @@ UPDATE txbox_quarantine AS own
  WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
    AND own.status = 'quarantined'
 
--- name: audit_list
--- Keyset pages, newest first.
-SELECT number, recorded_at, actor, login, action, filter, affected, reason
-  FROM txbox_audit
- WHERE (:before::bigint IS NULL OR number < :before::bigint)
- ORDER BY number DESC
- LIMIT :limit::integer
-
--- name: audit
-INSERT INTO txbox_audit (actor, action, filter, affected, reason)
-VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)
-
 -- ---- admin/doctor ---------------------------------------------------------------------------------------------------
 -- None of these reads a table through: names are found by jumps in an index, and rows are counted up to a limit.
-
--- name: doctor_clock
-SELECT extract(epoch FROM clock_timestamp())::double precision
 
 -- name: doctor_settings
 -- Lengths of time in milliseconds, as pg_settings has them.
@@ -1393,17 +930,6 @@ WITH RECURSIVE found(status, consumer) AS (
 )
 SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit::integer
 
--- name: doctor_messages
--- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late.
-SELECT own.topic, own.type, count(*), extract(epoch FROM clock_timestamp() - min(own.received_at))::double precision,
-       count(*) FILTER (WHERE own.until < [ago :late_s])
-  FROM (SELECT topic, type, received_at,
-               CASE WHEN status = 'processing' THEN lease_until WHEN has_payload THEN next_attempt_at END AS until
-          FROM txbox_inbox
-         WHERE status <> 'processed' AND status = :status::text AND consumer = :consumer::text COLLATE "POSIX"
-         ORDER BY arrival LIMIT :limit::integer) AS own
- GROUP BY own.topic, own.type
-
 -- name: doctor_routes
 -- As doctor_consumers.
 WITH RECURSIVE found(route) AS (
@@ -1415,38 +941,7 @@ WITH RECURSIVE found(route) AS (
 )
 SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit::integer
 
--- name: doctor_outgoing
--- Of those of a route that are due first, as doctor_messages.
-SELECT own.topic, own.type, own.cause_consumer, count(*),
-       extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision,
-       count(*) FILTER (WHERE own.token IS NULL AND own.attempts = 0 AND own.available_at < [ago :late_s])
-  FROM (SELECT topic, type, cause_consumer, staged_at, token, attempts, available_at
-          FROM txbox_outbox WHERE status = 'pending' AND route = :route::text
-         ORDER BY available_at, number LIMIT :limit::integer) AS own
- GROUP BY own.topic, own.type, own.cause_consumer
-
--- name: doctor_outgoing_dead
-SELECT count(*), extract(epoch FROM clock_timestamp() - min(own.staged_at))::double precision
-  FROM (SELECT staged_at FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead'
-         ORDER BY number LIMIT :limit::integer) AS own
-
--- name: doctor_quarantined
-SELECT own.consumer, count(*), extract(epoch FROM clock_timestamp() - min(own.received_at))::double precision
-  FROM (SELECT consumer, received_at FROM txbox_quarantine WHERE status = 'quarantined' LIMIT :limit::integer) AS own
- GROUP BY own.consumer ORDER BY own.consumer
-
--- name: doctor_pruning
--- When pruning ran last, how old the tables are, and whether there is any row.
-SELECT 'ran', extract(epoch FROM clock_timestamp() - updated_at)::double precision FROM txbox_job WHERE name = 'prune'
- UNION ALL
-SELECT 'tables', extract(epoch FROM clock_timestamp() - min(applied_at))::double precision FROM txbox_schema
- UNION ALL
-SELECT 'rows', count(*)::double precision FROM (SELECT FROM txbox_inbox LIMIT 1) AS own
-
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
-
--- name: database_clock
-SELECT clock_timestamp()
 
 -- name: explain_consumers
 -- The consumers that have rows, from one to the next in the index of the key: no look at all rows.
@@ -1486,13 +981,6 @@ SELECT found.*
         WHERE id = m.message_id
         LIMIT 1) AS found
 
--- name: explain_quarantine
-SELECT [quarantine_row]
-  FROM txbox_quarantine
- WHERE consumer = :consumer::text AND message_id = :message_id::text
- ORDER BY received_at
- LIMIT :limit::integer
-
 -- name: explain_holder
 -- The open transaction that has locked or changed this row: its id stands in the row, and while it is open it
 -- holds a lock on that id. What pg_stat_activity hides from this role is NULL.
@@ -1516,45 +1004,9 @@ SELECT own.pid, act.usename::text, act.application_name, act.state,
  ORDER BY act.xact_start
  LIMIT :limit::integer
 
--- name: explain_locked
--- Here the row itself says who holds it: explain_holder.
-
--- ---- waits.py -------------------------------------------------------------------------------------------------------
-
--- name: waits_order
--- For rows that have not run: the first row of their key that they wait for.
-SELECT own.message_id, head.message_id, head.status, head.next_attempt_at
-  FROM (SELECT behind.message_id,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
-                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (:dead_blocks::boolean AND earlier.status = 'dead'))
-                 ORDER BY earlier.arrival LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
-           AND behind.status IN ('pending', 'failed')) AS own
-  JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
-
--- name: waits_version
--- For rows that have not run: their version, the one processed last, and the lowest one they wait for.
-SELECT own.message_id, own.sequence, own.last, head.message_id, head.status, head.next_attempt_at, head.sequence
-  FROM (SELECT behind.message_id, behind.sequence, done.last,
-               (SELECT earlier.message_id FROM txbox_inbox AS earlier
-                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
-                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
-                   AND (earlier.status IN ('pending', 'failed', 'processing')
-                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
-                 ORDER BY earlier.sequence LIMIT 1) AS head_id
-          FROM txbox_inbox AS behind
-          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
-         WHERE behind.consumer = :consumer::text AND behind.message_id = ANY(:rows.message_id::text[])
-           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
-  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
-
 -- ---- outbox.py ------------------------------------------------------------------------------------------------------
 
--- name: stage
+-- fragment: staging
 -- Many messages in one statement, in the caller's transaction; `number` is the order of insertion.
 -- A repeated run with the same cause stages the same ids, and changes nothing.
 INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
@@ -1570,21 +1022,12 @@ SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_
  ORDER BY m.position
 ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
 
+-- name: stage
+[staging]
+
 -- name: stage_notify
--- stage, plus a notification at commit for relays that listen; one round trip.
-WITH staged AS (
-    INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
-                              available_at, route)
-    SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
-           m.cause_id, now() + make_interval(secs => m.delay_s), m.route
-      FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
-                  :rows.content_type::text[], :rows.headers::text[], :rows.payload::bytea[],
-                  :rows.cause_consumer::text[], :rows.cause_id::text[], :rows.delay_s::double precision[],
-                  :rows.route::text[])
-           WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
-                                route, position)
-     ORDER BY m.position
-    ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING)
+-- Plus a notification at commit for relays that listen; one round trip.
+WITH staged AS ([staging])
 SELECT pg_notify('txbox_outbox', '')
 
 -- name: stage_lock
@@ -1592,28 +1035,15 @@ SELECT pg_notify('txbox_outbox', '')
 -- order. Sorted by the caller.
 SELECT pg_advisory_xact_lock(own.lock) FROM unnest(:rows.lock::bigint[]) AS own(lock)
 
--- name: relay_page
--- What may be due on one route, or was staged without one, oldest first, from where the last look ended. Takes no
--- locks. Two scans, each in index order: with `route IN (…)` everything due would be sorted. now() bounds the index
--- scan, which with clock_timestamp() would read every delayed row.
-SELECT id, number, topic, key, available_at, payload_bytes, type
-  FROM ((SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0) AS payload_bytes, type
+-- fragment: page route topics
+-- now() bounds the index scan, which with clock_timestamp() would read every delayed row.
+(SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0) AS payload_bytes, type
            FROM txbox_outbox
-          WHERE status = 'pending' AND route = :route::text AND available_at <= now()
+          WHERE status = 'pending' AND route = [route] AND available_at <= now()
             AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
-            AND (:whole::boolean OR (topic = ANY(:rows.topic::text[])) = :named::boolean)
+            AND [topics]
           ORDER BY available_at, number
           LIMIT :limit::integer)
-        UNION ALL
-        (SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0), type
-           FROM txbox_outbox
-          WHERE status = 'pending' AND route = '' AND available_at <= now()
-            AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
-            AND (topic = ANY(:rows.topic::text[])) = :named::boolean
-          ORDER BY available_at, number
-          LIMIT :limit::integer)) AS due
- ORDER BY available_at, number
- LIMIT :limit::integer
 
 -- name: relay_heads
 -- For each key and type, the first row that must not be overtaken, and how many there are up to :last. A row staged
@@ -1639,39 +1069,7 @@ UPDATE txbox_outbox AS own
  WHERE own.id = due.id
 RETURNING own.id, own.number, own.topic, own.type, own.key, own.content_type, own.headers, own.payload, own.key_id,
           own.staged_at, own.attempts,
-          [durable]
-
--- name: relay_release
--- Fenced. For rows that were not sent through no fault of their own; they keep their place ahead of later ones.
-UPDATE txbox_outbox
-   SET token = NULL, available_at = staged_at
- WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
-
--- name: relay_sent
-DELETE FROM txbox_outbox WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
-
--- name: relay_kept
--- relay_sent for rows that are kept for a while.
-UPDATE txbox_outbox SET status = 'sent', token = NULL, sent_at = clock_timestamp(), error_type = NULL, error = NULL
- WHERE id = ANY(:rows.id::text[]) AND token = :token::text AND status = 'pending'
-
--- name: relay_failed
-UPDATE txbox_outbox
-   SET status = :status::text, attempts = attempts + 1, token = NULL,
-       error_type = :error_type::text, error = :error::text, available_at = [in :delay_s]
- WHERE id = :id::text AND token = :token::text AND status = 'pending'
-
--- name: relay_left
--- What is due or leased on one route, or was staged without one.
-SELECT DISTINCT topic, type FROM txbox_outbox
- WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= now())
-   AND route IN (:route::text, '')
-   AND ((:whole::boolean AND route = :route::text) OR (topic = ANY(:rows.topic::text[])) = :named::boolean)
-
--- name: relay_strays
--- Rows for consumers on this database that are not on this App's own route, and rows without any route.
-SELECT DISTINCT route, topic, type, cause_consumer FROM txbox_outbox
- WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route::text
+          [flushed]
 
 -- name: relay_adopt
 UPDATE txbox_outbox SET route = :route::text
@@ -1704,30 +1102,6 @@ ON CONFLICT (minute, kind, name, worker) DO UPDATE
        quarantined = excluded.quarantined, latency = excluded.latency, run = excluded.run,
        oldest_s = excluded.oldest_s
 
--- fragment: counted
-minute, kind, name, received, processed, duplicate, deferred, failed, dead, quarantined, latency, run, oldest_s
-
--- name: activity_read
-SELECT [counted] FROM txbox_activity WHERE minute >= :minute::bigint ORDER BY minute
-
--- name: activity_minutes
--- Minutes of which several processes have rows yet.
-SELECT DISTINCT minute FROM txbox_activity
- WHERE minute < :before::bigint AND worker <> '' ORDER BY minute LIMIT :limit::integer
-
--- name: activity_of
-SELECT [counted] FROM txbox_activity WHERE minute = ANY(:rows.minute::bigint[])
-
--- name: activity_folded
-DELETE FROM txbox_activity WHERE minute = ANY(:rows.minute::bigint[]) AND worker <> ''
-
--- name: activity_prune
-DELETE FROM txbox_activity WHERE minute < :before::bigint
-
--- name: clock
--- In seconds since 1970.
-SELECT extract(epoch FROM clock_timestamp())::double precision
-
 -- name: outbox_ages
 -- How long the first row that is due has been so, of each route; one index probe each.
 SELECT asked.route, extract(epoch FROM clock_timestamp() - first.at)::double precision
@@ -1735,36 +1109,3 @@ SELECT asked.route, extract(epoch FROM clock_timestamp() - first.at)::double pre
        CROSS JOIN LATERAL (SELECT available_at AS at FROM txbox_outbox
                             WHERE status = 'pending' AND route = asked.route
                             ORDER BY available_at LIMIT 1) AS first
-
--- name: worker_write
-INSERT INTO txbox_worker (worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases,
-                          in_flight)
-VALUES (:worker::text, :kind::text, :host::text, :pid::bigint, :version::text, :app::text, :consumers::text,
-        :sources::text, :routes::text, :lanes::integer, :state::text, :busy::integer, :leases::integer,
-        :in_flight::integer)
-ON CONFLICT (worker) DO UPDATE
-   SET state = excluded.state, busy = excluded.busy, leases = excluded.leases, in_flight = excluded.in_flight,
-       seen_at = clock_timestamp()
-
--- name: worker_gone
-DELETE FROM txbox_worker WHERE worker = :worker::text
-
--- name: workers
-SELECT worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases, in_flight,
-       started_at, seen_at, extract(epoch FROM clock_timestamp() - seen_at)::double precision
-  FROM txbox_worker ORDER BY started_at, worker
-
--- name: workers_prune
-DELETE FROM txbox_worker WHERE seen_at < [ago :silent_s]
-
--- name: pauses
--- A row at least, which tells the time.
-SELECT extract(epoch FROM clock_timestamp())::double precision, paused.consumer, paused.actor, paused.reason,
-       paused.paused_at
-  FROM (SELECT 1) AS always LEFT JOIN txbox_pause AS paused ON true ORDER BY paused.consumer
-
--- name: pause
-INSERT INTO txbox_pause (consumer, actor, reason) VALUES (:consumer::text, :actor::text, :reason::text)
-
--- name: resume
-DELETE FROM txbox_pause WHERE consumer = :consumer::text

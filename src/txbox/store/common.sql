@@ -1,0 +1,776 @@
+-- The statements that all databases read alike. A query or fragment in a database's own file replaces its namesake here.
+-- `:name::type` is a parameter; only PostgreSQL is told the type. `[name x]` inserts a fragment, with x as its parameter.
+-- Every database's own file has these fragments:
+--   [now], [stable_now], [ago seconds], [in seconds], [age moment], [clock]    the time; a stable one can bound an index scan
+--   [text column]                what is stored as bytes, as text
+--   [in_rows name, type]         is one of `:rows.name`
+--   [same a, b]                  a = b, where NULL equals NULL
+--   [open]                       the predicate of the partial indexes over open rows, which some planners cannot infer
+--   [by_status]                  the rows of :consumer, by the index that has them by status and arrival
+--   [look]                       SELECT, for a page that somebody waits for
+--   [skip_locked], [for_update]  row locks
+--   [durable]                    an acknowledgement follows: the commit is made durable, whatever the settings
+-- Each section has the queries of the module it names.
+
+-- ---- claims.py ------------------------------------------------------------------------------------------------------
+
+-- nothing: savepoint_claim rollback_to_claim
+-- A failed statement leaves the transaction usable, so close can be used instead.
+
+-- nothing: bound_batch
+-- Locks between two batches are SQLite's one, or a deadlock that InnoDB detects at once.
+
+-- nothing: duplicates
+-- classify reads them along with the others.
+
+-- nothing: rehearse_constraints
+
+-- ---- inbox.py -------------------------------------------------------------------------------------------------------
+
+-- nothing: savepoint release_savepoint rollback_to_savepoint
+-- For accept with a timeout: one that passes rolls back nothing but its own statement.
+
+-- name: return_payload
+-- A redelivery restores the missing payload of an unfinished row; from then on the table owns it.
+UPDATE txbox_inbox
+   SET content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
+       payload = :payload::bytea, has_payload = true, key_id = :key_id::text, payload_hash = :payload_hash::bytea,
+       next_attempt_at = coalesce(next_attempt_at, [now]), updated_at = [now]
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+   AND status IN ('pending', 'failed') AND NOT has_payload
+[durable]
+
+-- name: record_attempt
+INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type, error, fingerprint)
+VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
+        :error_type::text, :error::text, :fingerprint::text)
+[durable]
+
+-- name: keep_result
+UPDATE txbox_inbox SET result = :result::bytea
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- name: result
+SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- ---- failures.py ----------------------------------------------------------------------------------------------------
+
+-- fragment: failing
+status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer OR received_at < [ago :max_age_s]
+                     THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1, next_attempt_at = [in :delay_s], [failed]
+
+-- fragment: failed
+lease_until = NULL, token = NULL, updated_at = [now],
+       error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text,
+       content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
+       payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
+
+-- name: record_update
+-- Overwrites only a failed row with the same payload, or a row that is ours by its token.
+UPDATE txbox_inbox
+   SET starts = CASE WHEN status = 'processing' THEN [greatest](starts - 1, 0) ELSE starts END, [failing]
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+   AND ((status = 'failed' AND [same payload_hash, :payload_hash::bytea])
+        OR (status = 'processing' AND token = :token::text))
+
+-- name: record_insert
+-- Somebody else's row is left alone; then nothing is written.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
+                         next_attempt_at, error_type, error, fingerprint,
+                         content_type, headers, origin, payload, has_payload, key_id)
+VALUES (:consumer::text, :message_id::text,
+        CASE WHEN :final::boolean OR 1 >= :max_attempts::integer THEN 'dead' ELSE 'failed' END,
+        :topic::text, :type::text, :key::text, :sequence::bigint, :payload_hash::bytea, 1,
+        [in :delay_s], :error_type::text, :error::text, :fingerprint::text,
+        :content_type::text, :headers::text, :origin::text, :payload::bytea, :has_payload::boolean, :key_id::text)
+[unless_there]
+
+-- ---- leases.py ------------------------------------------------------------------------------------------------------
+
+-- fragment: message
+message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
+       origin, payload, has_payload, key_id, arrival
+
+-- name: release
+-- Fenced. Takes the start back, because the message is not to blame for how the run ended.
+UPDATE txbox_inbox
+   SET status = CASE WHEN attempts > 0 THEN 'failed' ELSE 'pending' END,
+       starts = [greatest](starts - 1, 0), lease_until = NULL, token = NULL, updated_at = [now],
+       next_attempt_at = [in :delay_s]
+ WHERE consumer = :consumer::text AND message_id [in_rows message_id, text]
+   AND token = :token::text AND status = 'processing'
+
+-- ---- order.py -------------------------------------------------------------------------------------------------------
+
+-- name: order_waiting
+-- The keys of a claim with earlier messages unfinished; later messages of these keys wait in the table.
+SELECT DISTINCT [text txbox_inbox.key] FROM txbox_inbox
+ WHERE consumer = :consumer::text AND txbox_inbox.key [in_rows key, text] AND [open]
+       (status IN ('pending', 'failed', 'processing') OR (:dead_blocks::boolean AND status = 'dead'))
+   AND NOT [same token, :token::text]
+
+-- name: sequence_state
+-- The version processed last, whether an earlier one is being processed from the table, and whether this one has
+-- waited long enough. Takes no locks: a version whose predecessor has not committed yet is stored, rather than
+-- waiting here while another handler runs.
+SELECT (SELECT last FROM txbox_sequence
+         WHERE consumer = :consumer::text AND txbox_sequence.key = :key::text),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer::text AND txbox_inbox.key = :key::text AND [open]
+                      status IN ('pending', 'failed', 'processing') AND sequence < :sequence::bigint),
+       EXISTS (SELECT 1 FROM txbox_inbox
+                WHERE consumer = :consumer::text AND message_id = :message_id::text
+                  AND received_at < [ago :wait_s])
+
+-- name: sequence_next
+-- Wakes the next version, which need not wait until it would be looked at again.
+UPDATE txbox_inbox SET next_attempt_at = [now]
+ WHERE consumer = :consumer::text AND txbox_inbox.key = :key::text AND [open] status = 'pending'
+   AND sequence = :sequence::bigint + 1
+
+-- ---- jobs.py --------------------------------------------------------------------------------------------------------
+
+-- name: job_create
+INSERT INTO txbox_job (name) VALUES (:name::text) ON CONFLICT (name) DO NOTHING
+
+-- name: job_acquire
+-- One holder at a time, by the database's clock; the holder renews with the same token.
+UPDATE txbox_job
+   SET token = :token::text, updated_at = [now], lease_until = [in :lease_s]
+ WHERE name = :name::text AND (lease_until IS NULL OR lease_until <= [now] OR token = :token::text)
+
+-- name: job_release
+UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = [now]
+ WHERE name = :name::text AND token = :token::text
+
+-- name: job_state
+SELECT state FROM txbox_job WHERE name = :name::text
+
+-- name: job_save
+-- Fenced by the lease: a reader that lost it cannot move the progress back.
+UPDATE txbox_job SET state = :state::text, updated_at = [now]
+ WHERE name = :name::text AND token = :token::text
+
+-- nothing: prune_blocks
+-- prune already finds the rows in the best order.
+
+-- nothing: prune_begin
+-- A transaction cannot choose its durability.
+
+-- name: prunable
+SELECT count(*) FROM txbox_inbox
+ WHERE status IN ('processed', 'discarded')
+   AND processed_at < [stable_ago :older_than_s]
+   AND (:consumer::text IS NULL OR consumer = :consumer::text)
+
+-- fragment: outgoing_past
+status <> 'pending' AND ((status = 'sent' AND sent_at < [ago :sent_s])
+                         OR (status = 'discarded' AND available_at < [ago :discarded_s]))
+
+-- name: prunable_outbox
+SELECT count(*) FROM txbox_outbox
+ WHERE [outgoing_past]
+
+-- fragment: decided
+-- What was accepted or discarded, and what an edit has replaced once its message is gone; what waits for a decision is
+-- never deleted.
+status <> 'quarantined' AND updated_at < [ago :older_than_s]
+   AND (status <> 'replaced'
+        OR NOT EXISTS (SELECT 1 FROM txbox_inbox AS edited
+                        WHERE edited.consumer = txbox_quarantine.consumer
+                          AND edited.message_id = txbox_quarantine.message_id))
+
+-- name: prunable_quarantine
+SELECT count(*) FROM txbox_quarantine
+ WHERE [decided]
+
+-- name: quarantine_bytes
+SELECT coalesce(sum(kept_bytes), 0)::bigint FROM txbox_quarantine WHERE kept_bytes > 0
+
+-- name: quarantine_oldest
+SELECT [text consumer], [text message_id], hash, kept_bytes FROM txbox_quarantine
+ WHERE kept_bytes > 0
+ ORDER BY received_at
+ LIMIT :limit::integer
+[skip_locked]
+
+-- ---- partitions.py: PostgreSQL alone has partitions -----------------------------------------------------------------
+
+-- nothing: partitions partitions_detached partition_begin partition_make partition_rows partition_detach
+-- nothing: partition_drop prune_orphans
+
+-- ---- schema.py ------------------------------------------------------------------------------------------------------
+
+-- name: schema_version
+SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
+
+-- nothing: schema_creators
+-- Names are looked up in one database only, and then among the built-ins.
+
+-- ---- admin/queries.py -----------------------------------------------------------------------------------------------
+
+-- name: status
+SELECT [text own.consumer], own.status, count(*)
+  FROM txbox_inbox AS own GROUP BY own.consumer, own.status ORDER BY own.consumer, own.status
+
+-- name: oldest_unfinished
+SELECT [text own.consumer], [age min(own.received_at)]
+  FROM txbox_inbox AS own WHERE [open] status IN ('pending', 'processing', 'failed')
+ GROUP BY own.consumer ORDER BY own.consumer
+
+-- name: quarantine_status
+SELECT [text own.consumer], count(*)
+  FROM txbox_quarantine AS own WHERE own.status = 'quarantined' GROUP BY own.consumer ORDER BY own.consumer
+
+-- fragment: state
+-- The state shown to people.
+CASE WHEN status <> 'pending' THEN status WHEN available_at <= [stable_now] THEN 'due'
+                    WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
+
+-- fragment: overdue
+-- Due for over a minute and never tried.
+status = 'pending' AND token IS NULL AND attempts = 0 AND available_at < [stable_ago 60]
+
+-- name: outbox_status
+SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)], count(*) FILTER (WHERE own.overdue)
+  FROM (SELECT topic, route, staged_at, [overdue] AS overdue, [state] AS state FROM txbox_outbox) AS own
+ GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
+
+-- fragment: some status
+(SELECT count(*) FROM (SELECT 1 FROM [by_status] AND status <> 'processed' AND status = [status]
+                               LIMIT :most::integer) AS own)
+
+-- fragment: oldest status
+(SELECT [age received_at] FROM [by_status] AND status <> 'processed' AND status = [status]
+         ORDER BY arrival LIMIT 1)
+
+-- name: consumer_open
+-- Of one consumer, counted up to a limit: what is open by status and quarantined, and the oldest of what is unfinished.
+[look] [some 'pending'],
+       [some 'processing'],
+       [some 'failed'],
+       [some 'dead'],
+       [some 'discarded'],
+       (SELECT count(*) FROM (SELECT 1 FROM txbox_quarantine
+                               WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :most::integer) AS own),
+       [oldest 'pending'],
+       [oldest 'processing'],
+       [oldest 'failed']
+
+-- fragment: unsent condition order
+SELECT * FROM (SELECT topic, route, staged_at, [overdue] AS overdue, [state] AS state
+                         FROM txbox_outbox WHERE [condition] ORDER BY [order] LIMIT :most::integer)
+
+-- name: outbox_open
+-- As outbox_status, of what has not left: counted up to a limit, and not more than that is read.
+SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)], count(*) FILTER (WHERE own.overdue)
+  FROM ([unsent status = 'pending', route, available_at, number] AS waiting
+        UNION ALL
+        [unsent status <> 'pending' AND status = 'dead', number] AS ended) AS own
+ GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
+
+-- nothing: bound_look
+
+-- name: inbox_newest
+[look] coalesce(max(arrival), 0) FROM txbox_inbox
+
+-- name: outbox_newest
+[look] coalesce(max(number), 0) FROM txbox_outbox
+
+-- For each table: a page, a whole row, how many rows a change affects, one batch of them, and the changes.
+
+-- fragment: is column
+(:[column]::text IS NULL OR [column] = :[column]::text)
+
+-- fragment: inbox_row
+[text consumer], [text message_id], status, [text topic], [text type], [text txbox_inbox.key], attempts, starts,
+       received_at, updated_at, processed_at, next_attempt_at, lease_until, error_type, error, fingerprint, has_payload,
+       arrival, key_id
+
+-- fragment: inbox_filter
+[is topic]
+   AND [is type]
+   AND (:key::text IS NULL OR txbox_inbox.key = :key::text)
+   AND [is error_type]
+   AND [is fingerprint]
+   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
+
+-- name: inbox_list
+-- Keyset pages, newest first, of a stretch of arrivals: no index knows all rows by what may be asked for.
+[look] [inbox_row]
+  FROM txbox_inbox
+ WHERE arrival > :floor::bigint AND arrival < :before::bigint
+   AND [is consumer]
+   AND [is status]
+   AND [inbox_filter]
+ ORDER BY arrival DESC
+ LIMIT :limit::integer
+
+-- name: inbox_list_open
+-- The same of one consumer and any status but processed, which an index has in this order.
+[look] [inbox_row]
+  FROM [by_status]
+   AND status <> 'processed' AND status = :status::text
+   AND arrival < :before::bigint
+   AND [inbox_filter]
+ ORDER BY arrival DESC
+ LIMIT :limit::integer
+
+-- name: inbox_list_id
+-- The same of one consumer and id.
+[look] [inbox_row]
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+   AND [is status]
+   AND arrival < :before::bigint
+   AND [inbox_filter]
+ LIMIT :limit::integer
+
+-- name: failure_groups
+-- The newest failures of one consumer and status, as many as are looked at, by what they have in common.
+[look] own.fingerprint, own.error_type, count(*), min(own.received_at), max(own.updated_at), [text min(own.message_id)]
+  FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id
+          FROM [by_status] AND status <> 'processed' AND status = :status::text
+         ORDER BY arrival DESC
+         LIMIT :most::integer) AS own
+ GROUP BY own.fingerprint, own.error_type
+
+-- name: inbox_show
+SELECT [inbox_row],
+       content_type, headers, payload, origin, sequence, payload_hash, result
+  FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- name: inbox_attempts
+SELECT attempt, status, error_type, error, fingerprint, recorded_at
+  FROM txbox_attempt WHERE consumer = :consumer::text AND message_id = :message_id::text ORDER BY number
+
+-- name: inbox_count
+-- What inbox_select would find in all batches of each consumer, and how many of those are spared. Takes no locks.
+SELECT status, [text consumer], count(*), count(CASE WHEN error_type = :spared::text THEN 1 END) FROM txbox_inbox
+ WHERE [is consumer]
+   AND [is message_id]
+   AND [open] status [in_rows status, text]
+   AND (has_payload OR NOT :needs_payload::boolean)
+   AND [inbox_filter]
+ GROUP BY status, consumer ORDER BY consumer
+
+-- name: inbox_select
+-- The rows an operator's command may change now. SKIP LOCKED: what a live delivery holds is left to it.
+-- Per consumer in arrival order, which an index has, so that all batches together read each row once.
+SELECT [text consumer], [text message_id], arrival, error_type
+  FROM [by_status]
+   AND (:message_id::text IS NULL OR message_id = :message_id::text AND consumer = :consumer::text)
+   AND [open] status = :status::text
+   AND (has_payload OR NOT :needs_payload::boolean)
+   AND [inbox_filter]
+   AND arrival > :after::bigint
+ ORDER BY arrival
+ LIMIT :limit::integer
+[skip_locked]
+
+-- name: edit_lock
+-- One message that may be edited, as replay_read and with what an edit keeps.
+SELECT [message], error
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed') AND has_payload
+[skip_locked]
+
+-- name: edit_write
+-- As inbox_retry, with other content. The hash stays that of what came: a copy of it is a duplicate.
+UPDATE txbox_inbox
+   SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = [now], updated_at = [now],
+       lease_until = NULL, token = NULL, content_type = :content_type::text, headers = :headers::text,
+       payload = :payload::bytea, key_id = :key_id::text, error = :error::text
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed')
+
+-- name: replay_read
+-- In arrival order; for replaying as another consumer, or replaying a processed row.
+SELECT [message]
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND has_payload AND arrival > :after::bigint
+   AND [is message_id]
+   AND [is status]
+   AND [is topic]
+   AND [is type]
+   AND (:key::text IS NULL OR txbox_inbox.key = :key::text)
+ ORDER BY arrival
+ LIMIT :limit::integer
+
+-- fragment: outbox_row
+[text own.id], own.number, own.state, [text own.topic], [text own.route], [text own.type], [text own.key], own.attempts,
+       own.staged_at,
+       CASE WHEN own.state IN ('delayed', 'failed') THEN own.available_at END,
+       CASE WHEN own.state = 'leased' THEN own.available_at END,
+       own.sent_at, [text own.cause_consumer], [text own.cause_id], own.error_type, own.error,
+       CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN [before_it] END,
+       own.key_id
+
+-- fragment: listed condition
+(SELECT id, number, status, topic, type, txbox_outbox.key, attempts, staged_at, available_at, sent_at, cause_consumer,
+               cause_id, error_type, error, key_id, route, [state] AS state
+          FROM txbox_outbox
+         WHERE [condition] AND number < :before::bigint
+           AND [outbox_filter]
+         ORDER BY number DESC
+         LIMIT :limit::integer) AS own
+ ORDER BY own.number DESC
+
+-- fragment: outbox_filter
+[is topic]
+   AND [is route]
+   AND [is type]
+   AND (:key::text IS NULL OR txbox_outbox.key = :key::text)
+   AND [is error_type]
+   AND (:older_than_s::double precision IS NULL OR staged_at < [ago :older_than_s])
+
+-- name: outbox_list
+-- Keyset pages of a stretch of numbers, newest first; each row with the one of its key that must leave before it, if
+-- any. Of the statuses that people see, the table has four as pending: that is asked first, it is what an index knows.
+[look] [outbox_row]
+  FROM [listed number > :floor::bigint
+           AND (:status::text IS NULL
+                OR status = CASE WHEN :status::text IN ('due', 'delayed', 'leased', 'failed') THEN 'pending'
+                                 ELSE :status::text END
+                   AND [state] = :status::text)]
+
+-- name: outbox_list_ended
+-- The same of those that are dead, sent or discarded, which an index has in this order.
+[look] [outbox_row]
+  FROM [listed status <> 'pending' AND status = :status::text]
+
+-- name: outbox_list_id
+-- The same of one id.
+[look] [outbox_row]
+  FROM [listed id = :message_id::text AND (:status::text IS NULL OR [state] = :status::text)]
+
+-- name: outbox_show
+SELECT [outbox_row], own.content_type, own.headers, own.payload
+  FROM (SELECT found.*, [state] AS state
+          FROM txbox_outbox AS found WHERE id = :message_id::text) AS own
+
+-- name: outbox_count
+SELECT own.state, NULL, count(*), 0
+  FROM (SELECT [state] AS state
+          FROM txbox_outbox
+         WHERE (:message_id::text IS NULL OR id = :message_id::text)
+           AND status IN ('pending', 'dead')
+           AND [outbox_filter]) AS own
+ WHERE own.state [in_rows status, text]
+ GROUP BY own.state
+
+-- name: outbox_select
+-- inbox_select for the outbox; rows that a relay is marking are left to it.
+SELECT [text id], number, error_type FROM txbox_outbox
+ WHERE (:message_id::text IS NULL OR id = :message_id::text)
+   AND status IN ('pending', 'dead')
+   AND [state] = :status::text
+   AND [outbox_filter]
+   AND number > :after::bigint
+ ORDER BY number
+ LIMIT :limit::integer
+[skip_locked]
+
+-- name: outbox_retry
+-- Grants a full new budget. available_at is set back to when it was staged, so that the row precedes the later rows of
+-- its key again.
+UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
+ WHERE id [in_rows message_id, text] AND status IN ('pending', 'dead')
+
+-- name: outbox_discard
+-- For a row that is no longer pending, available_at is when it was given up.
+UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = [now]
+ WHERE id [in_rows message_id, text] AND status IN ('pending', 'dead')
+
+-- name: outbox_reroute
+-- Grants a new budget, because the attempts were made on the old route. Rows that were tried are due at once. MySQL
+-- assigns from left to right, so attempts comes last.
+UPDATE txbox_outbox SET status = 'pending', route = :to::text, token = NULL,
+       available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END, attempts = 0
+ WHERE id [in_rows message_id, text] AND status IN ('pending', 'dead')
+
+-- fragment: hash_begins
+(:hash::text IS NULL OR substr([hex hash], 1, length(:hash::text)) = lower(:hash::text))
+
+-- fragment: quarantine_named
+[is consumer]
+   AND [is message_id]
+   AND [hash_begins]
+
+-- fragment: quarantine_filter
+[is topic]
+   AND [is type]
+   AND (:key::text IS NULL OR txbox_quarantine.key = :key::text)
+   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
+
+-- fragment: quarantine_page
+[text consumer], [text message_id], hash, status, reason, [text topic], [text type], [text txbox_quarantine.key],
+       seen, received_at, updated_at, kept_bytes, key_id
+
+-- fragment: quarantine_row
+[quarantine_page], content_type, headers, payload, origin
+
+-- name: quarantine_list
+-- Keyset pages, newest first. Rows have no number for their order of arrival, so the row itself is the page mark.
+[look] [quarantine_page]
+  FROM txbox_quarantine
+ WHERE [quarantine_named]
+   AND [is status]
+   AND [quarantine_filter]
+   AND (:mark_hash::bytea IS NULL
+        OR (received_at, hash, consumer, message_id)
+           < (SELECT own.received_at, own.hash, own.consumer, own.message_id FROM txbox_quarantine AS own
+               WHERE own.consumer = :mark_consumer::text AND own.message_id = :mark_id::text
+                 AND own.hash = :mark_hash::bytea))
+ ORDER BY received_at DESC, hash DESC, consumer DESC, message_id DESC
+ LIMIT :limit::integer
+
+-- name: quarantine_show
+SELECT [quarantine_row]
+  FROM txbox_quarantine
+ WHERE [quarantine_named]
+ ORDER BY received_at
+ LIMIT :limit::integer
+
+-- name: quarantine_count
+SELECT status, [text consumer], count(*), 0 FROM txbox_quarantine
+ WHERE status [in_rows status, text]
+   AND [quarantine_named]
+   AND [quarantine_filter]
+ GROUP BY status, consumer ORDER BY consumer
+
+-- name: quarantine_select
+-- In order of arrival. Waits for a live copy that is incrementing a row's counter, which does not take long.
+SELECT [text consumer], [text message_id], hash, NULL, NULL FROM txbox_quarantine
+ WHERE status = :status::text
+   AND consumer = :consumer::text
+   AND [is message_id]
+   AND [hash_begins]
+   AND [quarantine_filter]
+   AND (:mark_hash::bytea IS NULL
+        OR (received_at, hash, message_id)
+           > (SELECT own.received_at, own.hash, own.message_id FROM txbox_quarantine AS own
+               WHERE own.consumer = :consumer::text AND own.message_id = :mark_id::text
+                 AND own.hash = :mark_hash::bytea))
+ ORDER BY received_at, hash, message_id
+ LIMIT :limit::integer
+[for_update]
+
+-- name: quarantine_lock
+SELECT [quarantine_row]
+  FROM txbox_quarantine
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea AND status = 'quarantined'
+[for_update]
+
+-- name: audit_list
+-- Keyset pages, newest first.
+[look] number, recorded_at, actor, login, action, filter, affected, reason
+  FROM txbox_audit
+ WHERE (:before::bigint IS NULL OR number < :before::bigint)
+ ORDER BY number DESC
+ LIMIT :limit::integer
+
+-- name: audit
+INSERT INTO txbox_audit (actor, action, filter, affected, reason)
+VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)
+
+-- ---- admin/doctor ---------------------------------------------------------------------------------------------------
+-- None of these reads a table through: names are found by jumps in an index, and rows are counted up to a limit.
+
+-- name: doctor_clock
+SELECT [clock]
+
+-- nothing: doctor_backend doctor_functions doctor_storage doctor_standbys
+
+-- name: doctor_messages
+-- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late.
+SELECT [text own.topic], [text own.type], count(*), [age min(own.received_at)],
+       count(CASE WHEN own.until < [ago :late_s] THEN 1 END)
+  FROM (SELECT topic, type, received_at,
+               CASE WHEN status = 'processing' THEN lease_until WHEN has_payload THEN next_attempt_at END AS until
+          FROM [by_status] AND [open] status = :status::text
+         ORDER BY arrival LIMIT :limit::integer) AS own
+ GROUP BY own.topic, own.type
+
+-- name: doctor_outgoing
+-- Of those of a route that are due first, as doctor_messages.
+SELECT [text own.topic], [text own.type], [text own.cause_consumer], count(*), [age min(own.staged_at)],
+       count(CASE WHEN own.token IS NULL AND own.attempts = 0 AND own.available_at < [ago :late_s] THEN 1 END)
+  FROM (SELECT topic, type, cause_consumer, staged_at, token, attempts, available_at
+          FROM [outbox_by_due] WHERE status = 'pending' AND route = :route::text
+         ORDER BY available_at, number LIMIT :limit::integer) AS own
+ GROUP BY own.topic, own.type, own.cause_consumer
+
+-- name: doctor_outgoing_dead
+SELECT count(*), [age min(own.staged_at)]
+  FROM (SELECT staged_at FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead'
+         ORDER BY number LIMIT :limit::integer) AS own
+
+-- name: doctor_quarantined
+SELECT [text own.consumer], count(*), [age min(own.received_at)]
+  FROM (SELECT consumer, received_at FROM txbox_quarantine WHERE status = 'quarantined' LIMIT :limit::integer) AS own
+ GROUP BY own.consumer ORDER BY own.consumer
+
+-- name: doctor_pruning
+-- When pruning ran last, how old the tables are, and whether there is any row.
+SELECT 'ran', [age updated_at] FROM txbox_job WHERE name = 'prune'
+ UNION ALL
+SELECT 'tables', [age min(applied_at)] FROM txbox_schema
+ UNION ALL
+SELECT 'rows', count(*)::double precision FROM (SELECT 1 FROM txbox_inbox LIMIT 1) AS own
+
+-- ---- admin/found.py -------------------------------------------------------------------------------------------------
+
+-- name: database_clock
+SELECT [now]
+
+-- name: explain_outbox
+-- Which of these outgoing messages there are.
+SELECT [text id], [state], [text topic] FROM txbox_outbox WHERE id [in_rows message_id, text]
+
+-- name: explain_quarantine
+SELECT [quarantine_row]
+  FROM txbox_quarantine
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+ ORDER BY received_at
+ LIMIT :limit::integer
+
+-- nothing: explain_holder explain_writers explain_locked
+
+-- ---- waits.py -------------------------------------------------------------------------------------------------------
+
+-- name: waits_order
+-- For rows that have not run: the first row of their key that they wait for.
+SELECT [text own.message_id], [text head.message_id], head.status, head.next_attempt_at
+  FROM (SELECT behind.message_id,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.arrival < behind.arrival AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (:dead_blocks::boolean AND earlier.status = 'dead'))
+                 ORDER BY earlier.arrival LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+         WHERE behind.consumer = :consumer::text AND behind.message_id [in_rows message_id, text]
+           AND behind.status IN ('pending', 'failed')) AS own
+  JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
+
+-- name: waits_version
+-- For rows that have not run: their version, the one processed last, and the lowest one they wait for.
+SELECT [text own.message_id], own.sequence, own.last, [text head.message_id], head.status, head.next_attempt_at,
+       head.sequence
+  FROM (SELECT behind.message_id, behind.sequence, done.last,
+               (SELECT earlier.message_id FROM txbox_inbox AS earlier
+                 WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
+                   AND earlier.sequence < behind.sequence AND earlier.status <> 'processed'
+                   AND (earlier.status IN ('pending', 'failed', 'processing')
+                        OR (earlier.status = 'dead' AND earlier.sequence > coalesce(done.last, earlier.sequence - 1)))
+                 ORDER BY earlier.sequence LIMIT 1) AS head_id
+          FROM txbox_inbox AS behind
+          LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
+         WHERE behind.consumer = :consumer::text AND behind.message_id [in_rows message_id, text]
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
+
+-- ---- outbox.py ------------------------------------------------------------------------------------------------------
+
+-- nothing: stage_notify
+
+-- name: relay_page
+-- What may be due on one route, or was staged without one, oldest first, from where the last look ended. Takes no
+-- locks. Two scans, each in index order: with `route IN (…)` everything due would be sorted.
+SELECT id, number, topic, key, available_at, payload_bytes, type
+  FROM ([page :route::text, (:whole::boolean OR (topic [in_rows topic, text]) = :named::boolean)]
+        UNION ALL
+        [page '', (topic [in_rows topic, text]) = :named::boolean]) AS due
+ ORDER BY available_at, number
+ LIMIT :limit::integer
+
+-- name: relay_release
+-- Fenced. For rows that were not sent through no fault of their own; they keep their place ahead of later ones.
+UPDATE txbox_outbox
+   SET token = NULL, available_at = staged_at
+ WHERE id [in_rows id, text] AND token = :token::text AND status = 'pending'
+
+-- name: relay_sent
+DELETE FROM txbox_outbox WHERE id [in_rows id, text] AND token = :token::text AND status = 'pending'
+
+-- name: relay_kept
+-- relay_sent for rows that are kept for a while.
+UPDATE txbox_outbox SET status = 'sent', token = NULL, sent_at = [now], error_type = NULL, error = NULL
+ WHERE id [in_rows id, text] AND token = :token::text AND status = 'pending'
+
+-- name: relay_failed
+UPDATE txbox_outbox
+   SET status = :status::text, attempts = attempts + 1, token = NULL,
+       error_type = :error_type::text, error = :error::text, available_at = [in :delay_s]
+ WHERE id = :id::text AND token = :token::text AND status = 'pending'
+
+-- name: relay_left
+-- What is due or leased on one route, or was staged without one.
+SELECT DISTINCT [text topic], [text type] FROM txbox_outbox
+ WHERE status = 'pending' AND (token IS NOT NULL OR available_at <= [stable_now])
+   AND route IN (:route::text, '')
+   AND ((:whole::boolean AND route = :route::text) OR (topic [in_rows topic, text]) = :named::boolean)
+
+-- name: relay_strays
+-- Rows for consumers on this database that are not on this App's own route, and rows without any route.
+SELECT DISTINCT [text route], [text topic], [text type], [text cause_consumer] FROM txbox_outbox
+ WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route::text
+
+-- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
+
+-- fragment: counted
+minute, kind, [text name], received, processed, duplicate, deferred, failed, dead, quarantined, latency, run, oldest_s
+
+-- name: activity_read
+SELECT [counted] FROM txbox_activity WHERE minute >= :minute::bigint ORDER BY minute
+
+-- name: activity_minutes
+-- Minutes of which several processes have rows yet.
+SELECT DISTINCT minute FROM txbox_activity
+ WHERE minute < :before::bigint AND worker <> '' ORDER BY minute LIMIT :limit::integer
+
+-- name: activity_of
+SELECT [counted] FROM txbox_activity WHERE minute [in_rows minute, bigint]
+
+-- name: activity_folded
+DELETE FROM txbox_activity WHERE minute [in_rows minute, bigint] AND worker <> ''
+
+-- name: activity_prune
+DELETE FROM txbox_activity WHERE minute < :before::bigint
+
+-- name: clock
+-- In seconds since 1970.
+SELECT [clock]
+
+-- name: worker_write
+INSERT INTO txbox_worker (worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases,
+                          in_flight)
+VALUES (:worker::text, :kind::text, :host::text, :pid::bigint, :version::text, :app::text, :consumers::text,
+        :sources::text, :routes::text, :lanes::integer, :state::text, :busy::integer, :leases::integer,
+        :in_flight::integer)
+ON CONFLICT (worker) DO UPDATE
+   SET state = excluded.state, busy = excluded.busy, leases = excluded.leases, in_flight = excluded.in_flight,
+       seen_at = [now]
+
+-- name: worker_gone
+DELETE FROM txbox_worker WHERE worker = :worker::text
+
+-- name: workers
+SELECT worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases, in_flight,
+       started_at, seen_at, [age seen_at]
+  FROM txbox_worker ORDER BY started_at, worker
+
+-- name: workers_prune
+DELETE FROM txbox_worker WHERE seen_at < [ago :silent_s]
+
+-- name: pauses
+-- A row at least, which tells the time.
+SELECT [clock], [text paused.consumer], paused.actor, paused.reason, paused.paused_at
+  FROM (SELECT 1 AS one) AS always LEFT JOIN txbox_pause AS paused ON true ORDER BY paused.consumer
+
+-- name: pause
+INSERT INTO txbox_pause (consumer, actor, reason) VALUES (:consumer::text, :actor::text, :reason::text)
+
+-- name: resume
+DELETE FROM txbox_pause WHERE consumer = :consumer::text
