@@ -20,7 +20,7 @@ from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
 from tests.support.tidying import LOCK_WAITS
 from tests.support.waiting import eventually
-from txbox.connections import borrow, open_database
+from txbox.connections import borrow, mysql, open_database
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import Statement, blocking
 
@@ -105,6 +105,25 @@ def test_sessions_read_committed_rows_and_refuse_to_cut_values_off(held: Held) -
         )
     assert cut.value.code == "1406"
     held.rollback()
+
+
+@both
+def test_a_session_that_cannot_be_set_up_is_closed(
+    given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[Any] = []
+    connect = mysql._connected
+
+    async def kept(database: Any, is_async: bool) -> Any:
+        connected.append(await connect(database, is_async))
+        return connected[-1]
+
+    monkeypatch.setattr(mysql, "_connected", kept)
+    monkeypatch.setattr(mysql, "_SESSION", (mysql._SESSION[0], "SET SESSION no_such_setting = 1"))
+    with pytest.raises(StoreUnavailable, match="1193"):
+        given.acquire()
+    (raw,) = connected
+    assert not mysql._is_open(raw, given.kind.is_async)
 
 
 # -- the canary ----------------------------------------------------------------------------------

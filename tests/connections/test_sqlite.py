@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 from tests.support.blocked import acquired, released
 from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
+from tests.support.waiting import eventually
+from txbox import App, Message
 from txbox.connections import borrow, open_database, sqlite
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import blocking
@@ -243,7 +245,7 @@ def test_a_writer_that_waits_too_long_may_be_tried_again(
     assert database.sync is not None
     db.execute("BEGIN IMMEDIATE")
     waiting = acquired(database.sync)
-    with pytest.raises(StoreError) as busy:
+    with pytest.raises(StoreUnavailable) as busy:
         waiting.begin(())
     assert busy.value.fault is Fault.CONFLICT
     db.execute("ROLLBACK")
@@ -303,6 +305,60 @@ def test_a_file_that_cannot_be_opened_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="SQLITE_CANTOPEN"):
         asyncio.run(_acquired(database))
     assert _drivers_threads() == []
+
+
+def test_a_locked_file_is_unavailable_to_every_verb(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "_BUSY_TIMEOUT_S", 0.05)
+    other = Message(topic="another", id="a", payload=b"{}")
+
+    def nothing(app: App) -> None:
+        with app.transaction():
+            pass
+
+    verbs: tuple[Callable[[App], object], ...] = (
+        lambda app: app.process(other),
+        lambda app: app.send(Message(topic="orders", id="a", payload=b"{}")),
+        nothing,
+        lambda app: app.init(),
+    )
+    with Raw(sqlite_url) as rival:
+        rival.execute("BEGIN IMMEDIATE")
+        for verb in verbs:
+            with App(sqlite_url, unmatched="quarantine") as app:
+                app.handler("orders", consumer="billing")(lambda message, tx: None)
+                with pytest.raises(StoreUnavailable, match="locked"):
+                    verb(app)
+        rival.execute("ROLLBACK")
+
+
+def test_a_caller_that_is_cancelled_while_a_file_is_opened_leaves_no_connection(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[sqlite3.Connection] = []
+    reached, may_go_on = threading.Event(), threading.Event()
+    connect = sqlite3.connect
+
+    def slowly(*args: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(connect(*args, **options))
+        reached.set()
+        assert may_go_on.wait(10)
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", slowly)
+
+    async def cancelled() -> None:
+        acquiring = asyncio.ensure_future(_acquired(open_database(sqlite_url)))
+        assert await asyncio.to_thread(reached.wait, 10)
+        acquiring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await acquiring
+        may_go_on.set()
+
+    asyncio.run(cancelled())
+    (raw,) = opened
+    assert eventually(lambda: sqlite._closed(raw))
 
 
 async def _acquired(database: Any) -> Any:

@@ -216,7 +216,9 @@ def store_error(
     if fault is Fault.OTHER and code is not None and code.startswith("SQLITE_"):
         # an extended code implies its primary code
         fault = dialect.fault("_".join(code.split("_")[:2]))
-    kind = StoreUnavailable if fault is Fault.UNAVAILABLE else StoreError
+    # SQLite has waited as long as it waits: somebody keeps the whole file
+    away = fault is Fault.UNAVAILABLE or (code or "").startswith("SQLITE_BUSY")
+    kind = StoreUnavailable if away else StoreError
     said = server_message(error)
     text = f"{_PRODUCTS[dialect.name]}: {type(error).__name__}" + (f" ({code})" if code else "")
     return kind(

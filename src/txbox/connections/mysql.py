@@ -129,15 +129,20 @@ class _Connections(Pool["MysqlConnection"]):
         errors = (_errors(is_async), TimeoutError) if is_async else _errors(is_async)
         try:
             raw = await _connected(database, is_async)
-            cursor = raw.cursor()
-            await _done(cursor.execute(_SESSION[1]), is_async)
-            await _done(cursor.close(), is_async)
+            connection = MysqlConnection(raw, database, is_async=is_async)
+            try:
+                cursor = raw.cursor()
+                await _done(cursor.execute(_SESSION[1]), is_async)
+                await _done(cursor.close(), is_async)
+            except BaseException:
+                connection.discard()
+                raise
         except errors as error:
             if is_async:
                 # this may look a name up, which blocks
                 raise await asyncio.to_thread(_unreachable, error, database) from error
             raise _unreachable(error, database) from error
-        return MysqlConnection(raw, database, is_async=is_async)
+        return connection
 
 
 async def _connected(database: MysqlDatabase, is_async: bool) -> Any:

@@ -15,6 +15,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -101,16 +102,37 @@ class _Connections(Pool["SqliteConnection"]):
         database = self._database
         aiosqlite = _aiosqlite() if self.is_async else None
         try:
-            if aiosqlite is None:
-                return SqliteConnection(_opened(database.path), database.dialect)
-            # not by the driver: after a failure its thread replies to a loop that may be closed by then
-            raw = await asyncio.to_thread(_opened, database.path)
+            raw = _opened(database.path) if aiosqlite is None else await _in_thread(database.path)
         except sqlite3.Error as error:
             raise _unreachable(error, database) from error
+        if aiosqlite is None:
+            return SqliteConnection(raw, database.dialect)
         driver = aiosqlite.Connection(lambda: raw, 64)
         # an app that was not closed must not keep the interpreter from exiting
         driver._thread.daemon = True  # noqa: SLF001 - has no public name
+        # with a connection it starts without waiting: nobody can be cancelled here and lose what was opened
+        driver._connection = raw  # noqa: SLF001 - has no public name
         return SqliteConnection(raw, database.dialect, await driver)
+
+
+async def _in_thread(path: str) -> sqlite3.Connection:
+    """Open in a thread. If the caller is cancelled meanwhile, what was opened is closed.
+
+    Not in the driver's thread: after a failure it would reply to a loop that may be closed by then.
+    """
+    executor = ThreadPoolExecutor(1, "txbox open")
+    opening = executor.submit(_opened, path)
+    executor.shutdown(wait=False)
+    try:
+        return await asyncio.wrap_future(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_opened)
+        raise
+
+
+def _close_opened(opening: Future[sqlite3.Connection]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _opened(path: str) -> sqlite3.Connection:
