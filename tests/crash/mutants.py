@@ -335,7 +335,7 @@ def _zombie(job: Job, *, fenced: bool) -> None:
             )
         for outcome in drain(another_process(app)):
             job.note(f"outcome {outcome}")
-        wrong = patch.object(claims, "claim_leased", _unfenced(claims.claim_leased))
+        wrong = patch.object(claims, "claim_known", _unfenced(claims.claim_known))
         with nullcontext() if fenced else wrong:
             settled = drive(connections, app.protocol.run_leased, handler, leased, "zombie")
         job.note(f"zombie {settled.outcome}")

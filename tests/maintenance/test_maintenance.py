@@ -157,16 +157,14 @@ def test_slow_and_refused_batches_get_smaller_and_grow_back(
     limits: list[int] = []
     clock = [0.0]
 
-    async def batch(
-        db: Session, value: Any, *, sent_s: float, discarded_s: float, limit: int
-    ) -> Batch:
+    async def batch(db: Session, limit: int, **params: Any) -> Batch:
         limits.append(limit)
         if len(limits) == 2:
             raise StoreError("too long", fault=Fault.TIMEOUT)
         clock[0] += 0.2 if len(limits) <= 3 else 0.01
         return Batch(limit, True) if len(limits) < 12 else Batch(0, False)
 
-    monkeypatch.setattr(jobs, "prune_outbox", batch)
+    monkeypatch.setattr(jobs, "batch", batch)
     monkeypatch.setattr("txbox.maintenance.pruning.time.monotonic", lambda: clock[0])
 
     run_once(shop.app, "prune-outbox")

@@ -350,7 +350,7 @@ def test_the_window_is_told_by_the_database_and_not_asked_by_hand(
     with opened(database_url) as shop:
         connections = shop.app.database.sync
         assert connections is not None
-        second = drive(connections, jobs.second_of_day, shop.app.store.dialect)
+        second = drive(connections, jobs.value, shop.app.store.dialect, "second_of_day")
         now = datetime.now(UTC)
         of_day = now.hour * 3600 + now.minute * 60 + now.second
         assert min(abs(second - of_day), 86400 - abs(second - of_day)) < 60

@@ -189,8 +189,9 @@ async def _claimed(
     db: Session, app: Application, handler: Handler, arrival: Arrival, token: str
 ) -> None:
     timeout = handler.options.timeout
-    claim = claims.claim_rehearsal(
+    claim = claims.claim_known(
         app.store,
+        "claim_rehearsal",
         handler.consumer,
         [arrival.message_id],
         token=token,

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from txbox.app import App
 from txbox.errors import ConfigurationError, Fault, StoreError
@@ -104,16 +104,15 @@ async def prune(db: Session, app: App, task: Task) -> Report:
     dialect = app.store.dialect
     older_than_s = (task.older_than or app.retention.processed).total_seconds()
     if task.dry_run:
-        rows = await jobs.prunable(db, dialect, consumer=task.consumer, older_than_s=older_than_s)
+        rows = await jobs.value(
+            db, dialect, "prunable", consumer=task.consumer, older_than_s=older_than_s
+        )
         return Report("prune", rows)
     run = _Run(app, task, "prune")
     if not dialect.has("prune_blocks"):
-
-        async def batch(db: Session, limit: int) -> Batch:
-            return await jobs.prune(
-                db, dialect, consumer=task.consumer, older_than_s=older_than_s, limit=limit
-            )
-
+        batch = partial(
+            jobs.prune, dialect=dialect, consumer=task.consumer, older_than_s=older_than_s
+        )
         return await run.batches(db, [batch])
     if not await run.begin(db):
         return run.report()
@@ -121,11 +120,7 @@ async def prune(db: Session, app: App, task: Task) -> Report:
     if task.consumer is None and found.ready_until is not None:
         if await _drop_days(db, run, found, older_than_s):
             await run.repeat(
-                db,
-                lambda db, limit: jobs.prune_orphans(
-                    db, dialect, older_than_s=older_than_s, limit=limit
-                ),
-                counted=False,
+                db, run.batch("prune_orphans", older_than_s=older_than_s), counted=False
             )
         found = await tables.layout(db, dialect)
     whole = task.consumer is not None or task.older_than is not None
@@ -261,15 +256,14 @@ async def prune_outbox(db: Session, app: App, task: Task) -> Report:
     sent_s = (task.older_than or app.relaying.keep_sent or kept).total_seconds()
     dialect, discarded_s = app.store.dialect, kept.total_seconds()
     if task.dry_run:
-        rows = await jobs.prunable_outbox(db, dialect, sent_s=sent_s, discarded_s=discarded_s)
-        return Report("prune-outbox", rows)
-
-    async def batch(db: Session, limit: int) -> Batch:
-        return await jobs.prune_outbox(
-            db, dialect, sent_s=sent_s, discarded_s=discarded_s, limit=limit
+        rows = await jobs.value(
+            db, dialect, "prunable_outbox", sent_s=sent_s, discarded_s=discarded_s
         )
-
-    return await _Run(app, task, "prune-outbox").batches(db, [batch])
+        return Report("prune-outbox", rows)
+    run = _Run(app, task, "prune-outbox")
+    return await run.batches(
+        db, [run.batch("prune_outbox", sent_s=sent_s, discarded_s=discarded_s)]
+    )
 
 
 async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
@@ -282,18 +276,14 @@ async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
     dialect = app.store.dialect
     older_than_s = (task.older_than or app.retention.quarantine).total_seconds()
     if task.dry_run:
-        rows = await jobs.prunable_quarantine(db, dialect, older_than_s=older_than_s)
+        rows = await jobs.value(db, dialect, "prunable_quarantine", older_than_s=older_than_s)
         return Report("prune-quarantine", rows)
     run = _Run(app, task, "prune-quarantine")
     if not await run.begin(db, at_any_time=True):
         return run.report()
-    await run.repeat(
-        db,
-        lambda db, limit: jobs.prune_quarantine(
-            db, dialect, older_than_s=older_than_s, limit=limit
-        ),
-    )
-    excess = await jobs.quarantine_bytes(db, dialect) - app.retention.quarantine_bytes
+    await run.repeat(db, run.batch("prune_quarantine", older_than_s=older_than_s))
+    kept_bytes = int(await jobs.value(db, dialect, "quarantine_bytes"))
+    excess = kept_bytes - app.retention.quarantine_bytes
     rows = payload_bytes = 0
     while payload_bytes < excess and await run.may_go_on(db):
         dropped, size = await jobs.drop_quarantined(
@@ -334,21 +324,15 @@ async def drop_payloads(db: Session, app: App, task: Task) -> Report:
     """
     if task.dry_run:
         raise ConfigurationError("drop-payloads has no dry run: remove --dry-run.")
+    run = _Run(app, task, "drop-payloads")
     batches: list[Batches] = []
     for consumer, handlers in app.handlers.consumers().items():
         kept = [handler.options.keep_payload for handler in handlers]
         times = [keep for keep in kept if isinstance(keep, timedelta)]
         if times and "always" not in kept and task.consumer in (None, consumer):
-            batches.append(_dropping(app, consumer, max(times).total_seconds()))
-    if not batches:
-        return Report("drop-payloads")
-    return await _Run(app, task, "drop-payloads").batches(db, batches)
-
-
-def _dropping(app: App, consumer: str, older_than_s: float) -> Batches:
-    return lambda db, limit: jobs.drop_payloads(
-        db, app.store.dialect, consumer=consumer, older_than_s=older_than_s, limit=limit
-    )
+            older_than_s = max(times).total_seconds()
+            batches.append(run.batch("drop_payloads", consumer=consumer, older_than_s=older_than_s))
+    return await run.batches(db, batches) if batches else Report("drop-payloads")
 
 
 class _Run:
@@ -379,8 +363,8 @@ class _Run:
 
     async def _is_time(self, db: Session) -> bool:
         if not self._any_time:
-            second = await jobs.second_of_day(db, self.dialect)
-            self._closed = not self._app.retention.open_at(second)
+            second = await jobs.value(db, self.dialect, "second_of_day")
+            self._closed = not self._app.retention.open_at(float(second))
         return not self._closed
 
     async def may_go_on(self, db: Session) -> bool:
@@ -420,6 +404,10 @@ class _Run:
                 RowsPruned(consumer=self._task.consumer, rows=self.rows, duration_s=took_s)
             )
         return Report(self._name, self.rows, closed=self._closed)
+
+    def batch(self, query: str, **params: Any) -> Batches:
+        """A batch that is one query."""
+        return partial(jobs.batch, dialect=self.dialect, name=query, **params)
 
     async def batches(self, db: Session, batches: Sequence[Batches]) -> Report:
         """Do a whole run: repeat each kind of batch as long as it finds something."""

@@ -262,11 +262,11 @@ class HandlerTransaction:
             )  # fmt: skip
         ids = [arrival.message_id for arrival in arrivals]
         if claim.lease is None:
-            return claims.claim_replay(
-                store, consumer, ids, token=token, lock_timeout=lock_timeout, idle_s=idle_s
-            )
-        return claims.claim_leased(
-            store, consumer, ids, token=token, lease=claim.lease,
+            return claims.claim_known(
+                store, "claim_replay", consumer, ids, token=token, lock_timeout=lock_timeout, idle_s=idle_s
+            )  # fmt: skip
+        return claims.claim_known(
+            store, "claim_leased", consumer, ids, token=token, lease=claim.lease,
             lock_timeout=lock_timeout, idle_s=idle_s, keep=handler.keeps_payload, wait=wait,
         )  # fmt: skip
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from txbox.session import Statement
 from txbox.store.codec import Arrival
-from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore
 
 
@@ -57,103 +56,41 @@ def claim(
             store.columns.whole(arrivals),
         )
     elif len(arrivals) == 1 and (single := store.dialect.queries["claim_single"]):
-        arrival, message = arrivals[0], arrivals[0].message
-        params |= {
-            "message_id": arrival.message_id, "topic": message.topic, "type": message.type, "key": message.key,
-            "sequence": message.sequence, "payload_hash": arrival.hash,
-        }  # fmt: skip
+        params |= store.columns.row(arrivals[0])
         # one crash point, whichever form the claim takes
-        return (Statement("claim", single, params), *_behind_single(store.dialect, token))
+        behind = (
+            Statement(name, sql, {"token": token})
+            for name in ("arm", "savepoint_claim")
+            if (sql := store.dialect.queries[name])
+        )
+        return (Statement("claim", single, params), *behind)
     else:
         statement = store.dialect.statement("claim", params, store.columns.slim(arrivals))
     return _bounded(store, statement, token, lock_timeout, wait)
 
 
-def claim_leased(
+def claim_known(
     store: InboxStore,
+    name: Literal["claim_leased", "claim_replay", "claim_rehearsal"],
     consumer: str,
     ids: Sequence[str],
     *,
     token: str,
-    lease: str,
     lock_timeout: timedelta,
     idle_s: float,
-    keep: bool,
     wait: timedelta | None = None,
+    **params: Any,
 ) -> tuple[Statement, ...]:
-    """`claim` for rows leased under the token `lease`.
+    """`claim` for existing rows: leased ones, processed ones that an operator replays, or those of a rehearsal.
 
-    Guarantee: fenced: a row that has since been leased to somebody else is not won.
+    Args:
+        params: of `claim_leased`: `lease`, the token they are leased under, and `keep`.
+
+    Guarantee: a leased row that has since been leased to somebody else is not won.
     """
-    params = {
-        **_bounds(lock_timeout, idle_s),
-        "consumer": consumer,
-        "token": token,
-        "lease": lease,
-        "keep": keep,
-    }
-    statement = store.dialect.statement("claim_leased", params, {"message_id": ids})
-    return _bounded(store, statement, token, lock_timeout, wait)
-
-
-def claim_replay(
-    store: InboxStore,
-    consumer: str,
-    ids: Sequence[str],
-    *,
-    token: str,
-    lock_timeout: timedelta,
-    idle_s: float,
-) -> tuple[Statement, ...]:
-    """`claim` for processed rows that an operator replays."""
-    return _claim_known(
-        "claim_replay", store, consumer, ids, token=token, lock_timeout=lock_timeout, idle_s=idle_s
-    )
-
-
-def claim_rehearsal(
-    store: InboxStore,
-    consumer: str,
-    ids: Sequence[str],
-    *,
-    token: str,
-    lock_timeout: timedelta,
-    idle_s: float,
-) -> tuple[Statement, ...]:
-    """`claim` for rows of any status but `processing`, in a transaction that is never committed."""
-    return _claim_known(
-        "claim_rehearsal",
-        store,
-        consumer,
-        ids,
-        token=token,
-        lock_timeout=lock_timeout,
-        idle_s=idle_s,
-    )
-
-
-def _claim_known(
-    name: str,
-    store: InboxStore,
-    consumer: str,
-    ids: Sequence[str],
-    *,
-    token: str,
-    lock_timeout: timedelta,
-    idle_s: float,
-) -> tuple[Statement, ...]:
-    params = {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
+    params |= {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
     statement = store.dialect.statement(name, params, {"message_id": ids})
-    return _bounded(store, statement, token, lock_timeout)
-
-
-def _behind_single(dialect: Dialect, token: str) -> list[Statement]:
-    """What arms the guard and marks the claim, where the claim of one message has not."""
-    return [
-        Statement(name, sql, {"token": token})
-        for name in ("arm", "savepoint_claim")
-        if (sql := dialect.queries[name])
-    ]
+    return _bounded(store, statement, token, lock_timeout, wait)
 
 
 def _bounded(

@@ -197,25 +197,27 @@ class Columns:
         key_id, _, encoded = kept[1:].partition(b"\0")
         return self.payload_back(encoded, key_id.decode())
 
-    def slim(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
-        """Return the columns that a processed row keeps."""
-        messages = [arrival.message for arrival in arrivals]
+    def row(self, arrival: Arrival) -> dict[str, Any]:
+        """Return what a processed row keeps of a message."""
+        message = arrival.message
         return {
-            "message_id": [arrival.message_id for arrival in arrivals],
-            "topic": [message.topic for message in messages],
-            "type": [message.type for message in messages],
-            "key": [message.key for message in messages],
-            "sequence": [message.sequence for message in messages],
-            "payload_hash": [arrival.hash for arrival in arrivals],
+            "message_id": arrival.message_id,
+            "topic": message.topic,
+            "type": message.type,
+            "key": message.key,
+            "sequence": message.sequence,
+            "payload_hash": arrival.hash,
         }
+
+    def slim(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
+        """Return the columns of `row` for many messages."""
+        rows = [self.row(arrival) for arrival in arrivals]
+        return {name: [row[name] for row in rows] for name in rows[0]}
 
     def whole(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
         """Return all columns, for rows that keep their payload."""
         kept = [self.content(arrival.message) for arrival in arrivals]
-        columns = self.slim(arrivals)
-        for name in ("content_type", "headers", "origin", "payload"):
-            columns[name] = [content[name] for content in kept]
-        return columns
+        return self.slim(arrivals) | {name: [row[name] for row in kept] for name in kept[0]}
 
     def content(self, message: Message[Any]) -> dict[str, Any]:
         """Return the values that only rows with a payload have."""

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from txbox.errors import ConfigurationError, Fault
-from txbox.session import Result, Statement, Transaction
+from txbox.session import Result, Session, Statement, Statements, Transaction
 
 Style = Literal["numeric", "format", "qmark", "named"]
 
@@ -91,6 +91,21 @@ class Dialect:
                     for index, value in enumerate(values):
                         bound[f"rows.{column}.{index}"] = value
         return Statement(name, sql, bound)
+
+    async def run(
+        self,
+        db: Session,
+        name: str,
+        params: Mapping[str, Any] | None = None,
+        rows: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        begin: Statements = (),
+    ) -> Result:
+        """Execute one query in a transaction of its own, behind the statements that it begins with."""
+        await db.begin(begin)
+        result = await db.execute(self.statement(name, params, rows))
+        await db.commit()
+        return result
 
     async def take(
         self,

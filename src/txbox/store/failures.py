@@ -109,11 +109,8 @@ async def record_own(
     Raises:
         StoreError: the row is missing: a handler left the transaction.
     """
-    written = await db.execute(
-        store.dialect.statement(
-            "record_own", _params(store, consumer, arrival, failure, retry, token=token)
-        )
-    )
+    params = _params(store, consumer, arrival, failure, retry, token=token)
+    written = await db.execute(store.dialect.statement("record_own", params))
     if written.count == 0:
         raise StoreError(
             "A handler left the transaction that claimed its message.", fault=Fault.GUARD
@@ -136,17 +133,11 @@ def _params(
     *,
     token: str,
 ) -> dict[str, Any]:
-    message = arrival.message
     assert failure.delay_s is not None, "a failure is drawn before it is recorded"
     return {
-        **store.columns.content(message),
+        **store.columns.row(arrival),
+        **store.columns.content(arrival.message),
         "consumer": consumer,
-        "message_id": arrival.message_id,
-        "topic": message.topic,
-        "type": message.type,
-        "key": message.key,
-        "sequence": message.sequence,
-        "payload_hash": arrival.hash,
         "has_payload": True,
         "key_id": store.columns.key_id,
         "error_type": failure.error_type,

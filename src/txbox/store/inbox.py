@@ -101,15 +101,11 @@ class InboxStore:
         """
         if not arrivals:
             return set()
+        params = {"consumer": consumer, "token": token}
         result = await db.execute(
-            self.dialect.statement(
-                "accept", {"consumer": consumer, "token": token}, self.columns.slim(arrivals)
-            )
+            self.dialect.statement("accept", params, self.columns.slim(arrivals))
         )
-        if self.dialect.returning:
-            return {row[0] for row in result.rows}
-        found = await self.classify(db, consumer, [arrival.message_id for arrival in arrivals])
-        return {message_id for message_id, row in found.items() if row.token == token}
+        return await self.stored(db, consumer, arrivals, result, token=token)
 
     async def store(
         self,
@@ -136,16 +132,9 @@ class InboxStore:
         Args:
             delay_s: until they are due.
         """
-        return self.dialect.statement(
-            "store",
-            {
-                "consumer": consumer,
-                "token": token,
-                "key_id": self.columns.key_id,
-                "delay_s": delay_s,
-            },
-            self.columns.whole(arrivals),
-        )
+        params = {"consumer": consumer, "token": token, "delay_s": delay_s}
+        params["key_id"] = self.columns.key_id
+        return self.dialect.statement("store", params, self.columns.whole(arrivals))
 
     async def stored(
         self,
@@ -156,7 +145,7 @@ class InboxStore:
         *,
         token: str,
     ) -> set[str]:
-        """Return the ids that `storing` found to be new."""
+        """Return the ids that `storing`, or the claim of `accept`, found to be new."""
         if self.dialect.returning:
             return {row[0] for row in result.rows}
         found = await self.classify(db, consumer, [arrival.message_id for arrival in arrivals])
@@ -250,34 +239,17 @@ class InboxStore:
 
     async def result(self, db: Session, consumer: str, message_id: str) -> bytes | None:
         """Read what a handler returned, in a transaction of its own; None if nothing was kept."""
-        await db.begin()
-        found = await db.execute(
-            self.dialect.statement("result", {"consumer": consumer, "message_id": message_id})
-        )
-        await db.commit()
-        if not found.rows:
-            return None
-        return self.columns.result_back(found.rows[0][0])
+        params = {"consumer": consumer, "message_id": message_id}
+        found = await self.dialect.run(db, "result", params)
+        return self.columns.result_back(found.rows[0][0]) if found.rows else None
 
     async def kept_message(
         self, db: Transaction, consumer: str, message_id: str
     ) -> Message[Any] | None:
         """Read a message whose row keeps its payload, in an open transaction; None if it does not."""
-        found = await db.execute(
-            self.dialect.statement(
-                "replay_read",
-                {
-                    "consumer": consumer,
-                    "message_id": message_id,
-                    "after": -1,
-                    "limit": 1,
-                    "status": None,
-                    "topic": None,
-                    "type": None,
-                    "key": None,
-                },
-            )
-        )
+        any_row = dict.fromkeys(("status", "topic", "type", "key"))
+        params = {"consumer": consumer, "message_id": message_id, "after": -1, "limit": 1}
+        found = await db.execute(self.dialect.statement("replay_read", params | any_row))
         if not found.rows:
             return None
         return self.columns.arrival(consumer, found.rows[0]).arrival.message

@@ -50,29 +50,17 @@ class JobLease:
 
     async def load(self, db: Session) -> str | None:
         """Read the last saved state."""
-        await db.begin()
-        found = await db.execute(self.dialect.statement("job_state", {"name": self._name}))
-        await db.commit()
+        found = await self.dialect.run(db, "job_state", {"name": self._name})
         return found.rows[0][0] if found.rows else None
 
     async def save(self, db: Session, state: str) -> bool:
         """Write the state; False if the lease was lost, in which case nothing is written."""
-        await db.begin()
-        saved = await db.execute(
-            self.dialect.statement(
-                "job_save", {"name": self._name, "token": self.token, "state": state}
-            )
-        )
-        await db.commit()
-        return bool(saved.count)
+        params = {"name": self._name, "token": self.token, "state": state}
+        return bool((await self.dialect.run(db, "job_save", params)).count)
 
     async def release(self, db: Session) -> None:
         """Give the lease back; does nothing if it is no longer ours."""
-        await db.begin()
-        await db.execute(
-            self.dialect.statement("job_release", {"name": self._name, "token": self.token})
-        )
-        await db.commit()
+        await self.dialect.run(db, "job_release", {"name": self._name, "token": self.token})
 
 
 async def anchors(
@@ -117,23 +105,35 @@ class Batch:
     more: bool
 
 
+def _begun(dialect: Dialect) -> Statements:
+    return (dialect.statement("prune_begin"),) if dialect.has("prune_begin") else ()
+
+
+async def value(db: Session, /, dialect: Dialect, name: str, **params: Any) -> Any:
+    """Read a query's one value, such as the number of rows that would be pruned, in a transaction of its own."""
+    return (await dialect.run(db, name, params)).rows[0][0]
+
+
+async def batch(db: Session, limit: int, *, dialect: Dialect, name: str, **params: Any) -> Batch:
+    """Run a query that deletes or empties at most `limit` rows, in a transaction of its own."""
+    params["limit"] = limit
+    gone = await dialect.run(db, name, params, begin=_begun(dialect))
+    return Batch(gone.count, gone.count == limit)
+
+
 async def prune(
-    db: Session, dialect: Dialect, *, consumer: str | None, older_than_s: float, limit: int
+    db: Session, limit: int, *, dialect: Dialect, consumer: str | None, older_than_s: float
 ) -> Batch:
     """Delete one batch of finished rows and their attempts in one transaction.
 
     Args:
+        limit: rows, 1 or more.
         consumer: None for all.
         older_than_s: seconds since they finished.
-        limit: rows, 1 or more.
     """
     params = {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
     rows = await _pruned(db, dialect, "prune", params)
     return Batch(rows, rows == limit)
-
-
-def _begun(dialect: Dialect) -> Statements:
-    return (dialect.statement("prune_begin"),) if dialect.has("prune_begin") else ()
 
 
 async def _pruned(
@@ -202,88 +202,6 @@ class Walk:
         return Batch(rows, self._block < self._ends)
 
 
-async def prunable(
-    db: Session, dialect: Dialect, *, consumer: str | None, older_than_s: float
-) -> int:
-    """Count the rows that `prune` would delete now."""
-    await db.begin()
-    found = await db.execute(
-        dialect.statement("prunable", {"consumer": consumer, "older_than_s": older_than_s})
-    )
-    await db.commit()
-    return int(found.rows[0][0])
-
-
-async def prune_orphans(db: Session, dialect: Dialect, *, older_than_s: float, limit: int) -> Batch:
-    """Delete one batch of attempts whose messages were dropped with their partition."""
-    await db.begin(_begun(dialect))
-    gone = await db.execute(
-        dialect.statement("prune_orphans", {"older_than_s": older_than_s, "limit": limit})
-    )
-    await db.commit()
-    return Batch(int(gone.count), gone.count == limit)
-
-
-async def prune_outbox(
-    db: Session, dialect: Dialect, *, sent_s: float, discarded_s: float, limit: int
-) -> Batch:
-    """Delete one batch of outgoing rows that are finished.
-
-    Args:
-        sent_s, discarded_s: how many seconds sent and discarded rows are kept.
-    """
-    await db.begin(_begun(dialect))
-    gone = await db.execute(
-        dialect.statement(
-            "prune_outbox", {"sent_s": sent_s, "discarded_s": discarded_s, "limit": limit}
-        )
-    )
-    await db.commit()
-    return Batch(int(gone.count), gone.count == limit)
-
-
-async def prunable_outbox(
-    db: Session, dialect: Dialect, *, sent_s: float, discarded_s: float
-) -> int:
-    """Count the rows that `prune_outbox` would delete now."""
-    await db.begin()
-    found = await db.execute(
-        dialect.statement("prunable_outbox", {"sent_s": sent_s, "discarded_s": discarded_s})
-    )
-    await db.commit()
-    return int(found.rows[0][0])
-
-
-async def prune_quarantine(
-    db: Session, dialect: Dialect, *, older_than_s: float, limit: int
-) -> Batch:
-    """Delete one batch of quarantine rows that were accepted or discarded at least `older_than_s` ago."""
-    await db.begin(_begun(dialect))
-    gone = await db.execute(
-        dialect.statement("prune_quarantine", {"older_than_s": older_than_s, "limit": limit})
-    )
-    await db.commit()
-    return Batch(int(gone.count), gone.count == limit)
-
-
-async def prunable_quarantine(db: Session, dialect: Dialect, *, older_than_s: float) -> int:
-    """Count the rows that `prune_quarantine` would delete now."""
-    await db.begin()
-    found = await db.execute(
-        dialect.statement("prunable_quarantine", {"older_than_s": older_than_s})
-    )
-    await db.commit()
-    return int(found.rows[0][0])
-
-
-async def quarantine_bytes(db: Session, dialect: Dialect) -> int:
-    """Return how many bytes of payload the quarantine holds."""
-    await db.begin()
-    found = await db.execute(dialect.statement("quarantine_bytes"))
-    await db.commit()
-    return int(found.rows[0][0])
-
-
 async def drop_quarantined(
     db: Session, dialect: Dialect, *, excess: int, limit: int
 ) -> tuple[int, int]:
@@ -310,28 +228,6 @@ async def drop_quarantined(
         await db.execute(dialect.statement("drop_quarantined", {}, keys))
     await db.commit()
     return len(chosen), dropped
-
-
-async def drop_payloads(
-    db: Session, dialect: Dialect, *, consumer: str, older_than_s: float, limit: int
-) -> Batch:
-    """Drop payload and headers of one batch of rows that were processed at least `older_than_s` ago."""
-    await db.begin(_begun(dialect))
-    dropped = await db.execute(
-        dialect.statement(
-            "drop_payloads", {"consumer": consumer, "older_than_s": older_than_s, "limit": limit}
-        )
-    )
-    await db.commit()
-    return Batch(int(dropped.count), dropped.count == limit)
-
-
-async def second_of_day(db: Session, dialect: Dialect) -> float:
-    """Return the second of the UTC day by the database's clock."""
-    await db.begin()
-    found = await db.execute(dialect.statement("second_of_day"))
-    await db.commit()
-    return float(found.rows[0][0])
 
 
 async def due(
@@ -370,14 +266,10 @@ async def work_left(
         order: whether only the heads of keys are taken, and whether dead rows stay heads.
     """
     heads_only, dead_blocks = order
-    await db.begin()
     if heads_only:
-        found = await db.execute(
-            dialect.statement(
-                "work_left_ordered", {"consumer": consumer, "dead_blocks": dead_blocks}
+        return bool(
+            await value(
+                db, dialect, "work_left_ordered", consumer=consumer, dead_blocks=dead_blocks
             )
         )
-    else:
-        found = await db.execute(dialect.statement("work_left", {"consumer": consumer}))
-    await db.commit()
-    return bool(found.rows[0][0])
+    return bool(await value(db, dialect, "work_left", consumer=consumer))

@@ -112,19 +112,10 @@ async def lease_next(
     dead_blocks: bool,
 ) -> Leased | None:
     """Lease the row of a key whose turn it is, if it is due and no earlier run of it is unfinished."""
+    params = {"consumer": consumer, "key": key, "token": token, "dead_blocks": dead_blocks}
+    params["lease_s"] = lease.duration.total_seconds()
     await db.begin()
-    result = await store.dialect.take(
-        db,
-        "lease_next",
-        {
-            "consumer": consumer,
-            "key": key,
-            "token": token,
-            "lease_s": lease.duration.total_seconds(),
-            "dead_blocks": dead_blocks,
-        },
-    )
-    leased = _read(store, consumer, result)
+    leased = _read(store, consumer, await store.dialect.take(db, "lease_next", params))
     await db.commit()
     return leased[0] if leased else None
 
@@ -139,16 +130,9 @@ def storing(
     """
     if not store.dialect.has("store_leased"):
         return store.storing(consumer, arrivals, token=token)
-    statement = store.dialect.statement(
-        "store_leased",
-        {
-            "consumer": consumer,
-            "token": token,
-            "lease_s": lease.duration.total_seconds(),
-            "key_id": store.columns.key_id,
-        },
-        store.columns.whole(arrivals),
-    )
+    params = {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()}
+    params["key_id"] = store.columns.key_id
+    statement = store.dialect.statement("store_leased", params, store.columns.whole(arrivals))
     # one crash point, whichever form the storing takes
     return statement._replace(name="store")
 
@@ -168,16 +152,9 @@ async def stored(
         fresh = await store.stored(db, consumer, arrivals, result, token=token)
         if not fresh:
             return []
-        result = await store.dialect.take(
-            db,
-            "lease_stored",
-            {
-                "consumer": consumer,
-                "token": token,
-                "lease_s": lease.duration.total_seconds(),
-            },
-            {"message_id": sorted(fresh)},
-        )
+        params = {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()}
+        rows = {"message_id": sorted(fresh)}
+        result = await store.dialect.take(db, "lease_stored", params, rows)
         return _read(store, consumer, result)
     written = {row[0]: row for row in result.rows}
     leased: list[Leased] = []
@@ -200,15 +177,11 @@ async def heartbeat(
     db: Session, store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
 ) -> int:
     """Extend leases held under `token`; returns how many. Rows in a handler's transaction are skipped."""
+    params = {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()}
     await db.begin()
-    result = await store.dialect.take(
-        db,
-        "heartbeat",
-        {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()},
-        {"message_id": ids},
-    )
+    result = await store.dialect.take(db, "heartbeat", params, {"message_id": ids})
     await db.commit()
-    return int(result.count)
+    return result.count
 
 
 async def release(
@@ -218,16 +191,8 @@ async def release(
 
     Guarantee: fenced by `token`. It waits for a commit in flight, and then matches nothing.
     """
-    await db.begin()
-    result = await db.execute(
-        store.dialect.statement(
-            "release",
-            {"consumer": consumer, "token": token, "delay_s": delay_s},
-            {"message_id": ids},
-        )
-    )
-    await db.commit()
-    return int(result.count)
+    params = {"consumer": consumer, "token": token, "delay_s": delay_s}
+    return (await store.dialect.run(db, "release", params, {"message_id": ids})).count
 
 
 async def rescue(

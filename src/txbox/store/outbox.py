@@ -299,14 +299,8 @@ class OutboxStore:
             given = dict(zip(("from_route", "topic", "type", "cause_consumer"), stray, strict=True))
             count = _ADOPTED
             while count == _ADOPTED:
-                await db.begin()
-                moved = await db.execute(
-                    self.dialect.statement(
-                        "relay_adopt", {**given, "route": route, "limit": _ADOPTED}
-                    )
-                )
-                await db.commit()
-                count = moved.count
+                params = {**given, "route": route, "limit": _ADOPTED}
+                count = (await self.dialect.run(db, "relay_adopt", params)).count
         return bool(strays)
 
 

@@ -6,11 +6,12 @@ Source: docs/decisions/0021-partitions.md
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Any, Literal
 
-from txbox.session import Session, Statements, Transaction
+from txbox.session import Session, Transaction
 from txbox.store.dialect import Dialect
 
 Kind = Literal["uuid7", "ulid", "hash"]
@@ -137,21 +138,13 @@ async def make(db: Session, dialect: Dialect, first_s: float, last_s: float, wai
     Raises:
         StoreError: LOCK_TIMEOUT while transactions are open that have used the inbox.
     """
-    await db.begin(_begun(dialect, wait_ms))
-    done = await db.execute(
-        dialect.statement("partition_make", {"first_s": first_s, "last_s": last_s, "most": _STRAYS})
-    )
-    await db.commit()
-    return str(done.rows[0][0])
+    params = {"first_s": first_s, "last_s": last_s, "most": _STRAYS}
+    return str(await _changed(db, dialect, "partition_make", params, wait_ms))
 
 
 async def rows(db: Session, dialect: Dialect, part: Part) -> int:
     """Count the rows of a time partition."""
-    await db.begin()
-    found = await db.execute(
-        dialect.statement("partition_rows", {"first": part.begins, "last": part.ends})
-    )
-    await db.commit()
+    found = await dialect.run(db, "partition_rows", {"first": part.begins, "last": part.ends})
     return int(found.rows[0][0])
 
 
@@ -168,19 +161,13 @@ async def detach(
 
     Guarantee: from the same commit on, the table is listed by `detached`, and only there.
     """
-    await db.begin(_begun(dialect, wait_ms))
-    done = await db.execute(
-        dialect.statement("partition_detach", {"name": part.name, "older_than_s": older_than_s})
-    )
-    await db.commit()
-    return bool(done.rows[0][0])
+    params = {"name": part.name, "older_than_s": older_than_s}
+    return bool(await _changed(db, dialect, "partition_detach", params, wait_ms))
 
 
 async def detached(db: Session, dialect: Dialect) -> list[str]:
     """Name the tables that `detach` took out of the inbox and that are not dropped yet."""
-    await db.begin()
-    found = await db.execute(dialect.statement("partitions_detached"))
-    await db.commit()
+    found = await dialect.run(db, "partitions_detached")
     return [str(name) for (name,) in found.rows]
 
 
@@ -190,16 +177,15 @@ async def drop(db: Session, dialect: Dialect, name: str, older_than_s: float, wa
     Raises:
         StoreError: LOCK_TIMEOUT while somebody reads that table.
     """
-    await db.begin(_begun(dialect, wait_ms))
-    done = await db.execute(
-        dialect.statement("partition_drop", {"name": name, "older_than_s": older_than_s})
-    )
-    await db.commit()
-    return bool(done.rows[0][0])
+    params = {"name": name, "older_than_s": older_than_s}
+    return bool(await _changed(db, dialect, "partition_drop", params, wait_ms))
 
 
-def _begun(dialect: Dialect, wait_ms: int) -> Statements:
-    return (dialect.statement("partition_begin", {"lock_timeout_ms": str(wait_ms)}),)
+async def _changed(
+    db: Session, dialect: Dialect, query: str, params: Mapping[str, Any], wait_ms: int
+) -> Any:
+    bound = dialect.statement("partition_begin", {"lock_timeout_ms": str(wait_ms)})
+    return (await dialect.run(db, query, params, begin=(bound,))).rows[0][0]
 
 
 def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, float]]:

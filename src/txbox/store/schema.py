@@ -275,9 +275,7 @@ async def creators(db: Session, dialect: Dialect) -> list[str]:
     """
     if not dialect.has("schema_creators"):
         return []
-    await db.begin()
-    found = await db.execute(dialect.statement("schema_creators"))
-    await db.commit()
+    found = await dialect.run(db, "schema_creators")
     return [str(row[0]) for row in found.rows]
 
 
