@@ -1,4 +1,4 @@
-"""Encryption at rest: a codec for App(codec=…), AES-256 in GCM, with keys that rotate."""
+"""Encryption at rest: an AES-256-GCM codec for App(codec=…), with key rotation."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ except ModuleNotFoundError as error:
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 _NAME_BYTES = 64
-# what it is, and which form: the key's name and its length, nonce, ciphertext with its tag
+# format version; it is followed by the length and name of the key, the nonce, and the ciphertext with its tag
 _FORM = b"\x01"
 _BOUND = b"txbox at rest"
 
 
 def new_key() -> str:
-    """Return a fresh key as base64, for a store of secrets."""
+    """Return a fresh key as base64, for your secret store."""
     return base64.b64encode(urandom(_KEY_BYTES)).decode()
 
 
 class AesGcm:
-    """A codec: the first key encrypts, all of them decrypt.
+    """A codec. The first key encrypts; all of them decrypt.
 
     Args:
-        keys: name → key, as base64 of 32 random bytes (`new_key`). A name is 1 to 64 printable ASCII characters,
-            stands in the rows, and is no secret. It means one key for ever.
+        keys: name → key, as base64 of 32 random bytes (`new_key`). A name is 1 to 64 printable ASCII characters. It
+            is stored in the rows and not secret. Never reuse a name for another key.
 
-    What is encrypted names its key, so that keys may change between any two writes to a row. The nonce is random,
-    of 96 bits: use a key for less than 2**32 texts (a failed attempt writes four), then put another before it. The
-    key's name is authenticated; the row is not: who may write to the tables can put the payload of one message in
-    place of another's, but make none up.
+    Each ciphertext names its key, so keys may change between any two writes to a row. Nonces are 96 random bits: use
+    a key for fewer than 2**32 encryptions (a failed attempt takes four), then put a new key before it. The key's name
+    is authenticated but the row is not: whoever can write to the tables can swap the payloads of two messages, but
+    cannot forge one.
 
     Raises:
-        ConfigurationError: no key, or one that is none. No key is ever part of a text.
+        ConfigurationError: no key, or an invalid one. Error messages never contain a key.
     """
 
     def __init__(self, keys: Mapping[str, str]) -> None:
@@ -66,17 +66,17 @@ class AesGcm:
         return head + nonce + self._keys[self.key_id].encrypt(nonce, data, _BOUND + head)
 
     def decode(self, data: bytes, key_id: str) -> bytes:
-        """Decrypt under the key that the bytes themselves name.
+        """Decrypt with the key that the ciphertext names.
 
         Args:
-            key_id: the row's; it may be a later one than that of these bytes.
+            key_id: the row's key, which may be newer than that of this ciphertext.
 
         Raises:
-            ConfigurationError: another form, a key that is not here, or bytes that are not as they were written.
+            ConfigurationError: another format, an unknown key, or altered bytes.
         """
         if data[:1] != _FORM or len(data) < 2 or len(data) < 2 + data[1] + _NONCE_BYTES:
             raise ConfigurationError(
-                f"A row of key {key_id!r} holds what AesGcm has not written: give the codec that wrote it."
+                f"A row of key {key_id!r} was not written by AesGcm: use the codec that wrote it."
             )
         end = 2 + data[1]
         head, nonce, sealed = data[:end], data[end : end + _NONCE_BYTES], data[end + _NONCE_BYTES :]
@@ -84,7 +84,7 @@ class AesGcm:
         cipher = self._keys.get(name)
         if cipher is None:
             raise ConfigurationError(
-                f"A row is encrypted with key {name!r}, and AesGcm has {', '.join(self._keys)}: add it behind them."
+                f"A row is encrypted with key {name!r}, and AesGcm has {', '.join(self._keys)}: add it after these."
             )
         try:
             return cipher.decrypt(nonce, sealed, _BOUND + head)
@@ -108,12 +108,12 @@ def _name(name: object) -> str:
     ):
         return name
     raise ConfigurationError(
-        f"A key is named {name!r}: use 1 to {_NAME_BYTES} printable ASCII characters."
+        f"invalid key name {name!r}: use 1 to {_NAME_BYTES} printable ASCII characters."
     )
 
 
 def _key(name: str, key: object) -> bytes:
-    # the alphabet of URLs, too, and without padding, as stores of secrets have it
+    # URL-safe base64 and missing padding are fine: secret stores use both
     text = key.strip().rstrip("=") if isinstance(key, str) else ""
     try:
         found = base64.b64decode(

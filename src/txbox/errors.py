@@ -93,7 +93,7 @@ class BrokerError(TxboxError):
         super().__init__(message)
         #: How many of the deliveries could not be settled; None means all of them.
         self.failed = failed
-        #: How long the other side asks to wait before the message is sent again.
+        #: How long the broker asks to wait before the message is sent again.
         self.retry_after_s = retry_after_s
 
 
@@ -106,7 +106,7 @@ class MessageRefused(BrokerError):
 
 
 class NotTried(BrokerError):
-    """A message was not sent this time; that costs it no attempt."""
+    """A message was not sent this time; this does not count as an attempt."""
 
 
 class UnusableMessage(TxboxError):

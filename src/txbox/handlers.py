@@ -327,65 +327,50 @@ class HandlerOptions:
                 raise ConfigurationError(f"{name} is {value!r}: give {wanted}.")
         for name in ("message_id", "sequence", "lock_key"):
             check_path(name, getattr(self, name))
-        if self.decode is not None and not callable(self.decode):
-            raise ConfigurationError(
-                f"decode is {self.decode!r}: give a callable from Message to the body."
-            )
-        if self.dead_letter_topic == "":
-            raise ConfigurationError("dead_letter_topic is '': give the name of a topic.")
-        if self.concurrency < 1:
-            raise ConfigurationError(f"concurrency is {self.concurrency}: it must be 1 or more.")
-        if self.pause_after is not None and self.pause_after < 1:
-            raise ConfigurationError(f"pause_after is {self.pause_after}: it must be 1 or more.")
-        if self.pause_after is not None and self.batch:
-            raise ConfigurationError(
-                "pause_after= counts failures message by message: leave batch=True out."
-            )
-        if self.mode not in ("inline", "stored"):
-            raise ConfigurationError(f"mode is {self.mode!r}: use 'inline' or 'stored'.")
-        if self.id_scope not in (None, "topic"):
-            raise ConfigurationError(f"id_scope is {self.id_scope!r}: use 'topic' or leave it out.")
-        if self.payload_hash not in ("raw", "json") and not callable(self.payload_hash):
-            raise ConfigurationError(
-                f"payload_hash is {self.payload_hash!r}: use 'raw', 'json' or a callable."
-            )
-        _check_keep(self.keep_payload)
-        if self.timeout is not None and self.timeout <= timedelta(0):
-            raise ConfigurationError("timeout must be above zero.")
-        self._check_order()
-        self._check_answer()
-
-    def _check_order(self) -> None:
-        if self.dead_blocks and not self.ordered:
-            raise ConfigurationError(
-                "dead_blocks=True needs ordered=True: without it nothing waits."
-            )
-        if self.ordered and self.sequence is not None:
-            raise ConfigurationError(
-                "ordered=True and sequence= exclude each other: use either arrival order or version order."
-            )
-        if self.sequence is not None and self.batch:
-            raise ConfigurationError("sequence= handles one message at a time: remove batch=True.")
-        if self.in_order and not self.transactional:
-            raise ConfigurationError(
-                "The order is enforced in the handler's transaction: remove transactional=False."
-            )
-
-    def _check_answer(self) -> None:
-        if self.keep_result and self.batch:
-            raise ConfigurationError(
-                "keep_result=True keeps the result of a single message: remove batch=True."
-            )
-        if self.reply_to is not None and (self.batch or not self.transactional):
-            raise ConfigurationError(
-                "reply_to= stages the result of a single message in its transaction: remove batch=True and "
-                "transactional=False."
-            )
-        named = isinstance(self.reply_to, str) and self.reply_to != ""
-        if self.reply_to not in (None, True) and not named:
-            raise ConfigurationError(
-                f"reply_to is {self.reply_to!r}: name a topic, or pass True to use the message's reply-to header."
-            )
+        for name, fits, wanted in (
+            ("decode", self.decode is None or callable(self.decode), "give a callable from Message to the body"),
+            ("dead_letter_topic", self.dead_letter_topic != "", "give the name of a topic"),
+            ("concurrency", self.concurrency >= 1, "it must be 1 or more"),
+            ("pause_after", self.pause_after is None or self.pause_after >= 1, "it must be 1 or more"),
+            ("timeout", self.timeout is None or self.timeout > timedelta(0), "it must be above zero"),
+            ("mode", self.mode in ("inline", "stored"), "use 'inline' or 'stored'"),
+            ("id_scope", self.id_scope in (None, "topic"), "use 'topic' or leave it out"),
+            (
+                "payload_hash",
+                self.payload_hash in ("raw", "json") or callable(self.payload_hash),
+                "use 'raw', 'json' or a callable",
+            ),
+            (
+                "keep_payload",
+                self.keep_payload in ("unfinished", "always") or isinstance(self.keep_payload, timedelta),
+                "use 'unfinished', 'always' or a timedelta",
+            ),
+            (
+                "reply_to",
+                self.reply_to in (None, True) or (isinstance(self.reply_to, str) and self.reply_to != ""),
+                "name a topic, or pass True to use the message's reply-to header",
+            ),
+        ):  # fmt: skip
+            if not fits:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}: {wanted}.")
+        for excluded, why in (
+            (self.pause_after is not None and self.batch,
+             "pause_after= counts failures message by message: leave batch=True out."),
+            (self.dead_blocks and not self.ordered,
+             "dead_blocks=True needs ordered=True: without it nothing waits."),
+            (self.ordered and self.sequence is not None,
+             "ordered=True and sequence= exclude each other: use either arrival order or version order."),
+            (self.sequence is not None and self.batch,
+             "sequence= handles one message at a time: remove batch=True."),
+            (self.in_order and not self.transactional,
+             "The order is enforced in the handler's transaction: remove transactional=False."),
+            (self.keep_result and self.batch,
+             "keep_result=True keeps the result of a single message: remove batch=True."),
+            (self.reply_to is not None and (self.batch or not self.transactional),
+             "reply_to= stages one message's result in its transaction: remove batch=True and transactional=False."),
+        ):  # fmt: skip
+            if excluded:
+                raise ConfigurationError(why)
 
     @property
     def in_order(self) -> bool:
@@ -433,13 +418,6 @@ def exceptions_of(given: Any) -> tuple[type[Exception], ...]:
             f"reject_on is {given!r}: give exception classes, as in (ValueError, KeyError)."
         )
     return kinds
-
-
-def _check_keep(keep: object) -> None:
-    if keep not in ("unfinished", "always") and not isinstance(keep, timedelta):
-        raise ConfigurationError(
-            f"keep_payload is {keep!r}: use 'unfinished', 'always' or a timedelta."
-        )
 
 
 # the narrowest column of the supported databases

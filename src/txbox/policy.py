@@ -160,7 +160,7 @@ class Retention:
         _check_counts(self, 1, "ahead", most=100)
 
     def open_at(self, second: float) -> bool:
-        """Say whether pruning may run at this second of the database's UTC day."""
+        """Whether pruning may run at this second of the database's UTC day."""
         if self.window is None:
             return True
         begins, ends = (_second_of_day(moment) for moment in self.window)
@@ -281,8 +281,8 @@ class Limits:
             _check_counts(self, 1, "connections")
 
 
-#: Headers that HTTP, gateways and webhook schemes authenticate with. They open doors elsewhere, so no row keeps them
-#: and no relay forwards them. Matched by name, not by pattern: a handler's `page-token` is harmless.
+#: Headers that HTTP, gateways and webhooks authenticate with. No row keeps them and no relay forwards them.
+#: Matched by exact name: a `page-token` is harmless.
 CREDENTIAL_HEADERS = frozenset(
     {
         "authorization", "proxy-authorization", "x-authorization", "x-forwarded-authorization", "cookie", "cookie2",
@@ -356,7 +356,7 @@ class Redaction:
             for pattern in self.errors:
                 text = cast("re.Pattern[str]", pattern).sub(HIDDEN, text)
         except Exception:  # noqa: BLE001
-            # a rule is user code: show nothing it could not check, and still record the failure at hand
+            # a rule is user code: withhold the text, and still record the failure
             return _WITHHELD_ERROR
         return text
 
@@ -371,13 +371,13 @@ class Redaction:
             value, hidden = parsed(data), False
             for path in paths:
                 hidden |= _hide(value, path)
-            # written anew: of a duplicate name only the value that was checked is left
+            # encoded again: of duplicate names only the checked value remains
             return json.dumps(value, ensure_ascii=False).encode(), hidden
         except (ValueError, RecursionError):
             return _WITHHELD_JSON, True
 
     def was_shown(self, payload: bytes) -> bool:
-        """Say whether a payload was copied from what is shown: what a rule names is hidden in it."""
+        """Whether a payload was copied from a redacted view: something that a rule hides is hidden in it."""
         paths = [path.split(".")[1:] for path in self.fields if path.startswith("body")]
         if not paths:
             return False
@@ -390,7 +390,7 @@ class Redaction:
 
 
 def _found(value: object, path: Sequence[str]) -> list[object]:
-    """What stands where a path leads."""
+    """Return the values at a path."""
     if not path:
         return [value]
     inner: list[object] = []

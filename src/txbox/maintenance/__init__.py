@@ -1,4 +1,4 @@
-"""Maintenance: what must be done from time to time. Each job is a function in one table."""
+"""Maintenance jobs, in one table."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def _letter(db: Transaction, app: App, row: Rescued) -> None:
 JOBS = (
     Job(
         "rescue",
-        "return rows whose worker went away to work",
+        "return the rows of workers that died to the queue",
         lambda app: app.lease.duration / 3,
         rescue,
     ),
@@ -153,7 +153,7 @@ JOBS = (
     ),
     Job(
         "prune-activity",
-        "fold the counts of each minute into one row, delete old ones, forget workers that are gone",
+        "merge the counts of each minute, and delete old counts and silent workers",
         lambda app: app.retention.every,
         prune_activity,
     ),

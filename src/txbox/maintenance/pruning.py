@@ -41,9 +41,9 @@ _LOCK_TRIES = 10
 _LOCK_WAIT_MS = 5
 _LOCK_WAIT_MAX_MS = 100
 _NOT_ALLOWED = "42501"
-# nobody writes of a minute that was over so long ago, unless the database was away
+# nobody writes counts for a minute this old, unless the database was away
 _FOLDED_AFTER_S = 300.0
-# so that somebody may still see what has ended without a word
+# keep crashed workers visible for a while
 _WORKERS_KEPT_S = 3600.0
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ Batches = Callable[[Session, int], Awaitable[Batch]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a run is asked to do.
+    """The options of a run.
 
     Args:
         consumer: only this one; None for all.
@@ -298,12 +298,12 @@ async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
 
 
 async def prune_activity(db: Session, app: App, task: Task) -> Report:
-    """Keep the counts of the minutes small: one row a minute for all processes, none past `Retention.activity`.
+    """Merge the counts of all processes into one row per minute, and delete those past `Retention.activity`.
 
-    Workers that have not been heard of for an hour are forgotten.
+    Workers that have been silent for an hour are deleted too.
     """
     if task.dry_run:
-        raise ConfigurationError("prune-activity has no dry run: leave --dry-run out.")
+        raise ConfigurationError("prune-activity has no dry run: remove --dry-run.")
     run = _Run(app, task, "prune-activity")
     if not await run.begin(db, at_any_time=True):
         return run.report()
@@ -349,7 +349,7 @@ class _Run:
         self._any_time = task.at_any_time or app.retention.window is None
         self._closed = False
         self.rows = 0
-        # how long the last success of `_patiently` took, without the attempts before it
+        # how long the last successful try of `_patiently` took
         self.took_s = 0.0
 
     async def begin(self, db: Session, *, at_any_time: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""What workers and relays say of themselves: who they are, and what they have counted, minute by minute.
+"""Worker heartbeats and per-minute message counts.
 
 Source: docs/decisions/0034-activity.md
 """
@@ -18,25 +18,25 @@ from txbox.store import pauses
 from txbox.store.dialect import Dialect, as_time
 from txbox.store.pauses import Pause
 
-#: Upper bounds of the buckets of a histogram, in seconds; one more bucket is for what is above.
+#: Upper bounds of the histogram buckets, in seconds; the last bucket, above them, has none.
 BOUNDS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0,
 )  # fmt: skip
-#: What is counted, as the columns of txbox_activity are called.
+#: The counters, as columns of txbox_activity.
 COUNTED = ("received", "processed", "duplicate", "deferred", "failed", "dead", "quarantined")
 
 Kind = Literal["consumer", "route"]
-# minutes that are folded in one transaction
+# minutes folded per transaction
 _FOLDED = 30
 
 
 def bucket_of(seconds: float) -> int:
-    """Which bucket a time falls in."""
+    """Return the index of the bucket for a duration."""
     return bisect_left(BOUNDS_S, seconds)
 
 
 class Histogram:
-    """How often what took how long, in a fixed number of buckets."""
+    """Durations, counted in fixed buckets."""
 
     __slots__ = ("buckets",)
 
@@ -63,9 +63,9 @@ class Histogram:
         self.buckets = [*map(add, self.buckets, other.buckets)]
 
     def quantile(self, share: float) -> float | None:
-        """Estimate what this share of all took at most, in seconds; None where nothing was counted.
+        """Estimate a quantile in seconds, by linear interpolation within its bucket; None if nothing was counted.
 
-        Within a bucket all values are taken to lie evenly; above the last bound it is that bound.
+        Values above the last bound count as that bound.
         """
         wanted = share * self.count
         if not wanted:
@@ -78,7 +78,7 @@ class Histogram:
         return BOUNDS_S[-1]
 
     def as_text(self) -> str:
-        """The counts with blanks between, without zeros at the end; as a column keeps it."""
+        """Return the counts separated by spaces, without trailing zeros, as they are stored."""
         last = max((index for index, count in enumerate(self.buckets) if count), default=-1)
         return " ".join(map(str, self.buckets[: last + 1]))
 
@@ -89,16 +89,15 @@ class Histogram:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the messages of one consumer, or of one route, in some time.
+    """Outcomes and durations of one consumer or route over some time.
 
     Attributes:
-        received: handed to the consumer, by whatever way: a source, `process`, `send`, its own outbox.
-        processed: whose handler's transaction has committed; of a route: sent.
-        duplicate, deferred, failed, dead, quarantined: as the outcomes of these names; of failed and dead
-            messages each attempt.
-        latency: seconds from receipt to commit; of one that was run from the table, from its first receipt.
-        run: seconds in the handler's transaction; of a batch, the mean of its messages.
-        oldest_s: for how long the first message that was due in the table had been so, at most; None where none was.
+        received: messages that reached the consumer from a source, `process`, `send` or the outbox.
+        processed: messages whose transaction committed; for a route, messages sent.
+        duplicate, deferred, failed, dead, quarantined: outcomes; failed and dead count every attempt.
+        latency: seconds from the first receipt to the commit.
+        run: seconds in the handler's transaction; for a batch, the mean per message.
+        oldest_s: the longest that the oldest due message had been due; None if none was due.
     """
 
     received: int = 0
@@ -113,7 +112,7 @@ class Counts:
     oldest_s: float | None = None
 
     def merge(self, other: Counts) -> None:
-        # written out: a day of ten consumers is 14,000 of these for one page
+        # written out for speed: one page merges 14,000 of these for a day of ten consumers
         self.received += other.received
         self.processed += other.processed
         self.duplicate += other.duplicate
@@ -131,7 +130,7 @@ _NOTHING = Counts()
 
 
 class Key(NamedTuple):
-    """What counts are of: a minute since 1970 by the clock of the database, and a consumer or route."""
+    """What is counted: a minute since the epoch by the database's clock, and a consumer or route."""
 
     minute: int
     kind: Kind
@@ -140,15 +139,15 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A process that works on a database, as it does not change.
+    """A worker process: what stays the same for its lifetime.
 
     Attributes:
-        worker: random, of this process alone.
-        kind: "run", "relay" or "maintain", after its command.
-        app: as the command line named it, "" where none did.
-        sources: the topics it asks each source for.
-        routes: of the outbox, which it relays.
-        lanes: how many batches it may have in flight.
+        worker: a random id.
+        kind: "run", "relay" or "maintain", the command it was started with.
+        app: the `--app` argument, or "".
+        sources: each source with its topics.
+        routes: the outbox routes it relays.
+        lanes: the most batches it can have in flight.
     """
 
     worker: str
@@ -165,13 +164,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
-    """What a process does right now.
+    """What a worker process is doing right now.
 
     Attributes:
         state: "running" or "draining".
-        busy: lanes that have something to do.
-        leases: rows of the inbox that it holds.
-        in_flight: deliveries that were received and are not acknowledged.
+        busy: lanes with work.
+        leases: inbox rows it holds.
+        in_flight: deliveries received and not yet acknowledged.
     """
 
     state: str = "running"
@@ -182,10 +181,10 @@ class Doing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """A process as the database knows it.
+    """A worker process as recorded in the database.
 
     Attributes:
-        silent_s: for how long it has not been heard of.
+        silent_s: seconds since its last heartbeat.
     """
 
     identity: Identity
@@ -205,15 +204,15 @@ async def write(
     *,
     heard: Callable[[Sequence[Pause]], object],
 ) -> float:
-    """Say that this process is there, what it does, and what it has counted; hear which consumers are paused.
+    """Write this process's heartbeat and counts, and read which consumers are paused.
 
     Args:
-        counted: all of each minute so far, which takes the place of what was written of it before.
-        ages: of each route that this process relays, the counts that are to say how old its first message is.
+        counted: each minute's totals so far; they replace those written before.
+        ages: for each route this process relays, the counts that receive the age of its oldest message.
         heard: called with the pauses before the counts are written, so that it does not depend on them.
 
     Returns:
-        The clock of the database in seconds since 1970.
+        The database's clock in seconds since the epoch.
     """
     statements = [
         dialect.statement("pauses"),
@@ -226,11 +225,11 @@ async def write(
     heard(paused)
     if ages:
         for route, age_s in results[-1].rows:
-            # one that is delayed is due in a while
+            # negative while the first message is still delayed
             if float(age_s) > 0:
                 ages[str(route)].merge(Counts(oldest_s=float(age_s)))
-    if told := {key: counts for key, counts in counted.items() if counts != _NOTHING}:
-        await _write(db, dialect, identity.worker, told)
+    if changed := {key: counts for key, counts in counted.items() if counts != _NOTHING}:
+        await _write(db, dialect, identity.worker, changed)
     await db.commit()
     return clock_s
 
@@ -248,7 +247,7 @@ async def _write(db: Session, dialect: Dialect, worker: str, counted: Mapping[Ke
 
 
 async def gone(db: Session, dialect: Dialect, worker: str) -> None:
-    """Forget a process that has ended."""
+    """Delete the record of a process that has ended."""
     await db.begin((dialect.statement("worker_gone", {"worker": worker}),))
     await db.commit()
 
@@ -256,13 +255,13 @@ async def gone(db: Session, dialect: Dialect, worker: str) -> None:
 async def read(
     db: Session, dialect: Dialect, *, minutes: int
 ) -> tuple[float, list[tuple[Key, Counts]]]:
-    """Read what was counted in the last minutes.
+    """Read the counts of the last minutes.
 
     Returns:
-        The clock of the database in seconds since 1970, and the counts of each process, the oldest first.
+        The database's clock in seconds since the epoch, and the counts of each process, oldest first.
     """
-    told = await db.read(dialect.statement("clock"))
-    clock_s = float(told.rows[0][0])
+    clock = await db.read(dialect.statement("clock"))
+    clock_s = float(clock.rows[0][0])
     first = int(clock_s // 60) - minutes + 1
     found = await db.read(dialect.statement("activity_read", {"minute": first}))
     return clock_s, [_counted(row) for row in found.rows]
@@ -279,12 +278,11 @@ def _counted(row: Sequence[Any]) -> tuple[Key, Counts]:
 
 
 async def fold(db: Session, dialect: Dialect, *, older_than_s: float) -> int:
-    """Make one row of those that several processes wrote of a minute; returns how many there were, 0 for no more.
+    """Merge the rows that several processes wrote for the same minute; returns how many there were, 0 for no more.
 
-    Guarantee: one commit. What somebody writes of so old a minute meanwhile may be lost: it is a statistic.
+    Guarantee: one commit. Counts written for such an old minute at the same time may be lost: they are statistics.
     """
-    (told,) = await db.begin((dialect.statement("clock"),))
-    before = int((float(told.rows[0][0]) - older_than_s) // 60)
+    before = await _minute_before(db, dialect, older_than_s)
     found = await db.execute(
         dialect.statement("activity_minutes", {"before": before, "limit": _FOLDED})
     )
@@ -303,17 +301,22 @@ async def fold(db: Session, dialect: Dialect, *, older_than_s: float) -> int:
 
 
 async def prune(db: Session, dialect: Dialect, *, older_than_s: float, silent_s: float) -> int:
-    """Delete counts of old minutes, and workers that have not been heard of; returns how many rows."""
-    (told,) = await db.begin((dialect.statement("clock"),))
-    before = int((float(told.rows[0][0]) - older_than_s) // 60)
+    """Delete old counts and the records of silent workers; returns how many rows."""
+    before = await _minute_before(db, dialect, older_than_s)
     counts = await db.execute(dialect.statement("activity_prune", {"before": before}))
     workers = await db.execute(dialect.statement("workers_prune", {"silent_s": silent_s}))
     await db.commit()
     return int(counts.count + workers.count)
 
 
+async def _minute_before(db: Session, dialect: Dialect, older_than_s: float) -> int:
+    """Begin a transaction; returns the minute that was `older_than_s` ago."""
+    (clock,) = await db.begin((dialect.statement("clock"),))
+    return int((float(clock.rows[0][0]) - older_than_s) // 60)
+
+
 async def workers(db: Session, dialect: Dialect) -> list[Worker]:
-    """Read which processes there are, the oldest first."""
+    """Read the worker processes, oldest first."""
     found = await db.read(dialect.statement("workers"))
     return [_worker(row) for row in found.rows]
 

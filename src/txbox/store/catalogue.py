@@ -1,4 +1,4 @@
-"""What the tables consist of, as the migrations say, and what of that a database lacks."""
+"""The tables as the migrations define them, and what a database lacks of that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txbox.store import schema
 from txbox.store.dialect import Dialect
 
 _COMMENT = re.compile(r"--[^\n]*")
-# what makes or takes something away, in the order in which it is done
+# what creates, alters or drops something, in order
 _STEP = re.compile(
     r"CREATE TABLE (?:IF NOT EXISTS )?(?P<table>txbox_\w+) \((?P<body>.*?)\n\)"
     r"|CREATE (?:OR REPLACE )?VIEW (?P<view>txbox_\w+)"
@@ -32,7 +32,7 @@ _CHANGE = re.compile(r"(ADD|DROP) (COLUMN|KEY) `?(\w+)`?")
 
 @dataclass(slots=True)
 class Catalogue:
-    """Names: the columns and the indexes of each table (of a view none), and the text of each function."""
+    """The columns and indexes of each table (none for a view), and the source of each function."""
 
     columns: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     indexes: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
@@ -41,7 +41,7 @@ class Catalogue:
 
 @cache
 def expected(dialect_name: str, upto: int = schema.VERSION) -> Catalogue:
-    """What the migrations up to a version make, but for what partitions need."""
+    """Return what the migrations up to a version create, except for partitions."""
     text = _COMMENT.sub("", "\n".join(schema.migrations(dialect_name, upto=upto)))
     found = Catalogue()
     for step in _STEP.finditer(text):
@@ -64,7 +64,7 @@ def expected(dialect_name: str, upto: int = schema.VERSION) -> Catalogue:
         else:
             _alter(found, step["altered"], step["changes"])
     if dialect_name == "sqlite":
-        # a key of a table is an index without a name
+        # the index of a primary key has no name
         found.indexes = {
             table: {name for name in names if name != "PRIMARY" and not name.endswith("_pkey")}
             for table, names in found.indexes.items()
@@ -82,7 +82,7 @@ def _alter(found: Catalogue, table: str, changes: str) -> None:
 
 
 async def read(db: Transaction, dialect: Dialect) -> tuple[Catalogue, list[tuple[str, str]]]:
-    """What is there, and which indexes of that are not valid, with their tables; in a transaction that is open."""
+    """Read what the database has, and its invalid indexes with their tables, in an open transaction."""
     found, invalid = Catalogue(), list[tuple[str, str]]()
     for table, column in (await db.execute(dialect.statement("doctor_columns"))).rows:
         found.columns.setdefault(str(table), set()).add(str(column))
@@ -97,7 +97,7 @@ async def read(db: Transaction, dialect: Dialect) -> tuple[Catalogue, list[tuple
 
 
 def missing(wanted: Catalogue, found: Catalogue) -> list[str]:
-    """Name, for people, what is wanted and not there."""
+    """Return what is missing, for people."""
     lacking: list[str] = []
     for table, columns in wanted.columns.items():
         if table not in found.columns:
@@ -114,7 +114,7 @@ def missing(wanted: Catalogue, found: Catalogue) -> list[str]:
 
 
 def changed(wanted: Catalogue, found: Catalogue) -> list[str]:
-    """Name the functions whose text is another."""
+    """Name the functions whose source differs."""
     return [
         name
         for name, source in wanted.functions.items()

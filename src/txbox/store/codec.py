@@ -142,7 +142,7 @@ class Columns:
         return ENCODED_ERROR + base64.b64encode(self._codec.encode(text.encode())).decode()
 
     def told(self, error: str) -> str:
-        """Return an error text as events and logs may show it; hidden if a codec encodes it at rest."""
+        """Return an error text for events and logs; hidden if a codec encodes it at rest."""
         return self.redact.error(error) if self._codec is None else HIDDEN_ERROR
 
     def error_back(self, text: str | None, key_id: str | None) -> str | None:
@@ -262,8 +262,8 @@ class Columns:
 
 
 def unreadable(error: ConfigurationError, message: str) -> ConfigurationError:
-    """Say which message a codec could not read: nothing of it was changed, and somebody has to decide."""
-    return ConfigurationError(f"{error} It is message {message}; nothing of it was changed.")
+    """Add which message a codec could not read. It is left unchanged for an operator to decide on."""
+    return ConfigurationError(f"{error} The message is {message}; it was left unchanged.")
 
 
 def _encoded(what: str, key_id: str) -> ConfigurationError:

@@ -1,4 +1,4 @@
-"""Maintenance and progress: the leases in txbox_job, batches of pruning, and what is left to do."""
+"""Maintenance jobs and stored progress: leases in txbox_job, pruning, and remaining work."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ async def anchors(
         The history, and the positions stored when the transaction began.
     """
     await db.begin()
-    told = await db.execute(dialect.statement("anchor_history"))
-    history = str(told.rows[0][0])
+    found = await db.execute(dialect.statement("anchor_history"))
+    history = str(found.rows[0][0])
     stored = await db.execute(dialect.statement("anchor_read", {}, {"name": list(names)}))
     positions = {
         name.decode() if isinstance(name, bytes) else str(name): int(position)
@@ -243,10 +243,10 @@ async def due(
 
     Args:
         consumers: one or more.
-        routes: of the outbox, asked for as well, under the empty name.
-        local: the one of these that leads to the App's own consumers, if any does.
+        routes: outbox routes, reported together under the empty name.
+        local: which of these routes leads to the App's own consumers, if any.
 
-    Guarantee: one statement that writes and locks nothing. Its answer is a hint; leases decide.
+    Guarantee: one statement without writes or locks. The answer is a hint; leases decide.
     """
     # columns of equal length: a NULL route matches nothing, and a repeated consumer only repeats its answer
     asked: dict[str, list[str | None]] = {

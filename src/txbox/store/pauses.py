@@ -1,4 +1,4 @@
-"""Consumers that are paused: a row each, which every worker looks at every few seconds.
+"""Paused consumers: one row each, which every worker polls every few seconds.
 
 Source: docs/decisions/0039-pauses.md
 """
@@ -16,7 +16,7 @@ from txbox.store.dialect import Dialect, as_time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """A consumer that nobody works for until it is resumed."""
+    """A consumer that no worker serves until it is resumed."""
 
     consumer: str
     actor: str
@@ -25,16 +25,16 @@ class Pause:
 
 
 async def read(db: Session, dialect: Dialect) -> tuple[float, list[Pause]]:
-    """Read which consumers are paused; one statement that locks nothing.
+    """Read which consumers are paused, in one statement that takes no locks.
 
     Returns:
-        The clock of the database in seconds since 1970, and the pauses by consumer.
+        The database's clock in seconds since the epoch, and the pauses by consumer.
     """
     return found_in(await db.read(dialect.statement("pauses")))
 
 
 def found_in(result: Result) -> tuple[float, list[Pause]]:
-    """What the statement `pauses` has found; see `read`."""
+    """Read the result of the statement `pauses`, as `read` returns it."""
     paused: list[Pause] = []
     for _, consumer, actor, reason, paused_at in result.rows:
         at = as_time(paused_at)
@@ -54,7 +54,7 @@ async def pause(
     reason: str | None,
     dry_run: bool = False,
 ) -> bool:
-    """Pause a consumer; False when it is paused already.
+    """Pause a consumer; False if it is already paused.
 
     Guarantee: the pause and its audit row are one commit.
     """
@@ -79,7 +79,7 @@ async def resume(
     reason: str | None,
     dry_run: bool = False,
 ) -> bool:
-    """End a pause; False when there is none. The guarantee is that of `pause`."""
+    """Resume a consumer; False if it was not paused. Same guarantee as `pause`."""
     await db.begin()
     gone = await db.execute(dialect.statement("resume", {"consumer": consumer}))
     if not gone.count:

@@ -203,7 +203,7 @@ async def guarded(db: Transaction, dialect: Dialect, state: SchemaState) -> bool
 
 
 def incomplete(error: StoreError) -> SchemaError:
-    """Return the error for tables that do not match their recorded version."""
+    """Return the error for tables that lack something their recorded version has."""
     return SchemaError(
         f"A table, column or function of txbox is missing although its version is recorded ({error}): "
         "compare the tables with `txbox schema print`, and restore what was changed."
@@ -241,7 +241,7 @@ async def migrate(
     upto: int | None = None,
     partitioning: Partitioning | None = None,
 ) -> tuple[int, int]:
-    """`apply` in the caller's transaction, to a version of the caller's; tables that are newer stay as they are."""
+    """`apply` in the caller's transaction, up to a given version; newer tables are left alone."""
     upto = VERSION if upto is None else upto
     if dialect.has("schema_lock"):
         await db.execute(dialect.statement("schema_lock"))
@@ -295,9 +295,9 @@ def grants(dialect: Dialect, kind: partitions.Kind | None = None) -> dict[str, s
 
 
 def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
-    # on PostgreSQL the login and the time are the database's word
+    # on PostgreSQL the database itself fills in the login and the time
     audited = "INSERT" if mysql else f"INSERT ({_AUDITED})"
-    # who reads pages begins at the newest row, which no index tells there
+    # pages start at the newest row, which PostgreSQL reads from the sequence because no index has it
     newest = () if mysql else _SEQUENCES
     return {
         "consumer": [
@@ -309,7 +309,7 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
             ("SELECT, INSERT, UPDATE", "txbox_sequence"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
             *_PULSE_RIGHTS,
-            # a consumer that fails again and again is paused by its worker
+            # a worker pauses a consumer after too many failures in a row
             ("SELECT, INSERT", "txbox_pause"),
             (audited, "txbox_audit"),
             ("SELECT", "txbox_schema"),
@@ -318,7 +318,7 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
             ("SELECT, UPDATE, DELETE", "txbox_outbox"),
             *_PULSE_RIGHTS,
             ("SELECT", "txbox_pause"),
-            # MySQL shows what the start-up check asks for only to those who may read the table
+            # the start-up check reads table metadata, which MySQL shows only to roles that may read the table
             *([("SELECT", "txbox_inbox")] if mysql else []),
             ("SELECT", "txbox_schema"),
         ],
@@ -326,7 +326,7 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
             ("SELECT, UPDATE, DELETE", "txbox_inbox"),
             ("SELECT, INSERT, DELETE", "txbox_attempt"),
             ("SELECT, UPDATE, DELETE", "txbox_quarantine"),
-            # a rescued message that is given up may leave a dead letter
+            # a rescued message that is dead may stage a dead letter
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_outbox"),
             ("SELECT, INSERT, UPDATE", "txbox_job"),
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_activity"),
@@ -364,7 +364,7 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
 
 _AUDITED = "actor, action, filter, affected, reason"
 
-#: To say who a process is, and what it has counted.
+#: For a process's heartbeat and counts.
 _PULSE_RIGHTS = (
     ("SELECT, INSERT, UPDATE", "txbox_activity"),
     ("SELECT, INSERT, UPDATE, DELETE", "txbox_worker"),
@@ -381,7 +381,7 @@ _PARTITION_RIGHTS = (
     ("EXECUTE", "FUNCTION txbox_partition_drop(text, double precision)"),
 )
 
-#: Says where a message stands, and nothing about its contents: no payload, header, key, result or error text.
+#: The state of messages without their contents: no payload, headers, key, result or error text.
 _WITHOUT_CONTENT = {
     "txbox_inbox": "consumer, message_id, status, topic, type, received_at, updated_at, processed_at, attempts, "
     "starts, next_attempt_at, lease_until, error_type, fingerprint, has_payload, arrival",

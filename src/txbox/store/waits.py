@@ -1,4 +1,4 @@
-"""What a row waits for, for people: a message of its key, or a version that has not arrived."""
+"""What a row is waiting for, shown to people: an earlier message of its key, or a missing version."""
 
 from __future__ import annotations
 
