@@ -80,7 +80,7 @@ Outside = TypeVar("Outside", bound=Callable[[Message[Any]], object])
 
 @dataclasses.dataclass(frozen=True)
 class Consumption:
-    """A source and the topics it is asked for."""
+    """A source and its topics."""
 
     source: Source
     topics: tuple[str, ...] | None
@@ -95,32 +95,31 @@ class App:
             sessionmaker (a Session).
         django: instead of `database`, an alias of Django's DATABASES.
         schema: the PostgreSQL schema of the tables; None uses the search path.
-        observers: called with every event; alerts hang here. The log on `txbox` is written besides, unless one of
-            them is a `LoggingObserver`.
+        observers: called with every event; attach alerts here. Events are also logged to `txbox`, unless one of
+            the observers is a `LoggingObserver`.
         codec: encrypts or compresses payloads and error texts at rest.
-        tracing: spans of OpenTelemetry for what is staged, sent and processed; see `txbox.observers.tracing`.
-        redact: what operators, logs and stored error texts never show; see Redaction.
-        limits: how large a message may be, and how long a claim waits. Without it, a claim gives up
-            before a short `lease` runs out.
+        tracing: OpenTelemetry spans for staging, sending and processing; see `txbox.observers.tracing`.
+        redact: what to hide from operators, logs and stored error texts; see Redaction.
+        limits: how large a message may be, and how long a claim waits. By default a claim gives up
+            before a short `lease` expires.
         lease: how long a worker holds rows of the table; see Lease.
         retention: when old rows are deleted; see Retention.
-        batching: what one transaction may take; see Batching.
+        batching: how much one transaction may take; see Batching.
         relaying: how staged messages are sent; see RelayPolicy.
-        notify: on PostgreSQL, wake relays in other processes at the commit of what is staged, by NOTIFY,
-            instead of when they look next. It costs: transactions that notify commit one after the
-            other, over all databases of the server, so that they share no flush. Relays listen on a
-            connection of their own, if `database` is a URL for psycopg; all others look, as always.
+        notify: on PostgreSQL, wake relays in other processes with NOTIFY when a staging transaction commits,
+            instead of at their next poll. The price: notifying transactions commit one at a time across all
+            databases of the server, so they cannot share a flush. Relays listen on an extra connection if
+            `database` is a URL for psycopg; all others just poll.
         unmatched: what to do with a message that no handler consumes: acknowledge and count it, or
             keep it in the quarantine.
-        resolver: supplies handlers and effects with parameters beside message and transaction, by annotation; see
+        resolver: supplies further parameters of handlers and effects, by annotation; see
             `txbox.handlers.Resolver`.
 
     Raises:
-        ConfigurationError: no database or two, one that txbox does not know, a driver that is not
-            installed.
+        ConfigurationError: not exactly one database, an unknown one, or its driver is not installed.
 
-    Constructing an App does no I/O, and it may be forked: a child has connections of its own, and nothing in
-    flight. With SQLite fork before the first message, since SQLite lets no child use a database that is open.
+    Constructing an App does no I/O. It survives a fork: the child opens connections of its own and has nothing in
+    flight. With SQLite, fork before the first message, because a child must not use a database its parent has open.
     """
 
     def __init__(  # noqa: PLR0913  # every option by name, as of `handler`
@@ -167,14 +166,13 @@ class App:
         self.tracing = tracing
         self.notify = notify
         has_log = any(isinstance(observer, LoggingObserver) for observer in observers)
-        #: Consumers that are paused, and what a worker or relay of this process has done, which it writes down
-        #: every few seconds.
+        #: The paused consumers, and the counts of this process, which a worker or relay writes every few seconds.
         self.pauses = Pauses(self._pause_after, self._emit)
         self.activity = Activity(self.pauses.went_well)
         self.events = Events(
             observers,
             None if has_log else LoggingObserver(),
-            # its own names of credentials are about headers, which no event has
+            # without rules of its own it hides only headers, which events do not have
             None if redact is None or not redact.errors else redact.error,
             None if tracing is None else tracing.around,
             counts=(self.activity, self.pauses),
@@ -201,8 +199,8 @@ class App:
             letters=self.dead_letters,
         )
         self.intake = Intake(self.protocol)
-        #: Told by `process`, `answer` and `send` of what they have left in the table, with its consumer: FAILED
-        #: or DEFERRED. A worker of this process looks there.
+        #: Called when `process`, `answer` or `send` leaves a message in the table, with its consumer and outcome
+        #: (FAILED or DEFERRED), so that a worker of this process looks there.
         self.left: Callable[[str, Outcome], None] | None = None
 
     def __repr__(self) -> str:
@@ -211,7 +209,7 @@ class App:
 
     # -- registration -------------------------------------------------------------------------
 
-    # what a handler takes depends on two options; a checker then finds one argument too few, or a swapped pair
+    # two options decide what a handler takes, so that a type checker finds a missing or swapped argument
     @overload
     def handler(
         self,
@@ -283,46 +281,46 @@ class App:
         reply_to: str | Literal[True] | None = None,
         mode: Literal["inline", "stored"] = "inline",
     ) -> Callable[[F], F]:
-        """Register a handler for a topic; the function stays as it is.
+        """Register a handler for a topic; the function itself is returned unchanged.
 
         Args:
-            topic: "*" for every topic of the sources.
+            topic: "*" for every topic its sources name.
             consumer: part of the key of its inbox rows: keep it stable.
             type: the message type it takes; without it and `types`, all.
-            types: several message types.
+            types: the message types it takes, if several.
             retry: when failures are tried again; see RetryPolicy.
             reject_on: exceptions that make the message dead at once.
-            timeout: bound on one run; what it did is rolled back.
-            pause_after: a worker pauses the consumer after so many failures in a row, until somebody resumes it; its
-                messages are then taken one by one.
+            timeout: the longest a run may take before it is rolled back.
+            pause_after: after this many failures in a row a worker pauses the consumer until somebody resumes it.
+                Messages are then taken one by one.
             concurrency: lanes of one worker, 1 or more.
             batch: the function takes a list of messages and one transaction.
-            pipeline: the function reads no results: with psycopg its statements travel with COMMIT.
+            pipeline: the function reads no results, so with psycopg its statements are sent along with COMMIT.
             transactional: False for work outside a transaction: `(message)`, leased, at least once;
                 a worker stores its messages first and keeps the lease while it runs.
-            ordered: messages of one key are processed in the order of their arrival; one that fails
-                holds its key up until it is processed or dead.
-            dead_blocks: with `ordered`, a dead message holds its key up until somebody acts.
-            dead_letter_topic: where a copy of a message that is given up is sent, through the outbox.
+            ordered: process messages of one key in arrival order; a failed message blocks its key until it is
+                processed or dead.
+            dead_blocks: with `ordered`, a dead message also blocks its key, until somebody acts.
+            dead_letter_topic: where to send a copy of each dead message, through the outbox.
             sequence: the version of the message's key, as a callable or a path; versions are
-                processed in their order, and one that is missing is waited for.
+                processed in order, waiting for missing ones.
             gaps: with `sequence`, what to do about a missing version; see GapPolicy.
-            lock_key: what the function locks, as a callable or a path: messages of one lock key
-                share a lane, and a batch is sorted by it.
+            lock_key: what the function locks, as a callable or a path. Messages with the same lock key
+                share a lane, and batches are sorted by it.
             message_id: a callable or a path like "body.order_id".
-            weak_ids: accept ids made of transport coordinates where a message has no other.
-            id_scope: "topic" where ids are unique within a topic only.
+            weak_ids: fall back to transport coordinates as the id of a message that has none.
+            id_scope: "topic" if ids are unique only within a topic.
             decode: a callable from Message to body, instead of the annotation.
             payload_hash: "raw", "json" or a callable; how copies are compared.
             keep_payload: "unfinished", "always", or how long processed rows keep their payload.
-            keep_result: keep what the function returned, as JSON, and give it to duplicates; see `answer`.
-            reply_to: stage what the function returned, in its transaction, to this topic; True: to
-                the one that the message's `reply-to` header names. None is no reply. A replay that returns
-                something else replies under another id; with `keep_result`, it replies what is kept.
+            keep_result: keep what the function returns, as JSON, and return it to duplicates; see `answer`.
+            reply_to: stage what the function returns to this topic, in its transaction; True uses the
+                message's `reply-to` header. Returning None sends no reply. A replay that returns something
+                else replies under another id; with `keep_result`, it sends the kept result again.
             mode: "stored" acknowledges once the payload is stored, and processes from the table.
 
         Raises:
-            ConfigurationError: a wrong signature, an overlap, an option out of range, or no connections of its kind.
+            ConfigurationError: wrong signature, overlap, invalid option, or no sync or async connections for it.
         """
         kinds = types_of(type, types)
         options = HandlerOptions(
@@ -381,19 +379,19 @@ class App:
         pause_after: int | None = None,
         concurrency: int = 1,
     ) -> Callable[[F], F]:
-        """Register a function `(message)` that calls something outside of the database, after commit.
+        """Register a function `(message)` that makes an external call after commit.
 
-        Its rows are those of the consumer `effect:<name>`; what it returns is kept as their result.
+        Its consumer is `effect:<name>`; what it returns is kept as the result.
 
         Args:
             retry: when failures are tried again; see RetryPolicy.
             reject_on: exceptions that make the message dead at once.
-            timeout: bound on one run.
-            pause_after: a worker pauses the effect after so many failures in a row.
+            timeout: the longest a run may take.
+            pause_after: after this many failures in a row a worker pauses the effect.
             concurrency: lanes of one worker, 1 or more.
 
-        Guarantee: carried out at least once for each `app.effects.stage(tx, name, …)` that commits.
-        Give `message.idempotency_key` to the other side, so that a repeated call is one.
+        Guarantee: runs at least once for each `app.effects.stage(tx, name, …)` that commits.
+        Pass `message.idempotency_key` along, so that a repeated call has no further effect.
         """
         return self.handler(
             PREFIX + name,
@@ -429,14 +427,14 @@ class App:
         source: str | None = None,
         name: str | None = None,
     ) -> None:
-        """Send staged messages of these topics to a broker; without topics, all that no other one takes.
+        """Send staged messages of these topics to a broker; without topics, all that no other destination takes.
 
-        What nobody publishes and a handler consumes goes to the handlers of this app (`Local`).
+        A topic that nobody publishes but a handler consumes goes to the handlers of this app (`Local`).
 
         Args:
-            name: of the route, which staged rows keep: only a relay that has it takes them. By default
-                it is the broker's address. Name it where two Apps on one database publish the same topic to
-                one broker and must not relay for each other, or where the address is going to change.
+            name: of the route. Staged rows keep it, and only relays with this route take them. Defaults to the
+                broker's address. Set it if two Apps on one database publish the same topic to one broker but
+                must not relay for each other, or if the address may change.
             cloudevents: send "binary" or "structured" CloudEvents, from the service named by `source`.
 
         Raises:
@@ -445,7 +443,7 @@ class App:
         self.routes.add(destination, topics, cloudevents, source, name)
 
     def _arrives(self, topic: str) -> bool:
-        """Say whether a topic comes from a source."""
+        """Whether a source brings this topic."""
         for consumption in self.consumptions:
             asked = consumption.source.topics if consumption.topics is None else consumption.topics
             if not isinstance(consumption.source, Local) and not {topic, "*"}.isdisjoint(
@@ -476,19 +474,18 @@ class App:
     def process(self, message: Message[Any], *, consumer: str | None = None) -> Outcome:
         """Run the handler of one message safely; acknowledge unless the outcome is IN_PROGRESS.
 
-        Returns: UNMATCHED when no handler consumes its topic and type, QUARANTINED with
-        `unmatched="quarantine"`; DEFERRED, stored in the table, while the consumer is paused; see Outcome for
-        the others.
+        Returns: UNMATCHED if no handler consumes its topic and type (QUARANTINED with
+        `unmatched="quarantine"`); DEFERRED, stored in the table, while its consumer is paused; otherwise see Outcome.
 
         Raises:
-            ConfigurationError: several consumers without `consumer=`, one that has no handler at all, an
-                async handler, or a database with async connections only.
+            ConfigurationError: several consumers without `consumer=`, an unknown consumer, an async handler, or a
+                database with async connections only.
             SchemaError: the tables are missing or do not fit; the message has the command to run.
-            StoreUnavailable: the database stayed away for Limits.unavailable_for: do not acknowledge.
+            StoreUnavailable: the database was away for Limits.unavailable_for: do not acknowledge.
 
-        Guarantee: PROCESSED means that the inbox row and the handler's writes are one commit. A
-        handler with `transactional=False` is leased for `Lease.duration` and its `timeout=` on top,
-        without heartbeats: a run that outlasts both may be run a second time beside itself.
+        Guarantee: PROCESSED means that the inbox row and the handler's writes were one commit. A handler with
+        `transactional=False` is leased for `Lease.duration` plus its `timeout=`, without heartbeats: a run that
+        takes longer may be started again in parallel.
         """
         return self.answer(message, consumer=consumer).outcome
 
@@ -497,9 +494,9 @@ class App:
         return (await self.answer_async(message, consumer=consumer)).outcome
 
     def answer(self, message: Message[Any], *, consumer: str | None = None) -> Answer:
-        """As `process`; also returns what the handler of `keep_result=True` returned, then or now.
+        """`process` that also returns the result of a handler with `keep_result=True`.
 
-        A duplicate gets the answer that the first delivery got.
+        A duplicate gets the result of the first delivery.
         """
         handler = self.handlers.only(message, consumer)
         if handler is not None and handler.is_async:
@@ -514,7 +511,7 @@ class App:
         return await drive_async(connections, self._answered, handler, message)
 
     async def _by_every_consumer(self, message: Message[Any]) -> dict[str, Answer]:
-        """Return each consumer's answer to a message; where there is none, that of the consumer ""."""
+        """Return each consumer's answer to a message; under "" if no consumer takes it."""
         found = self.handlers.matching(message.topic, message.type)
         if not found:
             return {"": await self.answer_async(message)}
@@ -528,8 +525,8 @@ class App:
     def send(self, message: Message[Any]) -> dict[str, Outcome]:
         """Store a message for every consumer of its topic, to be processed from the table.
 
-        Returns: consumer → DEFERRED when it is stored, now or before; DUPLICATE when it was finished before;
-        QUARANTINED; IN_PROGRESS when another transaction holds this id: send it again.
+        Returns: consumer → DEFERRED if it is stored, now or earlier; DUPLICATE if it is already finished;
+        QUARANTINED; IN_PROGRESS if another transaction holds this id: send it again.
 
         Raises:
             ConfigurationError: no handler consumes its topic and type.
@@ -541,7 +538,7 @@ class App:
         return (await self.send_many_async([message]))[0]
 
     def send_many(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
-        """As `send` for many messages, in one statement a consumer; the answers are in their order."""
+        """`send` many messages, in one statement per consumer; the answers are in the same order."""
         return drive(self._any_sync(), self._sent, messages)
 
     async def send_many_async(self, messages: Sequence[Message[Any]]) -> list[dict[str, Outcome]]:
@@ -556,16 +553,16 @@ class App:
     def transaction(self) -> Generator[Any]:
         """A transaction of this app's database, to stage messages beside writes of your own.
 
-        Gives what handlers get, a connection or session of your own kind; never commit or roll back on it.
-        Whatever leaves the block as an exception rolls it back, and is raised on.
+        Yields what handlers get: a connection or session of your own kind. Never commit or roll back on it.
+        An exception that leaves the block rolls it back and is raised again.
 
         Raises:
-            StoreError: COMMIT was refused, or sent without an answer; `definite` says that nothing was kept. Or the
-                block ended the transaction itself (fault GUARD).
+            StoreError: COMMIT was refused (`definite`: nothing was kept) or was not answered, or the block ended
+                the transaction itself (fault GUARD).
             StoreUnavailable: the database cannot be reached.
 
-        Guarantee: when the block ends without an exception, everything is committed; else, unless COMMIT
-        itself stayed without an answer, nothing is, and no staged message is sent.
+        Guarantee: if the block ends without an exception, everything is committed; otherwise nothing is and no
+        staged message is sent, unless COMMIT itself was not answered.
         """
         db = Session(self._any_sync())
         try:
@@ -618,7 +615,7 @@ class App:
             await self._look_for_pauses(db)
         settled = await self.intake.take_persistently(
             db,
-            # of a paused consumer, what comes is stored for later
+            # messages of a paused consumer are stored for later
             handler.stored if handler.consumer in self.pauses.held else handler,
             [message],
             for_s=self.limits.unavailable_for.total_seconds(),
@@ -632,11 +629,11 @@ class App:
     async def _look_for_pauses(self, db: Session) -> None:
         try:
             if not self.protocol.checked:
-                # first of all: a pool may change a connection's search_path once it has been used
+                # first, because a pool may change a connection's search_path once it has been used
                 await self.protocol.check_schema(db)
             await self.pauses.look_now_and_then(db, self.store.dialect)
         except StoreError as error:
-            # what is known is what counts; whether the database answers is found out next, and told there
+            # keep to what is known; if the database is away, what follows reports it
             db.discard()
             if error.fault not in CURABLE and not self.pauses.unreadable:
                 self.pauses.unreadable = True
@@ -653,7 +650,7 @@ class App:
             left(handler.consumer, outcome)
 
     async def unmatched_message(self, db: Session, message: Message[Any]) -> None:
-        """Count a message that no handler consumes, and keep it where `unmatched` says so."""
+        """Count a message that no handler consumes, and quarantine it if `unmatched` says so."""
         self.events.emit(
             MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
         )
@@ -694,7 +691,7 @@ class App:
         return answers
 
     async def check_schema(self, db: Session) -> None:
-        """Check that this release can work with the tables; from then on their schema is known.
+        """Check that this release can work with the tables, and remember their schema.
 
         Raises:
             SchemaError: the message contains the command to run.
@@ -707,8 +704,8 @@ class App:
         """Apply the schema (as `txbox init` does); returns the versions before and after.
 
         Args:
-            partition: on PostgreSQL, when the tables are made: partition the inbox by the time in its
-                ids ("uuid7", "ulid"), so that retention drops whole partitions, or by "hash".
+            partition: on PostgreSQL, for new tables: partition the inbox by the time in its ids ("uuid7",
+                "ulid"), so that retention drops whole partitions, or by "hash".
         """
         return drive(self._any_sync(), self._init, partition)
 
@@ -737,12 +734,12 @@ class App:
         hosts: Iterable[str] = (),
         secret: str | None = None,
     ) -> Dashboard:
-        """The dashboard, to be mounted in an application of your own; `txbox ui` serves it on a port of its own.
+        """Return the dashboard as an ASGI app to mount in your own; `txbox ui` serves it by itself.
 
         Args:
-            authenticator: who may come in, as `txbox.ui.Dashboard` takes it.
-            hosts: names under which it is reached, beside those of loopback.
-            secret: 24 bytes or more, the same in all processes that serve it.
+            authenticator: decides who may sign in; see `txbox.ui.Dashboard`.
+            hosts: host names it is served under, besides loopback.
+            secret: at least 24 bytes, the same in all processes that serve it.
 
         Raises:
             ConfigurationError: its libraries are not installed, or there is no authenticator.
@@ -792,7 +789,7 @@ async def _committed(db: Session) -> None:
     except StoreError as error:
         raise block_left(error) from error.__cause__
     except Raised as raised:
-        # a session's own error, of its last flush
+        # the session's own error, from its last flush
         raise raised.error from None
 
 

@@ -35,7 +35,7 @@ Extractor = Callable[[Message[Any]], object]
 F = TypeVar("F", bound=Callable[..., Any])
 #: By the names of the parameters.
 Values = Mapping[str, Any]
-#: Takes what the handler takes: the message, or the list of a batch, and the transaction, None without one.
+#: Takes what the handler takes: the message (or list of messages), and the transaction or None.
 Opened = Callable[[Any, Any], AbstractContextManager[Values] | AbstractAsyncContextManager[Values]]
 
 
@@ -45,18 +45,18 @@ class Resolver(Protocol):
     def __call__(
         self, annotations: Mapping[str, Any], *, is_async: bool, transactional: bool
     ) -> Opened:
-        """Called once a handler, when it is registered, before any message.
+        """Called once per handler, at registration.
 
         Args:
             annotations: parameter → its annotation, `Annotated` included.
-            is_async: of the handler: an `async def` one may be given either kind of context manager.
-            transactional: of the handler: effects have no transaction.
+            is_async: whether the handler is; an `async def` handler may be given either kind of context manager.
+            transactional: whether the handler has a transaction; effects have none.
 
-        Returns: what opens the values of one call. It is entered in the handler's transaction, before the
-            handler, and left when the handler has returned or raised, before COMMIT.
+        Returns: a function that opens the values for one call. They are opened in the handler's transaction
+            before it runs, and closed when it has returned or raised, before COMMIT.
 
         Raises:
-            ConfigurationError: it has nothing for one of them.
+            ConfigurationError: it cannot supply one of them.
         """
         ...
 
@@ -123,10 +123,10 @@ def resolved(function: F, resolver: Resolver | None, *, transactional: bool, is_
     """Wrap a handler so that its extra parameters, those without a default, are passed by name to each call.
 
     Raises:
-        ConfigurationError: one has no annotation, or the resolver has nothing for it.
+        ConfigurationError: one has no annotation, or the resolver cannot supply it.
 
-    Guarantee: what leaving raises fails the message, and its transaction is rolled back. What was entered
-    cannot make a handler that raised a success.
+    Guarantee: an error on closing fails the message and rolls its transaction back. A context manager that
+    swallows the handler's exception cannot turn a failure into a success.
     """
     if resolver is None or not callable(function):
         return function
@@ -180,7 +180,7 @@ def resolved(function: F, resolver: Resolver | None, *, transactional: bool, is_
 
 def _swallowed(name: object) -> ConfigurationError:
     return ConfigurationError(
-        f"What the resolver of {name} opened has swallowed the handler's exception: let it pass."
+        f"A context manager of the resolver swallowed an exception of {name}: let it propagate."
     )
 
 
@@ -630,13 +630,13 @@ def _check_text(what: str, value: object) -> None:
 
 
 class Run:
-    """One run of one handler: its messages, and how much each has caused so far.
+    """One run of one handler: its messages, and how many messages each has caused so far.
 
-    As a context manager it is the run that is going on, in this thread or task.
+    As a context manager it becomes the current run of this thread or task.
 
     Args:
-        first: the ordinal of the first thing that each message causes.
-        replied: of a replay, what its message was answered with.
+        first: the ordinal of the first message that each message causes.
+        replied: for a replay, the original reply.
     """
 
     __slots__ = ("_caused", "_first", "_token", "consumer", "messages", "replied")
@@ -659,12 +659,12 @@ class Run:
         self._token = running.set(self)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # a coroutine that is closed by another task ends in a context that never had it
+        # a coroutine closed by another task ends in a context in which it was never set
         with suppress(ValueError) if kind is GeneratorExit else _nothing:
             running.reset(self._token)
 
     def next_id(self, cause: Message[Any]) -> str:
-        """The id of the next thing that this message causes: a run that is repeated gives the same ones."""
+        """Return the id of the next message that this one causes; a repeated run gets the same ids."""
         cause_id = str(cause.id)
         ordinal = self._caused.get(cause_id, self._first)
         self._caused[cause_id] = ordinal + 1
@@ -672,7 +672,7 @@ class Run:
 
 
 _nothing = nullcontext()
-#: The run that is going on in this thread or task.
+#: The current run of this thread or task.
 running: ContextVar[Run | None] = ContextVar("txboxrunning", default=None)
 
 

@@ -214,10 +214,10 @@ def time_ordered_id() -> str:
 
 
 def derived_id(consumer: str, message_id: str, ordinal: int) -> str:
-    """Return the id of the n-th thing that a message causes in a consumer, as a UUID.
+    """Return the id of the n-th message that a message causes in a consumer, as a UUID.
 
-    The same arguments always give the same id. When the cause's own id is a UUID of version 7, the
-    result has its time and version, so that ids which grow with time stay so along a chain.
+    The same arguments always give the same id. If the cause's id is a UUIDv7, so is the result, with the
+    same time, so that ids stay ordered by time along a chain.
     """
     digest = bytearray(
         sha256(f"{len(consumer)}:{consumer}{message_id}:{ordinal}".encode()).digest()[:16]

@@ -35,7 +35,7 @@ Payload = bytes | str | dict[str, Any] | list[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The answer of `accept`. False for a duplicate, and for a message whose row waits in the table.
+    """The result of `accept`. False for a duplicate, and for a message whose row waits in the table.
 
     Attributes:
         message_id: the id as it is stored.

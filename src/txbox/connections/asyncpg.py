@@ -35,7 +35,7 @@ from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 _CLOSE_S = 2.0
-# the server's last words; asyncpg notices the closed socket only a moment later
+# the server is going away; asyncpg notices the closed socket only a moment later
 _FATAL = frozenset({"57P01", "57P02", "57P05"})
 _STRINGS = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
 _PARENTHESES = re.compile(r"\([^()]*\)")
@@ -126,7 +126,7 @@ class _Connections(Pool["AsyncpgConnection"]):
 
 
 def _telling(kind: Any, told: Callable[[str], None]) -> Any:
-    """A class of connections that tell each statement before it is sent."""
+    """Return a connection class that reports each statement before it is sent."""
 
     def telling(name: str) -> Any:
         def method(self: Any, query: str, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class AsyncpgConnection(Connection):
         return not self.lost and self._loop is asyncio.get_running_loop()
 
     def watch(self, told: Callable[[str], None]) -> None:
-        # a pool lends a proxy, which calls the methods of the class of what is behind it
+        # a pool lends proxies, which call the methods of the real connection's class
         raw = getattr(self.native, "_con", self.native)
         raw.__class__ = _telling(type(raw), told)
 

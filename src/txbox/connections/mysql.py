@@ -154,10 +154,10 @@ async def _connected(database: MysqlDatabase, is_async: bool) -> Any:
 
 @cache
 def _kind(is_async: bool) -> Any:
-    """Return the driver's connection, but for one command at a time, also of a thread or task left behind.
+    """Return the driver's connection class with commands that take turns, even with a thread or task left behind.
 
-    Without turns, two commands are answered on one socket, and each answer may be taken for the other's: that of a
-    COMMIT, too. `met`: somebody else was using it. `refused`: it did not become free in time.
+    Otherwise two commands would share the socket, and one could read the other's answer, even that of a COMMIT.
+    `met`: somebody else was using it. `refused`: it did not become free in time.
     """
     driver: Any = _async_driver().connection if is_async else pymysql.connections
     commands = ("query", "begin", "commit", "rollback")
@@ -400,7 +400,7 @@ def _code_of(error: BaseException) -> str | None:
 
 
 def _is_ours(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether no other thread can be inside the loop."""
+    """Whether the loop runs in this thread, or not at all."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -408,7 +408,7 @@ def _is_ours(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _interrupt(raw: Any) -> None:
-    """End the command that was left running: its thread would go on to read a socket that may be another one's."""
+    """End the command that was left running, before its thread reads a socket number the kernel has reused."""
     sock = raw._sock  # noqa: SLF001
     if sock is not None:
         # the server may have ended it before

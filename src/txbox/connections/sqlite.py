@@ -194,7 +194,7 @@ class SqliteConnection(Connection):
             try:
                 told(str(name))
             except Exception:  # noqa: BLE001
-                # SQLite hears no exception: the statement fails as one that is not allowed
+                # SQLite ignores exceptions of an authorizer: refuse the statement
                 return sqlite3.SQLITE_DENY
             return sqlite3.SQLITE_OK
 
@@ -290,8 +290,7 @@ class SqliteConnection(Connection):
         if not self.is_async:
             self._raw.close()
             return
-        # From a thread without an event loop, because otherwise the driver would reply to a loop that may
-        # be closed by then.
+        # from a thread without an event loop, or the driver would reply to a loop that may be closed by then
         threading.Thread(target=self._end, name="txbox discard", daemon=True).start()
 
     def _end(self) -> None:

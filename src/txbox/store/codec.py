@@ -263,7 +263,7 @@ class Columns:
 
 def unreadable(error: ConfigurationError, message: str) -> ConfigurationError:
     """Add which message a codec could not read. It is left unchanged for an operator to decide on."""
-    return ConfigurationError(f"{error} The message is {message}; it was left unchanged.")
+    return ConfigurationError(f"{error} It is message {message}; nothing of it was changed.")
 
 
 def _encoded(what: str, key_id: str) -> ConfigurationError:

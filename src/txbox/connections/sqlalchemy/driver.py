@@ -96,7 +96,7 @@ class Wire(Protocol):
 
     @property
     def taken(self) -> bool:
-        """Whether somebody a handler left behind uses the connection; then nobody else may get it."""
+        """Whether a thread or task that a handler left behind uses the connection; then nobody else may get it."""
         ...
 
     def give_up(self) -> None: ...
