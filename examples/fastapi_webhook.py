@@ -1,7 +1,9 @@
 """FastAPI: a route of your own around `process_async`, and GitHub's webhook beside it.
 
-    pip install fastapi uvicorn txbox
-    txbox init --database sqlite:///fastapi_webhook.db
+    pip install fastapi uvicorn "txbox[postgresql]"
+    export TXBOX_DATABASE_URL=postgresql://localhost/shop
+    txbox init
+    psql $TXBOX_DATABASE_URL -c 'CREATE TABLE booking (order_id int, amount int); CREATE TABLE build (commit_id text)'
     WEBHOOK_SECRET=… API_TOKEN=… uvicorn fastapi_webhook:api
 
 A failed message is parked in the table and answered with 200: run `txbox run fastapi_webhook:app`
@@ -12,10 +14,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import sqlite3
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 from fastapi import FastAPI, Request, Response
 from starlette.routing import Route
 
@@ -26,24 +28,24 @@ TOKEN = os.environ["API_TOKEN"]
 LONGEST_BODY = 1 << 20
 
 app = App(
-    os.environ.get("TXBOX_DATABASE_URL", "sqlite:///fastapi_webhook.db"),
+    os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop"),
     limits=Limits(unavailable_for=timedelta(seconds=2)),  # a caller does not wait for half a minute
 )
 api = FastAPI()
 
 
 @app.handler("orders", type="order.paid", consumer="billing")
-def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+def book(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
     """Book an order; what is written through `tx` commits together with the inbox row."""
     order = message.body
     tx.execute(
-        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+        "INSERT INTO booking (order_id, amount) VALUES (%s, %s)", (order["id"], order["amount"])
     )
 
 
 @app.handler("github", type="push", consumer="builds")
-def build(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
-    tx.execute("INSERT INTO build (commit_id) VALUES (?)", (message.body["after"],))
+def build(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
+    tx.execute("INSERT INTO build (commit_id) VALUES (%s)", (message.body["after"],))
 
 
 @api.post("/orders")
@@ -68,6 +70,6 @@ async def orders(request: Request) -> Response:
 
 
 # Who sent it is what the signature says; `verify=` knows Stripe and Standard Webhooks too. A route
-# and no mount: that answers a URL without a slash at its end with a redirect, which GitHub does not follow.
+# and not a mount: that answers a URL without a slash at its end with a redirect, which GitHub does not follow.
 hook = Webhook(app.process_async, topic="github", verify=GitHub(os.environ["WEBHOOK_SECRET"]))
 api.router.routes.append(Route("/webhooks/github", hook))

@@ -2,9 +2,10 @@
 
 From this directory, with a Kafka at KAFKA_BOOTSTRAP:
 
-    pip install 'txbox[kafka]'
+    pip install 'txbox[kafka,postgresql]'
+    export TXBOX_DATABASE_URL=postgresql://localhost/shop
     python kafka_service.py declare
-    txbox init --database sqlite:///kafka_service.db
+    txbox init
     python kafka_service.py publish 3
     txbox run kafka_service:app
 """
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import sys
 from typing import Any
 
+import psycopg
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
@@ -26,18 +27,18 @@ from txbox.brokers.kafka import Kafka
 
 BOOTSTRAP = os.environ.get("KAFKA_BOOTSTRAP", "localhost:9092")
 TOPIC = os.environ.get("ORDERS_TOPIC", "orders")
-DATABASE = "kafka_service.db"
+URL = os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop")
 
-app = App(os.environ.get("TXBOX_DATABASE_URL", f"sqlite:///{DATABASE}"))
+app = App(URL)
 app.consume(Kafka(BOOTSTRAP, group=os.environ.get("ORDERS_GROUP", "billing")))
 
 
 @app.handler(TOPIC, type="order.paid", consumer="billing")
-def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+def book(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
     """Book an order; what is written through `tx` commits together with the inbox row."""
     order = message.body
     tx.execute(
-        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+        "INSERT INTO booking (order_id, amount) VALUES (%s, %s)", (order["id"], order["amount"])
     )
 
 
@@ -45,7 +46,7 @@ def declare() -> None:
     """Make the topic, and the table of the service itself."""
     admin = AdminClient({"bootstrap.servers": BOOTSTRAP})
     admin.create_topics([NewTopic(TOPIC, num_partitions=3, replication_factor=1)])[TOPIC].result()
-    with sqlite3.connect(DATABASE) as database:
+    with psycopg.connect(URL) as database:
         database.execute("CREATE TABLE IF NOT EXISTS booking (order_id INTEGER, amount INTEGER)")
 
 

@@ -1,4 +1,7 @@
-"""Door 1: your own loop and your own transaction; txbox adds one call. `python examples/own_loop.py`.
+"""Your own loop and your own transaction; txbox adds one call.
+
+    pip install 'txbox[postgresql]'
+    python own_loop.py postgresql://localhost/shop
 
 The loop here reads a list; in your service it reads Kafka, RabbitMQ or whatever you have. What
 matters is the order: accept, effects, COMMIT, acknowledge.
@@ -7,9 +10,10 @@ matters is the order: accept, effects, COMMIT, acknowledge.
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
 from collections.abc import Callable
+
+import psycopg
 
 from txbox import App, Inbox, PayloadMismatch
 
@@ -17,35 +21,32 @@ inbox = Inbox(consumer="billing")
 
 
 def consume(
-    database: sqlite3.Connection, message_id: str, payload: bytes, acknowledge: Callable[[], None]
+    database: psycopg.Connection, message_id: str, payload: bytes, acknowledge: Callable[[], None]
 ) -> bool:
     """Process one delivery; returns whether it had an effect."""
     try:
-        with database:  # commits, or rolls back on an exception
-            database.execute("BEGIN IMMEDIATE")
+        with database.transaction():  # commits, or rolls back on an exception
             accepted = inbox.accept(database, message_id, payload=payload, topic="payments")
             if accepted:
                 body = json.loads(payload)
                 database.execute(
-                    "UPDATE account SET balance = balance - ? WHERE id = ?",
+                    "UPDATE account SET balance = balance - %s WHERE id = %s",
                     (body["amount"], body["account"]),
                 )
     except PayloadMismatch:
-        with database:  # the id is known with another payload: keep it for a person to look at
-            database.execute("BEGIN IMMEDIATE")
+        with database.transaction():  # the id is known with another payload: keep it for a person
             inbox.quarantine(database, message_id, payload=payload, topic="payments")
         accepted = None
     acknowledge()
     return bool(accepted)
 
 
-def main(path: str) -> None:
-    with App(f"sqlite:///{path}") as app:
+def main(url: str) -> None:
+    with App(url) as app:
         app.init()  # once, at deployment: the same as `txbox init`
-    database = sqlite3.connect(path)
-    database.execute("CREATE TABLE IF NOT EXISTS account (id INTEGER PRIMARY KEY, balance INTEGER)")
-    database.execute("INSERT OR REPLACE INTO account VALUES (1, 100)")
-    database.commit()
+    database = psycopg.connect(url, autocommit=True)
+    database.execute("CREATE TABLE IF NOT EXISTS account (id int PRIMARY KEY, balance int)")
+    database.execute("INSERT INTO account VALUES (1, 100) ON CONFLICT DO NOTHING")
 
     deliveries = [
         ("pay-1", b'{"account": 1, "amount": 30}'),
@@ -56,10 +57,9 @@ def main(path: str) -> None:
     for message_id, payload in deliveries:
         effect = consume(database, message_id, payload, acknowledge=lambda: None)
         print(f"{message_id}: {'processed' if effect else 'no effect'}")
-    ((balance,),) = database.execute("SELECT balance FROM account WHERE id = 1")
-    print(f"balance: {balance}")
+    print("balance:", *database.execute("SELECT balance FROM account").fetchone())
     database.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "own_loop.db")
+    main(sys.argv[1])

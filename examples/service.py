@@ -1,17 +1,22 @@
-"""Door 3: a whole service, run by `txbox run`.
+"""A whole service, run by `txbox run`.
 
-From this directory:
+From this directory, with PostgreSQL:
 
-    txbox init --database sqlite:///service.db
+    pip install 'txbox[postgresql]'
+    export TXBOX_DATABASE_URL=postgresql://localhost/shop
+    psql $TXBOX_DATABASE_URL -c 'CREATE TABLE booking (order_id int, amount int)'
+    txbox init --app service:app
+    txbox send orders --app service:app --type order.paid --data '{"id": 1, "amount": 5}'
     txbox run service:app
 """
 
 from __future__ import annotations
 
 import os
-import sqlite3
 from datetime import timedelta
 from typing import Any
+
+import psycopg
 
 from txbox import App, Message, Reject, Retry, RetryPolicy
 from txbox.brokers.file import File
@@ -25,7 +30,8 @@ def alert(event: Event) -> None:
         print(f"ALERT {event}")
 
 
-app = App(os.environ.get("TXBOX_DATABASE_URL", "sqlite:///service.db"), observers=[alert])
+URL = os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop")
+app = App(URL, observers=[alert])
 
 
 @app.handler(
@@ -34,7 +40,7 @@ app = App(os.environ.get("TXBOX_DATABASE_URL", "sqlite:///service.db"), observer
     consumer="billing",
     retry=RetryPolicy(max_attempts=5, base=timedelta(seconds=1)),
 )
-def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+def book(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
     """Book an order; what is written through `tx` commits together with the inbox row."""
     order = message.body
     if order["amount"] <= 0:
@@ -42,7 +48,7 @@ def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
     if order.get("later") and message.attempt == 1:
         raise Retry(after=timedelta(seconds=0.1))
     tx.execute(
-        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+        "INSERT INTO booking (order_id, amount) VALUES (%s, %s)", (order["id"], order["amount"])
     )
 
 

@@ -31,7 +31,7 @@ from tests.support.brokers.kafka import (
     said,
     service,
 )
-from tests.support.databases import Raw
+from tests.support.databases import NewDatabase, Raw
 from tests.support.servers import ROOT
 from tests.support.shop import CONSUMER, add_effect, create_effects, quarantined, statuses
 from tests.support.waiting import eventually
@@ -276,24 +276,24 @@ def test_without_an_id_a_message_is_quarantined_or_weakly_known(
 # -- the example ------------------------------------------------------------------------------
 
 
-def test_the_example(kafka_bootstrap: str, tmp_path: Path) -> None:
+def test_the_example(kafka_bootstrap: str, tmp_path: Path, new_database: NewDatabase) -> None:
+    url = new_database("postgresql")
     topic = f"payments-{secrets.token_hex(4)}"
     environment = {
         **os.environ, "KAFKA_BOOTSTRAP": kafka_bootstrap, "ORDERS_TOPIC": topic,
-        "ORDERS_GROUP": topic, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), *sys.path]),
+        "ORDERS_GROUP": topic, "TXBOX_DATABASE_URL": url,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), *sys.path]),
     }  # fmt: skip
 
     def command(*words: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment)
 
     example = str(ROOT / "examples" / "kafka_service.py")
-    url = "sqlite:///kafka_service.db"
     assert command(example, "declare").wait(30) == 0
-    assert command("-m", "txbox", "init", "--database", url).wait(30) == 0
     assert command(example, "publish", "3").wait(30) == 0
     running_service = command("-m", "txbox", "run", "kafka_service:app")
     try:
-        with Raw(f"sqlite:///{tmp_path / 'kafka_service.db'}") as raw:
+        with Raw(url) as raw:
             eventually(lambda: raw.value("SELECT count(*) FROM booking") >= 3, "the bookings")
             # every order was published twice
             eventually(lambda: _all_committed(kafka_bootstrap, topic), "the commit")

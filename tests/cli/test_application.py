@@ -228,7 +228,7 @@ def test_send_refuses_what_is_no_message(command: Command, sqlite_url: str) -> N
     command.file("shop.py", SHOP)
     env = {"SHOP_URL": sqlite_url, "TXBOX_APP": "shop:app"}
     for words, says in (
-        (("orders", "--data", "{nope"), "--data is no JSON"),
+        (("orders", "--data", "{nope"), "--data is not JSON"),
         (("orders", "--data", "{}", "--header", "x"), "--header takes NAME=VALUE"),
         (("orders", "--file", "missing.json"), "missing.json cannot be read: No such file"),
         (("invoices", "--data", "{}"), "No handler consumes topic 'invoices'"),

@@ -290,7 +290,7 @@ def test_several_processes_say_together_that_a_message_died(sqlite_shop: Command
     send(sqlite_shop, "1", "2")
     send(sqlite_shop, "bad", data='{"bad": 1}')
     ended = sqlite_shop("run", "--once", "--processes", "2", code=1)
-    assert "What is dead or quarantined waits for you: exit status 1." in ended.out
+    assert "Dead and quarantined messages wait for you: exit status 1." in ended.out
     assert "started again" not in ended.err
     assert sqlite_shop("run", "--once", "--processes", "2").out == ""
 

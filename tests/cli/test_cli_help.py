@@ -50,7 +50,7 @@ def test_a_run_to_the_end_says_by_its_status_that_a_message_died(
     data = '{"bad": true}' if bad else "{}"
     sqlite_shop("send", "orders", "--id", "1", "--data", data)
     ended = sqlite_shop("run", "--once", code=int(bad))
-    assert ("What is dead or quarantined waits for you: exit status 1." in ended.out) is bad
+    assert ("Dead and quarantined messages wait for you: exit status 1." in ended.out) is bad
     # it is told once: the next run took nothing that died
     assert sqlite_shop("run", "--once").out == "Nothing to do.\n"
 

@@ -42,8 +42,10 @@ def test_the_demo_kills_both_and_only_the_naive_books_are_wrong(tmp_path: Path) 
     assert (tmp_path / "txbox.db").exists()
 
 
-def test_the_demo_prints_plain_lines_and_how_to_look_further_when_there_is_no_terminal() -> None:
-    done = _demo("--payments", "20", "--kills", "1", "--seconds", "1", "--no-keep")
+def test_the_demo_prints_plain_lines_and_how_to_look_further_when_there_is_no_terminal(
+    tmp_path: Path,
+) -> None:
+    done = _demo("--payments", "20", "--kills", "1", "--seconds", "1", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "txbox: every customer was charged once, and got one receipt" in done.stdout
     assert "\x1b" not in done.stdout

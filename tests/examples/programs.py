@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.databases import Raw
 from tests.support.servers import ROOT
 
 EXAMPLES = ROOT / "examples"
 
 
-def database_for(directory: Path, *tables: str) -> str:
-    """`txbox init` and the example's own tables; returns the URL."""
-    url = f"sqlite:///{directory / 'example.db'}"
-    subprocess.run(
-        [sys.executable, "-m", "txbox", "init", "--database", url],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    with closing(sqlite3.connect(directory / "example.db")) as database:
-        for table in tables:
-            database.execute(table)
+def tables(url: str, *statements: str) -> str:
+    """Make an example's own tables in a database that has txbox's; returns the URL."""
+    with Raw(url) as raw:
+        for statement in statements:
+            raw.execute(statement)
     return url
 
 
-def rows(directory: Path, sql: str) -> list[Any]:
-    with closing(sqlite3.connect(directory / "example.db", timeout=30)) as database:
-        return database.execute(sql).fetchall()
+def rows(url: str, sql: str) -> list[Any]:
+    with Raw(url) as raw:
+        return raw.rows(sql)
 
 
 @contextmanager

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
-
-EXAMPLES = ROOT / "examples"
+from tests.examples.programs import EXAMPLES, rows, tables
+from tests.support.databases import NewDatabase
 
 
 def _run(*command: str, cwd: Path, path: Path | None = None, code: int = 0) -> str:
@@ -32,8 +29,9 @@ def _run(*command: str, cwd: Path, path: Path | None = None, code: int = 0) -> s
     return done.stdout
 
 
-def test_own_loop(tmp_path: Path) -> None:
-    assert _run(str(EXAMPLES / "own_loop.py"), cwd=tmp_path).splitlines() == [
+def test_own_loop(tmp_path: Path, new_database: NewDatabase) -> None:
+    url = new_database("postgresql", schema=False)
+    assert _run(str(EXAMPLES / "own_loop.py"), url, cwd=tmp_path).splitlines() == [
         "pay-1: processed",
         "pay-1: no effect",
         "pay-2: processed",
@@ -53,46 +51,34 @@ def test_webhook_function(tmp_path: Path) -> None:
     ]
 
 
-def test_service(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "service.db") as database:
-        database.execute("CREATE TABLE booking (order_id INTEGER, amount INTEGER)")
-    database.close()
-    _run("-m", "txbox", "init", "--database", "sqlite:///service.db", cwd=tmp_path)
+def test_service(
+    tmp_path: Path, new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = tables(
+        new_database("postgresql"), "CREATE TABLE booking (order_id INTEGER, amount INTEGER)"
+    )
+    monkeypatch.setenv("TXBOX_DATABASE_URL", url)
     orders = {
         "o-1": '{"id": 1, "amount": 5}',
         "o-2": '{"id": 2, "amount": 6, "later": true}',
         "o-3": '{"id": 3, "amount": 0}',
     }
     for each, order in orders.items():
-        send = (
-            "send",
-            "orders",
-            "--app",
-            "service:app",
-            "--type",
-            "order.paid",
-            "--id",
-            each,
-            "--data",
-            order,
-        )
-        _run("-m", "txbox", *send, cwd=tmp_path, path=EXAMPLES)
+        send = ("send", "orders", "--app", "service:app", "--type", "order.paid", "--id", each)
+        _run("-m", "txbox", *send, "--data", order, cwd=tmp_path, path=EXAMPLES)
     run = ("-m", "txbox", "run", "service:app", "--once")
     printed = _run(*run, cwd=tmp_path, path=EXAMPLES, code=1)  # one of them is dead
     assert "ALERT MessageDead" in printed
     deadline = time.monotonic() + 60
-    while _statuses(tmp_path)["o-2"] == "failed" and time.monotonic() < deadline:
+    while _statuses(url)["o-2"] == "failed" and time.monotonic() < deadline:
         # its handler asked for a later attempt; --once ends when nothing is due
         _run(*run, cwd=tmp_path, path=EXAMPLES)
-    assert _statuses(tmp_path) == {"o-1": "processed", "o-2": "processed", "o-3": "dead"}
-    with closing(sqlite3.connect(tmp_path / "service.db")) as database:
-        booked = database.execute("SELECT order_id, amount FROM booking ORDER BY 1").fetchall()
-    assert booked == [(1, 5), (2, 6)]
+    assert _statuses(url) == {"o-1": "processed", "o-2": "processed", "o-3": "dead"}
+    assert rows(url, "SELECT order_id, amount FROM booking ORDER BY 1") == [(1, 5), (2, 6)]
 
 
-def _statuses(directory: Path) -> dict[str, str]:
-    with closing(sqlite3.connect(directory / "service.db")) as database:
-        return dict(database.execute("SELECT message_id, status FROM txbox_inbox"))
+def _statuses(url: str) -> dict[str, str]:
+    return dict(rows(url, "SELECT message_id, status FROM txbox_inbox"))
 
 
 def test_dishka_handlers(tmp_path: Path) -> None:

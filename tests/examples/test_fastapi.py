@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import database_for, rows, started
+from tests.examples.programs import rows, started, tables
+from tests.support.databases import NewDatabase
 from tests.support.waiting import eventually
 from tests.support.webhook.senders import SECRET, github
 
@@ -35,9 +36,9 @@ class Server:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return database_for(
-        tmp_path,
+def url(new_database: NewDatabase) -> str:
+    return tables(
+        new_database("postgresql"),
         "CREATE TABLE booking (order_id INTEGER, amount INTEGER)",
         "CREATE TABLE build (commit_id TEXT)",
     )
@@ -55,27 +56,27 @@ def server(tmp_path: Path, url: str) -> Iterator[Server]:
             assert process.wait(30) in (0, -15)  # uvicorn raises the signal again when it is done
 
 
-def test_the_route_answers_after_the_commit(server: Server, tmp_path: Path) -> None:
+def test_the_route_answers_after_the_commit(server: Server, url: str) -> None:
     assert server.order("o-1") == (200, "processed")
-    assert rows(tmp_path, "SELECT * FROM booking") == [(1, 5)]
+    assert rows(url, "SELECT * FROM booking") == [(1, 5)]
     assert server.order("o-1") == (200, "duplicate")
     assert server.order("o-1", b'{"id": 1, "amount": 6}') == (200, "quarantined")
     assert server.order("o-2", b'{"id": 2}') == (200, "failed")
     assert server.order("o-3", Authorization="Bearer guessed")[0] == 401
     assert server.order("o-3", b" " * (1 << 20) + b"1")[0] == 413
-    assert rows(tmp_path, "SELECT * FROM booking") == [(1, 5)]
-    assert rows(tmp_path, "SELECT message_id, status FROM txbox_inbox ORDER BY 1") == [
+    assert rows(url, "SELECT * FROM booking") == [(1, 5)]
+    assert rows(url, "SELECT message_id, status FROM txbox_inbox ORDER BY 1") == [
         ("o-1", "processed"),
         ("o-2", "failed"),
     ]
 
 
-def test_the_webhook_verifies_and_processes(server: Server, tmp_path: Path) -> None:
+def test_the_webhook_verifies_and_processes(server: Server, url: str) -> None:
     push = b'{"after": "abc123"}'
     for wanted in ("processed", "duplicate"):
         assert server.post("/webhooks/github", push, github("d1", push)) == (200, wanted)
     assert server.post("/webhooks/github", push, github("d2", push, secret="guessed"))[0] == 401
-    assert rows(tmp_path, "SELECT * FROM build") == [("abc123",)]
+    assert rows(url, "SELECT * FROM build") == [("abc123",)]
 
 
 def test_the_caller_sends_again_while_the_database_is_away(tmp_path: Path) -> None:
@@ -91,9 +92,9 @@ def test_the_caller_sends_again_while_the_database_is_away(tmp_path: Path) -> No
             assert Server(listener.getsockname()[1]).order("o-1")[0] == 503
 
 
-def test_worker_and_relay_in_the_server(tmp_path: Path) -> None:
-    url = database_for(
-        tmp_path,
+def test_worker_and_relay_in_the_server(tmp_path: Path, new_database: NewDatabase) -> None:
+    url = tables(
+        new_database("postgresql"),
         "CREATE TABLE placed (number INTEGER, amount INTEGER)",
         "CREATE TABLE invoice (number INTEGER)",
     )
@@ -105,11 +106,11 @@ def test_worker_and_relay_in_the_server(tmp_path: Path) -> None:
             server = Server(listener.getsockname()[1])
             assert server.post("/orders/1?amount=5000", b"", {})[0] == 409
             assert server.post("/orders/2?amount=5", b"", {}) == (201, '{"number":2}')
-            eventually(lambda: rows(tmp_path, "SELECT number FROM invoice"))
+            eventually(lambda: rows(url, "SELECT number FROM invoice"))
             assert server.post("/dashboard/", b"", {})[0] == 401
             process.terminate()
             assert process.wait(60) in (0, -15)
-    assert rows(tmp_path, "SELECT number FROM invoice") == [(2,)]
-    assert rows(tmp_path, "SELECT number FROM placed") == [(2,)]
-    stopped = rows(tmp_path, "SELECT count(*) FROM txbox_inbox WHERE status = 'processing'")
+    assert rows(url, "SELECT number FROM invoice") == [(2,)]
+    assert rows(url, "SELECT number FROM placed") == [(2,)]
+    stopped = rows(url, "SELECT count(*) FROM txbox_inbox WHERE status = 'processing'")
     assert stopped == [(0,)]

@@ -11,7 +11,7 @@ import aio_pika
 import pytest
 from pamqp.commands import Basic
 
-from tests.examples.programs import database_for, rows, started
+from tests.examples.programs import rows, started, tables
 from tests.support.brokers.rabbitmq import declare, left, on_server, publish, publish_plain
 from tests.support.waiting import eventually
 
@@ -28,8 +28,12 @@ def queue(rabbitmq_url: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def env(rabbitmq_url: str, queue: str, tmp_path: Path) -> dict[str, str]:
-    url = database_for(tmp_path, "CREATE TABLE ledger (payment INTEGER, amount INTEGER)")
+def url(sqlite_url: str) -> str:
+    return tables(sqlite_url, "CREATE TABLE ledger (payment INTEGER, amount INTEGER)")
+
+
+@pytest.fixture
+def env(rabbitmq_url: str, queue: str, url: str) -> dict[str, str]:
     return {"AMQP_URL": rabbitmq_url, "PAYMENTS_QUEUE": queue, "TXBOX_DATABASE_URL": url}
 
 
@@ -44,12 +48,12 @@ def _payment(number: int, body: bytes | None = None) -> aio_pika.Message:
     )
 
 
-def _statuses(directory: Path) -> dict[str, str]:
-    return dict(rows(directory, "SELECT message_id, status FROM txbox_inbox"))
+def _statuses(url: str) -> dict[str, str]:
+    return dict(rows(url, "SELECT message_id, status FROM txbox_inbox"))
 
 
 def test_each_payment_is_booked_once(
-    rabbitmq_url: str, queue: str, env: dict[str, str], tmp_path: Path
+    rabbitmq_url: str, queue: str, env: dict[str, str], url: str, tmp_path: Path
 ) -> None:
     twice = [_payment(1), _payment(1), _payment(2, b'{"id": 2}'), _payment(3, b"{no json")]
     publish(rabbitmq_url, queue, *twice)
@@ -57,19 +61,19 @@ def test_each_payment_is_booked_once(
     publish_plain(rabbitmq_url, queue, (nameless, b'{"id": 4, "amount": 5}'))
     ends = {"payment-1": "processed", "payment-2": "dead", "payment-3": "dead"}
     with started(tmp_path, "faststream_rabbitmq", env=env) as process:
-        eventually(lambda: _statuses(tmp_path) == ends)
-        eventually(lambda: rows(tmp_path, "SELECT count(*) FROM txbox_quarantine") == [(1,)])
+        eventually(lambda: _statuses(url) == ends)
+        eventually(lambda: rows(url, "SELECT count(*) FROM txbox_quarantine") == [(1,)])
         process.terminate()
         assert process.wait(30) == 0
-    assert rows(tmp_path, BOOKED) == [(1, 5)]
+    assert rows(url, BOOKED) == [(1, 5)]
     # what it had not acknowledged would be back by now
     assert left(rabbitmq_url, queue) == 0
 
 
 def test_nothing_is_acknowledged_before_the_commit(
-    rabbitmq_url: str, queue: str, env: dict[str, str], tmp_path: Path
+    rabbitmq_url: str, queue: str, env: dict[str, str], url: str, tmp_path: Path
 ) -> None:
-    with closing(sqlite3.connect(tmp_path / "example.db", isolation_level=None)) as other:
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # nobody else can write
         publish(rabbitmq_url, queue, _payment(1))
         with started(tmp_path, "faststream_rabbitmq", env=env) as process:
@@ -79,6 +83,6 @@ def test_nothing_is_acknowledged_before_the_commit(
         eventually(lambda: left(rabbitmq_url, queue) == 1)
         other.execute("ROLLBACK")
     with started(tmp_path, "faststream_rabbitmq", env=env) as process:
-        eventually(lambda: rows(tmp_path, BOOKED) == [(1, 5)])
+        eventually(lambda: rows(url, BOOKED) == [(1, 5)])
         process.terminate()
         assert process.wait(30) == 0

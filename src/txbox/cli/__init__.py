@@ -27,7 +27,7 @@ _COMMANDS = {
     "run": ("run", "consume: sources, retries from the table, relay, maintenance"),
     "maintain": ("run", "rescue and prune, again and again or --once"),
     "demo": ("run", "a payment service under kill -9, beside a naive consumer"),
-    "relay": ("relay", "send staged messages from the outbox to where they go"),
+    "relay": ("run", "send staged messages from the outbox to where they go"),
     "status": ("look", "count messages by consumer and status; oldest unfinished age"),
     "doctor": ("doctor", "find what is wrong: settings, tables, rows nobody takes, brokers"),
     "list": ("look", "list messages, newest first, with filters"),

@@ -25,7 +25,7 @@ _MAKING = frozenset({"apply", "print"})
 
 
 def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
-    """The App that the options or the environment name.
+    """The App that the options or the environment name; `args.app` is then its path, or "".
 
     Args:
         handlers: what the command does that takes the App with its handlers; a URL is then not enough.
@@ -33,13 +33,15 @@ def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
     Raises:
         ConfigurationError: neither is given, or what is given does not work.
     """
-    path: str | None = args.app
-    url: str | None = args.database
+    path, url = getattr(args, "path", None) or args.app, args.database
+    if args.app is not None and path != args.app:
+        raise ConfigurationError("Give the App once: as MODULE:APP or with --app.")
     if path is not None and url is not None:
         raise ConfigurationError("Give --app or --database, not both: an App has a database.")
     if path is None and url is None:
         path = os.environ.get("TXBOX_APP") or None
         url = os.environ.get("TXBOX_DATABASE_URL") or None
+    args.app = path or ""
     if path is not None:
         if args.schema is not None:
             raise ConfigurationError(
@@ -84,12 +86,12 @@ def load(path: str) -> App:
     """Import `module:app`; the working directory is importable.
 
     Raises:
-        ConfigurationError: no such module or attribute, or it is no App; or what the module raised.
+        ConfigurationError: the module or attribute does not exist, is not an App, or the module raised.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or "/" in module_name or module_name.endswith(".py"):
         raise ConfigurationError(
-            f"{path!r} is no path to an App: write module:app, like shop:app or shop.events:app."
+            f"{path!r} is not the path of an App: write module:app, like shop:app or shop.events:app."
         )
     found: Any = _imported(module_name)
     for name in (attribute or "app").split("."):

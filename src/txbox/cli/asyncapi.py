@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from txbox.app import App
 from txbox.cli.application import opened
-from txbox.cli.logs import take_path
 from txbox.cli.output import print_json
+from txbox.cli.parser import add_command
 from txbox.effects import PREFIX
 from txbox.handlers import Handler
 from txbox.message import Message
@@ -33,25 +33,18 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    asyncapi = commands.add_parser(
-        "asyncapi", parents=[common],
-        description="Prints an AsyncAPI 3.0 document, as JSON: a channel for each topic, the handlers that receive "
-        "from it with the schema of their bodies, and what the App publishes. It connects to nothing.",
-    )  # fmt: skip
-    asyncapi.add_argument("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
-    asyncapi.add_argument("--title", help="of the service (default: MODULE:APP)")
-    asyncapi.add_argument(
-        "--service-version", default="0", metavar="VERSION", help="of the service (default 0)"
-    )
-    asyncapi.set_defaults(run=_asyncapi)
+    option = add_command(commands, "asyncapi", _asyncapi, common).add_argument
+    option("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
+    option("--title", help="of the service (default: MODULE:APP)")
+    option("--service-version", default="0", metavar="VERSION", help="of the service (default 0)")
 
 
 def _asyncapi(args: argparse.Namespace) -> int:
-    take_path(args)
-    app = opened(args, handlers="describes handlers")
-    with app:
-        title = args.title or args.app or "txbox"
-        print_json(document(app, title=title, version=args.service_version))
+    """Prints an AsyncAPI 3.0 document, as JSON: a channel for each topic, the handlers that receive from it with the
+    schema of their bodies, and what the App publishes. It connects to nothing.
+    """
+    with opened(args, handlers="describes handlers") as app:
+        print_json(document(app, title=args.title or args.app, version=args.service_version))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the processes that stay have in common: which app, how long they drain, and where their log goes."""
+"""What the processes that stay have in common: how long they drain, and where their log goes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from txbox.cli.options import duration
-from txbox.errors import ConfigurationError
 from txbox.observers.logging import current_trace
 from txbox.worker.signals import GRACE
 
@@ -39,18 +38,6 @@ def log_libraries() -> None:
     if not root.handlers:
         for handler in _log.handlers:
             root.addHandler(handler)
-
-
-def take_path(args: argparse.Namespace) -> None:
-    """Let MODULE:APP stand for --app MODULE:APP.
-
-    Raises:
-        ConfigurationError: both were given.
-    """
-    if args.path is not None:
-        if args.app is not None or args.database is not None:
-            raise ConfigurationError("Give the App once: as MODULE:APP or with --app.")
-        args.app = args.path
 
 
 def start_logging(args: argparse.Namespace) -> None:

@@ -25,25 +25,25 @@ def header_of(pair: str) -> tuple[str, str]:
     """Read NAME=VALUE.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is not of that form.
     """
     name, separator, value = pair.partition("=")
     if not separator or not name:
-        raise ConfigurationError(f"--header takes NAME=VALUE, and {pair!r} is none.")
+        raise ConfigurationError(f"--header takes NAME=VALUE, not {pair!r}.")
     return name, value
 
 
 def count(text: str) -> int:
     """Read a number of 1 or more."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
     return int(text)
 
 
 def port(text: str) -> int:
     """Read a TCP port; 0 lets the system pick one."""
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)
 
 
@@ -91,20 +91,20 @@ def add_filter(
         "hash": {"metavar": "HEX"},
         "older_than": {"metavar": "AGE", "type": duration},
     }
-    for name, told in _FILTERS.items():
+    for name, text in _FILTERS.items():
         # what has one status only needs no filter
         if name in known and (name != "status" or len(choices) > 1):
             option = f"--{name.replace('_', '-')}"
-            group.add_argument(option, help=told, **given.get(name, {"metavar": "TEXT"}))
+            group.add_argument(option, help=text, **given.get(name, {"metavar": "TEXT"}))
 
 
 def route(text: str) -> str:
-    """Read a route as people write it: any is none."""
+    """Read a route as people write it: `any` is the empty one."""
     return "" if text == "any" else text
 
 
 def filter_of(args: argparse.Namespace) -> Filter[Any, Any]:
-    """The filter that was given; options the command does not have are open."""
+    """The filter that was given; options the command does not have match everything."""
     given = {
         field.name: getattr(args, field.name, None)
         for field in dataclasses.fields(args.kind)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from txbox.errors import redacted
 
@@ -40,19 +41,31 @@ def common() -> argparse.ArgumentParser:
     """The options of every command."""
     parent = Parser(add_help=False)
     group = parent.add_argument_group("which inbox (--app or --database)")
-    group.add_argument(
-        "--app", metavar="MODULE:APP", help="the App, importable from here (or TXBOX_APP)"
-    )
-    group.add_argument(
-        "--database",
-        metavar="URL",
+    option = group.add_argument
+    option("--app", metavar="MODULE:APP", help="the App, importable from here (or TXBOX_APP)")
+    option(
+        "--database", metavar="URL",
         help="its database, where no App is needed; if it has a password, use TXBOX_DATABASE_URL: arguments are public",
-    )
-    group.add_argument(
-        "--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables"
-    )
-    parent.add_argument("--json", action="store_true", help="print JSON instead of text and tables")
+    )  # fmt: skip
+    option("--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables")
+    add_flags(parent, {"--json": "print JSON instead of text and tables"})
     return parent
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], common: Any, **options: Any
+) -> argparse.ArgumentParser:
+    """Add a command. Its description is the docstring of the function that runs it."""
+    options = {"description": run.__doc__, "parents": [common]} | options
+    command: argparse.ArgumentParser = commands.add_parser(name, **options)
+    command.set_defaults(run=run)
+    return command
+
+
+def add_flags(parser: Any, flags: Mapping[str, str]) -> None:
+    """Add options without a value: their names, and their lines of help."""
+    for name, text in flags.items():
+        parser.add_argument(name, action="store_true", help=text)
 
 
 def print_error(text: str) -> None:

@@ -12,7 +12,7 @@ from txbox.app import App
 from txbox.cli.application import opened, perform
 from txbox.cli.options import count
 from txbox.cli.output import print_json, print_line
-from txbox.cli.parser import print_error
+from txbox.cli.parser import add_command, print_error
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError
 from txbox.policy import Retention
@@ -27,64 +27,44 @@ _ACCOUNT = re.compile(r"['`\"]?([^'`\"@]*)['`\"]?@['`\"]?([^'`\"@]+)['`\"]?")
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    init = commands.add_parser(
-        "init", parents=[common],
+    init = add_command(
+        commands, "init", _apply, common,
         description="Creates the tables, or brings them to this release's version. Harmless when they are there. "
         "It needs a role that may create tables; `txbox schema print` gives the same SQL for somebody else to run.",
     )  # fmt: skip
-    _add_partition(init)
-    init.set_defaults(run=_apply)
     schema = commands.add_parser(
-        "schema",
-        description="The SQL of the tables: print it, check it, apply it.",
-    )  # fmt: skip
-    actions = schema.add_subparsers(dest="action", required=True, metavar="print|check|apply")
-    _add_print(actions, common)
-    check = actions.add_parser(
-        "check", parents=[common], help="say whether this release can work with the tables (exit status 0 or 2)",
-        description="Says whether this release can work with the tables: exit status 0, or 2 and the command to run.",
-    )  # fmt: skip
-    check.set_defaults(run=_check)
-    apply = actions.add_parser(
-        "apply", parents=[common], help="create or upgrade the tables, as `txbox init`",
-        description="Creates the tables, or brings them to this release's version.",
-    )  # fmt: skip
-    _add_partition(apply)
-    apply.set_defaults(run=_apply)
-
-
-def _add_partition(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--partition", choices=KINDS,
-        help="on PostgreSQL, when the tables are made: partition the inbox by the time in its ids (uuid7 or ulid), "
-        "so that retention drops whole partitions, or by a hash of the key",
-    )  # fmt: skip
-
-
-def _add_print(actions: Any, common: argparse.ArgumentParser) -> None:
-    shown = actions.add_parser(
-        "print", parents=[common], help="print the SQL, without connecting",
-        description="Prints the SQL that creates or upgrades the tables, without connecting to a database. The dialect "
-        "is that of --app or --database; --dialect works without either.",
-    )  # fmt: skip
-    shown.add_argument(
-        "--dialect", choices=["postgresql", "mysql", "sqlite"], help="mysql is also MariaDB"
+        "schema", description="The SQL of the tables: print it, check it, apply it."
     )
-    shown.add_argument(
+    actions = schema.add_subparsers(dest="action", required=True, metavar="print|check|apply")
+    shown = add_command(actions, "print", _print, common, help="print the SQL, without connecting")
+    add_command(
+        actions, "check", _check, common,
+        help="say whether this release can work with the tables (exit status 0 or 2)",
+    )  # fmt: skip
+    apply = add_command(
+        actions, "apply", _apply, common, help="create or upgrade the tables, as `txbox init`"
+    )
+    for command in (init, apply, shown):
+        command.add_argument(
+            "--partition", choices=KINDS,
+            help="on PostgreSQL, when the tables are made: partition the inbox by the time in its ids (uuid7 or ulid), "
+            "so that retention drops whole partitions, or by a hash of the key",
+        )  # fmt: skip
+    option = shown.add_argument
+    option("--dialect", choices=["postgresql", "mysql", "sqlite"], help="mysql is also MariaDB")
+    option(
         "--from", dest="after", type=_version, default=0, metavar="N",
         help="the version the tables are at (default 0: no tables)",
     )  # fmt: skip
-    shown.add_argument(
+    option(
         "--to", dest="upto", type=count, default=tables.VERSION, metavar="N",
         help=f"the version wanted (default {tables.VERSION}, that of this release)",
     )  # fmt: skip
-    _add_partition(shown)
-    shown.add_argument(
+    option(
         "--grants", nargs="*", metavar="KIND=ROLE",
         help="print the rights that each kind of role needs instead: consumer, relay, maintenance, operator, readonly, "
         "viewer; KIND=ROLE gives your name for one and leaves the others out",
     )  # fmt: skip
-    shown.set_defaults(run=_print)
 
 
 def _version(text: str) -> int:
@@ -92,6 +72,7 @@ def _version(text: str) -> int:
 
 
 def _apply(args: argparse.Namespace) -> int:
+    """Creates the tables, or brings them to this release's version."""
     with opened(args) as app:
         if app.database.sync:
             before, after = app.init(partition=args.partition)
@@ -135,6 +116,7 @@ async def _init(app: App, partition: Kind | None) -> tuple[int, int, list[str]]:
 
 
 def _check(args: argparse.Namespace) -> int:
+    """Says whether this release can work with the tables: exit status 0, or 2 and the command to run."""
     with opened(args) as app:
         state = perform(app, tables.check, app.store.dialect)
         if args.json:
@@ -148,6 +130,9 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace) -> int:
+    """Prints the SQL that creates or upgrades the tables, without connecting to a database. The dialect is that of
+    --app or --database; --dialect works without either.
+    """
     sql_dialect, schema, kept = _dialect(args)
     if args.grants is not None:
         sql = _grants(sql_dialect, schema, args.grants, args.partition)
@@ -205,7 +190,7 @@ def _grants(
         kind, separator, role = pair.partition("=")
         if not separator or not role or kind not in kinds:
             raise ConfigurationError(
-                f"--grants takes KIND=ROLE, and {pair!r} is none: the kinds are {', '.join(kinds)}."
+                f"--grants takes KIND=ROLE, not {pair!r}: the kinds are {', '.join(kinds)}."
             )
         names[kind] = role
     if not wanted:

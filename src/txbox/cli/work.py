@@ -1,4 +1,4 @@
-"""prune, rescue, maintain and send: work beside the worker."""
+"""prune, rescue and send: work beside the worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from txbox.cli.output import (
     print_table,
     progress,
 )
-from txbox.cli.parser import print_error
+from txbox.cli.parser import add_command, add_flags, print_error
 from txbox.errors import ConfigurationError
 from txbox.maintenance import Report, Task, run_once
 from txbox.message import Headers, Message
@@ -31,51 +31,31 @@ from txbox.outcome import Outcome
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    prune = commands.add_parser(
-        "prune", parents=[common],
-        description="Deletes processed and discarded messages, with their attempts, that were finished longer ago than "
-        "the retention; never what is unfinished, dead or quarantined. Small batches; live traffic is not "
-        "blocked. A copy of a deleted message that comes later is processed again, so less than the "
-        "retention of the App (or 30d with --database) is asked about, or needs --yes. With --outbox, deletes "
-        "outgoing messages instead: sent ones that were kept for RelayPolicy.keep_sent, and discarded ones.",
-    )  # fmt: skip
+    prune = add_command(commands, "prune", _prune, common)
+    rescue = add_command(commands, "rescue", _rescue, common)
+    for command in (prune, rescue):
+        command.add_argument("--consumer", metavar="TEXT", help="messages of this consumer only")
     prune.add_argument(
         "--older-than", type=duration, metavar="AGE", help="instead of the retention (30d, 12h)"
     )
-    prune.add_argument("--consumer", metavar="TEXT", help="messages of this consumer only")
-    prune.add_argument(
-        "--outbox", action="store_true", help="sent and discarded outgoing messages instead"
+    add_flags(
+        prune,
+        {
+            "--outbox": "sent and discarded outgoing messages instead",
+            "--dry-run": "count, and delete nothing",
+            "--yes": "do not ask",
+        },
     )
-    prune.add_argument("--dry-run", action="store_true", help="count, and delete nothing")
-    prune.add_argument("--yes", action="store_true", help="do not ask")
-    prune.set_defaults(run=_prune)
-    rescue = commands.add_parser(
-        "rescue", parents=[common],
-        description="Puts messages whose worker's lease has run out back to failed (and due), or to dead when too many "
-        "runs never ended. `txbox run` and `txbox maintain` do this all the time.",
-    )  # fmt: skip
-    rescue.add_argument("--consumer", metavar="TEXT", help="messages of this consumer only")
-    rescue.set_defaults(run=_rescue)
-    _add_send(commands, common)
-
-
-def _add_send(commands: Any, common: argparse.ArgumentParser) -> None:
-    send = commands.add_parser(
-        "send", parents=[common],
-        description="Stores a message as pending for every consumer of its topic and type; a worker then processes it. "
-        "The payload is --data, the bytes of --file, or standard input. Without --id it gets a random one, "
-        "which no second `txbox send` repeats.",
-    )  # fmt: skip
-    send.add_argument("topic", metavar="TOPIC", help="a topic that a handler of the App consumes")
-    send.add_argument(
+    send = add_command(commands, "send", _send, common)
+    option = send.add_argument
+    option("topic", metavar="TOPIC", help="a topic that a handler of the App consumes")
+    option(
         "--id", dest="message_id", metavar="ID", help="the message id, by which copies are known"
     )
-    send.add_argument("--type", metavar="TEXT", help="its type, by which handlers select")
-    send.add_argument("--key", metavar="TEXT", help="its ordering key")
-    send.add_argument(
-        "--header", action="append", default=[], metavar="NAME=VALUE", help="may be repeated"
-    )
-    send.add_argument(
+    option("--type", metavar="TEXT", help="its type, by which handlers select")
+    option("--key", metavar="TEXT", help="its ordering key")
+    option("--header", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    option(
         "--content-type", metavar="TEXT", help="default: application/json when the payload is JSON"
     )
     source = send.add_mutually_exclusive_group()
@@ -85,10 +65,15 @@ def _add_send(commands: Any, common: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--file", metavar="PATH", type=Path, help="a file with the payload; - is standard input"
     )
-    send.set_defaults(run=_send)
 
 
 def _prune(args: argparse.Namespace) -> int:
+    """Deletes processed and discarded messages, with their attempts, that were finished longer ago than the retention;
+    never what is unfinished, dead or quarantined. Small batches; live traffic is not blocked. A copy of a deleted
+    message that comes later is processed again, so less than the retention of the App (or 30d with --database) is asked
+    about, or needs --yes. With --outbox, deletes outgoing messages instead: sent ones that were kept for
+    RelayPolicy.keep_sent, and discarded ones.
+    """
     if args.outbox and args.consumer is not None:
         raise ConfigurationError(
             "Outgoing messages have no consumer: leave --consumer or --outbox out."
@@ -96,26 +81,17 @@ def _prune(args: argparse.Namespace) -> int:
     job, what = ("prune-outbox", "outgoing message") if args.outbox else ("prune", "message")
     with opened(args) as app:
         perform(app, app.check_schema)
-        kept = app.retention.processed
-        if args.outbox:
-            kept = app.relaying.keep_sent or kept
+        kept = (args.outbox and app.relaying.keep_sent) or app.retention.processed
         wanted: timedelta | None = args.older_than
-        shorter = wanted is not None and wanted < kept
-        task = Task(consumer=args.consumer, older_than=wanted, dry_run=True)
         count = None
-        if args.dry_run or shorter:
+        if args.dry_run or (wanted is not None and wanted < kept):
+            task = Task(consumer=args.consumer, older_than=wanted, dry_run=True)
             count = run_once(app, job, task).rows
-        if args.dry_run:
-            return _reported(args, Report(job, count or 0), "would be deleted", what)
-        if (
-            wanted is not None
-            and shorter
-            and count
-            and not args.yes
-            and not _agreed(counted(count, what), wanted, kept)
-        ):
-            print_error("Nothing was deleted.")
-            return 1
+            if args.dry_run:
+                return _reported(args, Report(job, count), "would be deleted", what)
+            if count and not args.yes and not _agreed(counted(count, what), wanted or kept, kept):
+                print_error("Nothing was deleted.")
+                return 1
         with progress("prune", count) as bar:
             report = run_once(
                 app,
@@ -136,6 +112,9 @@ def _agreed(number: str, wanted: timedelta, retention: timedelta) -> bool:
 
 
 def _rescue(args: argparse.Namespace) -> int:
+    """Puts messages whose worker's lease has run out back to failed (and due), or to dead when too many runs never
+    ended. `txbox run` and `txbox maintain` do this all the time.
+    """
     with opened(args) as app, progress("rescue") as bar:
         perform(app, app.check_schema)
         report = run_once(app, "rescue", Task(consumer=args.consumer, on_progress=bar))
@@ -159,6 +138,10 @@ def _reported(args: argparse.Namespace, report: Report, verb: str, what: str = "
 
 
 def _send(args: argparse.Namespace) -> int:
+    """Stores a message as pending for every consumer of its topic and type; a worker then processes it. The payload is
+    --data, the bytes of --file, or standard input. Without --id it gets a random one, which no second `txbox send`
+    repeats.
+    """
     message = _message(args)
     with opened(args, handlers="stores a message for the consumers of its topic") as app:
         outcomes = app.send(message) if app.database.sync else asyncio.run(_sent(app, message))
@@ -166,13 +149,10 @@ def _send(args: argparse.Namespace) -> int:
         print_json({"id": message.id, "topic": message.topic, "outcomes": outcomes})
     else:
         names = {Outcome.DEFERRED: "stored"}
-        print_table(
-            ["consumer", "id", "outcome"],
-            [
-                [consumer, str(message.id), names.get(done, str(done))]
-                for consumer, done in outcomes.items()
-            ],
-        )
+        rows = [
+            [name, str(message.id), names.get(done, str(done))] for name, done in outcomes.items()
+        ]
+        print_table(["consumer", "id", "outcome"], rows)
     return 1 if Outcome.QUARANTINED in outcomes.values() else 0
 
 
@@ -186,12 +166,14 @@ def _message(args: argparse.Namespace) -> Message[Any]:
     payload = _payload(args)
     content_type = args.content_type
     if content_type is None:
-        if _is_json(payload):
+        try:
+            json.loads(payload)
             content_type = "application/json"
-        elif args.data is not None:
-            raise ConfigurationError(
-                "--data is no JSON: quote it for the shell, or give --content-type text/plain for other data."
-            )
+        except ValueError:
+            if args.data is not None:
+                raise ConfigurationError(
+                    "--data is not JSON: quote it for the shell, or give --content-type text/plain for other data."
+                ) from None
     return Message(
         topic=args.topic,
         id=args.message_id or str(uuid.uuid4()),
@@ -215,11 +197,3 @@ def _payload(args: argparse.Namespace) -> bytes:
     if args.file is None and sys.stdin.isatty():
         raise ConfigurationError("Which payload? Give --data or --file, or pipe it in.")
     return sys.stdin.buffer.read()
-
-
-def _is_json(payload: bytes) -> bool:
-    try:
-        json.loads(payload)
-    except ValueError:
-        return False
-    return True

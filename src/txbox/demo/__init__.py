@@ -14,42 +14,33 @@ from typing import Any
 
 from txbox.errors import TxboxError
 
-Show = Callable[[str], object]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns 0 when txbox's books are right, 1 when they are not."""
     options = make_parser().parse_args(argv)
-    out = sys.stderr if options.json else sys.stdout
+    directory = Path(options.dir or tempfile.mkdtemp(prefix="txbox-demo-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        sys.stderr.write(f"{directory} is not empty: give --dir a new or empty directory.\n")
+        return 2
+    from txbox.demo.race import build_stream, race
 
     def show(line: str) -> None:
-        print(line, file=out, flush=True)
+        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    if options.dir is None:
-        directory = Path(tempfile.mkdtemp(prefix="txbox-demo-"))
-    else:
-        directory = Path(options.dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            sys.stderr.write(f"{directory} is not empty: give --dir a new or empty directory.\n")
-            return 2
-    keep = True  # also when something goes wrong
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    stream = build_stream(max(10, options.payments), duplicates=options.duplicates, seed=seed)
     try:
-        result = _run(directory, options, show)
-        right: bool = result["txbox"]["right"]
-        keep = options.keep or not right
-        if options.json:
-            sys.stdout.write(f"{json.dumps(result, indent=2)}\n")
-        else:
-            _report(result, show, kept=keep)
+        result = race(directory, stream, kills=options.kills, seconds=options.seconds, show=show)
     except TxboxError as error:
         sys.stderr.write(f"txbox demo: {error}\n")
         return 1
+    if options.json:
+        found = {**result, "seed": seed, "directory": str(directory)}
+        sys.stdout.write(f"{json.dumps(found, indent=2)}\n")
     else:
-        return 0 if right else 1
-    finally:
-        if not keep:
-            shutil.rmtree(directory)
+        _report(result, directory, show)
+    return 0 if result["txbox"]["right"] else 1
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,25 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--duplicates", type=float, default=0.1, help="share sent twice (default 0.1)")
     add("--kills", type=int, default=12, help="of each process (default 12)")
     add("--seconds", type=float, default=16.0, help="the stream lasts (default 16)")
-    add("--seed", type=int, default=None, help="for the same stream again")
-    add("--dir", default=None, help="where the databases go (default: a temporary directory)")
-    keep_or_not = argparse.BooleanOptionalAction
-    add("--keep", action=keep_or_not, default=True, help="keep the databases to look at (default)")
+    add("--seed", type=int, help="for the same stream again")
+    add("--dir", help="where the databases go (default: a temporary directory, which is kept)")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
-def _run(directory: Path, options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    from txbox.demo.race import build_stream, race
-
-    seed = random.randrange(10**6) if options.seed is None else options.seed
-    stream = build_stream(max(10, options.payments), duplicates=options.duplicates, seed=seed)
-    result = race(directory, stream, kills=options.kills, seconds=options.seconds, show=show)
-    database = f"sqlite:///{directory / 'txbox.db'}"
-    return {**result, "seed": seed, "directory": str(directory), "database": database}
-
-
-def _report(result: dict[str, Any], show: Show, *, kept: bool) -> None:
+def _report(result: dict[str, Any], directory: Path, show: Callable[[str], None]) -> None:
     naive, txbox = result["naive"], result["txbox"]
 
     def row(label: str, left: object, right: object) -> None:
@@ -117,11 +96,8 @@ def _report(result: dict[str, Any], show: Show, *, kept: bool) -> None:
         if txbox["right"]
         else "\ntxbox's books are WRONG: please report this, with the directory below."
     )
-    if kept:
-        # by the name under which this command line was reached, so that the lines can be pasted
-        named = Path(sys.argv[0]).name == "txbox"
-        command = sys.argv[0] if named else f"{sys.executable} -m txbox"
-        command = "txbox" if shutil.which("txbox") else command
-        url = result["database"]
-        show(f"\nLook further:\n  {command} status --database {url}")
-        show(f"  {command} list --database {url} --status dead\n  rm -r {result['directory']}")
+    # by the name under which this command line was reached, so that the lines can be pasted
+    command = "txbox" if shutil.which("txbox") else f"{sys.executable} -m txbox"
+    url = f"sqlite:///{directory / 'txbox.db'}"
+    show(f"\nLook further:\n  {command} status --database {url}")
+    show(f"  {command} list --database {url} --status dead\n  rm -r {directory}")

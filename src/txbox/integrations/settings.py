@@ -17,6 +17,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from txbox.app import App
 from txbox.policy import Batching, Lease, Limits, RelayPolicy, Retention
 
+_OPTIONS = ("notify", "unmatched", "limits", "lease", "retention", "batching", "relaying")
+
 
 class Settings(BaseSettings):
     """What an App can be told from outside. Subclass it for a prefix or settings of your own.
@@ -45,14 +47,8 @@ class Settings(BaseSettings):
 
     def app(self, **options: Any) -> App:
         """Make the App; options of its constructor add to these settings, and go before them."""
-        chosen: dict[str, Any] = {
-            "schema": self.database_schema,
-            "notify": self.notify,
-            "unmatched": self.unmatched,
-            "limits": self.limits,
-            "lease": self.lease,
-            "retention": self.retention,
-            "batching": self.batching,
-            "relaying": self.relaying,
-        }
-        return App(self.database_url.get_secret_value(), **chosen | options)
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        return App(
+            self.database_url.get_secret_value(),
+            **{"schema": self.database_schema, **given, **options},
+        )

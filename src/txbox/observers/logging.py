@@ -15,39 +15,24 @@ from txbox import events
 from txbox.events import Event
 
 _LEVELS: dict[type[Event], int] = {
-    events.MessageProcessed: logging.DEBUG,
-    events.MessageDuplicate: logging.DEBUG,
-    events.MessageDeferred: logging.DEBUG,
-    events.MessageStored: logging.DEBUG,
-    events.MessageInFlight: logging.DEBUG,
-    events.MessageWaits: logging.DEBUG,
-    events.TransactionCommitted: logging.DEBUG,
-    events.OutgoingSent: logging.DEBUG,
-    events.TransactionRetried: logging.INFO,
-    events.ConsumptionResumed: logging.INFO,
-    events.RowsPruned: logging.INFO,
-    events.RowsChanged: logging.INFO,
-    events.QuarantineTrimmed: logging.WARNING,
-    events.WorkerStarted: logging.INFO,
-    events.WorkerStopped: logging.INFO,
-    events.RelayResumed: logging.INFO,
-    events.MessageFailed: logging.WARNING,
-    events.OutgoingFailed: logging.WARNING,
-    events.RelayPaused: logging.WARNING,
-    events.MessageUnmatched: logging.WARNING,
-    events.MessageQuarantined: logging.ERROR,
-    events.MessageDead: logging.ERROR,
-    events.OutgoingDead: logging.ERROR,
-    events.SequenceGap: logging.ERROR,
-    events.ConsumptionPaused: logging.WARNING,
-    events.ConsumerPaused: logging.WARNING,
-    events.ConsumerResumed: logging.INFO,
-    events.SourceRefused: logging.ERROR,
-    events.MessagesLost: logging.ERROR,
-    events.LeaseExpired: logging.WARNING,
-    events.SettleFailed: logging.WARNING,
-}
-
+    **dict.fromkeys((
+        events.MessageProcessed, events.MessageDuplicate, events.MessageDeferred, events.MessageStored,
+        events.MessageInFlight, events.MessageWaits, events.TransactionCommitted, events.OutgoingSent,
+    ), logging.DEBUG),
+    **dict.fromkeys((
+        events.TransactionRetried, events.ConsumptionResumed, events.ConsumerResumed, events.RowsPruned,
+        events.RowsChanged, events.WorkerStarted, events.WorkerStopped, events.RelayResumed,
+    ), logging.INFO),
+    **dict.fromkeys((
+        events.QuarantineTrimmed, events.MessageFailed, events.OutgoingFailed, events.RelayPaused,
+        events.MessageUnmatched, events.ConsumptionPaused, events.ConsumerPaused, events.LeaseExpired,
+        events.SettleFailed,
+    ), logging.WARNING),
+    **dict.fromkeys((
+        events.MessageQuarantined, events.MessageDead, events.OutgoingDead, events.SequenceGap,
+        events.SourceRefused, events.MessagesLost,
+    ), logging.ERROR),
+}  # fmt: skip
 
 #: Ongoing trouble, and the field that identifies it besides the consumer.
 _BEGINS: dict[type[Event], str] = {

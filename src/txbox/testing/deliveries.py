@@ -19,8 +19,7 @@ from txbox.session import Connections, Session, Statement, drive, drive_async, t
 from txbox.store import leases
 from txbox.store.dialect import qualified
 from txbox.testing.crash import recorded
-from txbox.testing.inside import another_process, inside
-from txbox.testing.savepoints import Savepoints
+from txbox.testing.inside import Savepoints, another_process, inside
 
 # for tests only, in SQL that every dialect understands
 _FORGET_DATES = (

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from typing import Any
 
 from txbox.app import App
 from txbox.connections import borrow, open_database
-from txbox.connections.base import Database
-from txbox.errors import ConfigurationError
+from txbox.connections.base import Database, Executor, dbapi_error, handler_left
+from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.processing.attempt import InboxProtocol
 from txbox.processing.intake import Intake
+from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
 from txbox.store.inbox import InboxStore
-from txbox.testing.savepoints import Savepoints
+
+_DRIVERS = frozenset({"psycopg", "asyncpg", "sqlite3", "aiosqlite", "pymysql", "asyncmy"})
+
+# sent after a handler raised, to a savepoint outside the session's own; on MySQL, close goes to one
+_BEHIND_A_FAILURE = frozenset({"close", "rollback_to_claim"})
+
+_numbers = itertools.count(1)
 
 
 def inside(app: App, tx: Any) -> App:
@@ -92,3 +100,158 @@ class _Inside:
 
 def _is_async(tx: Any) -> bool:
     return hasattr(tx, "__aenter__") or type(tx).__module__.startswith("asyncpg")
+
+
+class Savepoints:
+    """Lends its only connection."""
+
+    def __init__(self, tx: Any, lent: Executor) -> None:
+        self.is_async = lent.is_async
+        self._tx = tx
+        self._lent = lent
+        self._last: _Savepoint | None = None
+
+    async def acquire(self) -> Connection:
+        await self.settle()
+        self._last = _Savepoint(self._tx, self._lent)
+        return self._last
+
+    async def release(self, connection: Any) -> None:
+        """Keep the connection: it belongs to the test."""
+
+    async def settle(self) -> None:
+        """Undo what was discarded, because discarding itself cannot await."""
+        last, self._last = self._last, None
+        if last is not None and last.discarded:
+            await last.undo()
+
+
+class _Savepoint(Connection):
+    nests = False
+
+    def __init__(self, tx: Any, lent: Executor) -> None:
+        self.native = tx
+        self.is_async = lent.is_async
+        #: `undo` must still be called.
+        self.discarded = False
+        self._lent = lent
+        self._name: str | None = None
+        # SQLAlchemy tracks savepoints itself: a session's objects expire with them
+        self._accounts = hasattr(tx, "begin_nested")
+        self._is_session = hasattr(tx, "flush")
+        self._nested: Any = None
+        # a failed flush ends the innermost savepoint, which must not be the one the claim is in
+        self._inner: Any = None
+        self._claims = self._lost = False
+
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
+    async def _named(self, verb: str) -> None:
+        await self.execute(Statement("savepoint", f"{verb} {self._name}", {}))
+
+    def _check_nested(self) -> None:
+        if self._accounts and not self._nested.is_active:
+            raise handler_left("it ended the savepoint around it")
+        if self._inner is not None and not self._inner.is_active:
+            raise StoreError(
+                "The session needs a rollback: the handler caught the error of a flush.",
+                fault=Fault.ABORTED,
+            )
+
+    def _failed(self, error: Exception) -> Raised:
+        # a flush that the session postponed until now belongs to the handler
+        return Raised(error, self.translate(error), self.lost)
+
+    def _gone(self, error: StoreError) -> StoreError:
+        self._name = None
+        if error.fault is Fault.UNAVAILABLE:
+            self._lost = True
+            return error
+        return handler_left("the savepoint around it is gone")
+
+    def translate(self, error: BaseException) -> StoreError | None:
+        """Translate a driver's error; None if it is not one."""
+        cause = getattr(error, "orig", None) or error
+        if type(cause).__module__.partition(".")[0] not in _DRIVERS:
+            return None
+        return dbapi_error(cause, self._lent.dialect)
+
+    async def execute(self, statement: Statement) -> Result:
+        if self._inner is not None and statement.name in _BEHIND_A_FAILURE:
+            # it would remove this savepoint from under the session
+            inner, self._inner = self._inner, None
+            await self._done(inner.rollback())
+        # not `execute`, because the session already passes the crash points
+        return await self._lent._execute(statement)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    async def begin(self, statements: Statements) -> list[Result]:
+        if self._accounts:
+            self._nested = await self._done(self.native.begin_nested())
+            if self._is_session:
+                # a session sends its SAVEPOINT only when first asked for the connection
+                await self._done(self.native.connection())
+        else:
+            # numbered, because MySQL replaces a savepoint of the same name, and a handler may itself deliver
+            self._name = f"txbox_inside_{next(_numbers)}"
+            await self._named("SAVEPOINT")
+        self._claims = any(statement.name.startswith("claim") for statement in statements)
+        results = [await self.execute(statement) for statement in statements]
+        if self._is_session:
+            self._inner = await self._done(self.native.begin_nested())
+        return results
+
+    async def commit(self, statements: Statements) -> list[Result]:
+        self._check_nested()
+        if self._claims and not statements:
+            # a claim without a close wrote nothing but armed the guard, which must be undone because the
+            # surrounding transaction goes on
+            await self.rollback()
+            return []
+        if self._is_session:
+            inner, self._inner = self._inner, None
+            try:
+                await self._done(inner.commit())
+            except Exception as error:
+                raise self._failed(error) from error
+        results = [await self.execute(statement) for statement in statements]
+        if self._accounts:
+            nested, self._nested = self._nested, None
+            await self._done(nested.commit())
+            return results
+        try:
+            await self._named("RELEASE SAVEPOINT")
+        except StoreError as error:
+            raise self._gone(error) from error
+        self._name = None
+        return results
+
+    async def rollback(self) -> None:
+        nested, self._nested, self._inner = self._nested, None, None
+        if nested is not None and nested.is_active:
+            await self._done(nested.rollback())
+        if self._name is None:
+            return
+        try:
+            await self._named("ROLLBACK TO SAVEPOINT")
+            await self._named("RELEASE SAVEPOINT")
+        except StoreError as error:
+            raise self._gone(error) from error
+        self._name = None
+
+    async def undo(self) -> None:
+        try:
+            await self.rollback()
+        except StoreError:
+            # the surrounding transaction is gone as well, so nothing is left to undo
+            self._name = None
+
+    def discard(self) -> None:
+        if self.is_async:
+            self.discarded = True
+        else:
+            blocking(self.undo())
+
+    async def _done(self, answer: Any) -> Any:
+        return await answer if self.is_async else answer
