@@ -20,30 +20,20 @@ from txbox.connections import borrow
 from txbox.errors import ConfigurationError
 from txbox.session import run
 from txbox.store import schema as tables
-from txbox.store.dialect import Dialect, dialect
+from txbox.store.dialect import dialect
 
-_DIALECTS = {
-    "postgresql": "postgresql",
-    "mysql": "mysql",
-    "mariadb": "mysql",
-    "sqlite": "sqlite",
-}
-_PREFIX = "txbox_"
-
-
-def _is_ours(name: str | None) -> bool:
-    return name is not None and name.startswith(_PREFIX)
+_DIALECTS = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
 
 
 def include_name(
     name: str | None, type_: str, parent_names: Any, *, then: Callable[..., bool] | None = None
 ) -> bool:
-    """Have autogenerate not look at tables of txbox in the database: it would drop them.
+    """Keep autogenerate away from txbox's tables in the database: it would drop them.
 
     Args:
         then: an `include_name` of your own, asked about everything else; by functools.partial.
     """
-    if type_ == "table" and _is_ours(name):
+    if type_ == "table" and (name or "").startswith("txbox_"):
         return False
     return then is None or then(name, type_, parent_names)
 
@@ -59,14 +49,14 @@ def include_object(
 ) -> bool:
     """As `include_name`, for tables that were reflected into your metadata, and for what belongs to them."""
     table = target if type_ == "table" else getattr(target, "table", None)
-    if table is not None and _is_ours(getattr(table, "name", None)):
+    if (getattr(table, "name", None) or "").startswith("txbox_"):
         return False
     return then is None or then(target, name, type_, reflected, compare_to)
 
 
 @Operations.register_operation("txbox_upgrade")
 class TxboxUpgrade(MigrateOperation):
-    """The tables at a version, inside of the migration's transaction."""
+    """The tables at a version, in the migration's transaction."""
 
     def __init__(self, version: int, schema: str | None, after: int) -> None:
         self.version = version
@@ -103,7 +93,12 @@ def _upgrade(operations: Operations, operation: TxboxUpgrade) -> None:
         raise ConfigurationError(
             f"This release knows the tables up to version {tables.VERSION}, not {operation.version}: upgrade txbox."
         )
-    sql_dialect = _dialect(context.dialect.name, operation.schema)
+    name = context.dialect.name
+    if name not in _DIALECTS:
+        raise ConfigurationError(
+            f"txbox does not support {name}: use PostgreSQL, MySQL, MariaDB or SQLite."
+        )
+    sql_dialect = dialect(_DIALECTS[name], operation.schema)
     if context.as_sql:
         text = tables.migration_text(
             sql_dialect, operation.schema, after=operation.after, upto=operation.version
@@ -121,11 +116,3 @@ def _upgrade(operations: Operations, operation: TxboxUpgrade) -> None:
         operation.schema,
         upto=operation.version,
     )
-
-
-def _dialect(name: str, schema: str | None) -> Dialect:
-    if name not in _DIALECTS:
-        raise ConfigurationError(
-            f"txbox does not support {name}: use PostgreSQL, MySQL, MariaDB or SQLite."
-        )
-    return dialect(_DIALECTS[name], schema)

@@ -1,15 +1,14 @@
-"""Celery: the body of a task once for each id, in a transaction of yours.
+"""Celery: run the body of a task once per id, in a transaction of yours.
 
-Celery runs a task again when a worker dies (with `acks_late`), when the visibility time-out of Redis or SQS runs out
-before the task does, and when its sender sends it twice. Its retries keep the task's id: a failed body rolls its
-row back, so a retry runs.
+Celery runs a task again when its worker dies (with `acks_late`), when it outlasts the visibility time-out of Redis or
+SQS, and when it is sent twice. A retry keeps the task's id and runs, because a failed body rolls its row back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from celery import current_task  # pyright: ignore[reportMissingTypeStubs]
 from celery.exceptions import Ignore  # pyright: ignore[reportMissingTypeStubs]
@@ -27,7 +26,7 @@ def once(
     id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
     timeout: timedelta | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Run a task's body once for each id: `@app.task(acks_late=True)` on top, then this, then the function.
+    """Run a task's body once per id: `@app.task(acks_late=True)` on top, then this, then the function.
 
     The function's first argument is the transaction's connection or session, which callers do not pass. Without
     `bind=True`: what it gives is `celery.current_task`.
@@ -54,13 +53,12 @@ def once(
 
         def run(*args: Any, **kwargs: Any) -> R:
             task: Any = current_task
-            answer = body(transaction, task.request.id if task else None, args, kwargs)
-            if not answer:
+            done = body(transaction, task.request.id if task else None, args, kwargs)
+            if not done:
                 raise Ignore
-            result: R = answer.result
-            return result
+            return cast("R", done.result)
 
-        body.lend(run)
+        body.update(run)
         return run
 
     return decorate

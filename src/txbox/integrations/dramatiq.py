@@ -1,14 +1,14 @@
-"""Dramatiq: the body of an actor once for each id, in a transaction of yours.
+"""Dramatiq: run the body of an actor once per id, in a transaction of yours.
 
-Dramatiq acknowledges after the actor has ended, so a worker that dies has its messages run again, and so does one that
-is slower than its heartbeat. Its retries keep the message's id: a failed body rolls its row back, so a retry runs.
+Dramatiq acknowledges after the actor has ended, so messages of a worker that dies, or is slower than its heartbeat, run
+again. A retry keeps the message's id and runs, because a failed body rolls its row back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dramatiq.middleware import CurrentMessage
 
@@ -25,7 +25,7 @@ def once(
     id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
     timeout: timedelta | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., R | None]]:
-    """Run an actor's body once for each id: `@dramatiq.actor` on top, then this, then the function.
+    """Run an actor's body once per id: `@dramatiq.actor` on top, then this, then the function.
 
     The function's first argument is the transaction's connection or session, which callers do not pass.
 
@@ -53,10 +53,9 @@ def once(
         def run(*args: Any, **kwargs: Any) -> R | None:
             message = CurrentMessage.get_current_message()
             given = None if message is None else message.message_id
-            result: R | None = body(transaction, given, args, kwargs).result
-            return result
+            return cast("R | None", body(transaction, given, args, kwargs).result)
 
-        body.lend(run)
+        body.update(run)
         return run
 
     return decorate

@@ -4,15 +4,15 @@ FastStream receives, decodes, injects and acknowledges; txbox decides whether th
 transaction, and retries what failed from the table. FastStream acknowledges after its middlewares have ended,
 and thus after the commit. What it does besides, and what a correct consumer has to refuse:
 
-- A stacked publisher sends after the commit: when that fails, the redelivery is a duplicate and the reply is
-  never sent. The same goes for its automatic replies. Both have to go through the outbox.
-- Its message ids are made up: an offset on Kafka, which another partition has too; a new UUID for each delivery
-  on RabbitMQ. Ids are taken from the producer, or there is none, and the message is set aside.
+- A stacked publisher sends after the commit. If that fails, the redelivery is a duplicate and the reply is never sent.
+  The same goes for automatic replies. Both have to go through the outbox.
+- Its message ids are made up: on Kafka an offset, which other partitions have too; on RabbitMQ a new UUID for each
+  delivery. So the id is the producer's; a message without one is quarantined.
 - Its defaults acknowledge too early (Kafka) or delete what raised (RabbitMQ, NATS, Redis).
-- With confluent-kafka its acknowledgement commits whatever was polled, also what it nacked in another partition
-  (it seeks back, and librdkafka keeps the offset it has stored). It is made to commit this message's offset.
+- With confluent-kafka its acknowledgement commits whatever was polled, even what it nacked in another partition
+  (it seeks back, but librdkafka keeps the stored offset). Here it commits this message's offset only.
 
-It looks at a few of FastStream's own attributes, so the extra pins the minor version.
+This module uses a few private attributes of FastStream, so the extra pins the minor version.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Next = Callable[[Any], Awaitable[Any]]
 
 @dataclass
 class _Delivery:
-    """What FastStream is delivering in this task, and what its function returned."""
+    """The delivery of this task, and what FastStream's function returned for it."""
 
     call_next: Next
     message: StreamMessage[Any]
@@ -55,13 +55,13 @@ class _Delivery:
 
 @dataclass(frozen=True, slots=True)
 class _OneOffset:
-    """confluent-kafka's consumer as a message of FastStream sees it: a commit is of that message."""
+    """Stands in for the confluent-kafka consumer of a FastStream message: commits that message only."""
 
     client: Any
     raw: Any
 
     async def commit(self) -> None:
-        # queued, as FastStream does it: a commit that is lost costs a duplicate
+        # asynchronous, as in FastStream: a lost commit costs a duplicate
         self.client.consumer.commit(message=self.raw, asynchronous=True)
 
     async def seek(self, topic: str, partition: int, offset: int) -> None:
@@ -70,7 +70,7 @@ class _OneOffset:
 
 @dataclass(frozen=True, slots=True)
 class _Consumer:
-    """One function of FastStream that is a handler of the App."""
+    """A function of FastStream that is a handler of the App."""
 
     function: Any
     subscriber: Any
@@ -78,7 +78,7 @@ class _Consumer:
     name: str
 
 
-#: The delivery that the handler of this task is about; none when a worker retries from the table.
+#: The delivery that this task handles; None when a worker retries from the table.
 _delivery: ContextVar[_Delivery | None] = ContextVar("txbox_faststream_delivery", default=None)
 
 
@@ -155,6 +155,7 @@ class FastStreamInbox:
             message.consumer = _OneOffset(client, message.raw_message)  # type: ignore[attr-defined]
         delivery = _Delivery(call_next, message)
         token = _delivery.set(delivery)
+        manual = subscriber.ack_policy is AckPolicy.MANUAL
         try:
             outcome = await self.app.process_async(
                 message_of(message, consumer.topic), consumer=consumer.name
@@ -162,12 +163,11 @@ class FastStreamInbox:
         except asyncio.CancelledError:
             raise
         except Exception:
-            if subscriber.ack_policy is AckPolicy.MANUAL:
+            if manual:
                 await message.nack()
             raise
         finally:
             _delivery.reset(token)
-        manual = subscriber.ack_policy is AckPolicy.MANUAL
         if not outcome.settles:
             if manual:
                 await message.nack()
@@ -181,17 +181,17 @@ class FastStreamInbox:
         return delivery.returned
 
     async def unreadable(self, raw: Any, error: Exception, subscriber: Any) -> None:
-        """Set aside what FastStream's parser cannot read: it neither delivers nor keeps it (a null header of Kafka)."""
+        """Quarantine what FastStream cannot parse (a null header of Kafka): it would neither deliver nor keep it."""
         consumer = self._consumers.get(id(subscriber))
         connections = self.app.database.asynchronous
         if consumer is None or connections is None:
             return
-        payload = _of(raw, "value")
+        payload = _attribute(raw, "value")
         message = Message[Any](
             topic=consumer.topic, payload=payload if isinstance(payload, bytes | None) else b""
         )
         reason = f"FastStream could not parse the message: {type(error).__name__}."
-        # FastStream commits the offset when this returns: until then, it waits for the database
+        # FastStream commits the offset when this returns, so wait for the database however long it is away
         await drive_async(
             connections,
             self.app.protocol.persistently,
@@ -203,13 +203,13 @@ class FastStreamInbox:
         context = consumer.subscriber._outer_config.context  # noqa: SLF001
         try:
             if delivery is None:
-                return await _again(consumer, message, tx, context)
+                return await _retry(consumer, message, tx, context)
             await _decoded(delivery.message)
             with context.scope(TX, tx):
                 delivery.returned = await delivery.call_next(delivery.message)
                 return delivery.returned
         except AckMessage:
-            return None  # the function is content
+            return None  # the function wants it acknowledged
         except RejectMessage as error:
             raise Reject("the function raised RejectMessage") from error
 
@@ -220,11 +220,10 @@ class _Middleware(BaseMiddleware[Any, Any]):
     def __init__(self, inbox: FastStreamInbox, msg: Any, /, *, context: Any) -> None:
         super().__init__(msg, context=context)
         self._inbox = inbox
-
-        self._read = False
+        self._parsed = False
 
     async def consume_scope(self, call_next: Next, msg: StreamMessage[Any]) -> Any:
-        self._read = True
+        self._parsed = True
         return await self._inbox.deliver(call_next, msg, self.context.get_local("handler_"))
 
     async def after_processed(
@@ -233,29 +232,27 @@ class _Middleware(BaseMiddleware[Any, Any]):
         exc_val: BaseException | None = None,
         exc_tb: TracebackType | None = None,  # noqa: ARG002
     ) -> bool | None:
-        if isinstance(exc_val, Exception) and not self._read:
+        if isinstance(exc_val, Exception) and not self._parsed:
             await self._inbox.unreadable(self.msg, exc_val, self.context.get_local("handler_"))
         return False
 
 
 def message_of(message: StreamMessage[Any], topic: str) -> Message[Any]:
-    """Return FastStream's message as a message of txbox, with the producer's id or none.
+    """FastStream's message as a message of txbox, with the producer's id or none.
 
-    The id is the `message_id` of AMQP, `Nats-Msg-Id`, or what `App.handler(message_id=…)` or the headers say. It is
-    never `message.message_id`, which FastStream makes up.
+    The id is the `message_id` of AMQP, `Nats-Msg-Id`, or what `App.handler(message_id=…)` or the headers say; never
+    `message.message_id`, which FastStream makes up.
     """
     raw = message.raw_message
     headers = Headers(_headers(message))
     payload = message.body
-    if _of(raw, "value") is None:
+    if _attribute(raw, "value") is None:
         payload = None  # a tombstone of Kafka, which FastStream reads as empty
     elif not isinstance(payload, bytes):
         raise ConfigurationError(
             "An inbox takes one message, not a batch: subscribe without batch=True."
         )
-    given = _of(raw, "message_id")
-    key = _of(raw, "key")
-    kind = _of(raw, "type")
+    given, key, kind = (_attribute(raw, name) for name in ("message_id", "key", "type"))
     return Message(
         topic=topic,
         payload=payload,
@@ -270,15 +267,15 @@ def message_of(message: StreamMessage[Any], topic: str) -> Message[Any]:
     )
 
 
-def _of(raw: Any, name: str) -> Any:
-    """Return what the broker's own message says; confluent-kafka has methods where others have attributes."""
+def _attribute(raw: Any, name: str) -> Any:
+    """An attribute of the client's own message; confluent-kafka has methods where others have attributes."""
     value = getattr(raw, name, _ABSENT)
     return value() if callable(value) else value
 
 
 def _headers(message: StreamMessage[Any]) -> Iterable[tuple[str, HeaderValue]]:
-    """Yield the headers as they came: FastStream keeps the last one of a name only."""
-    raw: Any = _of(message.raw_message, "headers")
+    """All headers as received: FastStream keeps only the last one of a name."""
+    raw: Any = _attribute(message.raw_message, "headers")
     if not isinstance(raw, list | tuple):
         raw = list(cast("Mapping[str, Any]", message.headers).items())
     pairs = cast("Iterable[tuple[str, Any]]", raw)
@@ -312,12 +309,12 @@ def _check(consumer: _Consumer) -> None:
         )
 
 
-async def _again(consumer: _Consumer, message: Message[bytes], tx: Any, context: Any) -> Any:
-    """Run a function for a message from the table: injected as always, but there is nothing to acknowledge."""
+async def _retry(consumer: _Consumer, message: Message[bytes], tx: Any, context: Any) -> Any:
+    """Run a function for a message from the table: injected as usual, with nothing to acknowledge."""
     subscriber = consumer.subscriber
     item = subscriber.calls[0]
     if item.decoder is None:
-        # a worker's process, whose broker has not been started
+        # in a worker's process the broker has not been started
         subscriber._build_fastdepends_model()  # noqa: SLF001
     rebuilt: StreamMessage[Any] = StreamMessage(
         None,

@@ -1,4 +1,4 @@
-"""A function's body once for each id, in a transaction of the caller's: what task queues need of the inbox.
+"""Run a function's body once per id, in a transaction of the caller's: what `once` of each task queue is made of.
 
 Failures stay with the queue: an exception rolls the row back, so that the queue's own retry runs the body again.
 """
@@ -20,7 +20,7 @@ from txbox.errors import ConfigurationError, PayloadMismatch, StoreError
 from txbox.inbox import Inbox
 from txbox.session import Statement, Transaction, run, run_async
 
-#: Begins, gives the connection or session, and commits, or rolls back on an exception: `engine.begin`.
+#: Begins a transaction, yields its connection or session, then commits or rolls back: `engine.begin`.
 Begin = Callable[[], AbstractContextManager[Any]]
 BeginAsync = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -31,7 +31,7 @@ _BODY_ENDS = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_body", {})
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """What became of a call. False when the body did not run, because it had run before, or the id was reused."""
+    """The result of a call. False if the body did not run: it had run before, or the id was reused."""
 
     ran: bool
     result: Any = None
@@ -43,10 +43,7 @@ class Once:
 class Body:
     """A function whose first parameter is a transaction that its callers do not pass.
 
-    Args:
-        inbox: whose consumer is part of the key.
-        id: from the arguments that callers pass; None leaves it to the queue's own id.
-        timeout: the longest wait for another transaction with the same id.
+    Args: as of the `once` of a task queue; `id` of None is the queue's own id.
 
     Raises:
         ConfigurationError: the function has no first parameter.
@@ -63,25 +60,27 @@ class Body:
         self.function = function
         self.name: str = getattr(function, "__name__", "the task")
         self._inbox, self._id, self._timeout = inbox, id, timeout
-        shown = signature(function)
-        parameters = list(shown.parameters.values())
+        full = signature(function)
+        parameters = list(full.parameters.values())
         if not parameters or parameters[0].kind not in (
             Parameter.POSITIONAL_ONLY,
             Parameter.POSITIONAL_OR_KEYWORD,
         ):
             raise ConfigurationError(f"{self.name}: its first parameter must be the transaction.")
-        self._hidden = parameters[0].name
+        self._transaction = parameters[0].name
         #: As callers see it.
-        self.signature = shown.replace(parameters=parameters[1:])
+        self.signature = full.replace(parameters=parameters[1:])
 
-    def lend(self, wrapper: Callable[..., Any]) -> None:
+    def update(self, wrapper: Callable[..., Any]) -> None:
         """Give a wrapper the function's name, and its signature and annotations without the transaction."""
         update_wrapper(wrapper, self.function)
         attributes = vars(wrapper)
         del attributes["__wrapped__"]  # queues that look behind it would ask for the transaction
         attributes["__signature__"] = self.signature
         wrapper.__annotations__ = {
-            name: kind for name, kind in wrapper.__annotations__.items() if name != self._hidden
+            name: kind
+            for name, kind in wrapper.__annotations__.items()
+            if name != self._transaction
         }
 
     def __call__(
@@ -139,15 +138,14 @@ class Body:
         chosen = given if self._id is None else self._id(*args, **kwargs)
         if chosen is None:
             raise ConfigurationError(
-                f"{self.name} was called without a task, and so without an id: send it to the queue, or give "
-                "once() an id=."
+                f"{self.name} was called outside a task, so it has no id: send it to the queue, or give once() an id=."
             )
         # by name, so that f(1) and f(order=1) are the same call
         arguments: dict[str, Any] = dict(self.signature.bind(*args, **kwargs).arguments)
         try:
             payload = as_json(arguments, sort_keys=True)
         except (TypeError, ValueError):
-            payload = None  # no JSON: copies of it are not compared
+            payload = None  # not JSON: copies of it are not compared
         return chosen, {"payload": payload, "topic": self.name}
 
 
@@ -156,7 +154,7 @@ async def _mark(db: Transaction) -> None:
 
 
 async def _check(db: Transaction) -> None:
-    """Refuse to call it a success when the row may not be in the transaction that is about to be committed.
+    """Refuse to commit when the row may not be in this transaction any more.
 
     COMMIT would not say so: PostgreSQL answers that of a failed transaction with ROLLBACK, and drivers are silent.
     """

@@ -1,7 +1,7 @@
-"""taskiq: the body of a task once for each id, in a transaction of yours.
+"""taskiq: run the body of a task once per id, in a transaction of yours.
 
-taskiq acknowledges when the result is saved, or earlier (`--ack-type`). A worker that dies has its tasks run again
-on the brokers that redeliver. Its retries keep the task's id: a failed body rolls its row back, so a retry runs.
+taskiq acknowledges when the result is saved, or earlier (`--ack-type`); brokers that redeliver run the tasks of a dead
+worker again. A retry keeps the task's id and runs, because a failed body rolls its row back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from inspect import Parameter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from taskiq import Context, TaskiqDepends
 from taskiq.exceptions import NoResultError
@@ -28,7 +28,7 @@ def once(
     id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
     timeout: timedelta | None = None,
 ) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R]]]:
-    """Run a task's body once for each id: `@broker.task` on top, then this, then an `async def` function.
+    """Run a task's body once per id: `@broker.task` on top, then this, then an `async def` function.
 
     The function's first argument is the transaction's connection or session, which callers do not pass.
 
@@ -55,13 +55,12 @@ def once(
         async def run(*args: Any, **kwargs: Any) -> R:
             context: Context | None = kwargs.pop(_CONTEXT, None)
             given = None if context is None else context.message.task_id
-            answer = await body.call_async(transaction, given, args, kwargs)
-            if not answer:
+            done = await body.call_async(transaction, given, args, kwargs)
+            if not done:
                 raise NoResultError
-            result: R = answer.result
-            return result
+            return cast("R", done.result)
 
-        body.lend(run)
+        body.update(run)
         # taskiq injects what a parameter's default says, and reads these two to find it
         context = Parameter(
             _CONTEXT, Parameter.KEYWORD_ONLY, default=TaskiqDepends(), annotation=Context

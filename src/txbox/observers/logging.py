@@ -44,7 +44,7 @@ _ENDS: dict[type[Event], type[Event]] = {
     events.ConsumptionResumed: events.ConsumptionPaused,
     events.RelayResumed: events.RelayPaused,
 }
-_TOLD_EVERY_S = 60.0
+_REPEATED_EVERY_S = 60.0
 
 
 class _Troubles:
@@ -68,8 +68,8 @@ class _Troubles:
                 _, cause = self._known.pop(key, (now, None))
                 # if its beginning was not logged, its end is not either
                 return (level if cause is not None else logging.DEBUG), cause
-            told_at, _ = self._known.get(key, (-math.inf, ""))
-            if now - told_at < _TOLD_EVERY_S:
+            logged_at, _ = self._known.get(key, (-math.inf, ""))
+            if now - logged_at < _REPEATED_EVERY_S:
                 return logging.DEBUG, None
             self._known[key] = now, str(getattr(event, "reason", ""))
             return level, None
@@ -114,7 +114,7 @@ class LoggingObserver:
         if self._json:
             line = json.dumps({"event": name, **values, **current_trace()}, default=str)
         else:
-            line = " ".join([name, *(f"{key}={_shown(value)}" for key, value in values.items())])
+            line = " ".join([name, *(f"{key}={_text(value)}" for key, value in values.items())])
         raised: BaseException | None = getattr(event, "exception", None)
         self._log.log(
             level, "%s", line, exc_info=raised, extra={"txbox": {"event": name, **values}}
@@ -131,16 +131,13 @@ def current_trace() -> dict[str, str]:
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
-def _shown(value: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, int):
         return str(value)
-    text = (
-        ",".join(map(str, cast("tuple[object, ...]", value)))
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    parts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    text = ",".join(map(str, parts))
     # quoted if its end would not be obvious, or if it could forge a log line
     plain = text.isascii() and text.isprintable() and text and " " not in text and '"' not in text
     return text if plain else json.dumps(text)

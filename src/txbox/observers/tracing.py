@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from txbox import events
 from txbox.errors import ConfigurationError
-from txbox.events import Event, MessageEvent
+from txbox.events import Event
 from txbox.message import HeaderValue, Message
 
 try:
@@ -31,12 +31,12 @@ except ModuleNotFoundError as error:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What a message has come to, with which its span ends.
+#: The outcomes, with which the span of a message ends.
 _ENDS = (
     events.MessageProcessed, events.MessageFailed, events.MessageDead, events.MessageDuplicate,
     events.MessageDeferred, events.MessageQuarantined,
 )  # fmt: skip
-# spans whose outcome was never told: their process lost its connection, and another had the message
+# bounds spans whose outcome never comes: the connection was lost, and another process took the message
 _OPEN_MAX = 10_000
 #: What the conventions call a system otherwise than txbox.
 _SYSTEMS = {"sqs": "aws_sqs"}
@@ -60,7 +60,7 @@ class Tracing:
     """For App(tracing=…) and Outbox(tracing=…).
 
     Args:
-        provider: where spans go; None is the one that the program has set for OpenTelemetry.
+        provider: where spans go; None is the program's own.
 
     `create <topic>` is what `stage` does, and the context that the message carries from then on; `send <topic>`
     is each try of a relay; `process <topic>` each run of a handler, up to what became of it. All are of the trace
@@ -82,14 +82,14 @@ class Tracing:
         message_id: str,
         cause: Message[Any] | None,
     ) -> None:
-        """Tell of a message that is staged, and put the context that it carries into its headers."""
+        """Record a staged message, and put the context that it carries into its headers."""
         current = trace.get_current_span().get_span_context()
         context, links = contexts.get_current(), list[Link]()
         caused = None if cause is None else _carried(cause)
-        if caused is not None and _of(caused).is_valid:
+        if caused is not None and _span_context(caused).is_valid:
             if not current.is_valid:
                 context = caused
-            elif _of(caused).trace_id != current.trace_id:
+            elif _span_context(caused).trace_id != current.trace_id:
                 # a batch has a span of its own; each message stays in the trace of its cause
                 context, links = caused, [Link(current)]
         span = self._tracer.start_span(
@@ -111,7 +111,7 @@ class Tracing:
         answers: Iterable[BaseException | None],
         began_ns: int,
     ) -> None:
-        """Tell of messages that a publisher has answered for.
+        """Record what a publisher answered for each message.
 
         Args:
             publisher: its name, which begins with its kind.
@@ -156,17 +156,14 @@ class Tracing:
         first = messages[0]
         carried = [_carried(message) for message in messages]
         context = contexts.get_current()
-        attributes: dict[str, str | int]
+        attributes = _attributes("process", _system(first.origin.get("source")), first.topic)
         if isinstance(given, list):
-            attributes = _attributes("process", _system(first.origin.get("source")), first.topic)
             attributes["messaging.batch.message_count"] = len(messages)
         else:
-            attributes = _attributes(
-                "process", _system(first.origin.get("source")), first.topic, str(first.id)
-            )
+            attributes["messaging.message.id"] = str(first.id)
             attributes["txbox.attempt"] = first.attempt
-            if not _of(context).is_valid:
-                # nothing around it, as in a worker: it goes on with the trace of the message
+            if not _span_context(context).is_valid:
+                # no span around it, as in a worker: continue the trace of the message
                 context = carried[0]
         attributes["messaging.consumer.group.name"] = consumer
         span = self._tracer.start_span(
@@ -177,7 +174,7 @@ class Tracing:
         try:
             yield
         except BaseException as error:
-            # the run is over; what becomes of the message is told below
+            # the run is over; `around` adds what becomes of the message
             _failed(span, type(error).__qualname__)
             span.end()
             raise
@@ -214,22 +211,21 @@ class Tracing:
     def _span_of(self, event: Event) -> Span | None:
         if not isinstance(event, _ENDS):
             return None
-        told = cast("MessageEvent", event)
         with self._lock:
-            return self._open.pop((told.consumer or "", told.message_id or ""), None)
+            return self._open.pop((event.consumer or "", event.message_id or ""), None)
 
 
 def _carried(message: Message[Any]) -> Context:
-    """The context that a message carries: that of its creation."""
+    """The trace context of a message: that of its creation."""
     return propagate.extract(message, Context(), _HEADERS)
 
 
-def _of(context: Context) -> trace.SpanContext:
+def _span_context(context: Context) -> trace.SpanContext:
     return trace.get_current_span(context).get_span_context()
 
 
 def _links(carried: Iterable[Context]) -> list[Link]:
-    found = (_of(context) for context in carried)
+    found = (_span_context(context) for context in carried)
     return [Link(context) for context in found if context.is_valid]
 
 

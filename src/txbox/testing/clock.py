@@ -1,4 +1,4 @@
-"""The database's clock, stopped: what is due, leased or too old is decided by a time that the test moves."""
+"""Stop the database's clock: the test decides what is due, leased or too old."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Clock:
         self.now = at.replace(microsecond=at.microsecond // 1000 * 1000)
 
     def advance(self, by: timedelta) -> None:
-        """Move it on, as if so much time had passed."""
+        """Move it forward, as if that much time had passed."""
         self.now += by
 
     def __call__(self, dialect: Dialect, statement: Statement) -> Statement:
@@ -60,8 +60,8 @@ def frozen_clock(at: datetime | None = None) -> Generator[Clock]:
     clock = Clock(at or datetime.now(UTC))
     statement = Dialect.statement
 
-    def told(dialect: Dialect, *args: Any, **kwargs: Any) -> Statement:
+    def at_that_time(dialect: Dialect, *args: Any, **kwargs: Any) -> Statement:
         return clock(dialect, statement(dialect, *args, **kwargs))
 
-    with patch.object(Dialect, "statement", told):
+    with patch.object(Dialect, "statement", at_that_time):
         yield clock
