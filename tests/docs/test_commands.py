@@ -15,6 +15,7 @@ from txbox.demo import make_parser as make_demo_parser
 
 _TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_OTHERS = {"python", "uvicorn", ".venv/bin/pytest", "uv", "echo", "cat"}
 _INLINE = re.compile(r"`((?:txbox|make|pip install) [^`]+)`")
 
 
@@ -61,7 +62,7 @@ def _problem(line: str) -> str | None:
             return None
         case ["txbox", *rest] if rest:
             return _txbox_problem(rest)
-        case [program, *_] if program in ("python", ".venv/bin/pytest", "uv", "echo", "cat"):
+        case [program, *_] if program in _OTHERS:
             return None
     return "neither make, txbox, pip nor python"
 

@@ -63,9 +63,12 @@ def test_a_row_is_what_the_tests_run_with(name: str) -> None:
         assert len(locked) > 1 or version(package) == stated, (
             f"{name}: `make dev` installs {stated}"
         )
-    found = Path(ROOT / tests.strip("`"))
     module = _MODULES.get(name, name)
-    assert re.search(rf"\b{module}\b", found.read_text()), f"{tests} does not use {module}"
-    if example:
-        (link,) = re.findall(r"\]\(([^)]+)\)", example)
-        assert (PAGE.path.parent / link).is_file()
+    assert re.search(rf"\b{module}\b", _linked(tests).read_text()), f"{tests} does not use {module}"
+    assert not example or _linked(example).is_file()
+
+
+def _linked(cell: str) -> Path:
+    links: list[str] = re.findall(r"\]\(([^)]+)\)", cell)
+    assert len(links) == 1, cell
+    return PAGE.path.parent / links[0]

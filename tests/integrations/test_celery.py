@@ -93,7 +93,7 @@ def test_callers_do_not_pass_the_transaction(database: Path) -> None:
 
 
 def test_a_plain_call_has_no_id(database: Path) -> None:
-    with pytest.raises(ConfigurationError, match="without an id"):
+    with pytest.raises(ConfigurationError, match="has no id"):
         Shop(database).pay(5)
 
 

@@ -75,6 +75,6 @@ def test_a_retry_runs_under_the_same_id(database: Path, rows: Rows) -> None:
 
 def test_without_the_middleware_there_is_no_id(database: Path, rows: Rows) -> None:
     shop = Shop(database)
-    with pytest.raises(ConfigurationError, match="without an id"):
+    with pytest.raises(ConfigurationError, match="has no id"):
         shop.pay(5)
     assert rows("SELECT * FROM ledger") == []

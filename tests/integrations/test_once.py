@@ -143,7 +143,7 @@ def test_the_id_may_be_an_argument(begin: Begin, rows: Rows) -> None:
 
 
 def test_without_any_id_nothing_runs(begin: Begin, rows: Rows) -> None:
-    with pytest.raises(ConfigurationError, match="without an id"):
+    with pytest.raises(ConfigurationError, match="has no id"):
         body()(begin, None, (5,), {})
     assert rows("SELECT * FROM ledger") == []
 

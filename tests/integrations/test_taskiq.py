@@ -72,6 +72,6 @@ def test_a_plain_call_has_no_id(database: Path, rows: Rows) -> None:
     async def run() -> None:
         await Shop(database).pay(5)
 
-    with pytest.raises(ConfigurationError, match="without an id"):
+    with pytest.raises(ConfigurationError, match="has no id"):
         asyncio.run(run())
     assert rows("SELECT * FROM ledger") == []
