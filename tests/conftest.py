@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -70,7 +71,15 @@ __all__ = [
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # PyMySQL parses the system's certificates for every connection, TLS or not: 25 ms of processor, five times a test.
-os.environ.setdefault("SSL_CERT_FILE", os.devnull)
+os.environ.setdefault("TXBOX_TEST_CERTIFICATES", os.environ.get("SSL_CERT_FILE", ""))
+os.environ["SSL_CERT_FILE"] = os.devnull
+gc.disable()  # until all is collected
+
+
+def pytest_runtestloop() -> None:
+    # what was collected lives as long as the session; looking through it for garbage costs each worker 3 s
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

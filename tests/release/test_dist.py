@@ -88,6 +88,13 @@ def _uv() -> str:
     return found
 
 
+def _restore_certificates(environment: dict[str, str]) -> None:
+    """Undo what tests/conftest.py does: the network is meant."""
+    environment["SSL_CERT_FILE"] = os.environ["TXBOX_TEST_CERTIFICATES"]
+    if not environment["SSL_CERT_FILE"]:
+        del environment["SSL_CERT_FILE"]
+
+
 def _environment(directory: Path, *, network: bool = False) -> dict[str, str]:
     """No setting, cache or package of whoever runs the tests."""
     environment = {
@@ -96,8 +103,7 @@ def _environment(directory: Path, *, network: bool = False) -> dict[str, str]:
     kept = ("SSL_", "UV_", "PIP_", "HTTP", "http", "NO_PROXY", "no_proxy")
     if network:
         environment |= {name: value for name, value in os.environ.items() if name.startswith(kept)}
-        if environment.get("SSL_CERT_FILE") == os.devnull:  # by tests/conftest.py
-            del environment["SSL_CERT_FILE"]
+        _restore_certificates(environment)
     else:
         environment["UV_OFFLINE"] = "1"
     return environment
@@ -232,7 +238,8 @@ def test_the_unpacked_sdist_checks_and_tests_itself(sdist: Path, tmp_path: Path)
         **os.environ, "PATH": _tools_path(), "TXBOX_TEST_DATABASES": "sqlite", "CI": "",
         "TXBOX_REQUIRE_SERVERS": "",
     }  # fmt: skip
-    for variable in ("TXBOX_DIST", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "SSL_CERT_FILE"):
+    _restore_certificates(environment)
+    for variable in ("TXBOX_DIST", "VIRTUAL_ENV", "PYTEST_ADDOPTS"):
         environment.pop(variable, None)
     _run("make", "check", cwd=unpacked, env=environment, timeout_s=1800)
     # every test file is imported, and these run: what they need beside the source is there

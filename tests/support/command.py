@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm
+from tests.support.waiting import DEADLINE_S
 
 #: A service on the database of the test; `bad` messages are rejected, effects are rows.
 SHOP = """
@@ -87,7 +88,7 @@ class Command:
                 env=environment,
                 input=stdin,
                 capture_output=True,
-                timeout=60,
+                timeout=DEADLINE_S,
                 check=False,
             )
         else:

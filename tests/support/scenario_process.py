@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support.servers import ROOT
+from tests.support.waiting import DEADLINE_S
 from tests.support.warm import Warm
 
-_DEADLINE_S = 60.0
 _numbers = itertools.count(1)
 
 
@@ -99,9 +99,9 @@ class WorkerProcess:
         self._end()
 
     def _end(self) -> None:
-        self._process.wait(_DEADLINE_S)
+        self._process.wait(DEADLINE_S)
         for thread in self._threads:
-            thread.join(_DEADLINE_S)
+            thread.join(DEADLINE_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None and not pipe.closed:
                 pipe.close()
@@ -114,7 +114,7 @@ class WorkerProcess:
     def said(self) -> dict[str, Any] | None:
         """The next thing it says; None when it has ended."""
         try:
-            return self._said.get(timeout=_DEADLINE_S)
+            return self._said.get(timeout=DEADLINE_S)
         except Empty:
             raise AssertionError(f"the worker says nothing; its errors: {self.errors}") from None
 

@@ -34,8 +34,10 @@ def _alone(look: _Look, others: str, params: tuple[object, ...] = ()) -> bool:
 
 # --- PostgreSQL: everything in the catalogs that a test could have changed, as one hash.
 
+# the view of the sessions joins databases and roles, and costs as much as a connection
 _OTHERS = (
-    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+    "SELECT count(*) FROM pg_stat_get_activity(NULL) WHERE datid ="
+    " (SELECT oid FROM pg_database WHERE datname = current_database())"
     " AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
 )
 _TABLES = "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p')"

@@ -25,6 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Self
 
+from tests.support.waiting import DEADLINE_S
+
 _ROOT = Path(__file__).resolve().parents[2]
 _LONGEST = 1 << 17  # bytes of a request; a command line may be as long
 _IMPORTED = (
@@ -169,7 +171,7 @@ def run(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     input: bytes = b"",  # noqa: A002
-    timeout: float = 60.0,
+    timeout: float = DEADLINE_S,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a module to its end; killed when that takes longer than `timeout`."""
     pipe = subprocess.PIPE

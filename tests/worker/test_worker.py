@@ -12,7 +12,7 @@ import pytest
 from tests.support.databases import Raw
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, quarantined, statuses
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, Batching, Lease, Message, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
@@ -275,23 +275,30 @@ def test_a_busy_source_and_the_table_take_turns(shop: Shop) -> None:
     assert last < 100, "the table waited for the source"
 
 
-def test_a_heartbeat_keeps_the_lease_of_rows_that_wait(database_url: str) -> None:
+def test_a_heartbeat_keeps_the_lease_of_rows_that_wait(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entered, gate = threading.Event(), threading.Event()
-    with opened(database_url, lease=Lease(duration=timedelta(seconds=6), batch=5)) as shop:
+    lease = Lease(
+        duration=timedelta(seconds=60), batch=5
+    )  # it does not run out, however busy the machine
+    assert lease.heartbeat_s == 20
+    monkeypatch.setattr(Lease, "heartbeat_s", 0.2)
+    with opened(database_url, lease=lease) as shop:
         if shop.raw.product == "sqlite":
             pytest.skip("SQLite has one writer: while a handler runs no lease can run out")
 
         def hold(message: Message[Any], _tx: Any) -> None:
             if message.id == "m0":
                 entered.set()
-                assert gate.wait(30)
+                assert gate.wait(DEADLINE_S)
 
         shop.handler(hold)
         for number in range(3):
             shop.app.send(paid(f"m{number}"))
         shop.app.consume(Local())
         with running(worker(shop.app, maintenance=True)):
-            assert entered.wait(30)
+            assert entered.wait(DEADLINE_S)
             first = _lease_until(shop, "m2")
             eventually(lambda: _lease_until(shop, "m2") > first)
             second = _lease_until(shop, "m2")

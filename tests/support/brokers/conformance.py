@@ -23,7 +23,7 @@ from tests.support.databases import Raw
 from tests.support.servers.control import ThrowawayPostgres
 from tests.support.shop import AT_ONCE, CONSUMER, Shop, add_effect, effects, quarantined, statuses
 from tests.support.shop import opened as opened_shop
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, Lease, Limits, Message, Reject, Retry, events
 from txbox.brokers.base import Delivery, Source
@@ -298,20 +298,20 @@ class SourceConformance:
 
         def hold(_: Message[Any]) -> None:
             entered.set()
-            assert go.wait(30)
+            assert go.wait(DEADLINE_S)
 
         with opened_shop(postgresql_url, limits=limits) as shop:
             service(shop, rig, hold, source=rig.impatient)
             held = Message[Any](id="held", topic=rig.topic, payload=PAYLOAD)
             elsewhere = threading.Thread(target=shop.app.process, args=(held,))
             elsewhere.start()
-            assert entered.wait(30)
+            assert entered.wait(DEADLINE_S)
             rig.publish(Note("held"))
             with running(worker(shop.app)):
                 eventually(lambda: shop.emitted(events.MessageInFlight))
             assert rig.outstanding() == 1
             go.set()
-            elsewhere.join(30)
+            elsewhere.join(DEADLINE_S)
             with running(worker(shop.app)):
                 eventually(lambda: shop.emitted(events.MessageDuplicate))
             each_once(shop, 1)
@@ -338,7 +338,7 @@ class SourceConformance:
 
     def test_a_slow_handler_keeps_its_message(self, rig: Rig, shop: Shop) -> None:
         go = threading.Event()
-        watched = service(shop, rig, lambda _: go.wait(30), source=rig.impatient)
+        watched = service(shop, rig, lambda _: go.wait(DEADLINE_S), source=rig.impatient)
         rig.publish(Note("slow"), Note("behind"))
         with running(worker(shop.app)):
             eventually(lambda: shop.calls and len(watched.received) == 2)
@@ -383,7 +383,7 @@ class SourceConformance:
         def drain(_: Message[Any]) -> None:
             if len(shop.calls) == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert drained._stopping.wait(30)
+                assert drained._stopping.wait(DEADLINE_S)
 
         service(shop, rig, drain, source=rig.impatient)
         drained = Worker(shop.app, maintenance=False)
@@ -405,7 +405,7 @@ class SourceConformance:
             watched = service(shop, rig, source=rig.replaceable)
             rig.publish(*notes(8))
             with process(rig, postgresql_url, crash) as killed:
-                assert killed.wait(30) == -signal.SIGKILL
+                assert killed.wait(DEADLINE_S) == -signal.SIGKILL
             with running(worker(shop.app, maintenance=True)):
                 eventually(lambda: shop.effects() >= 8 and not shop.raw.rows(UNFINISHED))
                 eventually(lambda: watched.idle and rig.outstanding() == 0)
@@ -420,12 +420,12 @@ class SourceConformance:
         def hold_at_half(_: Message[Any]) -> None:
             if len(shop.calls) == 20:
                 half.set()
-                assert go.wait(60)
+                assert go.wait(DEADLINE_S)
 
         watched = service(shop, throwaway_rig, hold_at_half, source=throwaway_rig.impatient)
         throwaway_rig.publish(*notes(40))
         with running(worker(shop.app)) as codes:
-            assert half.wait(30)
+            assert half.wait(DEADLINE_S)
             server.stop(immediate=True)
             go.set()
             eventually(lambda: shop.emitted(events.ConsumptionPaused))

@@ -165,17 +165,23 @@ class Platform:
         return f"{said}, {len(self.mails())} mails; logs in {self._directory}"
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait for a condition; a process that ended by itself ends the wait."""
+        """Wait for a condition, as long as anything moves; a process that ended by itself ends the wait."""
 
         def holds() -> bool:
             for service in self.services:
                 assert service.process.poll() is None, f"{service.name} ended: {self.state()}"
             return bool(condition())
 
-        try:
-            eventually(holds, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error} ({self.state()})") from error
+        before = None
+        while before != (before := self.state()):
+            try:
+                eventually(holds, what)
+            except AssertionError:
+                if any(service.process.poll() is not None for service in self.services):
+                    raise
+                continue
+            return
+        raise AssertionError(f"{what} did not come true, and nothing moves any more ({before})")
 
     def check(self, clean: Clean) -> None:
         """Wait until it is where the clean run ended, and check that it came there in order."""
