@@ -25,9 +25,10 @@ from txbox.brokers.base import Delivery
 from txbox.brokers.envelope import Transport, as_binary, as_structured
 from txbox.brokers.file import File
 from txbox.brokers.kafka import partitions as kafka
-from txbox.brokers.nats import link as nats
-from txbox.brokers.rabbitmq import link as rabbitmq
-from txbox.brokers.redis import group as redis
+from txbox.brokers.nats import source as nats
+from txbox.brokers.nats.client import RawHeaders
+from txbox.brokers.rabbitmq import source as rabbitmq
+from txbox.brokers.redis import source as redis
 from txbox.brokers.sqs import SQS
 from txbox.brokers.sqs import source as sqs
 from txbox.errors import MessageRefused
@@ -108,7 +109,7 @@ def on_nats(attributes: Attributes, payload: bytes, content_type: str | None) ->
     pairs: Any = [*attributes.items(), *([("content-type", content_type)] if content_type else [])]
     reply = f"$JS.ACK.orders.shop.1.7.7.{STORED_MS}000000.0"
     client: Any = None
-    return nats.delivery_of(Msg(client, "orders", reply, payload, nats.RawHeaders(pairs)), "orders")
+    return nats.delivery_of(Msg(client, "orders", reply, payload, RawHeaders(pairs)), "orders")
 
 
 def on_redis(attributes: Attributes, payload: bytes, content_type: str | None) -> Delivery:

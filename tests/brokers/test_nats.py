@@ -154,6 +154,33 @@ def test_a_deleted_consumer_is_created_again(stream: Stream, closing: Any) -> No
     assert stream.outstanding() == 0
 
 
+def test_a_deleted_stream_is_waited_for(stream: Stream, closing: Any) -> None:
+    """Also by a source that has to connect anew: it was right once, and somebody may be repairing it."""
+    source = closing(stream.opened())
+    stream.remove()
+    source._call(source._link._client.close())
+
+    def away() -> bool:
+        try:
+            source.receive(1, 0)
+        except BrokerUnavailable as error:
+            return "No NATS stream" in str(error)
+        return False
+
+    eventually(away)
+    stream.create()
+    stream.publish(Note("m1"))
+
+    def back() -> list[Delivery]:
+        try:
+            return list(source.receive(1, 0.1))
+        except BrokerUnavailable:
+            return []
+
+    (delivery,) = eventually(back)
+    assert message_id(the_message(delivery)) == "m1"
+
+
 def test_what_can_never_work_is_refused(
     stream: Stream, caplog: pytest.LogCaptureFixture, closing: Any
 ) -> None:

@@ -29,7 +29,7 @@ from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
 from tests.support.servers.control import ThrowawayRabbitMQ
 from txbox import Message
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.brokers.rabbitmq.link import Connection
+from txbox.brokers.rabbitmq.client import Connection
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 
 pytestmark = pytest.mark.brokers

@@ -220,6 +220,22 @@ def test_a_server_that_is_away_at_first(throwaway_redis: ThrowawayRedis) -> None
     source.close()
 
 
+def test_a_right_that_is_taken_away_is_waited_for(stream: Stream) -> None:
+    """It worked, so it is not the configuration: whoever changes the rights may give them back."""
+    stream.client.acl_setuser(
+        "reader", enabled=True, passwords=["+pw"], keys=["*"], categories=["+@all"]
+    )
+    source = stream.opened(username="reader", password="pw")
+    stream.client.acl_setuser("reader", enabled=True, keys=["*"], categories=["-@stream"])
+    with pytest.raises(BrokerUnavailable, match="@stream"):
+        source.receive(1, 0)
+    stream.client.acl_setuser("reader", enabled=True, keys=["*"], categories=["+@stream"])
+    stream.add("m0")
+    assert len(received(source)) == 1
+    source.close()
+    stream.client.acl_deluser("reader")
+
+
 def test_what_can_never_work_is_refused(stream: Stream) -> None:
     with pytest.raises(ConfigurationError, match="decode_responses"):
         stream.source(decode_responses=True)

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pytest
+from botocore.awsrequest import AWSResponse
 
 from tests.support.brokers.rigs import Note, Pairs
 from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
@@ -292,7 +293,7 @@ def test_what_is_missing_is_said(sqs_url: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
-    with pytest.raises(ConfigurationError, match="No credentials"):
+    with pytest.raises(ConfigurationError, match="AWS variables"):
         Open(SQS("orders", endpoint_url=sqs_url, region_name="x"))
     with pytest.raises(ConfigurationError, match="region"):
         Open(SQS("orders"))
@@ -319,6 +320,27 @@ def test_a_queue_that_was_there_is_waited_for(queue: Queue) -> None:
     source.source.settle([delivery])
     source.source.close()
     assert queue.outstanding() == 0
+
+
+def test_a_permission_that_is_taken_away_is_waited_for(queue: Queue) -> None:
+    """It could be used before, so it is not the configuration."""
+    source = Open(queue.source())
+
+    no_headers: Any = {}
+
+    def denied(**_: Any) -> tuple[AWSResponse, dict[str, Any]]:
+        answer = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+        return AWSResponse("http://sqs/", 403, no_headers, None), answer
+
+    events = source.source._client.meta.events
+    events.register("before-call.sqs.ReceiveMessage", denied)
+    with pytest.raises(BrokerUnavailable, match="AccessDenied"):
+        source.source.receive(10, 0.5)
+    events.unregister("before-call.sqs.ReceiveMessage", denied)
+    queue.add("m-1")
+    (delivery,) = source.receive(1)
+    source.source.settle([delivery])
+    source.source.close()
 
 
 # -- with a worker --------------------------------------------------------------------------------

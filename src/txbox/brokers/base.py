@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from txbox.errors import BrokerError, ConfigurationError, MessageRefused
+from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.events import Event
 from txbox.message import Message
 
@@ -329,12 +329,18 @@ class Batch:
 
     def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
         self.messages = messages
+        self.until = time.monotonic() + within_s
         self.answers: list[BrokerError | None] = [
             BrokerError(f"{broker} has not confirmed the message for {message.topic!r} within {within_s:g} s.")
             for message in messages
         ]  # fmt: skip
         #: The broker has answered for at least one message, so it is reachable.
         self.heard = False
+        #: Why the broker could not be reached.
+        self.away: BrokerUnavailable | None = None
+
+    def left_s(self) -> float:
+        return max(0.0, self.until - time.monotonic())
 
     def entries(
         self, entry_of: Callable[[Message[Any]], Entry], topic: str | None = None
@@ -356,6 +362,16 @@ class Batch:
         """Record the broker's answer to a message; None if it is confirmed."""
         self.heard = True
         self.answers[at] = error
+
+    def outcome(self) -> list[BrokerError | None]:
+        """Return the answers so far; what is abandoned may still write into its own list.
+
+        Raises:
+            BrokerUnavailable: the broker is away, and has answered for no message.
+        """
+        if self.away is not None and not self.heard:
+            raise self.away
+        return list(self.answers)
 
 
 def parts(

@@ -25,7 +25,7 @@ from aiohttp.resolver import ThreadedResolver
 
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import HTTP
-from txbox.brokers.loop import EventLoop
+from txbox.brokers.loop import LAST_WORD_S, LoopPublisher
 from txbox.brokers.webhook.schemes import standard_key
 from txbox.errors import (
     BrokerError,
@@ -38,8 +38,6 @@ from txbox.message import Message
 
 _TOPIC = "{topic}"
 _ANSWER_BYTES = 2048
-_CLOSE_S = 5.0
-_LAST_WORD_S = 0.5
 #: The endpoint is asked to wait no longer than this, whatever it says.
 _RETRY_AFTER_MAX_S = 3600.0
 #: A later try may succeed: the request timed out there, came too early or too often, or the server is in trouble.
@@ -100,98 +98,64 @@ class Http:
         for name, value in (headers or {}).items():
             if not _NAME.fullmatch(name) or _NOT_IN_VALUE.search(value):
                 raise ConfigurationError(f"headers= has {name!r}, which HTTP does not allow.")
-        self._url = url
-        self._keys = [standard_key(secret) for secret in secrets]
-        self._headers = dict(headers or {})
-        self._timeout_s = timeout.total_seconds()
-        self._concurrency = concurrency
-        self._private = private
-        self._tls = tls
+        self.url = url
+        self.keys = [standard_key(secret) for secret in secrets]
+        self.headers = dict(headers or {})
+        self.timeout_s = timeout.total_seconds()
+        self.concurrency = concurrency
+        self.private = private
+        self.tls = tls
 
     def publisher(self) -> HttpPublisher:
-        return HttpPublisher(
-            self._url, self._keys, self._headers, timeout_s=self._timeout_s,
-            concurrency=self._concurrency, private=self._private, tls=self._tls,
-        )  # fmt: skip
+        return HttpPublisher(self)
 
 
-class HttpPublisher:
+class HttpPublisher(LoopPublisher):
     """Sends messages side by side; see `Http`. The relay sends one of a key at a time."""
 
     event_prefix = HTTP.prefix
+    trouble = (TimeoutError,)
 
-    def __init__(
-        self,
-        url: str,
-        keys: Sequence[bytes],
-        headers: Mapping[str, str],
-        *,
-        timeout_s: float,
-        concurrency: int,
-        private: bool,
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        self._url, self._keys, self._headers = url, keys, headers
-        self._timeout_s, self._concurrency = timeout_s, concurrency
-        self._private, self._tls = private, tls
-        parts = urlsplit(url)
-        # what stands behind the path may be a secret
-        self.name = (
-            f"http:{parts.hostname}{'' if parts.port is None else f':{parts.port}'}{parts.path}"
-        )
-        self._loop: EventLoop | None = None
+    def __init__(self, endpoint: Http) -> None:
+        parts = urlsplit(endpoint.url)
+        port = "" if parts.port is None else f":{parts.port}"
+        # the query may be a secret
+        super().__init__(HTTP.name, f"http:{parts.hostname}{port}{parts.path}")
+        self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
-
-    def publish(
-        self, messages: Sequence[Message[object]], within_s: float
-    ) -> Sequence[BrokerError | None]:
-        if self._loop is None:
-            self._loop = EventLoop(f"txbox-{self.name}")
-        batch = _Batch(messages, within_s)
-        work = self._publish(batch, time.monotonic() + within_s - _LAST_WORD_S)
-        # it ends by itself; on a machine that stands still what was answered until now counts
-        with suppress(TimeoutError):
-            self._loop.call(work, within_s + _LAST_WORD_S)
-        if batch.away is not None and not batch.heard:
-            raise BrokerUnavailable(f"{self.name} cannot be reached: {batch.away}")
-        # what was cut off may still answer into its own
-        return list(batch.answers)
-
-    def close(self) -> None:
-        loop, self._loop = self._loop, None
-        session, self._session = self._session, None
-        if loop is not None:
-            try:
-                if session is not None:
-                    loop.call(session.close(), _CLOSE_S)
-            finally:
-                loop.close()
 
     # -- on the loop --------------------------------------------------------------------------
 
-    async def _publish(self, batch: _Batch, until: float) -> None:
+    async def _publish(self, batch: Batch) -> None:
         if self._session is None:
             self._session = self._new_session()
+        for at in range(len(batch.answers)):
+            batch.answers[at] = NotTried("There was no time left for this message.")
         entries = batch.entries(self._headers_of)
 
         async def sends() -> None:
             # one iterator under all of them: who is done takes the next
             for at, headers in entries:
-                left_s = until - time.monotonic()
+                left_s = batch.left_s() - LAST_WORD_S
                 if left_s <= 0 or batch.away is not None:
                     return
-                await self._send(batch, at, headers, min(left_s, self._timeout_s))
+                await self._send(batch, at, headers, min(left_s, self._endpoint.timeout_s))
 
-        await asyncio.gather(*(sends() for _ in range(self._concurrency)))
+        await asyncio.gather(*(sends() for _ in range(self._endpoint.concurrency)))
+
+    def _disconnect(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._close_later(session.close())
 
     async def _send(
-        self, batch: _Batch, at: int, headers: Sequence[tuple[str, str]], timeout_s: float
+        self, batch: Batch, at: int, headers: Sequence[tuple[str, str]], timeout_s: float
     ) -> None:
         assert self._session is not None
         message = batch.messages[at]
         body = HTTP.payload(message)
         moment = str(int(time.time()))
-        url = self._url.replace(_TOPIC, quote(message.topic, safe=""))
+        url = self._endpoint.url.replace(_TOPIC, quote(message.topic, safe=""))
         signed = [*headers, *self._signature(str(message.id), moment, body)]
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout_s / 2)
         broken: Exception | None = None
@@ -213,7 +177,7 @@ class HttpPublisher:
                 aiohttp.ConnectionTimeoutError,
                 _Refused,
             ) as error:
-                batch.away = str(error)
+                batch.away = BrokerUnavailable(f"{self.name} cannot be reached: {error}")
                 return
             except TimeoutError:
                 batch.answer(
@@ -232,13 +196,13 @@ class HttpPublisher:
 
     def _new_session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
-            limit=self._concurrency,
-            resolver=ThreadedResolver() if self._private else _PublicAddresses(),
-            ssl=self._tls if self._tls is not None else True,
+            limit=self._endpoint.concurrency,
+            resolver=ThreadedResolver() if self._endpoint.private else _PublicAddresses(),
+            ssl=self._endpoint.tls if self._endpoint.tls is not None else True,
         )
         return aiohttp.ClientSession(
             connector=connector,
-            headers={"user-agent": "txbox", **self._headers},
+            headers={"user-agent": "txbox", **self._endpoint.headers},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
@@ -262,21 +226,14 @@ class HttpPublisher:
         return pairs
 
     def _signature(self, message_id: str, moment: str, body: bytes) -> list[tuple[str, str]]:
-        if not self._keys:
+        if not self._endpoint.keys:
             return []
         content = f"{message_id}.{moment}.".encode() + body
-        signatures = (hmac.new(key, content, hashlib.sha256).digest() for key in self._keys)
+        signatures = (
+            hmac.new(key, content, hashlib.sha256).digest() for key in self._endpoint.keys
+        )
         value = " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in signatures)
         return [("webhook-timestamp", moment), ("webhook-signature", value)]
-
-
-class _Batch(Batch):
-    """The messages of one call, and why the endpoint could not be connected to."""
-
-    def __init__(self, messages: Sequence[Message[object]], within_s: float) -> None:
-        super().__init__(HTTP.name, messages, within_s)
-        self.answers = [NotTried("There was no time left for this message.") for _ in messages]
-        self.away: str | None = None
 
 
 class _Refused(Exception):

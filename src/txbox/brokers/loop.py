@@ -1,14 +1,30 @@
-"""An event loop in a thread, for sources and publishers whose client is async."""
+"""Sources and publishers whose client is async: their event loop in a thread, and when they connect."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from txbox.brokers.base import Batch, Source
+from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from txbox.message import Message
+
+_log = logging.getLogger("txbox")
 
 Result = TypeVar("Result")
+
+CALL_S = 10.0
+CLOSE_S = 5.0
+#: At the end of a publisher's time: for finding out whether the server is there at all.
+LAST_WORD_S = 0.5
+#: A connection that is lost at once, again and again, is made this often.
+_RECONNECT_S = 1.0
 
 
 class EventLoop:
@@ -46,10 +62,6 @@ class EventLoop:
             future.cancel()
             raise TimeoutError(str(error) or f"no answer within {within_s:g} s") from error
 
-    def soon(self, callback: Callable[[], object]) -> None:
-        """Call something on the loop without waiting for it."""
-        self._loop.call_soon_threadsafe(callback)
-
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -64,3 +76,182 @@ async def _end_tasks() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def shown(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Link(Protocol):
+    """A connection and everything subscribed on it, which is lost along with it."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why it no longer works; None while it does."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+AnyLink = TypeVar("AnyLink", bound=Link)
+
+
+class LoopSource(Source, Generic[AnyLink]):
+    """A source over an async client. It connects when opened, and again whenever the connection is lost.
+
+    A server that is away at start-up is waited for, as it is later. What `_connect` reports as a
+    ConfigurationError stops the worker only before the first connection: after that somebody may be
+    repairing it, so it is waited for, too.
+    """
+
+    #: What the client raises when waiting may help.
+    trouble: ClassVar[tuple[type[BaseException], ...]]
+    _loop: EventLoop | None = None
+    _link: AnyLink | None = None
+    _was_linked = False
+    _lost = ""
+    _reconnect_at = 0.0
+
+    async def _connect(self) -> AnyLink:
+        """Connect and subscribe; leaves nothing behind if that fails."""
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        """Start the loop and try to connect, as the last part of `open`."""
+        self._was_linked, self._reconnect_at = False, 0.0
+        self._loop = EventLoop(f"txbox-{self.name}")
+        try:
+            self._linked()
+        except BrokerUnavailable as error:
+            _log.debug("%s cannot be opened yet: %s", self.name, error)
+
+    def _linked(self) -> AnyLink:
+        """Return the connection; makes a new one if there is none that works."""
+        link = self._link
+        if link is not None and link.lost is not None:
+            self._unlink(link)
+            link = None
+        if link is None:
+            link = self._link = self._call(self._connect())
+            self._was_linked = True
+            self._reconnect_at = time.monotonic() + _RECONNECT_S
+        return link
+
+    def _receiving(self) -> AnyLink:
+        """Return the connection to receive from.
+
+        Raises:
+            BrokerUnavailable: it was lost, which pauses the worker for a moment; the next call connects.
+        """
+        link = self._link
+        if link is not None and link.lost is not None:
+            self._unlink(link)
+        if self._link is None and time.monotonic() < self._reconnect_at:
+            raise BrokerUnavailable(f"{self.name} lost its connection: {self._lost}.")
+        return self._linked()
+
+    def _unlink(self, link: AnyLink) -> None:
+        self._link, self._lost = None, link.lost or "closed"
+        try:
+            self._call(link.close())
+        except BrokerUnavailable as error:
+            _log.debug("%s left a connection behind that did not close: %s", self.name, error)
+
+    def _call(self, work: Coroutine[Any, Any, Result], more_s: float = 0.0) -> Result:
+        assert self._loop is not None
+        try:
+            # a client may delay a cancellation while it closes what is already dead
+            return self._loop.call(work, CALL_S + more_s, 2 * CLOSE_S)
+        except ConfigurationError as error:
+            if not self._was_linked:
+                raise
+            raise BrokerUnavailable(str(error)) from error
+        except self.trouble as error:
+            raise BrokerUnavailable(
+                f"{self.name} cannot be reached ({shown(error)}): it will be tried again."
+            ) from error
+
+    def _ask(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine that connects by itself: nothing needs to be open."""
+        loop = EventLoop(f"txbox-{self.name}-examined")
+        try:
+            return loop.call(work, CALL_S, 2 * CLOSE_S)
+        except self.trouble as error:
+            raise BrokerUnavailable(f"{self.name} cannot be asked ({shown(error)}).") from error
+        finally:
+            loop.close()
+
+    def close(self) -> None:
+        """Disconnect; the link gives back what was not settled."""
+        loop, link = self._loop, self._link
+        if loop is None:
+            return
+        try:
+            if link is not None:
+                self._call(link.close())
+        finally:
+            self._loop = self._link = None
+            loop.close()
+
+
+class LoopPublisher(ABC):
+    """A publisher over an async client. Its loop exists from the first `publish` until `close`.
+
+    Args:
+        broker: its name, for people.
+        name: as in `Publisher`.
+    """
+
+    #: What the client raises when waiting may help.
+    trouble: ClassVar[tuple[type[BaseException], ...]]
+
+    def __init__(self, broker: str, name: str) -> None:
+        self.name = name
+        self._broker = broker
+        self._loop: EventLoop | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def publish(
+        self, messages: Sequence[Message[Any]], within_s: float
+    ) -> Sequence[BrokerError | None]:
+        if self._loop is None:
+            self._loop = EventLoop(f"txbox-{self.name}")
+        batch = Batch(self._broker, messages, within_s)
+        try:
+            self._loop.call(self._publish(batch), within_s, CLOSE_S)
+        except self.trouble as error:
+            self._loop.call(self._disconnected(), CLOSE_S)
+            batch.away = BrokerUnavailable(
+                f"{self.name} is unavailable ({shown(error)}): it will be tried again."
+            )
+            batch.away.__cause__ = error
+        return batch.outcome()
+
+    def close(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            try:
+                loop.call(self._disconnected(wait=True), 2 * CLOSE_S)
+            finally:
+                loop.close()
+
+    # -- on the loop --------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _publish(self, batch: Batch) -> None:
+        """Connect if necessary, send, and collect the answers, all before `batch.until`."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Drop the connection, if there is one: what is unsent must not be sent later."""
+
+    async def _disconnected(self, *, wait: bool = False) -> None:
+        self._disconnect()
+        if wait:
+            await asyncio.gather(*self._closing)
+
+    def _close_later(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

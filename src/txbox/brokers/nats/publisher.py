@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,9 +14,9 @@ from nats.protocol import command as _command
 
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import NATS, utf8
-from txbox.brokers.loop import EventLoop
-from txbox.brokers.nats.link import PASSING, Client, connect
-from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
+from txbox.brokers.loop import LAST_WORD_S, LoopPublisher
+from txbox.brokers.nats.client import TROUBLE, Client, connect
+from txbox.errors import BrokerError, MessageRefused
 from txbox.message import Message
 
 _hpub: Any = cast("Any", _command).hpub_cmd  # untyped there
@@ -26,8 +25,6 @@ _STEERING = "nats-"
 _ID = "nats-msg-id"
 #: Any more unconfirmed messages would only queue in the server, which refuses those beyond its limit.
 _WINDOW = 1000
-_LAST_WORD_S = 0.5
-_CLOSE_S = 5.0
 #: The subject is part of a protocol line, and the server closes connections that send overlong lines.
 _SUBJECT_BYTES_MAX = 1024
 _NO_NAME = re.compile(r"[\x00-\x20:\x7f]")
@@ -36,7 +33,7 @@ _NO_SUBJECT = re.compile(r"[\x00-\x20\x7f*>]|^\.|\.$|\.\.|^$")
 _TOO_LARGE = frozenset({10054})
 
 
-class NatsPublisher:
+class NatsPublisher(LoopPublisher):
     """Publishes to the streams that have the topics among their subjects, and awaits each PubAck.
 
     A message the stream already has from the last minutes (its duplicate window) is confirmed but not
@@ -48,117 +45,80 @@ class NatsPublisher:
     """
 
     event_prefix = NATS.prefix
+    trouble = TROUBLE
 
     def __init__(self, servers: Sequence[str], options: Mapping[str, Any]) -> None:
-        self._servers, self._options = list(servers), options
-        self.name = "nats:" + ",".join(_shown(server) for server in self._servers)
-        self._loop: EventLoop | None = None
+        super().__init__(NATS.name, "nats:" + ",".join(map(_shown, servers)))
+        self._servers, self._options = servers, options
         self._client: _PublishingClient | None = None
 
-    def publish(
-        self, messages: Sequence[Message[Any]], within_s: float
-    ) -> Sequence[BrokerError | None]:
-        if self._loop is None:
-            self._loop = EventLoop(f"txbox-{self.name}")
-        loop = self._loop
-        batch = _Batch(NATS.name, messages, within_s)
-        try:
-            loop.call(self._publish(batch, time.monotonic() + within_s), within_s + _LAST_WORD_S)
-        except PASSING as error:
-            self._drop(loop)
-            if not batch.heard:
-                said = str(error) or type(error).__name__
-                raise BrokerUnavailable(f"NATS is unavailable: {said}") from error
-        return batch.answers
-
-    def close(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            try:
-                self._drop(loop)
-            finally:
-                loop.close()
-
-    # -- on the loop --------------------------------------------------------------------------
-
-    async def _publish(self, batch: _Batch, until: float) -> None:
-        last_word_s = min(_LAST_WORD_S, (until - time.monotonic()) / 4)
+    async def _publish(self, batch: Batch) -> None:
+        last_word_s = min(LAST_WORD_S, batch.left_s() / 4)
         client = self._client
         if client is None or not client.is_connected:
             self._client = None
-            async with asyncio.timeout(until - last_word_s - time.monotonic()):
+            async with asyncio.timeout(batch.left_s() - last_word_s):
                 client = self._client = await connect(
                     self._servers, self._options, _PublishingClient
                 )
                 await client.listen()
         client.batch = batch
         try:
-            async with asyncio.timeout(until - last_word_s - time.monotonic()):
+            async with asyncio.timeout(batch.left_s() - last_word_s):
                 await client.send_all(batch)
         except TimeoutError:
-            # the connection's buffer may still hold some, which must not be sent later
-            self._client = None
             try:
                 if not batch.heard:
                     await cast("Any", client).flush(last_word_s)
             finally:
-                client.cut()
+                # the connection's buffer may still hold some, which must not be sent later
+                self._disconnect()
         finally:
             client.batch = None
 
-    def _drop(self, loop: EventLoop) -> None:
+    def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            try:
-                loop.call(client.close(), _CLOSE_S)
-            except PASSING:
-                client.cut()
-
-
-class _Batch(Batch):
-    """The messages of one call, and which of them still await their acknowledgement."""
-
-    def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
-        super().__init__(broker, messages, within_s)
-        self.waiting: set[int] = set()
-        self.changed = asyncio.Event()
+            client.cut()
 
 
 class _PublishingClient(Client):
     """The client, sending headers unchanged and matching acknowledgements to messages by number."""
 
-    batch: _Batch | None = None
-    _inbox = ""
-    _call = 0
+    batch: Batch | None = None
 
     async def listen(self) -> None:
         self._inbox = self.new_inbox()
+        self._call = 0
+        self._waiting: set[int] = set()
+        self._changed = asyncio.Event()
         client: Any = self  # partly typed there
         await client.subscribe(
             f"{self._inbox}.*", cb=self._acknowledged, pending_msgs_limit=-1, pending_bytes_limit=-1
         )
 
-    async def send_all(self, batch: _Batch) -> None:
+    async def send_all(self, batch: Batch) -> None:
         self._call += 1
+        self._waiting.clear()
         frames = batch.entries(lambda message: _frame(message, self.max_payload))
         for at, (subject, block, payload) in frames:
-            while len(batch.waiting) >= _WINDOW:
-                await self._flushed(batch)
-            batch.waiting.add(at)
+            while len(self._waiting) >= _WINDOW:
+                await self._flushed()
+            self._waiting.add(at)
             # the client's own publish supports neither repeated headers nor bytes
             await self._send_command(
                 _hpub(subject, f"{self._inbox}.{self._call}-{at}", block, payload)
             )
-        while batch.waiting:
-            await self._flushed(batch)
+        while self._waiting:
+            await self._flushed()
 
-    async def _flushed(self, batch: _Batch) -> None:
-        batch.changed.clear()
+    async def _flushed(self) -> None:
+        self._changed.clear()
         await self._flush_pending()
         if not self.is_connected:
             raise nats.errors.ConnectionClosedError
         try:
-            await asyncio.wait_for(batch.changed.wait(), _LAST_WORD_S)
+            await asyncio.wait_for(self._changed.wait(), LAST_WORD_S)
         except TimeoutError:
             # time to check the connection again
             return
@@ -170,9 +130,9 @@ class _PublishingClient(Client):
             # belongs to an earlier call that has given up on it
             return
         at = int(number)
-        batch.waiting.discard(at)
+        self._waiting.discard(at)
         batch.answer(at, _error_of(got, batch.messages[at].topic))
-        batch.changed.set()
+        self._changed.set()
 
     def cut(self) -> None:
         """Close the connection without sending what is still buffered."""

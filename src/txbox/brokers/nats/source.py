@@ -1,29 +1,39 @@
-"""NATS JetStream: durable pull consumers, confirmed acknowledgements."""
+"""NATS JetStream: durable pull consumers, confirmed acknowledgements, and messages with all their headers."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import math
 import re
+import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import nats.errors
 import nats.js.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
-from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, refuse
-from txbox.brokers.loop import EventLoop, Result
-from txbox.brokers.nats.link import PASSING, Client, Link, Pull, connect
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, refuse
+from txbox.brokers.envelope import NATS, clock
+from txbox.brokers.loop import LoopSource
+from txbox.brokers.nats.client import TROUBLE, Client, RawHeaders, connect
 from txbox.brokers.nats.publisher import NatsPublisher
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
+from txbox.errors import BrokerError, ConfigurationError
 
 _log = logging.getLogger("txbox")
 
-_CALL_S = 10.0
 _CONFIRM_S = 5.0
+_PULL_S = 5.0
+_REFUSED_S = 0.25
+_ACK, _NAK, _IN_PROGRESS = b"+ACK", b"-NAK", b"+WPI"
 _MAX_DELIVER_MIN = 20
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _REFUSED_OPTIONS = {
@@ -46,7 +56,7 @@ _REFUSED_CONSUMER = {
 }
 
 
-class Nats(Source):
+class Nats(LoopSource["Link"]):
     """Pulls from JetStream through durable consumers, one per topic. A topic is a subject.
 
     Args:
@@ -72,6 +82,8 @@ class Nats(Source):
     server is told so. A delivery limit would break that guarantee: `max_deliver` below 20 is refused,
     and any other limit is logged as a warning.
     """
+
+    trouble = TROUBLE
 
     def __init__(
         self,
@@ -105,9 +117,6 @@ class Nats(Source):
         self._check_limit(checked, "consumer= of Nats")
         self._wanted["ack_wait"] = self._ack_wait_s = ack_wait.total_seconds()
         self._names: dict[str, str] = {}
-        self._was_there = False
-        self._loop: EventLoop | None = None
-        self._link: Link | None = None
         self._buffer: deque[Delivery] = deque()
         self._unsettled: dict[Any, None] = {}  # the acknowledgement subjects of what was handed out
 
@@ -137,12 +146,7 @@ class Nats(Source):
         self._names = self._consumer_names(["*"] if "*" in topics else topics)
         self._buffer.clear()
         self._unsettled.clear()
-        self._was_there = False
-        self._loop = EventLoop(f"txbox-{self.name}")
-        try:
-            self._connected()
-        except BrokerUnavailable as away:
-            _log.debug("%s cannot be opened yet: %s", self.name, away)
+        self._start()
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for streams and, to consume, for their consumers."""
@@ -151,13 +155,7 @@ class Nats(Source):
             if self._durable
             else dict.fromkeys(topics)
         )
-        loop = EventLoop(f"txbox-{self.name}-facts")
-        try:
-            return loop.call(self._facts_of(names), _CALL_S)
-        except PASSING as error:
-            raise BrokerUnavailable(f"NATS cannot be used now: {error!r}") from error
-        finally:
-            loop.close()
+        return self._ask(self._facts_of(names))
 
     async def _facts_of(self, names: Mapping[str, str | None]) -> list[Facts]:
         client: Any = await connect(self._servers, self._options, Client)
@@ -200,34 +198,27 @@ class Nats(Source):
         return names
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        link = self._connected()
-        for pull in link.pulls:
-            if pull.gone:
-                self._call(self._ensure(link, pull))
-                pull.gone = False
-        self._call(link.receive(messages_max, wait_s), wait_s)
+        self._call(self._receive(self._receiving(), messages_max, wait_s), wait_s)
         found = [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
         self._unsettled.update(dict.fromkeys(delivery.tag for delivery in found))
         return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Tell the server that what is in flight is in progress; it then waits `ack_wait` again."""
-        replies = [delivery.tag for delivery in (*deliveries, *self._buffer)]
-        if replies:
-            self._call(self._connected().in_progress(replies))
+        if replies := [delivery.tag for delivery in (*deliveries, *self._buffer)]:
+            self._call(self._linked().send(replies, _IN_PROGRESS))
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         # never given back, whatever happens here: if this fails, they come again anyway
         for delivery in deliveries:
             self._unsettled.pop(delivery.tag, None)
         # acknowledgement subjects outlive the connection they came through
-        link = self._connected()
-        missing = self._call(
-            link.acknowledge([delivery.tag for delivery in deliveries], self._confirm_s), _CONFIRM_S
-        )
-        if missing:
+        link, replies = self._linked(), [delivery.tag for delivery in deliveries]
+        if self._confirm_s is None:
+            self._call(link.send(replies, _ACK))
+        elif missing := self._call(link.acknowledge(replies, self._confirm_s), self._confirm_s):
             raise BrokerError(
-                f"NATS did not confirm {missing} of {len(deliveries)} acknowledgements: they will come again.",
+                f"NATS did not confirm {missing} of {len(replies)} acknowledgements: they will come again.",
                 failed=missing,
             )
 
@@ -236,40 +227,16 @@ class Nats(Source):
 
         The server counts that as a delivery, as it would after `ack_wait`.
         """
-        loop, link = self._loop, self._link
-        self._loop = self._link = None
-        if loop is None:
-            return
         try:
-            if link is not None and link.up:
-                loop.call(self._close(link), _CALL_S)
-        except PASSING as error:
-            raise BrokerUnavailable(f"NATS is unavailable: {error!r}") from error
+            if self._link is not None and self._link.lost is None:
+                replies = [*self._unsettled, *(delivery.tag for delivery in self._buffer)]
+                self._call(self._link.give_back(replies))
         finally:
             self._buffer.clear()
             self._unsettled.clear()
-            loop.close()
+            super().close()
 
-    async def _close(self, link: Link) -> None:
-        await link.unsubscribe()
-        await link.give_back([*self._unsettled, *(delivery.tag for delivery in self._buffer)])
-        await link.close()
-
-    # -- the connection and the consumers -----------------------------------------------------
-
-    def _call(self, work: Coroutine[Any, Any, Result], more_s: float = 0.0) -> Result:
-        assert self._loop is not None
-        try:
-            return self._loop.call(work, _CALL_S + more_s)
-        except PASSING as error:
-            raise BrokerUnavailable(f"NATS is unavailable: {error!r}") from error
-
-    def _connected(self) -> Link:
-        link = self._link
-        if link is None or not link.up:
-            self._link = None
-            link = self._link = self._call(self._connect())
-        return link
+    # -- the connection and the consumers: on the loop -----------------------------------------
 
     async def _connect(self) -> Link:
         link = Link(await connect(self._servers, self._options, Client), self._buffer)
@@ -280,11 +247,17 @@ class Nats(Source):
                 waits_s.append(await self._ensure(link, pull))
                 await link.start(pull)
             self._ack_wait_s = min(waits_s)
-            self._was_there = True
         except BaseException:
             await link.close()
             raise
         return link
+
+    async def _receive(self, link: Link, messages_max: int, wait_s: float) -> None:
+        for pull in link.pulls:
+            if pull.gone:
+                await self._ensure(link, pull)
+                pull.gone = False
+        await link.receive(messages_max, wait_s)
 
     async def _stream_of(self, link: Link, topic: str) -> str:
         if self._stream is not None:
@@ -310,9 +283,6 @@ class Nats(Source):
                 )  # fmt: skip
                 info = await link.js.add_consumer(pull.stream, config)
         except nats.js.errors.NotFoundError as error:
-            if self._was_there:
-                # whoever deleted it may create it again
-                raise BrokerUnavailable(f"The stream {pull.stream!r} is gone.") from error
             raise ConfigurationError(
                 f"NATS has no stream {pull.stream!r}: create it, or check stream= of Nats."
             ) from error
@@ -356,6 +326,123 @@ class Nats(Source):
         )  # fmt: skip
 
 
+class Pull:
+    """One durable consumer. A pull request is kept outstanding as long as there is room for its messages."""
+
+    def __init__(self, stream: str, durable: str, topic: str) -> None:
+        self.stream = stream
+        self.durable = durable
+        self.topic = topic
+        self.until = 0.0
+        self.wanted = 0
+        self.gone = False  # possibly; checked before the next request
+        self.inbox = ""
+        self.subscription: Subscription | None = None
+
+
+class Link:
+    """One connection with its pulls, which are lost along with it. All methods run on the loop."""
+
+    def __init__(self, client: Any, buffer: deque[Delivery]) -> None:
+        self._client = client
+        self._buffer = buffer
+        self._arrived = asyncio.Event()
+        self.pulls: list[Pull] = []
+
+    @property
+    def js(self) -> Any:
+        return self._client.jetstream()
+
+    @property
+    def lost(self) -> str | None:
+        return None if self._client.is_connected else "the server is gone"
+
+    async def start(self, pull: Pull) -> None:
+        pull.inbox = self._client.new_inbox()
+        # nothing may be dropped here; requests bound what arrives
+        pull.subscription = await self._client.subscribe(
+            pull.inbox, cb=partial(self._got, pull),
+            pending_msgs_limit=-1, pending_bytes_limit=-1,
+        )  # fmt: skip
+        self.pulls.append(pull)
+
+    async def _got(self, pull: Pull, got: Msg) -> None:
+        status = (got.headers or {}).get("Status")
+        if got.reply.startswith("$JS.ACK."):
+            pull.wanted -= 1
+            self._buffer.append(delivery_of(got, pull.topic))
+        elif status in ("404", "408"):
+            pull.until = 0.0  # the request has ended
+        elif status not in ("100", None):
+            # 409 may mean, and 503 does mean, that the consumer is gone; asking again at once would be a storm
+            pull.gone = True
+            pull.until = time.monotonic() + _REFUSED_S
+            return
+        self._arrived.set()
+
+    async def receive(self, messages_max: int, wait_s: float) -> None:
+        """Request messages where no request is outstanding, and wait for the first."""
+        self._arrived.clear()
+        if not self._buffer:
+            share = max(1, messages_max // len(self.pulls))
+            for pull in self.pulls:
+                if pull.wanted <= 0 or time.monotonic() >= pull.until:
+                    await self._request(pull, share)
+        if not self._buffer and wait_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), wait_s)
+
+    async def _request(self, pull: Pull, count: int) -> None:
+        request = {"batch": count, "expires": int(_PULL_S * 1e9)}
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{pull.stream}.{pull.durable}"
+        await self._client.publish(subject, json.dumps(request).encode(), pull.inbox)
+        pull.wanted = count
+        # a second longer than the server takes, in case its end-of-request status is lost
+        pull.until = time.monotonic() + _PULL_S + 1.0
+
+    async def acknowledge(self, replies: Sequence[str], confirm_s: float) -> int:
+        """Acknowledge; returns how many acknowledgements were not confirmed."""
+        answers = await asyncio.gather(
+            *(self._client.request(reply, _ACK, timeout=confirm_s) for reply in replies),
+            return_exceptions=True,
+        )
+        missing = 0
+        for answer in answers:
+            if isinstance(answer, nats.errors.NoRespondersError):
+                # the stream or its consumer is gone, and the delivery with it
+                continue
+            if isinstance(answer, TROUBLE):
+                missing += 1
+            elif isinstance(answer, BaseException):
+                raise answer
+        return missing
+
+    async def give_back(self, replies: Sequence[str]) -> None:
+        """Stop listening, and return what was not processed, for immediate delivery to another consumer.
+
+        What is on its way comes again after `ack_wait`.
+        """
+        for pull in self.pulls:
+            if pull.subscription is not None:
+                await pull.subscription.unsubscribe()
+        if not replies:
+            return
+        for pull in self.pulls:
+            # asking for a consumer's info makes the server drop requests nobody listens to any more;
+            # otherwise it would deliver what is returned into one of those, and lose track of it
+            with suppress(nats.js.errors.NotFoundError):
+                await self.js.consumer_info(pull.stream, pull.durable)
+        await self.send(replies, _NAK)
+
+    async def send(self, replies: Sequence[str], word: bytes) -> None:
+        for reply in replies:
+            await self._client.publish(reply, word)
+        await self._client.flush(2)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
 def _facts(
     topic: str, stream: StreamConfig, consumer: ConsumerConfig | None, ack_wait_s: float
 ) -> Facts:
@@ -383,5 +470,29 @@ def _facts(
             "deliveries_max": f"max_deliver={most}",
             "acknowledged": f"ack_policy={getattr(policy, 'value', policy)}",
             "duplicates_s": f"stream {stream.name}: duplicate_window={stream.duplicate_window:g} s",
+        },
+    )
+
+
+def delivery_of(got: Msg, topic: str) -> Delivery:
+    """Turn a JetStream message into a delivery; its tag is the subject that acknowledges it."""
+    headers: Any = {} if got.headers is None else got.headers
+    at = got.metadata
+    # when the stream stored it, in nanoseconds; the same in every delivery
+    tokens = got.reply.split(".")
+    stored_ns = int(tokens[7 if len(tokens) == 9 else 9])
+    return NATS.delivery(
+        got.subject if topic == "*" else topic,
+        got.data,
+        headers.pairs if isinstance(headers, RawHeaders) else headers,
+        tag=got.reply,
+        redelivered=at.num_delivered > 1,
+        stored_at=clock(stored_ns / 1e9),
+        origin={
+            "stream": at.stream,
+            "sequence": at.sequence.stream,
+            "subject": got.subject,
+            "deliveries": at.num_delivered,
+            "weak_id": f"nats:{at.domain or ''}:{at.stream}:{stored_ns}:{at.sequence.stream}",
         },
     )

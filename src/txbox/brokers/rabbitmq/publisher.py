@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import partial
@@ -26,13 +25,12 @@ from yarl import URL
 
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import RABBITMQ, utf8
-from txbox.brokers.loop import EventLoop
-from txbox.brokers.rabbitmq.link import CLOSE_S, TROUBLE, Connection, close_quietly, shown
-from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, UnusableMessage
+from txbox.brokers.loop import LAST_WORD_S, LoopPublisher, shown
+from txbox.brokers.rabbitmq.client import TROUBLE, Connection, close_quietly
+from txbox.errors import BrokerError, MessageRefused, UnusableMessage
 from txbox.identity import message_id
 from txbox.message import HeaderValue, Message
 
-_LAST_WORD_S = 0.5
 _LARGE_BYTES = 1024 * 1024
 #: Closing a channel while pipelined messages arrive on it takes the connection down too.
 _OF_A_MESSAGE = (
@@ -50,7 +48,7 @@ _Sent = tuple[bytes, commands.Basic.Properties]
 _Entry = tuple[int, _Sent]
 
 
-class RabbitMQPublisher:
+class RabbitMQPublisher(LoopPublisher):
     """Publishes persistent, mandatory messages with publisher confirms.
 
     Args:
@@ -66,48 +64,20 @@ class RabbitMQPublisher:
     """
 
     event_prefix = RABBITMQ.prefix
+    trouble = TROUBLE
 
     def __init__(self, url: URL, options: Mapping[str, Any], *, exchange: str, where: str) -> None:
+        super().__init__(RABBITMQ.name, f"rabbitmq:{where}:{exchange or '(default)'}")
         self._url, self._options, self._exchange = url, options, exchange
-        self._where = where
-        self.name = f"rabbitmq:{where}:{exchange or '(default)'}"
-        self._loop: EventLoop | None = None
         self._connection: Connection | None = None
         self._owner: Any = None
         self._channel: Any = None
         self._gone: BaseException | None = None
-        self._closing: set[asyncio.Task[None]] = set()
 
-    def publish(
-        self, messages: Sequence[Message[Any]], within_s: float
-    ) -> Sequence[BrokerError | None]:
-        if self._loop is None:
-            self._loop = EventLoop("txbox-rabbitmq-publisher")
-        batch = Batch(RABBITMQ.name, messages, within_s)
+    async def _publish(self, batch: Batch) -> None:
+        last_word_s = min(LAST_WORD_S, batch.left_s() / 4)
         try:
-            self._loop.call(self._publish(batch, time.monotonic() + within_s), within_s + CLOSE_S)
-        except TROUBLE as error:
-            self._loop.soon(self._end_connection)
-            if not batch.heard:
-                raise BrokerUnavailable(
-                    f"RabbitMQ at {self._where} is unavailable ({shown(error)}): it will be tried again."
-                ) from error
-        return batch.answers
-
-    def close(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            try:
-                loop.call(self._close(), 2 * CLOSE_S)
-            finally:
-                loop.close()
-
-    # -- on the loop --------------------------------------------------------------------------
-
-    async def _publish(self, batch: Batch, until: float) -> None:
-        last_word_s = min(_LAST_WORD_S, (until - time.monotonic()) / 4)
-        try:
-            async with asyncio.timeout(until - last_word_s - time.monotonic()):
+            async with asyncio.timeout(batch.left_s() - last_word_s):
                 await self._open_channel()
                 make = partial(_entry, bytes_max=self._header_bytes_max())
                 for part in _parts(batch.entries(make)):
@@ -117,7 +87,7 @@ class RabbitMQPublisher:
             if not batch.heard:
                 async with asyncio.timeout(last_word_s):
                     await self._look()
-            self._end_connection()
+            self._disconnect()
 
     async def _send(self, part: Sequence[_Entry], batch: Batch) -> None:
         channel = await self._open_channel()
@@ -136,7 +106,7 @@ class RabbitMQPublisher:
             return
         reason = self._reason(outcomes)
         # what was sent on the closed channel makes the server close the connection as well
-        self._end_connection()
+        self._disconnect()
         if len(part) == 1:
             at = left[0][0]
             batch.answer(at, self._refusal(batch.messages[at].topic, reason))
@@ -188,12 +158,12 @@ class RabbitMQPublisher:
 
     async def _open_channel(self) -> Any:
         if self._connection is None or self._gone is not None:
-            self._end_connection()
+            self._disconnect()
             connection = Connection(self._url, **self._options)
             try:
                 await connection.connect()
             except BaseException:
-                self._close_later(connection)
+                self._close_later(close_quietly(connection))
                 raise
             connection.close_callbacks.add(self._lost)
             self._connection = connection
@@ -222,21 +192,11 @@ class RabbitMQPublisher:
         tuned: Any = transport.connection
         return int(tuned.connection_tune.frame_max or 131_072) - _FRAME_BYTES
 
-    def _end_connection(self) -> None:
-        """Drop the connection: what is unsent must not be sent later."""
+    def _disconnect(self) -> None:
         connection, self._connection, self._channel = self._connection, None, None
         self._gone = None
         if connection is not None:
-            self._close_later(connection)
-
-    def _close_later(self, connection: Connection) -> None:
-        task = asyncio.get_running_loop().create_task(close_quietly(connection))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def _close(self) -> None:
-        self._end_connection()
-        await asyncio.gather(*self._closing)
+            self._close_later(close_quietly(connection))
 
 
 def _parts(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:

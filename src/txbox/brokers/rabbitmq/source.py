@@ -1,15 +1,19 @@
-"""RabbitMQ: queues, the connection that consumes them, and recovery when it is lost."""
+"""RabbitMQ: queues, the channel that consumes them, and deliveries as messages, whatever bytes they hold."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import json
+import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any, cast
 
+import aio_pika
+from aiormq.abc import AbstractChannel, DeliveredMessage
 from aiormq.exceptions import (
     AuthenticationError,
     ChannelAccessRefused,
@@ -18,30 +22,18 @@ from aiormq.exceptions import (
     ConnectionNotAllowed,
     ProbableAuthenticationError,
 )
+from pamqp import commands
 from yarl import URL
 
-from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, refuse
-from txbox.brokers.loop import EventLoop, Result
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, refuse
+from txbox.brokers.envelope import RABBITMQ
+from txbox.brokers.loop import LoopSource, shown
 from txbox.brokers.rabbitmq import management as api
-from txbox.brokers.rabbitmq.link import (
-    CLOSE_S,
-    HEARTBEAT_S,
-    TROUBLE,
-    Connection,
-    Link,
-    MissingQueueError,
-    close_quietly,
-    shown,
-)
+from txbox.brokers.rabbitmq.client import HEARTBEAT_S, TROUBLE, Connection, close_quietly
 from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
 from txbox.errors import BrokerUnavailable, ConfigurationError
+from txbox.message import HeaderValue
 
-_log = logging.getLogger("txbox")
-
-_CALL_S = 10.0
-_SLACK_S = 5.0
-_RETRY_S = (0.1, 5.0)
-_STEADY_S = 10.0
 _NAME_BYTES_MAX = 255
 _PREFETCH_MAX = 65_535
 _REFUSED = {
@@ -56,17 +48,17 @@ _NOT_TOLD = (
     "AMQP tells neither x-message-ttl nor lengths nor the delivery limit nor whether it is durable: give "
     "RabbitMQ(management=…), or look at `rabbitmqctl list_queues name durable arguments effective_policy_definition`."
 )
-# on the first connection these are mistakes; later they may be repairs under way
-_NEVER = (
+_MISTAKES = (
     AuthenticationError,
     ProbableAuthenticationError,
     ConnectionNotAllowed,
     ChannelAccessRefused,
     ChannelPreconditionFailed,
 )
+_SHOWN_PROPERTIES = ("correlation_id", "reply_to", "app_id", "user_id", "content_encoding")
 
 
-class RabbitMQ(Source):
+class RabbitMQ(LoopSource["Link"]):
     """Consumes RabbitMQ queues, classic or quorum. A topic is the name of a queue.
 
     Args:
@@ -93,6 +85,8 @@ class RabbitMQ(Source):
     is never rejected or requeued. When the channel or its consumer dies, the source reconnects; what
     was unacknowledged comes again and is a duplicate.
     """
+
+    trouble = TROUBLE
 
     def __init__(
         self,
@@ -128,12 +122,6 @@ class RabbitMQ(Source):
         self._management = management
         self._options = options
         self._queues: tuple[str, ...] = ()
-        self._link: Link | None = None
-        self._was_linked = False
-        self._failures = 0
-        self._retry_at = 0.0
-        self._reason = ""
-        self._loop: EventLoop | None = None
 
     @property
     def name(self) -> str:
@@ -168,26 +156,30 @@ class RabbitMQ(Source):
             )
         named = [topic for topic in topics if topic != "*"]
         self._queues = _checked_queues(named) if named else self._given or ()
-        self._was_linked, self._failures, self._retry_at = False, 0, 0.0
-        self._loop = EventLoop("txbox-rabbitmq")
+        self._start()
+
+    async def _connect(self) -> Link:
+        link = Link(Connection(self._url, **self._options))
         try:
-            self._connect()
-        except BrokerUnavailable as error:
-            # a server that is away at start-up is waited for, just as it is later
-            _log.debug("%s", error)
+            await link.consume(self._queues, self._prefetch, self._arguments)
+        except BaseException as error:
+            await link.close()
+            if isinstance(error, _MISTAKES):
+                raise ConfigurationError(
+                    f"RabbitMQ at {self._where} rejects this consumer ({shown(error)}): "
+                    "check user, password, vhost, permissions and arguments."
+                ) from error
+            raise
+        return link
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        link = self._link
-        if link is not None and link.lost is not None:
-            raise self._unlinked(link)
-        if link is None:
-            link = self._connect()
+        link = self._receiving()
         taken = link.take(messages_max, wait_s)
         if not taken and link.lost is None and link.silent_s() > self._check_s:
             try:
                 self._call(link.check(self._queues))
-            except TROUBLE as error:
-                link.lose(shown(error))
+            except BrokerUnavailable as error:
+                link.lose(str(error))
         return taken
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
@@ -198,38 +190,17 @@ class RabbitMQ(Source):
             return
         try:
             self._call(link.acknowledge(tags))
-        except TROUBLE as error:
-            link.lose(shown(error))
-            raise BrokerUnavailable(
-                f"{self.name} could not acknowledge ({shown(error)}): the messages will come again.",
-                failed=len(tags),
-            ) from error
-
-    def close(self) -> None:
-        loop, link = self._loop, self._link
-        if loop is None:
-            return
-        try:
-            if link is not None:
-                self._close(link)
-        finally:
-            self._link = self._loop = None
-            loop.close()
+        except BrokerUnavailable as error:
+            link.lose(str(error))
+            error.failed = len(tags)
+            raise
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask how queues are set; without `management=` only whether they exist."""
         queues = [topic for topic in topics if topic != "*"] or self._given or ()
         if self._management is not None:
             return api.examine(self._management, self._url, queues)
-        loop = EventLoop("txbox-rabbitmq-facts")
-        try:
-            there = loop.call(self._there(queues), _CALL_S, CLOSE_S + _SLACK_S)
-        except TROUBLE as error:
-            raise BrokerUnavailable(
-                f"RabbitMQ at {self._where} cannot be asked ({shown(error)})."
-            ) from error
-        finally:
-            loop.close()
+        there = self._ask(self._there(queues))
         return [
             Facts(topic=queue, found=queue in there, unknown=(_NOT_TOLD,) if queue in there else ())
             for queue in queues
@@ -250,72 +221,192 @@ class RabbitMQ(Source):
             await close_quietly(connection)
         return there
 
-    # -- the connection -----------------------------------------------------------------------
 
-    def _connect(self) -> Link:
-        """Connect and consume; after a failure, not before the back-off allows."""
-        if time.monotonic() < self._retry_at:
-            raise BrokerUnavailable(self._reason)
-        try:
-            link = self._link = self._call(self._linked(), _CALL_S + CLOSE_S)
-        except (MissingQueueError, *_NEVER) as error:
-            if isinstance(error, MissingQueueError):
-                message = (
-                    f"The queue {str(error)!r} does not exist on RabbitMQ at {self._where}: "
-                    "declare it before the worker starts, or correct the handler's topic."
-                )
-            else:
-                message = (
-                    f"RabbitMQ at {self._where} rejects this consumer ({shown(error)}): "
-                    "check user, password, vhost, permissions and arguments."
-                )
-            if not self._was_linked:
-                raise ConfigurationError(message) from error
-            raise self._failed(message) from error
-        except TROUBLE as error:
-            raise self._failed(
-                f"RabbitMQ at {self._where} cannot be reached ({shown(error)}): it will be tried again."
-            ) from error
-        self._was_linked = True
-        return link
+class Link:
+    """One connection with one channel and its consumers. Delivery tags mean nothing outside it.
 
-    async def _linked(self) -> Link:
-        link = Link(Connection(self._url, **self._options))
-        try:
-            async with asyncio.timeout(_CALL_S):
-                await link.consume(self._queues, self._prefetch, self._arguments)
-        except BaseException:
-            await link.close()
-            raise
-        return link
+    Everything except `take` and `lost` runs on the loop's thread.
+    """
 
-    def _unlinked(self, link: Link) -> BrokerUnavailable:
-        self._link = None
-        if time.monotonic() - link.made_at < _STEADY_S:
-            lost = self._failed(f"{self.name} lost its consumer again: {link.lost}.")
-        else:
-            self._failures = 0
-            lost = BrokerUnavailable(f"{self.name} lost its consumer: {link.lost}.")
-        self._close(link)
-        return lost
+    def __init__(self, connection: Connection) -> None:
+        self.lost: str | None = None
+        self._connection = connection
+        self._owner: aio_pika.abc.AbstractChannel | None = None
+        self._channel: AbstractChannel | None = None
+        self._last_tag = 0
+        self._unsettled: dict[int, None] = {}
+        self._arrived: deque[tuple[str, DeliveredMessage]] = deque()
+        self._changed = threading.Condition()
+        self._heard_at = time.monotonic()
 
-    def _failed(self, reason: str) -> BrokerUnavailable:
-        first_s, longest_s = _RETRY_S
-        self._reason = reason
-        self._retry_at = time.monotonic() + min(first_s * 2 ** min(self._failures, 10), longest_s)
-        self._failures += 1
-        return BrokerUnavailable(reason)
+    async def consume(
+        self, queues: Sequence[str], prefetch: int, arguments: Mapping[str, Any]
+    ) -> None:
+        await self._connection.connect()
+        self._connection.close_callbacks.add(self._closed)
+        channel = await self._connection.opened_channel(publisher_confirms=False)
+        channel.close_callbacks.add(self._closed)
+        # aio-pika closes a channel nobody holds a reference to
+        self._owner = channel
+        self._channel = await channel.get_underlay_channel()
+        self._channel.on_consumer_cancel_callbacks.add(self._cancelled)
+        await self._channel.basic_qos(prefetch_count=prefetch)
+        for queue in queues:
+            try:
+                await self._channel.queue_declare(queue, passive=True)
+            except ChannelNotFoundEntity as error:
+                raise ConfigurationError(
+                    f"RabbitMQ has no queue {queue!r}: declare it before the worker starts, or correct the topic."
+                ) from error
+        for queue in queues:
+            await self._channel.basic_consume(
+                queue, self._receiver(queue), no_ack=False, arguments=dict(arguments)
+            )
 
-    def _close(self, link: Link) -> None:
-        try:
-            self._call(link.close())
-        except TimeoutError:
-            _log.warning("%s left a connection behind that did not close.", self.name)
+    def _receiver(self, queue: str) -> Any:
+        async def receive(delivered: DeliveredMessage) -> None:
+            tag = delivered.delivery_tag
+            assert tag is not None
+            if tag != self._last_tag + 1:
+                # a multiple acknowledgement must never cover a tag we do not know
+                self.lose(f"delivery {tag} came after delivery {self._last_tag}")
+                return
+            self._last_tag = tag
+            self._unsettled[tag] = None
+            with self._changed:
+                self._arrived.append((queue, delivered))
+                self._changed.notify_all()
 
-    def _call(self, work: Coroutine[Any, Any, Result], within_s: float = _CALL_S) -> Result:
-        assert self._loop is not None
-        # the client may delay a cancellation while it closes what is already dead
-        return self._loop.call(work, within_s, CLOSE_S + _SLACK_S)
+        return receive
+
+    def take(self, messages_max: int, wait_s: float) -> list[Delivery]:
+        """Wait for the first delivery; returns early and empty if the link is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived or self.lost is not None, wait_s)
+            if self.lost is not None:
+                # their tags are dead: the queue has the messages again
+                return []
+            count = min(messages_max, len(self._arrived))
+            taken = [self._arrived.popleft() for _ in range(count)]
+        if taken:
+            self._heard_at = time.monotonic()
+        mark = self._connection.frames.mark
+        return [
+            delivery_of(queue, delivered, mark, (self, delivered.delivery_tag))
+            for queue, delivered in taken
+        ]
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    async def check(self, queues: Sequence[str]) -> None:
+        """Ask the server whether our queues still have consumers."""
+        assert self._channel is not None
+        for queue in queues:
+            answer = await self._channel.queue_declare(queue, passive=True)
+            if not answer.consumer_count:
+                self.lose(f"the server no longer has a consumer for queue {queue!r}")
+        self._heard_at = time.monotonic()
+
+    async def acknowledge(self, tags: Sequence[int]) -> None:
+        assert self._channel is not None
+        done = {tag for tag in tags if tag in self._unsettled}
+        front = 0
+        for tag in list(self._unsettled):
+            if tag not in done:
+                break
+            front = tag
+            done.discard(tag)
+            del self._unsettled[tag]
+        for tag in done:
+            del self._unsettled[tag]
+            await self._channel.basic_ack(tag, wait=False)
+        if front:
+            # all older ones are acknowledged too: one frame covers the whole front
+            await self._channel.basic_ack(front, multiple=True)
+
+    def lose(self, reason: str) -> None:
+        with self._changed:
+            self.lost = self.lost or reason
+            self._arrived.clear()
+            self._changed.notify_all()
+
+    async def _closed(self, _sender: object, error: BaseException | None = None) -> None:
+        self.lose(shown(error) if error is not None else "closed")
+
+    async def _cancelled(self, _frame: object) -> None:
+        self.lose("the server cancelled the consumer (its queue was deleted or moved)")
+
+    async def close(self) -> None:
+        self.lose("closed")
+        await close_quietly(self._connection)
+
+
+def delivery_of(queue: str, delivered: DeliveredMessage, unreadable: str, tag: object) -> Delivery:
+    """Return what the server delivered, as a message or as a problem.
+
+    Args:
+        unreadable: what `CheckedTransport` puts in place of properties that cannot be decoded.
+    """
+    frame = cast("commands.Basic.Deliver", delivered.delivery)
+    redelivered, properties = bool(frame.redelivered), delivered.header.properties
+    if properties.content_type == unreadable:
+        problem = (
+            "The AMQP properties or headers of this message cannot be decoded (text that is not "
+            "UTF-8, an unknown type or an impossible time): fix the publisher."
+        )
+        return Delivery(None, queue, tag, problem, delivered.body, redelivered)
+    try:
+        headers = [
+            (name, _header_value(value)) for name, value in (properties.headers or {}).items()
+        ]
+    except RecursionError:
+        problem = (
+            "The AMQP headers of this message are nested too deeply to store: fix the publisher."
+        )
+        return Delivery(None, queue, tag, problem, delivered.body, redelivered)
+    origin: dict[str, Any] = {
+        "queue": queue,
+        "exchange": frame.exchange or "",
+        "routing_key": frame.routing_key or "",
+    }
+    for name in _SHOWN_PROPERTIES:
+        if value := getattr(properties, name):
+            origin[name] = value
+    at = properties.timestamp
+    return RABBITMQ.delivery(
+        queue,
+        delivered.body,
+        headers,
+        tag=tag,
+        redelivered=redelivered,
+        origin=origin,
+        # clients that always send the property leave it empty; then the headers decide
+        message_id=properties.message_id or None,
+        message_type=properties.message_type,
+        content_type=properties.content_type,
+        time=at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC),
+    )
+
+
+def _header_value(value: Any) -> HeaderValue:
+    if value is None or isinstance(value, str | bytes):
+        return value
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, dict | list):
+        return json.dumps(value, default=_json_value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(_json_value(value))
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, bytes | bytearray):
+        return f"hex:{value.hex()}"
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal) else repr(value)
 
 
 def _checked_url(url: str) -> URL:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import redis
 from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from txbox.brokers.base import Batch, parts
 from txbox.brokers.envelope import REDIS, utf8
-from txbox.brokers.redis.group import new_client
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.message import Message
 
@@ -25,6 +27,13 @@ _PASSING = (
     exceptions.MasterDownError,
     exceptions.BusyLoadingError,
 )
+
+
+def new_client(url: str, options: Mapping[str, Any]) -> Any:
+    """Create a client that never retries silently and decodes nothing; raises ValueError for a bad URL."""
+    return cast("Any", redis.Redis).from_url(
+        url, **options, decode_responses=False, protocol=2, retry=Retry(NoBackoff(), 0)
+    )
 
 
 class RedisPublisher:
@@ -67,29 +76,25 @@ class RedisPublisher:
     def publish(
         self, messages: Sequence[Message[Any]], within_s: float
     ) -> Sequence[BrokerError | None]:
+        batch = Batch(REDIS.name, messages, within_s)
         # the last command may start at half the time, and take as long again
         until, timeout_s = time.monotonic() + within_s / 2, within_s / 2
         try:
             self._connect(timeout_s)
-        except exceptions.RedisError as error:
-            raise self._away(error) from error
-        batch = Batch(REDIS.name, messages, within_s)
-        commands = batch.entries(self._command)
-        for part in parts(commands, _size_of, _PART_COMMANDS, _PART_BYTES):
-            if time.monotonic() > until:
-                break
-            try:
+            commands = batch.entries(self._command)
+            for part in parts(commands, _size_of, _PART_COMMANDS, _PART_BYTES):
+                if time.monotonic() > until:
+                    break
                 replies = self._run([command for _, command in part], timeout_s)
-            except exceptions.RedisError as error:
-                away = self._away(error)
-                if not batch.heard:
-                    raise away from error
-                break
-            if all(isinstance(reply, _PASSING) for reply in replies) and not batch.heard:
-                raise self._away(replies[0]) from replies[0]
-            for (at, _), reply in zip(part, replies, strict=True):
-                batch.answer(at, _error_of(reply, messages[at].topic))
-        return batch.answers
+                if all(isinstance(reply, _PASSING) for reply in replies) and not batch.heard:
+                    raise replies[0]
+                for (at, _), reply in zip(part, replies, strict=True):
+                    batch.answer(at, _error_of(reply, messages[at].topic))
+        except exceptions.RedisError as error:
+            self.close()
+            batch.away = BrokerUnavailable(f"Redis is unavailable: {error}")
+            batch.away.__cause__ = error
+        return batch.outcome()
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -147,10 +152,6 @@ class RedisPublisher:
     def _new_client(self, timeout_s: float) -> Any:
         timeouts = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
         return new_client(self._url, {**self._options, **timeouts})
-
-    def _away(self, error: Exception) -> BrokerUnavailable:
-        self.close()
-        return BrokerUnavailable(f"Redis is unavailable: {error}")
 
 
 def _size_of(entry: tuple[int, list[bytes]]) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+import secrets
+import socket
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -15,14 +19,22 @@ from typing import Any
 from redis import exceptions
 
 from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, refuse
-from txbox.brokers.redis.group import Entry, Group, code_of, delivery_of, facts_of, new_client
-from txbox.brokers.redis.publisher import RedisPublisher
+from txbox.brokers.envelope import REDIS, clock
+from txbox.brokers.redis.publisher import RedisPublisher, new_client
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.events import MessagesLost
 
 _log = logging.getLogger("txbox")
 
+#: An entry id and its fields; None for an entry that was trimmed or deleted.
+Entry = tuple[bytes, list[tuple[bytes, bytes]] | None]
+#: A stream and an entry id.
+Tag = tuple[str, bytes]
+
 _SOCKET_TIMEOUT_S = 10.0
+_COMMAND_IDS = 500
+# the server's ids begin with its clock, so an id from before 2001 was made up by a producer
+_CLOCK_MS_MIN = 10**12
 _REFUSED = {
     "decode_responses": "payloads stay bytes",
     "protocol": "replies are parsed in one format only",
@@ -118,8 +130,7 @@ class RedisStreams(Source):
         self._claim_idle_s = claim_idle.total_seconds()
         self._start = start
         self._in_flight: InFlight | None = None
-        self._ready = False
-        self._broken = False
+        self._ready = self._was_ready = self._broken = False
         self._claim_at = 0.0
         self._buffer: deque[Delivery] = deque()
         self._held: set[tuple[str, bytes]] = set()  # ours: buffered or handed out
@@ -151,17 +162,15 @@ class RedisStreams(Source):
             )
         self._group = Group(self._client, self._group.name, topics)
         self._in_flight = in_flight
-        self._ready = self._broken = False
+        self._ready = self._was_ready = self._broken = False
         self._buffer.clear()
         self._held.clear()
         try:
-            self._prepare()
-        except exceptions.AuthenticationError as error:
-            raise ConfigurationError(
-                "Redis refused the user or the password: check the URL of RedisStreams."
-            ) from error
-        except exceptions.RedisError as error:
-            self._at_open(error)
+            with self._translated():
+                self._prepare()
+        except BrokerUnavailable as error:
+            # a server that is away at start-up is waited for, as it is later
+            _log.debug("%s cannot be opened yet: %s", self.name, error)
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for the oldest entry of each stream: a group that is made anew begins there."""
@@ -221,7 +230,7 @@ class RedisStreams(Source):
         for stream in self._group.streams:
             for entries in self._group.read_pending(stream):
                 self._keep(stream, entries, redelivered=True)
-        self._ready = True
+        self._ready = self._was_ready = True
 
     def _read_new(self, messages_max: int, wait_s: float) -> None:
         # COUNT applies to each stream; anything beyond what was asked for waits in the buffer, and is tended
@@ -308,31 +317,230 @@ class RedisStreams(Source):
 
     # -- errors -------------------------------------------------------------------------------
 
-    def _at_open(self, error: exceptions.RedisError) -> None:
-        if isinstance(error, exceptions.NoPermissionError):
-            raise ConfigurationError(
-                f"Redis does not permit this user to consume ({error}): allow @stream on the streams."
-            ) from error
-        if code_of(error) == "WRONGTYPE":
-            raise ConfigurationError(
-                f"One of the keys {', '.join(map(repr, self._group.streams))} is not a stream: check the topics."
-            ) from error
-        found = self._failure(error)
-        if not isinstance(found, BrokerUnavailable):
-            raise found from error
-        _log.debug("%s cannot be opened yet: %s", self.name, found)
-
     @contextmanager
     def _translated(self) -> Generator[None]:
-        """Raise Redis errors as BrokerUnavailable, or as BrokerError if waiting does not help."""
+        """Raise Redis errors as BrokerUnavailable if waiting may help.
+
+        What Redis refuses this user, or these keys, is a ConfigurationError at first. Once it worked, somebody may
+        be repairing it.
+        """
         try:
             yield
         except exceptions.RedisError as error:
-            raise self._failure(error) from error
+            if mistake := _mistake(error):
+                self._ready = False
+                kind = BrokerUnavailable if self._was_ready else ConfigurationError
+                raise kind(f"{self.name} cannot be read ({error}): {mistake}.") from error
+            if isinstance(error, _PASSING_ERRORS) or code_of(error) in _PASSING:
+                # a reply may have been lost on its way; what it held is pending under our name
+                self._ready, self._broken = False, True
+                raise BrokerUnavailable(f"Redis is unavailable: {error}") from error
+            raise BrokerError(f"Redis refused a command of {self.name}: {error}") from error
 
-    def _failure(self, error: exceptions.RedisError) -> BrokerError:
-        if isinstance(error, _PASSING_ERRORS) or code_of(error) in _PASSING:
-            # a reply may have been lost on its way; what it held is pending under our name
-            self._ready, self._broken = False, True
-            return BrokerUnavailable(f"Redis is unavailable: {error}")
-        return BrokerError(f"Redis refused a command of {self.name}: {error}")
+
+def _mistake(error: exceptions.RedisError) -> str | None:
+    """Return what to correct, if that is what it takes."""
+    if isinstance(error, exceptions.AuthenticationError):
+        return "check user and password in the URL of RedisStreams"
+    if isinstance(error, exceptions.NoPermissionError):
+        return "allow this user @stream on the streams"
+    if code_of(error) == "WRONGTYPE":
+        return "one of the keys is not a stream, check the topics"
+    return None
+
+
+class Group:
+    """One consumer, with a new name each time. Commands raise redis-py's RedisError unchanged."""
+
+    def __init__(self, client: Any, name: str, streams: Sequence[str]) -> None:
+        self.name = name
+        self.streams = tuple(streams)
+        self._client = client
+        for command in ("XREADGROUP", "XAUTOCLAIM", "XCLAIM"):
+            # redis-py would fold repeated fields into a dict, and supports JUSTID only in its own method
+            client.set_response_callback(command, _as_it_came)
+        # two processes with the same name would read each other's pending entries
+        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def create(self, stream: str, start: str) -> None:
+        """Create the stream and the group if missing; `start` applies to a group created here."""
+        try:
+            self._client.xgroup_create(stream, self.name, id=start, mkstream=True)
+        except exceptions.ResponseError as error:
+            if code_of(error) != "BUSYGROUP":
+                raise
+
+    def read_pending(self, stream: str) -> Iterator[list[Entry]]:
+        """Yield what is pending under our own name, in parts."""
+        after: bytes | str = "0"
+        while True:
+            reply = self._client.execute_command(
+                "XREADGROUP", "GROUP", self.name, self._consumer, "COUNT", _COMMAND_IDS,
+                "STREAMS", stream, after,
+            )  # fmt: skip
+            entries = [entry for _, found in entries_of(reply) for entry in found]
+            if not entries:
+                return
+            yield entries
+            after = entries[-1][0]
+
+    def read_new(self, count: int, block_ms: int) -> Iterator[tuple[str, list[Entry]]]:
+        """Read entries nobody has read yet, up to `count` per stream; waits if `block_ms` is not 0."""
+        block = ("BLOCK", block_ms) if block_ms > 0 else ()
+        reply = self._client.execute_command(
+            "XREADGROUP", "GROUP", self.name, self._consumer, "COUNT", count, *block,
+            "STREAMS", *self.streams, *[">"] * len(self.streams),
+        )  # fmt: skip
+        return entries_of(reply)
+
+    def claim(
+        self, stream: str, cursor: bytes, idle_ms: int, count: int
+    ) -> tuple[bytes, Iterator[Entry], Sequence[bytes]]:
+        """Take over entries that have been idle for this long.
+
+        Returns: the next cursor ("0-0" at the end), the entries that are ours now, and the ids of
+            trimmed or deleted entries, which Redis has already removed from the group.
+        """
+        following, found, *deleted = self._client.execute_command(
+            "XAUTOCLAIM", stream, self.name, self._consumer, idle_ms, cursor, "COUNT", count
+        )
+        return (
+            following,
+            (entry_of(entry) for entry in found if entry),
+            deleted[0] if deleted else (),
+        )
+
+    def acknowledge(self, tags: Sequence[Tag]) -> None:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for stream, entry_ids in _by_stream(tags):
+                pipeline.xack(stream, self.name, *entry_ids)
+            _run(pipeline)
+
+    def touch(self, tags: Sequence[Tag], idle_ms: int) -> None:
+        """Set the idle time of entries, without delivering them or counting a delivery."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for stream, entry_ids in _by_stream(tags):
+                # entries that were acknowledged meanwhile are skipped
+                pipeline.execute_command(
+                    "XCLAIM", stream, self.name, self._consumer, 0, *entry_ids,
+                    "IDLE", idle_ms, "JUSTID",
+                )  # fmt: skip
+            _run(pipeline)
+
+    def leave(self) -> None:
+        for stream in self.streams:
+            try:
+                # DELCONSUMER forgets pending entries, so there must be none
+                if not self._client.xpending_range(
+                    stream, self.name, "-", "+", 1, consumername=self._consumer
+                ):
+                    self._client.xgroup_delconsumer(stream, self.name, self._consumer)
+            except exceptions.RedisError as error:
+                if code_of(error) != "NOGROUP":
+                    raise
+
+
+def facts_of(client: Any, stream: str, claim_idle_s: float) -> Facts:
+    """What can be read again of a stream; one that is not there is created when it is read."""
+    replay_s: float | None = None
+    said = {"redelivery_s": f"claim_idle={claim_idle_s:g} s"}
+    unknown: tuple[str, ...] = ()
+    if entries := client.xrange(stream, count=1):
+        seconds, microseconds = client.time()
+        entry_id = entries[0][0].decode()
+        stored_ms = int(entry_id.partition("-")[0])
+        if stored_ms >= _CLOCK_MS_MIN:
+            replay_s = max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)
+            said["replay_s"] = f"XLEN {client.xlen(stream)}, oldest entry {entry_id}"
+        else:
+            unknown = (f"its ids are made up by the producer ({entry_id}), and tell no age.",)
+    return Facts(
+        topic=stream, replay_s=replay_s, redelivery_s=claim_idle_s, said=said, unknown=unknown
+    )
+
+
+def code_of(error: Exception) -> str:
+    """Return the error code that every Redis error reply begins with."""
+    return getattr(error, "status_code", None) or str(error).partition(" ")[0]
+
+
+def _as_it_came(reply: object, **_: object) -> object:
+    return reply
+
+
+def _run(pipeline: Any) -> None:
+    for answer in pipeline.execute(raise_on_error=False):
+        # without the group there is nothing to acknowledge or to keep
+        if isinstance(answer, exceptions.RedisError) and code_of(answer) != "NOGROUP":
+            raise answer
+
+
+def _by_stream(tags: Sequence[Tag]) -> Iterator[tuple[str, list[bytes]]]:
+    grouped: dict[str, list[bytes]] = {}
+    for stream, entry_id in tags:
+        grouped.setdefault(stream, []).append(entry_id)
+    for stream, entry_ids in grouped.items():
+        for at in range(0, len(entry_ids), _COMMAND_IDS):
+            yield stream, entry_ids[at : at + _COMMAND_IDS]
+
+
+def entries_of(reply: Any) -> Iterator[tuple[str, list[Entry]]]:
+    """Parse the reply to XREADGROUP: each stream with its entries."""
+    for stream, entries in reply or ():
+        yield stream.decode(), [entry_of(entry) for entry in entries]
+
+
+def entry_of(reply: Any) -> Entry:
+    entry_id, flat = reply
+    return entry_id, list(zip(flat[::2], flat[1::2], strict=True)) if flat else None
+
+
+def delivery_of(
+    fields: list[tuple[bytes, bytes]],
+    tag: Tag,
+    payload_field: bytes,
+    weak_scope: str,
+    *,
+    redelivered: bool,
+) -> Delivery:
+    """Turn an entry into a message, or say why it is not one.
+
+    Args:
+        tag: stream and entry id.
+        weak_scope: the prefix of the weak id.
+    """
+    stream, entry_id = tag[0], tag[1].decode()
+    content_type = None
+    at = next((at for at, (name, _) in enumerate(fields) if name == payload_field), None)
+    if at is not None:
+        payload = fields[at][1]
+        fields = fields[:at] + fields[at + 1 :]
+    else:
+        content_type = "application/json"
+        try:
+            texts = {name.decode(): value.decode() for name, value in fields}
+        except UnicodeDecodeError:
+            texts = {}
+        if len(texts) != len(fields):
+            return Delivery(
+                None, stream, tag, redelivered=redelivered,
+                raw=b"\n".join(name + b"=" + value for name, value in fields),
+                problem=f"Entry {entry_id} has no field {payload_field.decode()!r}, and its fields do not form "
+                "a JSON object: one is repeated or not UTF-8. Set payload= of RedisStreams.",
+            )  # fmt: skip
+        payload = json.dumps(texts, ensure_ascii=False).encode()
+    origin: dict[str, Any] = {"stream": stream, "entry_id": entry_id}
+    stored_ms = int(entry_id.partition("-")[0])
+    by_clock = stored_ms >= _CLOCK_MS_MIN
+    if by_clock:
+        origin["weak_id"] = f"{weak_scope}:{stream}:{entry_id}"
+    return REDIS.delivery(
+        stream,
+        payload,
+        [(name.decode(errors="backslashreplace"), value) for name, value in fields],
+        tag=tag,
+        redelivered=redelivered,
+        origin=origin,
+        content_type=content_type,
+        stored_at=clock(stored_ms / 1000) if by_clock else None,
+    )

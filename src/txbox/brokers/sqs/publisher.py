@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from txbox.brokers.base import Batch, parts
 from txbox.brokers.envelope import SQS
-from txbox.brokers.sqs.body import checked_queue, entry_of, size_of
-from txbox.brokers.sqs.client import DENIED, GONE, WORKERS, CallError, called, new_client
+from txbox.brokers.sqs.client import (
+    DENIED,
+    GONE,
+    WORKERS,
+    CallError,
+    called,
+    checked_queue,
+    entry_of,
+    new_client,
+    size_of,
+)
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.message import Message
 
@@ -63,7 +71,7 @@ class SQSPublisher:
     def publish(
         self, messages: Sequence[Message[Any]], within_s: float
     ) -> Sequence[BrokerError | None]:
-        batch = _Batch(SQS.name, messages, within_s)
+        batch = Batch(SQS.name, messages, within_s)
         self._connect(within_s)
         topics = list(dict.fromkeys(message.topic for message in messages))
         in_time = _side_by_side([partial(self._find, batch, topic) for topic in topics], batch)
@@ -78,12 +86,9 @@ class SQSPublisher:
             else:
                 jobs += [partial(self._send, batch, queue, part) for part in in_parts]
         in_time = _side_by_side(jobs, batch) and in_time
-        if batch.away is not None and not batch.heard:
-            raise batch.away
-        if not in_time and not batch.heard:
-            raise BrokerUnavailable(f"SQS did not answer within {within_s:g} s.")
-        # an abandoned thread may still write into the original list
-        return list(batch.answers)
+        if not in_time and batch.away is None:
+            batch.away = BrokerUnavailable(f"SQS did not answer within {within_s:g} s.")
+        return batch.outcome()
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -97,7 +102,7 @@ class SQSPublisher:
         if self._client is None:
             self._client = self._given or new_client(self._options, within_s)
 
-    def _find(self, batch: _Batch, topic: str) -> None:
+    def _find(self, batch: Batch, topic: str) -> None:
         if topic in self._queues:
             return
         at = [index for index, message in enumerate(batch.messages) if message.topic == topic]
@@ -108,7 +113,7 @@ class SQSPublisher:
                 url = called(lambda: self._client.get_queue_url(QueueName=topic))["QueueUrl"]
             bytes_max = self._bytes_max(url)
         except CallError as error:
-            batch.fail(at, error, topic)
+            _fail(batch, at, error, topic)
         except MessageRefused as refusal:
             for index in at:
                 batch.answers[index] = refusal
@@ -132,7 +137,7 @@ class SQSPublisher:
     # -- sending ------------------------------------------------------------------------------
 
     def _send_in_order(
-        self, batch: _Batch, queue: _Queue, in_parts: Sequence[Sequence[_Entry]]
+        self, batch: Batch, queue: _Queue, in_parts: Sequence[Sequence[_Entry]]
     ) -> None:
         behind: set[str] = set()
         for part in in_parts:
@@ -145,7 +150,7 @@ class SQSPublisher:
                 if batch.answers[at] is not None and not isinstance(batch.answers[at], MessageRefused)
             }  # fmt: skip
 
-    def _send(self, batch: _Batch, queue: _Queue, part: Sequence[_Entry]) -> None:
+    def _send(self, batch: Batch, queue: _Queue, part: Sequence[_Entry]) -> None:
         if batch.left_s() <= 0:
             return
         entries = [{"Id": str(number), **entry} for number, (_, entry) in enumerate(part)]
@@ -162,35 +167,24 @@ class SQSPublisher:
             if error.code in GONE:
                 # the next call looks it up again
                 self._queues.pop(queue.topic, None)
-            batch.fail([at for at, _ in part], error, queue.topic)
+            _fail(batch, [at for at, _ in part], error, queue.topic)
             return
         for sent in answer.get("Successful", []):
             batch.answer(part[int(sent["Id"])][0], None)
         for failed in answer.get("Failed", []):
             why = CallError(str(failed.get("Code", "")), sender=bool(failed.get("SenderFault")))
-            batch.fail([part[int(failed["Id"])][0]], why, queue.topic)
+            _fail(batch, [part[int(failed["Id"])][0]], why, queue.topic)
 
 
-class _Batch(Batch):
-    """The messages of one call and the answers so far. Written by several threads."""
-
-    def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
-        super().__init__(broker, messages, within_s)
-        self._until = time.monotonic() + within_s
-        self.away: BrokerUnavailable | None = None
-
-    def left_s(self) -> float:
-        return max(0.0, self._until - time.monotonic())
-
-    def fail(self, at: Sequence[int], error: CallError, topic: str) -> None:
-        for index in at:
-            if error.away:
-                self.away = BrokerUnavailable(
-                    f"SQS cannot be reached for queue {topic!r} ({error.code})."
-                )
-                self.answers[index] = self.away
-            else:
-                self.answer(index, _error_of(error, topic))
+def _fail(batch: Batch, at: Iterable[int], error: CallError, topic: str) -> None:
+    for index in at:
+        if error.away:
+            batch.away = BrokerUnavailable(
+                f"SQS cannot be reached for queue {topic!r} ({error.code})."
+            )
+            batch.answers[index] = batch.away
+        else:
+            batch.answer(index, _error_of(error, topic))
 
 
 def _error_of(error: CallError, topic: str) -> BrokerError:
@@ -208,7 +202,7 @@ def _error_of(error: CallError, topic: str) -> BrokerError:
     return BrokerError(f"SQS did not accept the message for queue {topic!r} ({error.code}).")
 
 
-def _side_by_side(jobs: Sequence[Callable[[], None]], batch: _Batch) -> bool:
+def _side_by_side(jobs: Sequence[Callable[[], None]], batch: Batch) -> bool:
     """Run jobs in a few threads until the batch's time is up; returns whether all have finished.
 
     Threads that hang are abandoned; they do not keep the process alive.

@@ -16,7 +16,6 @@ from typing import Any
 
 from txbox.brokers import envelope
 from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source
-from txbox.brokers.sqs.body import read
 from txbox.brokers.sqs.client import (
     DENIED,
     GONE,
@@ -24,7 +23,9 @@ from txbox.brokers.sqs.client import (
     NO_CREDENTIALS,
     CallError,
     called,
+    looked_up,
     new_client,
+    read,
 )
 from txbox.brokers.sqs.publisher import SQSPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
@@ -42,6 +43,11 @@ _SHOWN = {
     "SequenceNumber": "sequence_number",
     "ApproximateReceiveCount": "receive_count",
     "MessageDeduplicationId": "deduplication_id",
+}
+_MISTAKES = {
+    **dict.fromkeys(NO_CREDENTIALS, "set the AWS variables, or pass profile_name="),
+    **dict.fromkeys(DENIED | GONE, "check its name, the region and the permissions"),
+    MALFORMED: "check its name or URL",
 }
 _RECEIPT_GONE = frozenset({
     "ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight",
@@ -221,13 +227,7 @@ class SQS(Source):
 
     def _facts(self, client: Any, topic: str, queue: str) -> Facts:
         try:
-            url = (
-                queue
-                if "/" in queue
-                else called(partial(client.get_queue_url, QueueName=queue))["QueueUrl"]
-            )
-            asked = partial(client.get_queue_attributes, QueueUrl=url, AttributeNames=["All"])
-            known = called(asked)["Attributes"]
+            _, known = looked_up(client, queue)
         except CallError as error:
             if error.code in GONE:
                 return Facts(topic=topic, found=False)
@@ -235,18 +235,20 @@ class SQS(Source):
                 f"SQS does not describe queue {queue!r} ({error.code})."
             ) from error
         kept = known.get("MessageRetentionPeriod")
+        kept_s = None if kept is None else float(kept)
         visible_s = self._visible_s or int(known["VisibilityTimeout"])
         most = json.loads(known.get("RedrivePolicy", "{}")).get("maxReceiveCount")
+        said = f"MessageRetentionPeriod={kept}"
         return Facts(
             topic=topic,
             # what could not be deleted comes again for as long
-            replay_s=None if kept is None else float(kept),
-            kept_s=None if kept is None else float(kept),
+            replay_s=kept_s,
+            kept_s=kept_s,
             redelivery_s=float(visible_s),
             deliveries_max=None if most is None else int(most),
             said={
-                "replay_s": f"MessageRetentionPeriod={kept}",
-                "kept_s": f"MessageRetentionPeriod={kept}",
+                "replay_s": said,
+                "kept_s": said,
                 "redelivery_s": "visibility="
                 if self._visible_s
                 else f"VisibilityTimeout={visible_s}",
@@ -268,13 +270,8 @@ class SQS(Source):
             ConfigurationError: it does not exist, or cannot be used this way.
             BrokerUnavailable.
         """
-        url, client = queue, self._client
-        if "/" not in queue:
-            url = _called(partial(client.get_queue_url, QueueName=queue), queue, found=False)[
-                "QueueUrl"
-            ]
-        asked = partial(client.get_queue_attributes, QueueUrl=url, AttributeNames=["All"])
-        known = _called(asked, queue, found=False)["Attributes"]
+        client = self._client
+        url, known = _called(partial(looked_up, client, queue), queue, found=False)
         if self._deduplication_ids and known.get("ContentBasedDeduplication") == "true":
             raise ConfigurationError(
                 f"Queue {queue!r} hashes the content for its deduplication id, so two equal messages would count as "
@@ -419,7 +416,7 @@ class Queue:
 
     def _call(self, name: str, **arguments: Any) -> Any:
         call = partial(getattr(self.client, name), QueueUrl=self.url, **arguments)
-        return _called(call, self.topic)
+        return _called(partial(called, call), self.topic)
 
 
 @dataclass(slots=True, eq=False)
@@ -455,29 +452,22 @@ def in_batches(receipts: Iterable[Receipt]) -> Iterator[tuple[Queue, Sequence[Re
 
 
 def _called(call: Callable[[], Any], queue: str, *, found: bool = True) -> Any:
-    """Call SQS; its answer decides whether waiting helps.
+    """Call SQS, and decide whether waiting helps if it refuses.
 
     Args:
-        found: the queue existed before, so whoever recreates it or starts its server brings it back.
+        found: the queue could be used before, so whoever changed it, or its permissions, may be at work.
 
     Raises:
         ConfigurationError: waiting does not help.
         BrokerUnavailable: waiting may help.
     """
     try:
-        return called(call)
+        return call()
     except CallError as error:
-        if error.code in NO_CREDENTIALS:
+        mistake = _MISTAKES.get(error.code)
+        if mistake is not None and (not found or error.code == MALFORMED):
             raise ConfigurationError(
-                f"No credentials for queue {queue!r}: set the AWS variables, or pass profile_name=."
-            ) from error
-        if error.code == MALFORMED:
-            raise ConfigurationError(
-                f"{queue!r} is not a valid queue name or URL: check it."
-            ) from error
-        if error.code in DENIED or (error.code in GONE and not found):
-            raise ConfigurationError(
-                f"Queue {queue!r} cannot be used ({error.code}): check its name, the region and the permissions."
+                f"Queue {queue!r} cannot be used ({error.code}): {mistake}."
             ) from error
         what = "SQS cannot be reached" if error.away else "SQS refused a call"
         raise BrokerUnavailable(f"{what} for queue {queue!r} ({error.code}).") from error
