@@ -24,7 +24,8 @@ from txbox.brokers import envelope
 from txbox.brokers.base import Delivery
 from txbox.brokers.envelope import Transport, as_binary, as_structured
 from txbox.brokers.file import File
-from txbox.brokers.kafka import partitions as kafka
+from txbox.brokers.kafka.partitions import Partition, Record
+from txbox.brokers.kafka.source import delivery_of
 from txbox.brokers.nats import source as nats
 from txbox.brokers.nats.client import RawHeaders
 from txbox.brokers.rabbitmq import source as rabbitmq
@@ -64,9 +65,7 @@ def on_kafka(attributes: Attributes, payload: bytes, content_type: str | None) -
         key=lambda: None,
         timestamp=lambda: (TIMESTAMP_CREATE_TIME, STORED_MS),
     )
-    return kafka.delivery_of(
-        raw, kafka.Partition("orders", 0), kafka.Record(7, None, False), "kafka:shop"
-    )
+    return delivery_of(raw, Record(Partition("orders", 0), 7, None, False), "kafka:shop")
 
 
 def on_rabbitmq(

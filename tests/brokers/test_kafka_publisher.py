@@ -159,6 +159,22 @@ def test_what_there_was_no_time_to_send_alone_is_tried_again() -> None:
     assert [type(answer) for answer in batch.answers] == [BrokerError, BrokerError]
 
 
+def test_a_queue_that_stays_full_is_not_waited_for_beyond_the_time() -> None:
+    """Each of a thousand messages would wait a little, for a minute in all."""
+    polled: list[float] = []
+
+    class Full:
+        def produce(self, **_: Any) -> None:
+            raise BufferError
+
+        def poll(self, timeout: float) -> None:
+            polled.append(timeout)
+
+    full: Any = Full()
+    Kafka("localhost:1").publisher()._send(full, {"topic": "orders"}, 0.0, print)
+    assert polled == []
+
+
 def test_to_consume_it_needs_a_group() -> None:
     nothing: Any = None
     with pytest.raises(ConfigurationError, match="group"):

@@ -124,8 +124,8 @@ class File(Source):
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
-            cursor, span = delivery.tag
-            cursor.settle(span)
+            cursor, line = delivery.tag
+            cursor.settle(line)
         self._dirty = True
         if self._leased():
             self._save()
@@ -191,8 +191,8 @@ class File(Source):
                 line = cursor.next_line(final=not self._follow or self._stdin)
                 if line is None:
                     break
-                size += len(line.content)
-                found.append(self._delivery(cursor, line))
+                size += len(line[1])
+                found.append(self._delivery(cursor, *line))
             else:
                 return found
             self._at_end(cursor)
@@ -270,17 +270,17 @@ class File(Source):
             del self._cursors[cursor.path.name]
             self._dirty = True
 
-    def _delivery(self, cursor: Cursor, line: Line) -> Delivery:
-        tag = (cursor, line.span)
+    def _delivery(self, cursor: Cursor, line: Line, content: bytes) -> Delivery:
+        tag = (cursor, line)
         where = "-" if cursor.path is None else cursor.path.name
         if line.too_long:
             return Delivery(
-                None, cursor.topic, tag, raw=line.content[:RAW_KEPT_BYTES],
+                None, cursor.topic, tag, raw=content[:RAW_KEPT_BYTES],
                 problem=f"The line at byte {line.start} of {where} is longer than {self._line_bytes} bytes "
                 "(line_bytes of File): only its beginning is kept.",
             )  # fmt: skip
         delivery = FILE.delivery(
-            cursor.topic, line.content, (), tag=tag, content_type=EVENT,
+            cursor.topic, content, (), tag=tag, content_type=EVENT,
             origin={"file": where, "offset": line.start},
         )  # fmt: skip
         if delivery.problem is not None:
@@ -289,21 +289,13 @@ class File(Source):
 
 
 @dataclass(slots=True, eq=False)
-class Span:
-    """One delivered line: the byte offset where it ends, and whether it is settled."""
-
-    end: int
-    settled: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class Line:
-    """A line that was read; of an overlong one, at least the beginning."""
+    """One delivered line: the byte offsets where it begins and ends, and whether it is settled."""
 
-    start: int  # the offset of its first byte
-    content: bytes
-    span: Span
-    too_long: bool = False
+    start: int
+    end: int
+    too_long: bool
+    settled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -320,13 +312,16 @@ class Cursor:
     buffer: bytearray = field(default_factory=bytearray)
     scanned: int = 0  # so many bytes of buffer contain no newline
     cut: tuple[int, bytes] | None = None  # an overlong line: its offset and beginning
-    waiting: deque[Span] = field(default_factory=deque[Span])
+    waiting: deque[Line] = field(default_factory=deque[Line])
     head: str = ""  # of the settled part, when the file was closed
     ended: bool = False  # the last read hit the end
     last: bool = False  # the file was replaced, so its end also ends a line
 
-    def next_line(self, *, final: bool) -> Line | None:
-        """Return the next non-blank line, or None at the end; with `final`, the end also ends a line."""
+    def next_line(self, *, final: bool) -> tuple[Line, bytes] | None:
+        """Return the next non-blank line and its content (of an overlong one, at least the beginning).
+
+        None at the end; with `final`, the end also ends a line.
+        """
         while True:
             newline = self.buffer.find(b"\n", self.scanned)
             if newline >= 0:
@@ -356,7 +351,7 @@ class Cursor:
         self.ended = not chunk
         return bool(chunk)
 
-    def _take(self, length: int) -> Line | None:
+    def _take(self, length: int) -> tuple[Line, bytes] | None:
         start, content = self.start, bytes(self.buffer[:length])
         del self.buffer[:length]
         self.scanned = 0
@@ -372,12 +367,12 @@ class Cursor:
             else:
                 self.front = self.start
             return None
-        span = Span(self.start)
-        self.waiting.append(span)
-        return Line(start, content, span, too_long)
+        line = Line(start, self.start, too_long)
+        self.waiting.append(line)
+        return line, content
 
-    def settle(self, span: Span) -> None:
-        span.settled = True
+    def settle(self, line: Line) -> None:
+        line.settled = True
         while self.waiting and self.waiting[0].settled:
             self.front = self.waiting.popleft().end
 

@@ -5,33 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import confluent_kafka as client
-from confluent_kafka import KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import KafkaException, TopicPartition
 
-from txbox.brokers.base import Anchor, Anchors, Delivery
-from txbox.brokers.envelope import KAFKA, clock
-from txbox.brokers.kafka.librdkafka import REFUSALS, ClientLog, admin_options, text_of
-from txbox.errors import BrokerUnavailable, ConfigurationError, UnusableMessage
-from txbox.identity import message_id
-from txbox.message import Headers
+from txbox.brokers.base import Anchor, Anchors
+from txbox.brokers.kafka.client import ASK_S, TopicIds, text_of
+from txbox.errors import BrokerUnavailable, ConfigurationError
 
 _log = logging.getLogger("txbox")
 
 _CHECK_S = 5.0
-_ASK_S = 5.0
 _MARK = "txbox anchored"
-_DESCRIBE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class Record:
     """One delivered record. `first`: another member may have had it before us."""
 
+    partition: Partition
     offset: int
     epoch: int | None
     first: bool
@@ -72,7 +66,7 @@ class Partition:
         )  # fmt: skip
 
     def deliver(self, offset: int, epoch: int | None, window: int) -> Record:
-        record = Record(offset, epoch, self.delivered < window)
+        record = Record(self, offset, epoch, self.delivered < window)
         self.delivered += 1
         self.last = offset
         if self.floor is None:
@@ -106,24 +100,6 @@ class Partition:
         self.asked = self.front
         epoch = {} if self.front.epoch is None else {"leader_epoch": self.front.epoch}
         return TopicPartition(self.topic, self.number, self.front.offset + 1, mark, **epoch)
-
-
-def delivery_of(raw: client.Message, partition: Partition, record: Record, source: str) -> Delivery:
-    topic, value, tag = partition.topic, raw.value(), (partition, record)
-    try:
-        headers = Headers(raw.headers() or ())
-    except (UnicodeDecodeError, SystemError) as error:
-        return Delivery(
-            None, topic, tag, raw=value or b"", redelivered=record.first,
-            problem=f"Partition {partition.number}, offset {record.offset}: a header name is "
-            f"not UTF-8 ({type(error).__name__}).",
-        )  # fmt: skip
-    kind, stored_ms = raw.timestamp()
-    return KAFKA.delivery(
-        topic, value, headers, tag=tag, redelivered=record.first, key=raw.key(),
-        stored_at=None if kind == client.TIMESTAMP_NOT_AVAILABLE else clock(stored_ms / 1000),
-        origin={"source": source, "partition": partition.number, "offset": record.offset},
-    )  # fmt: skip
 
 
 class Assignment(dict[tuple[str, int], Partition]):
@@ -297,7 +273,7 @@ def _committed(
 ) -> Sequence[TopicPartition]:
     asked = [TopicPartition(partition.topic, partition.number) for partition in partitions]
     try:
-        told = consumer.committed(asked, timeout=_ASK_S)
+        told = consumer.committed(asked, timeout=ASK_S)
     except KafkaException as error:
         raise BrokerUnavailable(
             f"Kafka does not return the committed offsets ({text_of(error)})."
@@ -312,54 +288,3 @@ def _committed(
                 f"Kafka does not return the committed offsets ({answer.error.str()})."
             )
     return answers
-
-
-class TopicIds:
-    """The UUIDs of topics; asks for each once."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = admin_options(config)
-        self._known: dict[str, str | None] = {}
-
-    def forget(self, topic: str) -> None:
-        self._known.pop(topic, None)
-
-    def uuid(self, topic: str) -> str | None:
-        """Return the topic's UUID; None if the broker is too old to have them, or does not reveal it.
-
-        Raises:
-            BrokerUnavailable: no broker answers.
-        """
-        if topic not in self._known:
-            try:
-                admin = AdminClient(self._config, logger=ClientLog())
-                asked: dict[str, Any] = admin.describe_topics(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                    TopicCollection([topic]), request_timeout=_DESCRIBE_S
-                )
-                uuid = str(asked[topic].result(_DESCRIBE_S + 1).topic_id)
-            except (KafkaException, TimeoutError) as error:
-                if isinstance(error, KafkaException) and error.args[0].code() in REFUSALS:
-                    _log.warning("Kafka does not reveal the UUID of %s: %s", topic, text_of(error))
-                    uuid = ""
-                else:
-                    raise BrokerUnavailable(
-                        f"Kafka does not describe the topic {topic} ({text_of(error)})."
-                    ) from error
-            # brokers older than topic ids answer with zeros
-            self._known[topic] = uuid if uuid.strip("A=") else None
-        return self._known[topic]
-
-    def identify(self, delivery: Delivery, partition: int, offset: int) -> None:
-        """Add a weak id to a message without any other id; only then, because it takes a request."""
-        message = delivery.message
-        if message is None or message.headers.get("message-id"):
-            return
-        try:
-            message_id(message)
-        except UnusableMessage:
-            uuid = self.uuid(delivery.topic)
-        else:
-            return
-        if uuid is not None:
-            weak_id = f"{uuid}/{partition}/{offset}"
-            delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})

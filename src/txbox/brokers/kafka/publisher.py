@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import KAFKA, utf8
-from txbox.brokers.kafka.librdkafka import ALL_BROKERS_DOWN, ClientLog, producer_options, text_of
+from txbox.brokers.kafka.client import ALL_BROKERS_DOWN, ClientLog, producer_options, text_of
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.message import Message
 
@@ -103,10 +103,10 @@ class KafkaPublisher:
             try:
                 producer.produce(**record, on_delivery=report)
             except BufferError:
-                # the client's queue is full; delivery reports make room
-                producer.poll(_FULL_S)
                 if time.monotonic() > until:
                     return
+                # the client's queue is full; delivery reports make room
+                producer.poll(_FULL_S)
             except KafkaException as error:
                 report(error.args[0], None)
                 return

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,36 +15,32 @@ import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txbox.brokers.base import Anchored, Delivery, Facts, InFlight, Progress, Source
-from txbox.brokers.kafka.facts import facts_of
-from txbox.brokers.kafka.librdkafka import (
+from txbox.brokers.envelope import KAFKA, clock
+from txbox.brokers.kafka.client import (
     ALL_BROKERS_DOWN,
-    AUTHENTICATION,
-    AUTO_OFFSET_RESET,
     FATAL,
     MAX_POLL_EXCEEDED,
     MOVED_ON,
     PARTITION_EOF,
     REFUSALS,
     ClientLog,
+    TopicIds,
     checked_options,
     consumer_options,
+    settings_of,
     text_of,
 )
-from txbox.brokers.kafka.partitions import (
-    Anchoring,
-    Assignment,
-    Partition,
-    Record,
-    TopicIds,
-    delivery_of,
-)
+from txbox.brokers.kafka.partitions import Anchoring, Assignment, Partition, Record
 from txbox.brokers.kafka.publisher import KafkaPublisher
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
     ConfigurationError,
     StoreError,
+    UnusableMessage,
 )
+from txbox.identity import message_id
+from txbox.message import Headers
 
 _log = logging.getLogger("txbox")
 
@@ -115,7 +113,7 @@ class Kafka(Source):
         self._consumer: client.Consumer | None = None
         self._in_flight: InFlight | None = None
         self._partitions = Assignment()
-        self._held: deque[tuple[client.Message, Partition, Record]] = deque()
+        self._held: deque[tuple[client.Message, Record]] = deque()
         self._trouble: KafkaError | None = None
         self._refusal: KafkaError | None = None
         self._away = False
@@ -142,7 +140,7 @@ class Kafka(Source):
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for the retention of topics; it takes the right to DescribeConfigs."""
-        return facts_of(self._config, topics)
+        return [_facts(*told) for told in settings_of(self._config, topics).items()]
 
     # -- the source ---------------------------------------------------------------------------
 
@@ -213,9 +211,7 @@ class Kafka(Source):
         self._partitions.check()
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            partition, record = delivery.tag
-            partition.settle(record)
+        _settle(deliveries)
         self._commit_if_due()
 
     def close(self) -> None:
@@ -249,7 +245,7 @@ class Kafka(Source):
                 # the log was truncated and reading restarted: what is in flight belongs to another past
                 partition = self._partitions.replace(partition)
             record = partition.deliver(offset, raw.leader_epoch(), self._window)
-            self._held.append((raw, partition, record))
+            self._held.append((raw, record))
         elif error.code() == MAX_POLL_EXCEEDED:
             _log.warning("%s: %s; joining the group again.", self.name, error.str())
         elif error.code() != PARTITION_EOF:
@@ -257,15 +253,15 @@ class Kafka(Source):
 
     def _handed_out(self, messages_max: int) -> list[Delivery]:
         found: list[Delivery] = []
-        kept: list[tuple[client.Message, Partition, Record]] = []
+        kept: list[tuple[client.Message, Record]] = []
         try:
             while self._held and len(found) < messages_max:
-                raw, partition, record = self._held[0]
-                if partition.ours and not partition.placed:
+                raw, record = self._held[0]
+                if record.partition.ours and not record.partition.placed:
                     kept.append(self._held[0])
-                elif partition.ours:
-                    delivery = delivery_of(raw, partition, record, self.name)
-                    self._topic_ids.identify(delivery, partition.number, record.offset)
+                elif record.partition.ours:
+                    delivery = delivery_of(raw, record, self.name)
+                    self._add_weak_id(delivery, record)
                     found.append(delivery)
                 self._held.popleft()
         except BrokerUnavailable:
@@ -275,11 +271,23 @@ class Kafka(Source):
             self._held.extendleft(reversed(kept))
         return found
 
+    def _add_weak_id(self, delivery: Delivery, record: Record) -> None:
+        """Give a message without any other id a weak one; only then, because it takes a request."""
+        message = delivery.message
+        if message is None or message.headers.get("message-id"):
+            return
+        try:
+            message_id(message)
+        except UnusableMessage:
+            if (uuid := self._topic_ids.uuid(delivery.topic)) is not None:
+                weak_id = f"{uuid}/{record.partition.number}/{record.offset}"
+                delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})
+
     def _failed(self, error: KafkaError) -> None:
         """Called by the client during poll. Failures of single connections are its own business."""
         if error.code() == ALL_BROKERS_DOWN:
             self._away = True
-        elif error.fatal() or error.code() in (AUTHENTICATION, *REFUSALS):
+        elif error.fatal() or error.code() in REFUSALS:
             self._trouble = error
         if self._on_error is not None:
             self._on_error(error)
@@ -288,8 +296,7 @@ class Kafka(Source):
         error, self._trouble = self._trouble, None
         if error is None:
             return
-        # an error delivered as a message does not say that it is fatal
-        if error.fatal() or error.code() in (AUTO_OFFSET_RESET, FATAL):
+        if error.fatal() or error.code() in FATAL:
             raise BrokerError(f"Kafka ended the membership of group {self._group}: {error.str()}.")
         raise BrokerUnavailable(f"Kafka reports: {error.str()}. It will be tried again.")
 
@@ -418,12 +425,11 @@ class Kafka(Source):
         leaving = self._partitions.known(partitions)
         gone = {id(partition) for partition in leaving}
         if self._in_flight is not None and not self._closing:
-            done = self._in_flight.settled(
-                lambda delivery: id(delivery.tag[0]) in gone, self._revoke_wait_s
+            _settle(
+                self._in_flight.settled(
+                    lambda delivery: id(delivery.tag.partition) in gone, self._revoke_wait_s
+                )
             )
-            for delivery in done:
-                partition, record = delivery.tag
-                partition.settle(record)
         try:
             if not self._away:
                 self._commit(consumer, leaving, wait=True)
@@ -434,3 +440,52 @@ class Kafka(Source):
 
     def _lost(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
         self._partitions.forget(self._partitions.known(partitions))
+
+
+def _settle(deliveries: Iterable[Delivery]) -> None:
+    for delivery in deliveries:
+        delivery.tag.partition.settle(delivery.tag)
+
+
+def delivery_of(raw: client.Message, record: Record, source: str) -> Delivery:
+    partition, value = record.partition, raw.value()
+    try:
+        headers = Headers(raw.headers() or ())
+    except (UnicodeDecodeError, SystemError) as error:
+        return Delivery(
+            None, partition.topic, record, raw=value or b"", redelivered=record.first,
+            problem=f"Partition {partition.number}, offset {record.offset}: a header name is "
+            f"not UTF-8 ({type(error).__name__}).",
+        )  # fmt: skip
+    kind, stored_ms = raw.timestamp()
+    return KAFKA.delivery(
+        partition.topic, value, headers, tag=record, redelivered=record.first, key=raw.key(),
+        stored_at=None if kind == client.TIMESTAMP_NOT_AVAILABLE else clock(stored_ms / 1000),
+        origin={"source": source, "partition": partition.number, "offset": record.offset},
+    )  # fmt: skip
+
+
+def _facts(topic: str, settings: dict[str, str] | KafkaError | None) -> Facts:
+    if settings is None:
+        return Facts(topic=topic, found=False)
+    if isinstance(settings, KafkaError):
+        return Facts(
+            topic=topic,
+            unknown=(f"this user may not see it ({settings.str()}): allow DescribeConfigs.",),
+        )
+    kept_ms, segment_ms = float(settings["retention.ms"]), float(settings["segment.ms"])
+    compacted = "compact" in settings["cleanup.policy"]
+    bounded = kept_ms >= 0 and "delete" in settings["cleanup.policy"]
+    said = f"retention.ms={kept_ms:.0f}, segment.ms={segment_ms:.0f}"
+    return Facts(
+        topic=topic,
+        # a segment goes as a whole, when its last record is old enough
+        replay_s=(kept_ms + segment_ms) / 1000 if bounded else math.inf,
+        kept_s=kept_ms / 1000 if bounded else None,
+        said={
+            "replay_s": f"cleanup.policy={settings['cleanup.policy']}, {said}"
+            if compacted
+            else said,
+            "kept_s": f"retention.ms={kept_ms:.0f}",
+        },
+    )

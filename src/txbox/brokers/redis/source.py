@@ -125,7 +125,11 @@ class RedisStreams(Source):
         self._block_max_s = math.inf if timeout_s is None else timeout_s / 2
         database = self._client.connection_pool.connection_kwargs.get("db") or 0
         self._weak_scope = f"redis:{incarnation}:{database}"
-        self._group = Group(self._client, group or "", ())
+        for command in ("XREADGROUP", "XAUTOCLAIM", "XCLAIM"):
+            # redis-py would fold repeated fields into a dict, and supports JUSTID only in its own method
+            self._client.set_response_callback(command, _as_it_came)
+        self._group, self._streams = group or "", tuple[str, ...]()
+        self._consumer = ""
         self._payload = payload.encode()
         self._claim_idle_s = claim_idle.total_seconds()
         self._start = start
@@ -139,7 +143,7 @@ class RedisStreams(Source):
 
     @property
     def name(self) -> str:
-        return f"redis:{self._group.name}" if self._group.name else self.publisher().name
+        return f"redis:{self._group}" if self._group else self.publisher().name
 
     def publisher(self) -> RedisPublisher:
         return self._published()
@@ -154,13 +158,15 @@ class RedisStreams(Source):
         return self._claim_idle_s
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        if not self._group.name:
+        if not self._group:
             raise ConfigurationError("RedisStreams needs the name of a consumer group: group=.")
         if "*" in topics or not topics:
             raise ConfigurationError(
                 "RedisStreams reads streams by name: list them in app.consume(source, topics=[…])."
             )
-        self._group = Group(self._client, self._group.name, topics)
+        self._streams = tuple(topics)
+        # two processes with the same name would read each other's pending entries
+        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._in_flight = in_flight
         self._ready = self._was_ready = self._broken = False
         self._buffer.clear()
@@ -176,7 +182,7 @@ class RedisStreams(Source):
         """Ask for the oldest entry of each stream: a group that is made anew begins there."""
         client = self._new_client()
         try:
-            return [facts_of(client, topic, self._claim_idle_s) for topic in topics if topic != "*"]
+            return [_facts(client, topic, self._claim_idle_s) for topic in topics if topic != "*"]
         except exceptions.RedisError as error:
             raise BrokerUnavailable(f"Redis does not tell of its streams: {error}") from error
         finally:
@@ -196,14 +202,14 @@ class RedisStreams(Source):
         """Reset the idle time of what is in flight, without delivering it or counting a delivery."""
         tags = [delivery.tag for delivery in (*deliveries, *self._buffer)]
         with self._translated():
-            self._group.touch(tags, idle_ms=0)
+            self._touch(tags, idle_ms=0)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         # if this fails, they are claimed again later, as duplicates
         tags = [delivery.tag for delivery in deliveries]
         self._held.difference_update(tags)
         with self._translated():
-            self._group.acknowledge(tags)
+            self._acknowledge(tags)
 
     def close(self) -> None:
         """Leave the group, and let other consumers take over at once what was not settled."""
@@ -211,10 +217,10 @@ class RedisStreams(Source):
             with self._translated():
                 if self._ready:
                     idle_ms = math.ceil(self._claim_idle_s * 1000)
-                    self._group.touch(list(self._held), idle_ms=idle_ms)
+                    self._touch(list(self._held), idle_ms=idle_ms)
                     # after a broken connection, an unseen read could still assign entries to our name
                     if not self._broken:
-                        self._group.leave()
+                        self._leave()
         finally:
             self._buffer.clear()
             self._held.clear()
@@ -225,34 +231,56 @@ class RedisStreams(Source):
 
     def _prepare(self) -> None:
         """Make sure the groups exist, then take what is pending under our own name."""
-        for stream in self._group.streams:
-            self._group.create(stream, self._start)
-        for stream in self._group.streams:
-            for entries in self._group.read_pending(stream):
+        self._create(self._start)
+        for stream in self._streams:
+            after: bytes | str = "0"
+            while entries := [
+                entry
+                for _, found in self._read_group("COUNT", _COMMAND_IDS, "STREAMS", stream, after)
+                for entry in found
+            ]:
                 self._keep(stream, entries, redelivered=True)
+                after = entries[-1][0]
         self._ready = self._was_ready = True
 
-    def _read_new(self, messages_max: int, wait_s: float) -> None:
-        # COUNT applies to each stream; anything beyond what was asked for waits in the buffer, and is tended
-        count = math.ceil(messages_max / len(self._group.streams))
-        block_ms = math.floor(min(wait_s, self._block_max_s) * 1000)
-        try:
-            found = self._group.read_new(count, block_ms)
-        except exceptions.ResponseError as error:
-            if code_of(error) not in ("NOGROUP", "UNBLOCKED"):
-                raise
-            self._recreate()
-            return
-        for stream, entries in found:
-            self._keep(stream, entries, redelivered=False)
+    def _create(self, start: str) -> None:
+        """Create the streams and groups that are missing; `start` applies to a group created here."""
+        for stream in self._streams:
+            try:
+                self._client.xgroup_create(stream, self._group, id=start, mkstream=True)
+            except exceptions.ResponseError as error:
+                if code_of(error) != "BUSYGROUP":
+                    raise
 
     def _recreate(self) -> None:
         _log.warning(
             "%s: the group or a stream of %s was deleted; it is recreated and read from the beginning.",
-            self.name, ", ".join(self._group.streams),
+            self.name, ", ".join(self._streams),
         )  # fmt: skip
-        for stream in self._group.streams:
-            self._group.create(stream, "0")
+        self._create("0")
+
+    def _read_group(self, *arguments: object) -> Iterator[tuple[str, list[Entry]]]:
+        reply = self._client.execute_command(
+            "XREADGROUP", "GROUP", self._group, self._consumer, *arguments
+        )
+        for stream, entries in reply or ():
+            yield stream.decode(), [_entry(entry) for entry in entries]
+
+    def _read_new(self, messages_max: int, wait_s: float) -> None:
+        # COUNT applies to each stream; anything beyond what was asked for waits in the buffer, and is tended
+        count = math.ceil(messages_max / len(self._streams))
+        block_ms = math.floor(min(wait_s, self._block_max_s) * 1000)
+        block = ("BLOCK", block_ms) if block_ms > 0 else ()
+        new = [">"] * len(self._streams)
+        try:
+            for stream, entries in self._read_group(
+                "COUNT", count, *block, "STREAMS", *self._streams, *new
+            ):
+                self._keep(stream, entries, redelivered=False)
+        except exceptions.ResponseError as error:
+            if code_of(error) not in ("NOGROUP", "UNBLOCKED"):
+                raise
+            self._recreate()
 
     def _claim(self, messages_max: int) -> None:
         """Take over what dead consumers left pending, oldest first."""
@@ -260,21 +288,23 @@ class RedisStreams(Source):
             return
         idle_ms = math.ceil(self._claim_idle_s * 1000)
         more = False
-        for stream in self._group.streams:
+        for stream in self._streams:
             cursor: bytes = b"0-0"
             while len(self._buffer) < messages_max:
                 try:
-                    cursor, found, deleted = self._group.claim(
-                        stream, cursor, idle_ms, messages_max
-                    )
+                    cursor, found, *deleted = self._client.execute_command(
+                        "XAUTOCLAIM", stream, self._group, self._consumer, idle_ms, cursor,
+                        "COUNT", messages_max,
+                    )  # fmt: skip
                 except exceptions.ResponseError as error:
                     if code_of(error) != "NOGROUP":
                         raise
                     self._recreate()
                     break
-                if deleted:
-                    self._lost(stream, deleted)
-                self._keep(stream, found, redelivered=True)
+                if deleted and deleted[0]:
+                    # trimmed or deleted; Redis has already removed them from the group
+                    self._lost(stream, deleted[0])
+                self._keep(stream, (_entry(entry) for entry in found if entry), redelivered=True)
                 if cursor == b"0-0":
                     break
             more = more or len(self._buffer) >= messages_max
@@ -301,19 +331,50 @@ class RedisStreams(Source):
             )
         if gone:
             self._lost(stream, gone)
-            self._group.acknowledge([(stream, gone_id) for gone_id in gone])
+            self._acknowledge([(stream, gone_id) for gone_id in gone])
 
     def _lost(self, stream: str, entry_ids: Sequence[bytes]) -> None:
         self.lost_upstream += len(entry_ids)
         reason = (
             f"lost upstream: {len(entry_ids)} entries of stream {stream} were trimmed or deleted before group "
-            f"{self._group.name} could process them (first {entry_ids[0].decode()}): raise the stream's MAXLEN."
+            f"{self._group} could process them (first {entry_ids[0].decode()}): raise the stream's MAXLEN."
         )
         _log.warning("%s", reason)
         if self._in_flight is not None:
             self._in_flight.report(
                 MessagesLost(source=self.name, topic=stream, count=len(entry_ids), reason=reason)
             )
+
+    # -- what is pending ----------------------------------------------------------------------
+
+    def _acknowledge(self, tags: Sequence[Tag]) -> None:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for stream, entry_ids in _by_stream(tags):
+                pipeline.xack(stream, self._group, *entry_ids)
+            _run(pipeline)
+
+    def _touch(self, tags: Sequence[Tag], idle_ms: int) -> None:
+        """Set the idle time of entries, without delivering them or counting a delivery."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for stream, entry_ids in _by_stream(tags):
+                # entries that were acknowledged meanwhile are skipped
+                pipeline.execute_command(
+                    "XCLAIM", stream, self._group, self._consumer, 0, *entry_ids,
+                    "IDLE", idle_ms, "JUSTID",
+                )  # fmt: skip
+            _run(pipeline)
+
+    def _leave(self) -> None:
+        for stream in self._streams:
+            try:
+                # DELCONSUMER forgets pending entries, so there must be none
+                if not self._client.xpending_range(
+                    stream, self._group, "-", "+", 1, consumername=self._consumer
+                ):
+                    self._client.xgroup_delconsumer(stream, self._group, self._consumer)
+            except exceptions.RedisError as error:
+                if code_of(error) != "NOGROUP":
+                    raise
 
     # -- errors -------------------------------------------------------------------------------
 
@@ -349,98 +410,7 @@ def _mistake(error: exceptions.RedisError) -> str | None:
     return None
 
 
-class Group:
-    """One consumer, with a new name each time. Commands raise redis-py's RedisError unchanged."""
-
-    def __init__(self, client: Any, name: str, streams: Sequence[str]) -> None:
-        self.name = name
-        self.streams = tuple(streams)
-        self._client = client
-        for command in ("XREADGROUP", "XAUTOCLAIM", "XCLAIM"):
-            # redis-py would fold repeated fields into a dict, and supports JUSTID only in its own method
-            client.set_response_callback(command, _as_it_came)
-        # two processes with the same name would read each other's pending entries
-        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-    def create(self, stream: str, start: str) -> None:
-        """Create the stream and the group if missing; `start` applies to a group created here."""
-        try:
-            self._client.xgroup_create(stream, self.name, id=start, mkstream=True)
-        except exceptions.ResponseError as error:
-            if code_of(error) != "BUSYGROUP":
-                raise
-
-    def read_pending(self, stream: str) -> Iterator[list[Entry]]:
-        """Yield what is pending under our own name, in parts."""
-        after: bytes | str = "0"
-        while True:
-            reply = self._client.execute_command(
-                "XREADGROUP", "GROUP", self.name, self._consumer, "COUNT", _COMMAND_IDS,
-                "STREAMS", stream, after,
-            )  # fmt: skip
-            entries = [entry for _, found in entries_of(reply) for entry in found]
-            if not entries:
-                return
-            yield entries
-            after = entries[-1][0]
-
-    def read_new(self, count: int, block_ms: int) -> Iterator[tuple[str, list[Entry]]]:
-        """Read entries nobody has read yet, up to `count` per stream; waits if `block_ms` is not 0."""
-        block = ("BLOCK", block_ms) if block_ms > 0 else ()
-        reply = self._client.execute_command(
-            "XREADGROUP", "GROUP", self.name, self._consumer, "COUNT", count, *block,
-            "STREAMS", *self.streams, *[">"] * len(self.streams),
-        )  # fmt: skip
-        return entries_of(reply)
-
-    def claim(
-        self, stream: str, cursor: bytes, idle_ms: int, count: int
-    ) -> tuple[bytes, Iterator[Entry], Sequence[bytes]]:
-        """Take over entries that have been idle for this long.
-
-        Returns: the next cursor ("0-0" at the end), the entries that are ours now, and the ids of
-            trimmed or deleted entries, which Redis has already removed from the group.
-        """
-        following, found, *deleted = self._client.execute_command(
-            "XAUTOCLAIM", stream, self.name, self._consumer, idle_ms, cursor, "COUNT", count
-        )
-        return (
-            following,
-            (entry_of(entry) for entry in found if entry),
-            deleted[0] if deleted else (),
-        )
-
-    def acknowledge(self, tags: Sequence[Tag]) -> None:
-        with self._client.pipeline(transaction=False) as pipeline:
-            for stream, entry_ids in _by_stream(tags):
-                pipeline.xack(stream, self.name, *entry_ids)
-            _run(pipeline)
-
-    def touch(self, tags: Sequence[Tag], idle_ms: int) -> None:
-        """Set the idle time of entries, without delivering them or counting a delivery."""
-        with self._client.pipeline(transaction=False) as pipeline:
-            for stream, entry_ids in _by_stream(tags):
-                # entries that were acknowledged meanwhile are skipped
-                pipeline.execute_command(
-                    "XCLAIM", stream, self.name, self._consumer, 0, *entry_ids,
-                    "IDLE", idle_ms, "JUSTID",
-                )  # fmt: skip
-            _run(pipeline)
-
-    def leave(self) -> None:
-        for stream in self.streams:
-            try:
-                # DELCONSUMER forgets pending entries, so there must be none
-                if not self._client.xpending_range(
-                    stream, self.name, "-", "+", 1, consumername=self._consumer
-                ):
-                    self._client.xgroup_delconsumer(stream, self.name, self._consumer)
-            except exceptions.RedisError as error:
-                if code_of(error) != "NOGROUP":
-                    raise
-
-
-def facts_of(client: Any, stream: str, claim_idle_s: float) -> Facts:
+def _facts(client: Any, stream: str, claim_idle_s: float) -> Facts:
     """What can be read again of a stream; one that is not there is created when it is read."""
     replay_s: float | None = None
     said = {"redelivery_s": f"claim_idle={claim_idle_s:g} s"}
@@ -484,13 +454,7 @@ def _by_stream(tags: Sequence[Tag]) -> Iterator[tuple[str, list[bytes]]]:
             yield stream, entry_ids[at : at + _COMMAND_IDS]
 
 
-def entries_of(reply: Any) -> Iterator[tuple[str, list[Entry]]]:
-    """Parse the reply to XREADGROUP: each stream with its entries."""
-    for stream, entries in reply or ():
-        yield stream.decode(), [entry_of(entry) for entry in entries]
-
-
-def entry_of(reply: Any) -> Entry:
+def _entry(reply: Any) -> Entry:
     entry_id, flat = reply
     return entry_id, list(zip(flat[::2], flat[1::2], strict=True)) if flat else None
 

@@ -1,16 +1,23 @@
-"""The librdkafka client: the options Kafka(…) passes to it, the error codes it distinguishes, and its log."""
+"""The librdkafka client: the options Kafka(…) passes to it, its error codes and its log; what it says of topics."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._resource import ResourceType
 
 from txbox.brokers.base import refuse
-from txbox.errors import ConfigurationError
+from txbox.errors import BrokerUnavailable, ConfigurationError
 
+_log = logging.getLogger("txbox")
+
+ASK_S = 5.0
+_INTERNAL = "__"
 _DEFAULTS = {
     "auto.offset.reset": "earliest",
     "isolation.level": "read_committed",
@@ -103,12 +110,6 @@ _SHARED = (
     "oauth_cb", "metadata.", "https.",
 )  # fmt: skip
 
-
-def admin_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that an admin client takes too."""
-    return {option: value for option, value in given.items() if option.startswith(_SHARED)}
-
-
 # The group has moved on. Which partitions are gone is reported by on_revoke and on_lost, not by these errors:
 # if we forgot a partition that stays ours, a later commit would skip what is in flight.
 MOVED_ON = {
@@ -122,18 +123,23 @@ MOVED_ON = {
     KafkaError._NO_OFFSET,  # noqa: SLF001
     KafkaError.UNKNOWN_TOPIC_OR_PART,
 }
-REFUSALS = {
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.OFFSET_METADATA_TOO_LARGE,
-}
 # the client's own codes are public, even though their names start with an underscore
 PARTITION_EOF = KafkaError._PARTITION_EOF  # noqa: SLF001
 MAX_POLL_EXCEEDED = KafkaError._MAX_POLL_EXCEEDED  # noqa: SLF001
 ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
-AUTHENTICATION = KafkaError._AUTHENTICATION  # noqa: SLF001
-AUTO_OFFSET_RESET = KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001
-FATAL = KafkaError._FATAL  # noqa: SLF001
+#: An error that is delivered as a message does not say that it is fatal.
+FATAL = {KafkaError._AUTO_OFFSET_RESET, KafkaError._FATAL}  # noqa: SLF001
+_FORBIDDEN = {
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+}
+#: Not the business of a single connection: somebody must change rights, passwords or settings.
+REFUSALS = {
+    *_FORBIDDEN,
+    KafkaError.OFFSET_METADATA_TOO_LARGE,
+    KafkaError._AUTHENTICATION,  # noqa: SLF001
+}
 
 #: Lines of librdkafka's log that repeat what its errors say, many times a second while a broker is away.
 _SAID_BY_ERRORS = frozenset({"FAIL", "ERROR", "REQTMOUT", "GETPID"})
@@ -157,3 +163,83 @@ def text_of(error: BaseException) -> str:
     if isinstance(error, KafkaException):
         return str(error.args[0].str())
     return str(error) or type(error).__name__
+
+
+# -- what a cluster says of its topics ----------------------------------------------------------------
+
+
+def admin(given: Mapping[str, Any]) -> Any:
+    """Create an admin client from the options of Kafka(…) that it takes, too."""
+    options = {name: value for name, value in given.items() if name.startswith(_SHARED)}
+    return AdminClient(options, logger=ClientLog())
+
+
+class TopicIds:
+    """The UUIDs of topics; asks for each once."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._known: dict[str, str | None] = {}
+
+    def forget(self, topic: str) -> None:
+        self._known.pop(topic, None)
+
+    def uuid(self, topic: str) -> str | None:
+        """Return the topic's UUID; None if the broker is too old to have them, or does not reveal it.
+
+        Raises:
+            BrokerUnavailable: no broker answers.
+        """
+        if topic not in self._known:
+            # a client that nobody holds gives no answer
+            asking = admin(self._config)
+            asked = asking.describe_topics(TopicCollection([topic]), request_timeout=ASK_S)
+            told = _answered(asked[topic], topic)
+            if isinstance(told, KafkaError):
+                _log.warning("Kafka does not reveal the UUID of %s: %s", topic, told.str())
+            uuid = "" if isinstance(told, KafkaError) else str(told.topic_id)
+            # brokers older than topic ids answer with zeros
+            self._known[topic] = uuid if uuid.strip("A=") else None
+        return self._known[topic]
+
+
+def settings_of(
+    config: Mapping[str, Any], topics: Sequence[str]
+) -> dict[str, dict[str, str] | KafkaError | None]:
+    """Return the settings of topics, or why this user may not see them; None if there is no such topic.
+
+    Args:
+        topics: "*" is every one that is not internal.
+
+    Raises:
+        BrokerUnavailable: nobody answers.
+    """
+    asking = admin(config)
+    try:
+        there = asking.list_topics(timeout=ASK_S).topics
+    except KafkaException as error:
+        raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
+    if "*" in topics:
+        topics = sorted(topic for topic in there if not topic.startswith(_INTERNAL))
+    found: dict[str, dict[str, str] | KafkaError | None] = dict.fromkeys(topics)
+    if wanted := [ConfigResource(ResourceType.TOPIC, topic) for topic in topics if topic in there]:
+        for resource, answer in asking.describe_configs(wanted, request_timeout=ASK_S).items():
+            told = _answered(answer, resource.name)
+            found[resource.name] = (
+                told
+                if isinstance(told, KafkaError)
+                else {name: str(entry.value) for name, entry in told.items()}
+            )
+    return found
+
+
+def _answered(answer: Any, topic: str) -> Any:
+    """Wait for what the cluster says of a topic; a KafkaError if this user may not ask."""
+    try:
+        return answer.result(ASK_S + 1)
+    except (KafkaException, TimeoutError) as error:
+        if isinstance(error, KafkaException) and error.args[0].code() in _FORBIDDEN:
+            return error.args[0]
+        raise BrokerUnavailable(
+            f"Kafka does not describe the topic {topic} ({text_of(error)})."
+        ) from error
