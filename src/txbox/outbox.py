@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -326,16 +326,6 @@ class Route:
         return (topic in self.topics) is not self.others
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    destination: Destination | Local
-    topics: tuple[str, ...]
-    others: bool
-    cloudevents: CloudEvents | None
-    source: str | None
-    name: str | None
-
-
 class Routes:
     """The destinations of one app. Each topic goes to exactly one.
 
@@ -346,9 +336,10 @@ class Routes:
     def __init__(self, handlers: Handlers, arrives: Callable[[str], bool]) -> None:
         self._handlers = handlers
         self._arrives = arrives
-        self._named: list[_Published] = []
-        self._others: _Published | None = None
-        self._names: dict[_Published, str] = {}
+        # as added, with the names that were given
+        self._named: list[Route] = []
+        self._others: Route | None = None
+        self._names: dict[Route, str] = {}
         self._local = (0, LOCAL)
 
     def add(
@@ -374,6 +365,10 @@ class Routes:
             )
         if name is not None:
             _check_name(name, destination)
+        given = Route(
+            None if isinstance(destination, Local) else destination,
+            (), cloudevents=cloudevents, source=source, name=name or "",
+        )  # fmt: skip
         named = (_ALL,) if topics is None else tuple(topics)
         if not named:
             raise ConfigurationError("app.publish got no topics: name them, or leave topics out.")
@@ -382,18 +377,18 @@ class Routes:
                 raise ConfigurationError(
                     "Two destinations take every topic: name the topics of one of them."
                 )
-            self._others = _Published(destination, (), True, cloudevents, source, name)
+            self._others = replace(given, others=True)
         listed = tuple(topic for topic in named if topic != _ALL)
         for topic in listed:
             if any(topic in other.topics for other in self._named):
                 raise ConfigurationError(f"Topic {topic!r} has two destinations: name it once.")
         if listed:
-            self._named.append(_Published(destination, listed, False, cloudevents, source, name))
+            self._named.append(replace(given, topics=listed))
 
     def of(self, topic: str, kind: str | None) -> str | None:
         """Return the name of the route a message takes; None if it has nowhere to go."""
         published = self._published(topic)
-        if published is not None and not isinstance(published.destination, Local):
+        if published is not None and published.destination is not None:
             return self._name(published)
         if self._handlers.matching(topic, kind):
             return self.local
@@ -403,26 +398,14 @@ class Routes:
 
     def all(self) -> list[Route]:
         """Return the routes that this app's relay serves."""
+        routes = [*self._named]
+        if self._others is not None:
+            routes.append(replace(self._others, topics=self._named_topics()))
         routes = [
-            Route(
-                published.destination,
-                published.topics,
-                False,
-                published.cloudevents,
-                published.source,
-                self._name(published),
-            )
-            for published in self._named
-            if not isinstance(published.destination, Local)
+            replace(route, name=self._name(route))
+            for route in routes
+            if route.destination is not None
         ]
-        others = self._others
-        if others is not None and not isinstance(others.destination, Local):
-            routes.append(
-                Route(
-                    others.destination, self._named_topics(), True, others.cloudevents,
-                    others.source, self._name(others),
-                )
-            )  # fmt: skip
         if any(self._is_local(topic) for topic in self._consumed()):
             routes.append(self._local_route())
         return routes
@@ -455,11 +438,8 @@ class Routes:
         named = route.removesuffix(_UNHANDLED).removeprefix(f"{LOCAL}:").split(",")
         return not {_short(consumer) for consumer in consumers}.isdisjoint(named)
 
-    def _published(self, topic: str) -> _Published | None:
-        for published in self._named:
-            if topic in published.topics:
-                return published
-        return self._others
+    def _published(self, topic: str) -> Route | None:
+        return next((route for route in self._named if topic in route.topics), self._others)
 
     def _named_topics(self) -> tuple[str, ...]:
         return tuple(topic for published in self._named for topic in published.topics)
@@ -471,7 +451,7 @@ class Routes:
 
     def _is_local(self, topic: str) -> bool:
         published = self._published(topic)
-        return published is None or isinstance(published.destination, Local)
+        return published is None or published.destination is None
 
     def _takes_unrouted(self, topic: str) -> bool:
         """Whether to take rows without a route. If the topic also comes from a broker, they may be meant for it."""
@@ -487,19 +467,21 @@ class Routes:
         taken = (topic for topic in topics if topic != _ALL and self._takes_unrouted(topic))
         return Route(None, tuple(taken), name=self.local)
 
-    def _name(self, published: _Published) -> str:
-        if published.name is not None:
-            return published.name
-        found = self._names.get(published)
-        if found is None:
-            assert not isinstance(published.destination, Local)
-            kind, colon, where = published.destination.publisher().name.partition(":")
+    def _name(self, route: Route) -> str:
+        """Return the name of a route to a broker: the one that was given, or where it leads."""
+        if route.name:
+            return route.name
+        # which topics take it may change with each `add`
+        key = replace(route, topics=())
+        if key not in self._names:
+            assert route.destination is not None
+            kind, colon, where = route.destination.publisher().name.partition(":")
             # a cluster's hosts may be listed in any order
             found = kind + colon + ",".join(sorted(where.split(",")))
-            if published.cloudevents is not None:
-                found = f"{found} {published.cloudevents} {published.source}"
-            self._names[published] = found = _bounded(found)
-        return found
+            if route.cloudevents is not None:
+                found = f"{found} {route.cloudevents} {route.source}"
+            self._names[key] = _bounded(found)
+        return self._names[key]
 
 
 def _check_name(name: str, destination: Destination | Local) -> None:

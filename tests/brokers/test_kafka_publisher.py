@@ -83,7 +83,7 @@ class TestKafkaPublisher(PublisherConformance):
         with publisher_of(rig) as publisher:
             confirmed(publisher, [message(rig, "m1")])
             first = publisher._producer
-            publisher._failed(
+            publisher._on_client_error(
                 KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "gone", fatal=True)
             )
             confirmed(publisher, [message(rig, "m2")])

@@ -89,14 +89,14 @@ class Transport:
         headers = Headers(headers)
         if self.id is not None and self.id != _ID:
             message_id = headers.get(self.id) or None
-        said = _said(headers)
-        if (packed := said.get(PACKED)) is not None:
+        by_field = _by_field(headers)
+        if (packed := by_field.get(PACKED)) is not None:
             # another producer's header of this name stays one
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 around = (pair for pair in headers if pair[0].lower() != PACKED)
                 headers = Headers((*around, *headers_in(packed)))
-                said = _said(headers)
-        declared = content_type or said.get(_CONTENT_TYPE)
+                by_field = _by_field(headers)
+        declared = content_type or by_field.get(_CONTENT_TYPE)
         media = None if declared is None else _media_type(declared)
         if payload is not None and media in (EVENT, _BATCH):
             try:
@@ -108,16 +108,16 @@ class Transport:
             # from here on as in binary mode; the transport's own headers come first
             around = (pair for pair in headers if pair[0].lower() != _CONTENT_TYPE)
             headers = Headers((*around, *event.headers))
-            said, payload, declared = _said(headers), event.payload, event.content_type
+            by_field, payload, declared = _by_field(headers), event.payload, event.content_type
         message: Message[Any] = Message(
             topic=topic,
             payload=payload,
             id=message_id,
-            type=message_type or said.get(_TYPE),
-            key=said.get(_KEY) if key is None else text_or_hex(key),
+            type=message_type or by_field.get(_TYPE),
+            key=by_field.get(_KEY) if key is None else text_or_hex(key),
             headers=headers,
-            content_type=declared or said.get(_DATA_CONTENT_TYPE),
-            time=time or _moment(said.get(_TIME)) or stored_at,
+            content_type=declared or by_field.get(_DATA_CONTENT_TYPE),
+            time=time or _moment(by_field.get(_TIME)) or stored_at,
             origin=origin,
         )
         return Delivery(message, topic, tag, redelivered=redelivered)
@@ -193,8 +193,8 @@ def clock(seconds: float) -> datetime | None:
         return None
 
 
-def _said(headers: Headers) -> dict[str, str]:
-    """Read in one pass what headers say about the fields. Empty headers are ignored."""
+def _by_field(headers: Headers) -> dict[str, str]:
+    """Return the values that headers give for the fields, in one pass. Empty headers are ignored."""
     found: dict[str, str] = {}
     ranks: dict[str, int] = {}
     for name, value in headers:

@@ -78,7 +78,7 @@ async def _end_tasks() -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-def shown(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -169,7 +169,7 @@ class LoopSource(Source, Generic[AnyLink]):
             raise BrokerUnavailable(str(error)) from error
         except self.trouble as error:
             raise BrokerUnavailable(
-                f"{self.name} cannot be reached ({shown(error)}): it will be tried again."
+                f"{self.name} cannot be reached ({error_text(error)}): it will be tried again."
             ) from error
 
     def _ask(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -178,7 +178,9 @@ class LoopSource(Source, Generic[AnyLink]):
         try:
             return loop.call(work, CALL_S, 2 * CLOSE_S)
         except self.trouble as error:
-            raise BrokerUnavailable(f"{self.name} cannot be asked ({shown(error)}).") from error
+            raise BrokerUnavailable(
+                f"{self.name} cannot be asked ({error_text(error)})."
+            ) from error
         finally:
             loop.close()
 
@@ -223,7 +225,7 @@ class LoopPublisher(ABC):
         except self.trouble as error:
             self._loop.call(self._disconnected(), CLOSE_S)
             batch.away = BrokerUnavailable(
-                f"{self.name} is unavailable ({shown(error)}): it will be tried again."
+                f"{self.name} is unavailable ({error_text(error)}): it will be tried again."
             )
             batch.away.__cause__ = error
         return batch.outcome()

@@ -1,6 +1,6 @@
 """The relay: sends staged messages from the outbox."""
 
 from txbox.relay.relay import Relay as Relay
-from txbox.relay.relays import Relays as Relays
+from txbox.relay.relay import Relays as Relays
 
 __all__ = ["Relay", "Relays"]

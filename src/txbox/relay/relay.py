@@ -12,13 +12,14 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from txbox import session as points
 from txbox.app import App
 from txbox.brokers.base import Publisher
 from txbox.brokers.envelope import as_binary, as_structured
+from txbox.connections.base import Listening, Notifies
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, NotTried, StoreError
 from txbox.events import (
     OutgoingDead,
@@ -37,6 +38,7 @@ from txbox.store.outbox import Look, OutboxStore, Staged, Taken
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Ended = Callable[[BaseException | None], None]
 
 _log = logging.getLogger("txbox")
 
@@ -227,14 +229,18 @@ class Relay:
             unsent += [row for row in left if _key(row) in blocked]
             left = [row for row in left if _key(row) not in blocked]
         points.at("relay:published")
-        statements = [
-            *self._sent([row.id for row in confirmed], token),
-            *self._failures(failed, token),
-            *self._released([row.id for row in unsent], token),
-        ]
+        statements: list[Statement] = []
+        if confirmed:
+            ids, keep = [row.id for row in confirmed], bool(self._policy.keep_sent)
+            statements.append(self._store.sent(ids, token=token, keep=keep))
+        statements += [self._failed(row, error, token) for row, error in failed]
+        if unsent:
+            statements.append(self._store.release([row.id for row in unsent], token=token))
         self._patiently(lambda db: _marked(db, statements))
         points.at("relay:marked")
-        self._report(confirmed, failed, time.monotonic() - started)
+        self._report_sent(len(confirmed), started)
+        for row, error in failed:
+            self._report_failed(row, error)
         return reachable
 
     def _answers(
@@ -277,64 +283,39 @@ class Relay:
         )
         self._pause_s = pause_s
 
-    def _sent(self, ids: Sequence[str], token: str) -> Iterator[Statement]:
-        if ids:
-            yield self._store.sent(ids, token=token, keep=bool(self._policy.keep_sent))
-
-    def _released(self, ids: Sequence[str], token: str) -> Iterator[Statement]:
-        if ids:
-            yield self._store.release(ids, token=token)
-
-    def _failures(
-        self, failed: Sequence[tuple[Staged, BrokerError]], token: str
-    ) -> Iterator[Statement]:
-        for row, error in failed:
-            dead = self._gives_up(row, error)
-            yield self._store.failed(
-                row,
-                token=token,
-                dead=dead,
-                delay_s=0.0 if dead else self._delay_s(row, error),
-                error_type=type(error).__name__,
-                error=self._told(error),
-            )
-
-    def _delay_s(self, row: Staged, error: BrokerError) -> float:
-        return max(self._policy.retry.delay_s(row.attempts + 1), error.retry_after_s or 0.0)
+    def _failed(self, row: Staged, error: BrokerError, token: str) -> Statement:
+        dead = self._gives_up(row, error)
+        delay_s = max(self._policy.retry.delay_s(row.attempts + 1), error.retry_after_s or 0.0)
+        return self._store.failed(
+            row, token=token, dead=dead, delay_s=0.0 if dead else delay_s,
+            error_type=type(error).__name__, error=self._error_text(error),
+        )  # fmt: skip
 
     def _gives_up(self, row: Staged, error: BrokerError) -> bool:
         return (
             isinstance(error, MessageRefused) or row.attempts + 1 >= self._policy.retry.max_attempts
         )
 
-    def _told(self, error: BrokerError) -> str:
+    def _error_text(self, error: BrokerError) -> str:
         return printable(self._app.store.columns.redact.error(str(error)), _ERROR_BYTES)
 
-    def _report(
-        self,
-        confirmed: Sequence[Staged],
-        failed: Sequence[tuple[Staged, BrokerError]],
-        duration_s: float,
-    ) -> None:
-        emit = self._app.events.emit
-        if confirmed:
-            emit(
+    def _report_sent(self, count: int, started: float) -> None:
+        if count:
+            self._app.events.emit(
                 OutgoingSent(
-                    publisher=self.name,
-                    route=self._route.name,
-                    count=len(confirmed),
-                    duration_s=duration_s,
+                    publisher=self.name, route=self._route.name, count=count,
+                    duration_s=time.monotonic() - started,
                 )
+            )  # fmt: skip
+
+    def _report_failed(self, row: Staged, error: BrokerError) -> None:
+        kind = OutgoingDead if self._gives_up(row, error) else OutgoingFailed
+        self._app.events.emit(
+            kind(
+                message_id=row.id, topic=row.message.topic, publisher=self.name, route=self._route.name,
+                attempt=row.attempts + 1, error=self._error_text(error),
             )
-        for row, error in failed:
-            where = {
-                "message_id": row.id,
-                "topic": row.message.topic,
-                "publisher": self.name,
-                "route": self._route.name,
-            }
-            kind = OutgoingDead if self._gives_up(row, error) else OutgoingFailed
-            emit(kind(**where, attempt=row.attempts + 1, error=self._told(error)))
+        )  # fmt: skip
 
     # -- to this app's own consumers ----------------------------------------------------------
 
@@ -350,17 +331,9 @@ class Relay:
             return count
 
         count = self._patiently(delivered)
-        if count:
-            if self._delivered is not None:
-                self._delivered(reached)
-            self._app.events.emit(
-                OutgoingSent(
-                    publisher=self.name,
-                    route=self._route.name,
-                    count=count,
-                    duration_s=time.monotonic() - started,
-                )
-            )
+        if count and self._delivered is not None:
+            self._delivered(reached)
+        self._report_sent(count or 0, started)
         return count is not None
 
     def _patiently(self, operation: Callable[[Session], Awaitable[T]]) -> T | None:
@@ -381,6 +354,90 @@ class Relay:
                 raise
             _log.debug("Postponed while the database is busy or unavailable: %s", error)
             return None
+
+
+class Relays:
+    """Sends the staged messages of every route until stopped.
+
+    Args:
+        stop: True when nothing more must be leased.
+        ended: called by each thread with what ended it; None for a normal stop.
+        delivered: called with the names of this app's consumers that messages have reached.
+        polled: somebody else calls `look` when a row of the outbox is due.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        perform: Perform,
+        *,
+        stop: Callable[[], bool],
+        ended: Ended,
+        delivered: Callable[[Collection[str]], None] | None = None,
+        polled: bool = False,
+    ) -> None:
+        self._app = app
+        self._ended = ended
+        self._relays = [
+            Relay(app, route, perform, stop=stop, delivered=delivered, polled=polled)
+            for route in app.routes.all()
+        ]
+        self._threads: list[threading.Thread] = []
+        self._listener: Listening | None = None
+
+    def start(self) -> None:
+        """Start a thread per route. Staging in this process wakes them; with notify, staging in any process does."""
+        self._app.outbox.staged = self.wake
+        if self._app.notify and isinstance(self._app.database, Notifies):
+            self._listener = self._app.database.listener("txbox_outbox", self.wake)
+            if self._listener is not None:
+                self._listener.start()
+        for relay in self._relays:
+            thread = threading.Thread(
+                target=self._run, args=(relay,), name=f"txbox-relay-{relay.name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, relay: Relay) -> None:
+        try:
+            relay.run()
+        except BaseException as error:  # noqa: BLE001  # reported to the owner, so that no thread dies silently
+            self._ended(error)
+        else:
+            self._ended(None)
+
+    def wake(self) -> None:
+        """Look at the outbox soon. Callable from any thread."""
+        for relay in self._relays:
+            relay.wake()
+
+    def look(self) -> None:
+        """Look at the outbox once, because a row is due. Callable from any thread."""
+        for relay in self._relays:
+            relay.look()
+
+    def left(self) -> bool:
+        """Whether staged messages that these relays take are due or leased."""
+        return any(relay.left() for relay in self._relays)
+
+    def join(self, timeout_s: float) -> list[str]:
+        """Wait for the threads to end; by then, what they had leased is marked or given back.
+
+        Returns: the names of destinations whose threads did not end in time.
+        """
+        self._app.outbox.staged = None
+        if self._listener is not None:
+            self._listener.stop()
+        self.wake()
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return [
+            relay.name
+            for relay, thread in zip(self._relays, self._threads, strict=False)
+            if thread.is_alive()
+        ]
 
 
 def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:

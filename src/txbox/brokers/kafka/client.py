@@ -194,7 +194,7 @@ class TopicIds:
             # a client that nobody holds gives no answer
             asking = admin(self._config)
             asked = asking.describe_topics(TopicCollection([topic]), request_timeout=ASK_S)
-            told = _answered(asked[topic], topic)
+            told = _result_of(asked[topic], topic)
             if isinstance(told, KafkaError):
                 _log.warning("Kafka does not reveal the UUID of %s: %s", topic, told.str())
             uuid = "" if isinstance(told, KafkaError) else str(told.topic_id)
@@ -224,7 +224,7 @@ def settings_of(
     found: dict[str, dict[str, str] | KafkaError | None] = dict.fromkeys(topics)
     if wanted := [ConfigResource(ResourceType.TOPIC, topic) for topic in topics if topic in there]:
         for resource, answer in asking.describe_configs(wanted, request_timeout=ASK_S).items():
-            told = _answered(answer, resource.name)
+            told = _result_of(answer, resource.name)
             found[resource.name] = (
                 told
                 if isinstance(told, KafkaError)
@@ -233,7 +233,7 @@ def settings_of(
     return found
 
 
-def _answered(answer: Any, topic: str) -> Any:
+def _result_of(answer: Any, topic: str) -> Any:
     """Wait for what the cluster says of a topic; a KafkaError if this user may not ask."""
     try:
         return answer.result(ASK_S + 1)

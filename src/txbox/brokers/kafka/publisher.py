@@ -134,7 +134,7 @@ class KafkaPublisher:
         if producer is None:
             try:
                 producer = client.Producer(
-                    self._config | {"error_cb": self._failed}, logger=ClientLog()
+                    self._config | {"error_cb": self._on_client_error}, logger=ClientLog()
                 )
             except (KafkaException, TypeError, ValueError) as error:
                 raise ConfigurationError(
@@ -167,7 +167,7 @@ class KafkaPublisher:
         """Raise BrokerUnavailable if no broker answers. Uses a new producer, as the old one may still be waiting."""
         self._connected(time.monotonic() + _LAST_WORD_S)
 
-    def _failed(self, error: KafkaError) -> None:
+    def _on_client_error(self, error: KafkaError) -> None:
         """Called by the client during poll and flush."""
         self._said = error.str()
         if error.code() == ALL_BROKERS_DOWN:

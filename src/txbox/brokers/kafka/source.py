@@ -165,7 +165,7 @@ class Kafka(Source):
         self._away = True
         try:
             self._consumer = client.Consumer(
-                self._config | {"error_cb": self._failed, "on_commit": self._answered},
+                self._config | {"error_cb": self._on_client_error, "on_commit": self._on_commit},
                 logger=ClientLog(),
             )
             self._consumer.subscribe(
@@ -283,7 +283,7 @@ class Kafka(Source):
                 weak_id = f"{uuid}/{record.partition.number}/{record.offset}"
                 delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})
 
-    def _failed(self, error: KafkaError) -> None:
+    def _on_client_error(self, error: KafkaError) -> None:
         """Called by the client during poll. Failures of single connections are its own business."""
         if error.code() == ALL_BROKERS_DOWN:
             self._away = True
@@ -350,7 +350,7 @@ class Kafka(Source):
     def _commit(
         self, consumer: client.Consumer, among: Iterable[Partition], *, wait: bool = False
     ) -> None:
-        """Commit the fronts that are behind. Unless `wait`, results arrive at `_answered` in a later poll.
+        """Commit the fronts that are behind. Unless `wait`, results arrive at `_on_commit` in a later poll.
 
         While messages flow nobody waits: if the coordinator has died, the client holds a commit until
         there is a new one, and the pump would stand still that long. A refused commit counts as behind
@@ -376,15 +376,15 @@ class Kafka(Source):
             return
         try:
             if wait:
-                self._answered(None, consumer.commit(offsets=offsets, asynchronous=False))
+                self._on_commit(None, consumer.commit(offsets=offsets, asynchronous=False))
             else:
                 consumer.commit(offsets=offsets, asynchronous=True)
         except KafkaException as error:
-            self._answered(error.args[0], offsets)
+            self._on_commit(error.args[0], offsets)
         if wait:
             self._raise_refusal()
 
-    def _answered(self, error: KafkaError | None, offsets: Iterable[TopicPartition]) -> None:
+    def _on_commit(self, error: KafkaError | None, offsets: Iterable[TopicPartition]) -> None:
         """Called by the client during poll, and after a synchronous commit."""
         for answer in offsets:
             refusal = answer.error or error

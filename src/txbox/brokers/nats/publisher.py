@@ -48,7 +48,7 @@ class NatsPublisher(LoopPublisher):
     trouble = TROUBLE
 
     def __init__(self, servers: Sequence[str], options: Mapping[str, Any]) -> None:
-        super().__init__(NATS.name, "nats:" + ",".join(map(_shown, servers)))
+        super().__init__(NATS.name, "nats:" + ",".join(map(_without_credentials, servers)))
         self._servers, self._options = servers, options
         self._client: _PublishingClient | None = None
 
@@ -193,6 +193,6 @@ def _error_of(got: Msg, topic: str) -> BrokerError | None:
     return BrokerError(f"The stream of {topic!r} did not accept the message ({text}).")
 
 
-def _shown(server: str) -> str:
+def _without_credentials(server: str) -> str:
     # without user and password
     return server.rpartition("@")[2].removeprefix("nats://").removeprefix("tls://")

@@ -16,7 +16,7 @@ from pamqp import commands, header
 from yarl import URL
 
 from txbox.brokers.envelope import text_or_hex
-from txbox.brokers.loop import CLOSE_S, shown
+from txbox.brokers.loop import CLOSE_S, error_text
 
 _log = logging.getLogger("txbox")
 
@@ -58,7 +58,7 @@ async def close_quietly(connection: Connection) -> None:
             await connection.close()
     except (*TROUBLE, asyncio.CancelledError) as error:
         # the server notices by itself, and takes back what was unacknowledged
-        _log.debug("A connection did not close cleanly: %s", shown(error))
+        _log.debug("A connection did not close cleanly: %s", error_text(error))
 
 
 class CheckedTransport(TransportFactory):

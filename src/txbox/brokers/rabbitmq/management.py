@@ -1,4 +1,4 @@
-"""How queues are set, as the HTTP API of RabbitMQ's management plugin tells it."""
+"""The settings of queues, from the HTTP API of RabbitMQ's management plugin."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ from txbox.brokers.base import Facts
 from txbox.errors import BrokerUnavailable, ConfigurationError
 
 _CALL_S = 10.0
-_SERVERS_OWN = (
-    "Whether the server's own settings limit it further is not told: `rabbitmqctl environment` has consumer_timeout, "
-    "and from RabbitMQ 4.0 on a quorum queue gives up after 20 deliveries by default; x-delivery-limit -1 is no limit "
-    "there, and deletes what comes back once before."
+_SERVER_LIMITS = (
+    "The API does not show the server's own limits: see consumer_timeout in `rabbitmqctl environment`. A quorum queue "
+    "gives up after 20 deliveries by default from RabbitMQ 4.0 on. There, x-delivery-limit -1 means no limit; on older "
+    "servers it deletes a message that comes back once."
 )
 
 
 def examine(management: str, broker: URL, queues: Sequence[str]) -> list[Facts]:
-    """Ask for each queue of the broker's virtual host.
+    """Ask for the settings of queues in the broker's virtual host.
 
     Args:
         management: "http://user:password@host:15672".
 
     Raises:
-        BrokerUnavailable: nobody answers, or not like this API.
-        ConfigurationError: this user may not ask.
+        BrokerUnavailable: nothing answers, or something else does.
+        ConfigurationError: the API refuses this user.
     """
     host = quote(unquote(broker.raw_path.removeprefix("/")) or "/", safe="")
+    found = {
+        queue: _get(management, f"/api/queues/{host}/{quote(queue, safe='')}") for queue in queues
+    }
     return [
-        Facts(topic=queue, found=False) if told is None else _facts(queue, told)
-        for queue in queues
-        for told in [_asked(management, f"/api/queues/{host}/{quote(queue, safe='')}")]
+        Facts(topic=queue, found=False) if settings is None else _facts(queue, settings)
+        for queue, settings in found.items()
     ]
 
 
 class _StaysHere(HTTPRedirectHandler):
-    """Follow nothing: the password would go along, wherever that is."""
+    """Follows no redirect: the password would go along."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-def _asked(management: str, path: str) -> Mapping[str, Any] | None:
+def _get(management: str, path: str) -> Mapping[str, Any] | None:
     parts = urlsplit(management)
     user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
     where = parts.netloc.rpartition("@")[2]
@@ -58,9 +60,9 @@ def _asked(management: str, path: str) -> Mapping[str, Any] | None:
         headers={"Authorization": "Basic " + base64.b64encode(user.encode()).decode()},
     )
     try:
-        # no proxy: the password is the broker's business
+        # no proxy: it would see the password
         with build_opener(ProxyHandler({}), _StaysHere).open(request, timeout=_CALL_S) as answer:
-            told: Any = json.load(answer)
+            settings: Any = json.load(answer)
     except HTTPError as error:
         if error.code == 404:
             return None
@@ -73,21 +75,23 @@ def _asked(management: str, path: str) -> Mapping[str, Any] | None:
         ) from error
     except (OSError, HTTPException, ValueError) as error:
         raise BrokerUnavailable(
-            f"The HTTP API of RabbitMQ at {where} cannot be asked ({type(error).__name__})."
+            f"The HTTP API of RabbitMQ at {where} cannot be reached ({type(error).__name__})."
         ) from error
-    if not isinstance(told, dict):
-        raise BrokerUnavailable(f"What answers at {where} is not the HTTP API of RabbitMQ.")
-    return cast("Mapping[str, Any]", told)
+    if not isinstance(settings, dict):
+        raise BrokerUnavailable(
+            f"Something other than the HTTP API of RabbitMQ answers at {where}."
+        )
+    return cast("Mapping[str, Any]", settings)
 
 
-def _facts(queue: str, told: Mapping[str, Any]) -> Facts:
-    # a policy that says nothing is a list
-    policy: Mapping[str, Any] = told.get("effective_policy_definition") or {}
-    arguments: Mapping[str, Any] = told.get("arguments") or {}
+def _facts(queue: str, settings: Mapping[str, Any]) -> Facts:
+    # an empty policy is a list
+    policy: Mapping[str, Any] = settings.get("effective_policy_definition") or {}
+    arguments: Mapping[str, Any] = settings.get("arguments") or {}
     said: dict[str, str] = {}
 
     def limit(*names: str, of: str) -> int | None:
-        """The least of what arguments and policy say, which is what holds."""
+        """Return the lowest of the limits set by arguments and policy: that one applies."""
         found = [
             (int(value), shown)
             for name in names
@@ -111,8 +115,8 @@ def _facts(queue: str, told: Mapping[str, Any]) -> Facts:
     refuses = "reject-publish" in str(arguments.get("x-overflow", policy.get("overflow", "")))
     deliveries = limit("delivery-limit", of="deliveries_max")
     timeout_ms = limit("consumer-timeout", of="redelivery_s")
-    passing = [name for name in ("exclusive", "auto_delete") if told.get(name)]
-    if not told.get("durable", True):
+    passing = [name for name in ("exclusive", "auto_delete") if settings.get(name)]
+    if not settings.get("durable", True):
         passing.append("not durable")
     said["durable"] = ", ".join(passing)
     return Facts(
@@ -123,5 +127,5 @@ def _facts(queue: str, told: Mapping[str, Any]) -> Facts:
         redelivery_s=None if timeout_ms is None else timeout_ms / 1000,
         durable=not passing,
         said=said,
-        unknown=(_SERVERS_OWN,),
+        unknown=(_SERVER_LIMITS,),
     )

@@ -25,7 +25,7 @@ from yarl import URL
 
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import RABBITMQ, utf8
-from txbox.brokers.loop import LAST_WORD_S, LoopPublisher, shown
+from txbox.brokers.loop import LAST_WORD_S, LoopPublisher, error_text
 from txbox.brokers.rabbitmq.client import TROUBLE, Connection, close_quietly
 from txbox.errors import BrokerError, MessageRefused, UnusableMessage
 from txbox.identity import message_id
@@ -130,10 +130,10 @@ class RabbitMQPublisher(LoopPublisher):
     def _refusal(self, topic: str, reason: BaseException) -> BrokerError:
         if isinstance(reason, ChannelNotFoundEntity):
             return BrokerError(
-                f"RabbitMQ has no exchange {self._exchange!r} ({shown(reason)}): declare it."
+                f"RabbitMQ has no exchange {self._exchange!r} ({error_text(reason)}): declare it."
             )
         return MessageRefused(
-            f"RabbitMQ will not accept the message for {topic!r} ({shown(reason)}): "
+            f"RabbitMQ will not accept the message for {topic!r} ({error_text(reason)}): "
             "make it smaller, or correct its headers."
         )
 

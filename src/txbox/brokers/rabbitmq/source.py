@@ -27,7 +27,7 @@ from yarl import URL
 
 from txbox.brokers.base import Delivery, Facts, InFlight, Progress, refuse
 from txbox.brokers.envelope import RABBITMQ
-from txbox.brokers.loop import LoopSource, shown
+from txbox.brokers.loop import LoopSource, error_text
 from txbox.brokers.rabbitmq import management as api
 from txbox.brokers.rabbitmq.client import HEARTBEAT_S, TROUBLE, Connection, close_quietly
 from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
@@ -44,9 +44,9 @@ _REFUSED = {
     "connection_class": "txbox reconnects by itself",
 }
 _OPTIONS = {"ssl_context", "client_properties"}
-_NOT_TOLD = (
-    "AMQP tells neither x-message-ttl nor lengths nor the delivery limit nor whether it is durable: give "
-    "RabbitMQ(management=…), or look at `rabbitmqctl list_queues name durable arguments effective_policy_definition`."
+_AMQP_CANNOT_TELL = (
+    "AMQP does not show time to live, lengths, delivery limit or durability: set RabbitMQ(management=…), or see "
+    "`rabbitmqctl list_queues name durable arguments effective_policy_definition`."
 )
 _MISTAKES = (
     AuthenticationError,
@@ -74,8 +74,8 @@ class RabbitMQ(LoopSource["Link"]):
             consumer at a time gets all messages in order; `ordered=True` needs it.
         exchange: where messages are published, with the topic as routing key; "" is the default
             exchange, where the topic is the name of a queue.
-        management: the server's HTTP API, "http://user:password@host:15672", for `txbox doctor` alone: AMQP
-            does not tell how queues are set. The user needs the tag `monitoring`, or `management`.
+        management: the server's HTTP API, "http://user:password@host:15672", used only by `txbox doctor`, because
+            AMQP does not show the settings of queues. The user needs the tag `monitoring`, or `management`.
         options: `ssl_context` and `client_properties` of `aio_pika.connect`.
 
     There is no weak id, because a delivery tag means nothing outside its channel. Header values that are
@@ -117,7 +117,7 @@ class RabbitMQ(LoopSource["Link"]):
         self._exchange = exchange
         if not (management or "http://").startswith(("http://", "https://")):
             raise ConfigurationError(
-                "management= of RabbitMQ is an address such as http://user:password@host:15672."
+                "management= of RabbitMQ must be an address such as http://user:password@host:15672."
             )
         self._management = management
         self._options = options
@@ -166,7 +166,7 @@ class RabbitMQ(LoopSource["Link"]):
             await link.close()
             if isinstance(error, _MISTAKES):
                 raise ConfigurationError(
-                    f"RabbitMQ at {self._where} rejects this consumer ({shown(error)}): "
+                    f"RabbitMQ at {self._where} rejects this consumer ({error_text(error)}): "
                     "check user, password, vhost, permissions and arguments."
                 ) from error
             raise
@@ -196,30 +196,34 @@ class RabbitMQ(LoopSource["Link"]):
             raise
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
-        """Ask how queues are set; without `management=` only whether they exist."""
+        """Ask for the settings of queues; without `management=`, only whether they exist."""
         queues = [topic for topic in topics if topic != "*"] or self._given or ()
         if self._management is not None:
             return api.examine(self._management, self._url, queues)
-        there = self._ask(self._there(queues))
+        existing = self._ask(self._existing(queues))
         return [
-            Facts(topic=queue, found=queue in there, unknown=(_NOT_TOLD,) if queue in there else ())
+            Facts(
+                topic=queue,
+                found=queue in existing,
+                unknown=(_AMQP_CANNOT_TELL,) if queue in existing else (),
+            )
             for queue in queues
         ]
 
-    async def _there(self, queues: Iterable[str]) -> set[str]:
+    async def _existing(self, queues: Iterable[str]) -> set[str]:
         connection = Connection(self._url, **self._options)
-        there: set[str] = set()
+        existing: set[str] = set()
         try:
             await connection.connect()
             for queue in queues:
-                # a name that is not there ends the channel
+                # a missing queue closes the channel
                 channel = await connection.opened_channel(publisher_confirms=False)
                 with suppress(ChannelNotFoundEntity):
                     await (await channel.get_underlay_channel()).queue_declare(queue, passive=True)
-                    there.add(queue)
+                    existing.add(queue)
         finally:
             await close_quietly(connection)
-        return there
+        return existing
 
 
 class Link:
@@ -332,7 +336,7 @@ class Link:
             self._changed.notify_all()
 
     async def _closed(self, _sender: object, error: BaseException | None = None) -> None:
-        self.lose(shown(error) if error is not None else "closed")
+        self.lose(error_text(error) if error is not None else "closed")
 
     async def _cancelled(self, _frame: object) -> None:
         self.lose("the server cancelled the consumer (its queue was deleted or moved)")

@@ -184,7 +184,7 @@ class RedisStreams(Source):
         try:
             return [_facts(client, topic, self._claim_idle_s) for topic in topics if topic != "*"]
         except exceptions.RedisError as error:
-            raise BrokerUnavailable(f"Redis does not tell of its streams: {error}") from error
+            raise BrokerUnavailable(f"Redis does not describe its streams: {error}") from error
         finally:
             client.close()
 
@@ -303,7 +303,7 @@ class RedisStreams(Source):
                     break
                 if deleted and deleted[0]:
                     # trimmed or deleted; Redis has already removed them from the group
-                    self._lost(stream, deleted[0])
+                    self._report_lost(stream, deleted[0])
                 self._keep(stream, (_entry(entry) for entry in found if entry), redelivered=True)
                 if cursor == b"0-0":
                     break
@@ -330,10 +330,10 @@ class RedisStreams(Source):
                 )
             )
         if gone:
-            self._lost(stream, gone)
+            self._report_lost(stream, gone)
             self._acknowledge([(stream, gone_id) for gone_id in gone])
 
-    def _lost(self, stream: str, entry_ids: Sequence[bytes]) -> None:
+    def _report_lost(self, stream: str, entry_ids: Sequence[bytes]) -> None:
         self.lost_upstream += len(entry_ids)
         reason = (
             f"lost upstream: {len(entry_ids)} entries of stream {stream} were trimmed or deleted before group "

@@ -80,23 +80,23 @@ def new_client(given: Mapping[str, Any], within_s: float) -> Any:
         ) from error
 
 
-def looked_up(client: Any, queue: str) -> tuple[str, dict[str, str]]:
+def queue_attributes(client: Any, queue: str) -> tuple[str, dict[str, str]]:
     """Return the URL and the attributes of a queue, given by name or URL; raises CallError."""
     url = queue
     if "/" not in queue:
-        url = called(lambda: client.get_queue_url(QueueName=queue))["QueueUrl"]
-    known = called(lambda: client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"]))
+        url = call(lambda: client.get_queue_url(QueueName=queue))["QueueUrl"]
+    known = call(lambda: client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"]))
     attributes: dict[str, str] = known["Attributes"]
     return url, attributes
 
 
-def called(call: Callable[[], Any]) -> Any:
+def call(function: Callable[[], Any]) -> Any:
     """Call SQS; raises CallError."""
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
 
     try:
-        return call()
+        return function()
     except boto.ParamValidationError as error:
         raise CallError(MALFORMED) from error
     except boto.ClientError as error:

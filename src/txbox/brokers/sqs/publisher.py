@@ -16,7 +16,7 @@ from txbox.brokers.sqs.client import (
     GONE,
     WORKERS,
     CallError,
-    called,
+    call,
     checked_queue,
     entry_of,
     new_client,
@@ -110,7 +110,7 @@ class SQSPublisher:
         try:
             if "/" not in url:
                 checked_queue(url)
-                url = called(lambda: self._client.get_queue_url(QueueName=topic))["QueueUrl"]
+                url = call(lambda: self._client.get_queue_url(QueueName=topic))["QueueUrl"]
             bytes_max = self._bytes_max(url)
         except CallError as error:
             _fail(batch, at, error, topic)
@@ -122,7 +122,7 @@ class SQSPublisher:
 
     def _bytes_max(self, url: str) -> int:
         try:
-            known = called(
+            known = call(
                 lambda: self._client.get_queue_attributes(
                     QueueUrl=url, AttributeNames=["MaximumMessageSize"]
                 )
@@ -155,7 +155,7 @@ class SQSPublisher:
             return
         entries = [{"Id": str(number), **entry} for number, (_, entry) in enumerate(part)]
         try:
-            answer = called(
+            answer = call(
                 lambda: self._client.send_message_batch(QueueUrl=queue.url, Entries=entries)
             )
         except CallError as error:

@@ -22,9 +22,9 @@ from txbox.brokers.sqs.client import (
     MALFORMED,
     NO_CREDENTIALS,
     CallError,
-    called,
-    looked_up,
+    call,
     new_client,
+    queue_attributes,
     read,
 )
 from txbox.brokers.sqs.publisher import SQSPublisher
@@ -227,7 +227,7 @@ class SQS(Source):
 
     def _facts(self, client: Any, topic: str, queue: str) -> Facts:
         try:
-            _, known = looked_up(client, queue)
+            _, known = queue_attributes(client, queue)
         except CallError as error:
             if error.code in GONE:
                 return Facts(topic=topic, found=False)
@@ -271,7 +271,7 @@ class SQS(Source):
             BrokerUnavailable.
         """
         client = self._client
-        url, known = _called(partial(looked_up, client, queue), queue, found=False)
+        url, known = _call_queue(partial(queue_attributes, client, queue), queue, found=False)
         if self._deduplication_ids and known.get("ContentBasedDeduplication") == "true":
             raise ConfigurationError(
                 f"Queue {queue!r} hashes the content for its deduplication id, so two equal messages would count as "
@@ -346,7 +346,7 @@ def _topic(queue: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """What a source knows about one queue. Calls raise what `_called` raises.
+    """What a source knows about one queue. Calls raise what `_call_queue` raises.
 
     Args:
         per_group: it deduplicates within a message group.
@@ -415,8 +415,8 @@ class Queue:
                 receipt.gone = failed.get("Code") in _RECEIPT_GONE
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        call = partial(getattr(self.client, name), QueueUrl=self.url, **arguments)
-        return _called(partial(called, call), self.topic)
+        request = partial(getattr(self.client, name), QueueUrl=self.url, **arguments)
+        return _call_queue(partial(call, request), self.topic)
 
 
 @dataclass(slots=True, eq=False)
@@ -451,7 +451,7 @@ def in_batches(receipts: Iterable[Receipt]) -> Iterator[tuple[Queue, Sequence[Re
             yield of_one[0].queue, of_one[start : start + _BATCH_MAX]
 
 
-def _called(call: Callable[[], Any], queue: str, *, found: bool = True) -> Any:
+def _call_queue(call: Callable[[], Any], queue: str, *, found: bool = True) -> Any:
     """Call SQS, and decide whether waiting helps if it refuses.
 
     Args:
