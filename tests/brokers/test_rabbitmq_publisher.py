@@ -71,6 +71,24 @@ class TestRabbitMQPublisher(PublisherConformance):
         with pytest.raises(AMQPConnectionError, match="has ended"):
             asyncio.run(ended())
 
+    def test_a_queue_that_never_confirms_costs_its_own_messages_alone(self, rig: Rig) -> None:
+        """As a quorum queue without a majority: what the others confirmed is confirmed."""
+        with publisher_of(rig) as publisher:
+            publisher.publish([message(rig, "first")], WITHIN_S)
+            publish = publisher._channel.basic_publish
+
+            async def hanging(*given: Any, **options: Any) -> object:
+                if options["routing_key"] == "hangs":
+                    await asyncio.sleep(60)
+                return await publish(*given, **options)
+
+            publisher._channel.basic_publish = hanging
+            batch = [message(rig, "m1"), message(rig, "m2", topic="hangs"), message(rig, "m3")]
+            first, hung, last = publisher.publish(batch, 3)
+        assert (first, last) == (None, None)
+        assert type(hung) is BrokerError
+        assert ids(arrived(rig, 3)) == {"first", "m1", "m3"}
+
     def test_the_message_that_closes_the_channel_is_found(self, rig: Rig) -> None:
         bad = message(rig, "bad", headers=(("CC", "text where the server wants an array"),))
         batch = [*several(rig, 40), bad, *several(rig, 40, first=40), bad]

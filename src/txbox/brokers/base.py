@@ -185,7 +185,8 @@ class Source(Protocol):
 
     A subclass implements only what differs. `receive`, `tend` and `settle` may raise BrokerUnavailable,
     or the StoreError of their progress; they are then called again later. Any other exception stops
-    the worker.
+    the worker. What a broker refuses is a ConfigurationError until the source has worked; after that
+    somebody may be repairing it, so it is BrokerUnavailable.
 
     Guarantee: after a crash, a delivery that was not settled is delivered again.
     """

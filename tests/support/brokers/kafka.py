@@ -154,7 +154,9 @@ def each_once(raw: Raw, ids: Iterable[object]) -> None:
     """Wait for the effects of these ids: none is missing, none is there twice."""
     wanted = {str(message_id): 1 for message_id in ids}
     eventually(lambda: len(notes(raw)) >= len(wanted), "an effect of every message")
-    assert notes(raw) == wanted
+    found = notes(raw)
+    wrong = set(found.items()) ^ set(wanted.items())
+    assert not wrong, f"wrong numbers of effects: {sorted(wrong)}"
 
 
 def said(output: Path, *what: str) -> list[str]:

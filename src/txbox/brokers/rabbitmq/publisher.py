@@ -91,20 +91,13 @@ class RabbitMQPublisher(LoopPublisher):
 
     async def _send(self, part: Sequence[_Entry], batch: Batch) -> None:
         channel = await self._open_channel()
-        outcomes = await asyncio.gather(
-            *(self._send_one(channel, batch.messages[at].topic, sent) for at, sent in part),
-            return_exceptions=True,
+        errors = await asyncio.gather(
+            *(self._send_one(channel, batch, at, sent) for at, sent in part), return_exceptions=True
         )
-        left: list[_Entry] = []
-        for entry, outcome in zip(part, outcomes, strict=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, DeliveryError):
-                left.append(entry)
-            else:
-                at = entry[0]
-                batch.answer(at, self._answer(batch.messages[at].topic, outcome))
+        left = [entry for entry, error in zip(part, errors, strict=True) if error is not None]
         if not left:
             return
-        reason = self._reason(outcomes)
+        reason = self._reason([error for error in errors if error is not None])
         # what was sent on the closed channel makes the server close the connection as well
         self._disconnect()
         if len(part) == 1:
@@ -115,17 +108,27 @@ class RabbitMQPublisher(LoopPublisher):
         for smaller in _split(left):
             await self._send(smaller, batch)
 
-    def _answer(self, topic: str, outcome: object) -> BrokerError | None:
-        of_exchange = f" of exchange {self._exchange!r}" if self._exchange else ""
-        if isinstance(outcome, PublishError):
-            return BrokerError(
-                f"No queue receives messages for {topic!r}{of_exchange}: declare or bind one."
+    async def _send_one(self, channel: Any, batch: Batch, at: int, sent: _Sent) -> None:
+        """Send one message and record the answer at once: another may never get one."""
+        payload, properties = sent
+        topic = batch.messages[at].topic
+        where = f"{topic!r} of exchange {self._exchange!r}" if self._exchange else repr(topic)
+        try:
+            await channel.basic_publish(
+                payload, exchange=self._exchange, routing_key=topic, properties=properties,
+                mandatory=True, wait=False,
+            )  # fmt: skip
+        except PublishError:
+            batch.answer(
+                at, BrokerError(f"No queue receives messages for {where}: declare or bind one.")
             )
-        if isinstance(outcome, DeliveryError):
-            return BrokerError(
-                f"A queue did not accept the message for {topic!r}{of_exchange} (nack): is it full?"
+        except DeliveryError:
+            batch.answer(
+                at,
+                BrokerError(f"A queue did not accept the message for {where} (nack): is it full?"),
             )
-        return None
+        else:
+            batch.answer(at, None)
 
     def _refusal(self, topic: str, reason: BaseException) -> BrokerError:
         if isinstance(reason, ChannelNotFoundEntity):
@@ -137,24 +140,16 @@ class RabbitMQPublisher(LoopPublisher):
             "make it smaller, or correct its headers."
         )
 
-    def _reason(self, outcomes: Sequence[object]) -> BaseException:
+    def _reason(self, errors: Sequence[BaseException]) -> BaseException:
         """Return why the server closed the channel; raises what is not the server's answer to a message."""
-        errors = [error for error in (self._gone, *outcomes) if isinstance(error, BaseException)]
+        errors = [*errors] if self._gone is None else [self._gone, *errors]
         for error in errors:
             if isinstance(error, (ChannelClosed, *_OF_A_MESSAGE)):
                 return error
         for error in errors:
             if isinstance(error, (AMQPConnectionError, OSError)):
                 raise error
-        raise next(error for error in errors if not isinstance(error, DeliveryError))
-
-    async def _send_one(self, channel: Any, topic: str, sent: _Sent) -> object:
-        payload, properties = sent
-        answer: object = await channel.basic_publish(
-            payload, exchange=self._exchange, routing_key=topic, properties=properties,
-            mandatory=True, wait=False,
-        )  # fmt: skip
-        return answer
+        raise errors[0]
 
     async def _open_channel(self) -> Any:
         if self._connection is None or self._gone is not None:
