@@ -322,6 +322,28 @@ def test_a_queue_that_was_there_is_waited_for(queue: Queue) -> None:
     assert queue.outstanding() == 0
 
 
+def test_a_queue_that_is_gone_keeps_no_other_from_being_served(sqs_url: str) -> None:
+    gone, there = Queue(sqs_url), Queue(sqs_url, visible_s=2)
+    for each in (gone, there):
+        each.add("m-1")
+    source = Open(SQS(gone.topic, there.topic, endpoint_url=sqs_url, **ACCESS))
+    found = sorted(source.receive(2), key=lambda delivery: delivery.topic != gone.topic)
+    gone.remove()
+    extended: list[str] = []
+    source.source._client.meta.events.register(
+        "provide-client-params.sqs.ChangeMessageVisibilityBatch",
+        lambda params, **_: extended.append(params["QueueUrl"].rpartition("/")[2]),
+    )
+    with pytest.raises(BrokerUnavailable):
+        source.source.tend(found)
+    assert extended == [gone.topic, there.topic]
+    with pytest.raises(BrokerUnavailable) as caught:
+        source.source.settle(found)
+    assert caught.value.failed == 1
+    assert there.counts() == (0, 0)
+    source.source.close()
+
+
 def test_a_permission_that_is_taken_away_is_waited_for(queue: Queue) -> None:
     """It could be used before, so it is not the configuration."""
     source = Open(queue.source())

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -175,23 +175,25 @@ class SQS(Source):
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         receipts = [delivery.tag for delivery in deliveries if isinstance(delivery.tag, Receipt)]
-        for queue, part in in_batches(receipt for receipt in receipts if not receipt.gone):
-            queue.extend(part)
+        each_queue((receipt for receipt in receipts if not receipt.gone), Queue.extend)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         left = [delivery.tag for delivery in deliveries if isinstance(delivery.tag, Receipt)]
         for receipt in left:
             self._receipts.pop((receipt.queue.url, receipt.message_id), None)
         count, deleted = len(left), 0
+
+        def delete(queue: Queue, part: Sequence[Receipt]) -> None:
+            nonlocal deleted
+            failed = queue.delete(part)
+            deleted += len(part) - len(failed)
+            left.extend(failed)
+
         try:
             # failed deletions are retried once
             for _ in range(2):
-                refused: list[Receipt] = []
-                for queue, part in in_batches(left):
-                    failed = queue.delete(part)
-                    deleted += len(part) - len(failed)
-                    refused += failed
-                left = refused
+                tried, left = left, []
+                each_queue(tried, delete)
         except BrokerUnavailable as error:
             error.failed = count - deleted
             raise
@@ -209,8 +211,7 @@ class SQS(Source):
         if client is None:
             return
         try:
-            for queue, part in in_batches(receipts):
-                queue.release(part)
+            each_queue(receipts, Queue.release)
         finally:
             self._queues.clear()
             if self._given is None:
@@ -441,14 +442,26 @@ class Receipt:
         return {"Id": str(index), "ReceiptHandle": self.handle}
 
 
-def in_batches(receipts: Iterable[Receipt]) -> Iterator[tuple[Queue, Sequence[Receipt]]]:
-    """Yield the receipts of each queue, in batches as large as SQS allows."""
+def each_queue(
+    receipts: Iterable[Receipt], work: Callable[[Queue, Sequence[Receipt]], None]
+) -> None:
+    """Do something with the receipts of each queue, in batches as large as SQS allows.
+
+    Raises:
+        BrokerUnavailable: a queue failed; the others have been served, because they may be as well as ever.
+    """
     of_queue: dict[str, list[Receipt]] = {}
     for receipt in receipts:
         of_queue.setdefault(receipt.queue.url, []).append(receipt)
+    failure: BrokerUnavailable | None = None
     for of_one in of_queue.values():
-        for start in range(0, len(of_one), _BATCH_MAX):
-            yield of_one[0].queue, of_one[start : start + _BATCH_MAX]
+        try:
+            for start in range(0, len(of_one), _BATCH_MAX):
+                work(of_one[0].queue, of_one[start : start + _BATCH_MAX])
+        except BrokerUnavailable as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def _call_queue(call: Callable[[], Any], queue: str, *, found: bool = True) -> Any:
