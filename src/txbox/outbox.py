@@ -307,7 +307,7 @@ class Route:
     Args:
         destination: None for the consumers of this app.
         topics: the topics that take this route; with `others`, the topics that do not. On the route to
-            the app's own consumers, topics only say which rows staged without a route it takes.
+            the app's own consumers, these only select which rows staged without a route it takes.
         others: every topic except `topics`.
         cloudevents: how a message is wrapped; None leaves it as it was staged.
         source: the CloudEvents source.
@@ -426,7 +426,7 @@ class Routes:
 
         True in three cases: an earlier release with other consumers, or without a handler for them,
         staged the rows for one of these consumers; or a handler of this app staged them before rows had
-        routes; or they are for whoever consumes them, and their topic does not also come from a broker.
+        routes; or any App may consume them, and their topic does not also come from a broker.
         """
         consumers = self._handlers.consumers()
         if not self._handlers.matching(topic, kind):

@@ -243,7 +243,7 @@ def test_a_clean_queue(app: App, queue: SqsRig) -> None:
 def test_what_a_server_does_not_tell(app: App, queue: SqsRig, sqs_url: str) -> None:
     assert consumed(app, SQS(endpoint_url=sqs_url, **ACCESS), queue.topic) == {}
     told = diagnosed(app).unchecked
-    assert [one.why for one in told] == ["the server tells no MessageRetentionPeriod."]
+    assert [one.why for one in told] == ["the server does not report MessageRetentionPeriod."]
 
 
 def test_a_queue_that_keeps_for_longer_than_the_inbox(sqlite_url: str, queue: SqsRig) -> None:

@@ -133,21 +133,20 @@ class InFlight(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a broker's own settings say of a topic; what is None is not known, or there is no such thing.
+    """A broker's own settings for one topic. None means unknown, or that the broker has no such setting.
 
     Args:
         found: False when the broker has no such topic, stream or queue.
-        replay_s: for how long it can deliver again what was acknowledged, when somebody asks it to;
-            infinite when nothing bounds that.
-        kept_s: after how long it drops what nobody has received yet.
-        redelivery_s: after how long an unacknowledged delivery goes to another.
-        deliveries_max: after how many deliveries it gives a message up.
-        acknowledged: False when a delivery counts as acknowledged.
-        durable: False when what waits is gone with the broker's process.
-        overflows: False, or True when it drops the oldest messages once there are too many.
-        duplicates_s: for how long it takes a message that is published again for the same.
-        said: field → its own settings behind it, as it names them.
-        unknown: what it does not tell, and why; a sentence each.
+        replay_s: how long acknowledged messages can be replayed on request; infinite if unlimited.
+        kept_s: after how long messages that were never received are dropped.
+        redelivery_s: after how long an unacknowledged message is delivered to another consumer.
+        deliveries_max: after how many deliveries a message is given up.
+        acknowledged: False if delivering a message also acknowledges it.
+        durable: False if waiting messages are lost when the broker restarts.
+        overflows: True if the oldest messages are dropped once there are too many.
+        duplicates_s: how long the broker recognises a message that is published again.
+        said: field → the settings it comes from, under the broker's own names.
+        unknown: what the broker does not show, and why; a sentence each.
     """
 
     topic: str
@@ -169,13 +168,11 @@ class Examinable(Protocol):
     """A source or destination whose broker can be asked for its settings."""
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
-        """Ask for the settings of each topic, by a connection of its own: nothing needs to be open.
-
-        Changes nothing, and receives no message.
+        """Ask for the settings of each topic, on a connection of its own. Changes and receives nothing.
 
         Raises:
-            BrokerUnavailable: nobody answers.
-            ConfigurationError: the broker refuses this user, or the options.
+            BrokerUnavailable: the broker does not answer.
+            ConfigurationError: the broker refuses this user or these options.
         """
         ...
 

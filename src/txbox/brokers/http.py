@@ -1,4 +1,4 @@
-"""Publishing to an HTTP endpoint: one signed POST a message, by the scheme of Standard Webhooks."""
+"""Publishing to an HTTP endpoint: one POST per message, signed by the scheme of Standard Webhooks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from txbox.message import Message
 
 _TOPIC = "{topic}"
 _ANSWER_BYTES = 2048
-#: The endpoint is asked to wait no longer than this, whatever it says.
+#: A longer Retry-After is cut to this.
 _RETRY_AFTER_MAX_S = 3600.0
-#: A later try may succeed: the request timed out there, came too early or too often, or the server is in trouble.
+#: Besides 5xx, a later attempt may succeed after these: timed out, too early, too many requests.
 _PASSING = frozenset({408, 425, 429})
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NOT_IN_VALUE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
@@ -58,26 +58,26 @@ class Http:
     """An HTTP endpoint to which staged messages are POSTed, each by itself.
 
     Args:
-        url: of the endpoint; `{topic}` in its path or query stands for the topic of the message.
-        secrets: with them requests are signed as standardwebhooks.com says (`whsec_…`, or the key as
-            bytes); several while one replaces another, and then each signs.
+        url: of the endpoint; `{topic}` in its path or query is replaced by the topic of the message.
+        secrets: sign requests by the scheme of standardwebhooks.com (`whsec_…`, or the key as bytes); with
+            several, while rotating, each signs.
         headers: sent with every request, such as Authorization.
-        timeout: for one request; `RelayPolicy.confirm_within` bounds it, too.
+        timeout: for one request, which also ends with `RelayPolicy.confirm_within`.
         concurrency: requests at a time.
         private: allow http://, and addresses that are not public: this machine's, the local network's, a
             cloud's metadata.
-        tls: instead of the system's certificate authorities.
+        tls: used instead of the system's certificate authorities.
 
-    `webhook-id` and `Idempotency-Key` are the message's id, the same at each try; type, key and time are the
+    `webhook-id` and `Idempotency-Key` are the message's id, the same in each attempt; type, key and time are the
     CloudEvents attributes of the same names. Redirects are not followed, no proxy is used, and what the
     endpoint's name resolves to is checked at each connection.
 
     A message is sent once the endpoint answers 2xx. 408, 425, 429, 5xx, no answer in time and a broken
     connection cost an attempt: `RelayPolicy.retry` decides when the next one comes, `Retry-After` (up to an
-    hour) how early. Any other answer makes the message dead, with the first line of what was answered. An
-    endpoint that cannot be connected to pauses the relay and costs no attempt.
+    hour) how early. Any other answer makes the message dead, with the first line of the response as its error.
+    An endpoint that refuses connections pauses the relay and costs no attempt.
 
-    Guarantee: what is confirmed was answered with 2xx. Any message may come twice: the endpoint tells by its id.
+    Guarantee: what is confirmed was answered with 2xx. Any message may arrive twice, with the same id.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class HttpPublisher(LoopPublisher):
         entries = batch.entries(self._headers_of)
 
         async def sends() -> None:
-            # one iterator under all of them: who is done takes the next
+            # they share one iterator: whichever is free takes the next message
             for at, headers in entries:
                 left_s = batch.left_s() - LAST_WORD_S
                 if left_s <= 0 or batch.away is not None:
@@ -187,12 +187,12 @@ class HttpPublisher(LoopPublisher):
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 broken = error
             except aiohttp.ClientError as error:
-                # what came is no HTTP
+                # the response is not HTTP
                 broken = error
                 break
-        # this message may be the reason: it has its attempts like others
+        # the message itself may be the reason, so this counts as an attempt
         why = f"{type(broken).__name__}: {broken}"
-        batch.answer(at, BrokerError(f"The endpoint broke the request off ({why})."))
+        batch.answer(at, BrokerError(f"The endpoint broke off the request ({why})."))
 
     def _new_session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
@@ -237,11 +237,11 @@ class HttpPublisher(LoopPublisher):
 
 
 class _Refused(Exception):
-    """The endpoint's name leads to an address that is not public."""
+    """The endpoint's name resolves to addresses that are not public."""
 
 
 class _PublicAddresses(AbstractResolver):
-    """Resolves names, and leaves out what they should not lead to; asked again for each connection."""
+    """Resolves names for each connection, and drops addresses that are not public."""
 
     def __init__(self) -> None:
         self._names = ThreadedResolver()
@@ -253,7 +253,7 @@ class _PublicAddresses(AbstractResolver):
         public = [each for each in found if is_public(each["host"])]
         if not public:
             raise _Refused(
-                f"{host} leads to an address that is not public: use Http(…, private=True) if that is meant."
+                f"{host} resolves to an address that is not public: use Http(…, private=True) if that is meant."
             )
         return public
 
@@ -262,7 +262,7 @@ class _PublicAddresses(AbstractResolver):
 
 
 def is_public(address: str) -> bool:
-    """Say whether an IP address is one of the public internet, also where IPv6 only carries an IPv4 address."""
+    """Whether an IP address is public; one that embeds an IPv4 address counts as that."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         carried = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -280,7 +280,7 @@ def _check_url(url: str, private: bool) -> None:
     parts, complete = None, False
     with suppress(ValueError):
         parts = urlsplit(url)
-        # a port that is no number is found when it is asked for
+        # reading an invalid port raises
         complete = bool(parts.hostname) and (parts.port is None or parts.port > 0)
     if not complete or parts is None or parts.scheme not in ("http", "https"):
         raise ConfigurationError("Http() needs a URL such as https://example.com/hooks.")
@@ -301,7 +301,7 @@ def _check_url(url: str, private: bool) -> None:
         # a literal address is never looked up
         public = is_public(host)
     except ValueError:
-        # "127.1" and "2130706433" are addresses to those who connect, which look up no name for them either
+        # connecting treats "127.1" and "2130706433" as addresses, too, without a lookup
         public = not host.replace(".", "").isdigit()
     if not public:
         raise ConfigurationError(
@@ -321,7 +321,7 @@ def _error_of(response: aiohttp.ClientResponse, said: bytes) -> BrokerError | No
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Read what Retry-After says, in seconds or as a date; None where it says nothing."""
+    """Return the seconds of a Retry-After header, which may be a date; None if it is missing or invalid."""
     if value is None:
         return None
     try:

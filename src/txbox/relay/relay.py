@@ -64,7 +64,7 @@ class Relay:
     Args:
         stop: True when nothing more must be leased; what is being published is still marked.
         delivered: called with the names of this app's consumers that messages have reached.
-        polled: somebody else calls `look` when a row is due, so an idle relay does not poll itself.
+        polled: the caller calls `look` when a row is due, so an idle relay does not poll by itself.
 
     Guarantee: a committed row is published at least once, always under its own id, and marked only
     after its confirmation. A later row of a key is published only after every earlier row that was
@@ -185,7 +185,7 @@ class Relay:
         idle = self._polled and self._pause_s >= poll_s
         woken = self._woken.wait(None if idle else self._pause_s * random.uniform(0.75, 1.25))
         if self._staged:
-            # whoever staged commits a moment later, and rows seldom come alone
+            # the transaction that staged commits a moment later, and rows seldom come alone
             time.sleep(_TOGETHER_S)
         self._woken.clear()
         if self._staged:
@@ -363,7 +363,7 @@ class Relays:
         stop: True when nothing more must be leased.
         ended: called by each thread with what ended it; None for a normal stop.
         delivered: called with the names of this app's consumers that messages have reached.
-        polled: somebody else calls `look` when a row of the outbox is due.
+        polled: the caller calls `look` when a row is due.
     """
 
     def __init__(

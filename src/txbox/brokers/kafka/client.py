@@ -1,9 +1,9 @@
-"""The librdkafka client: the options Kafka(…) passes to it, its error codes and its log; what it says of topics."""
+"""The librdkafka client: the options Kafka(…) passes to it, its error codes and log, and questions about topics."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
@@ -43,7 +43,25 @@ _PRODUCER_DEFAULTS: dict[str, Any] = {
     "topic.metadata.propagation.max.ms": 3_000,
 }
 _PRODUCER_FORCED: dict[str, Any] = {"acks": "all", "enable.idempotence": True}
-_ALL = ("all", "-1")
+#: Options under any of these names, the values that keep a confirmation true, and why.
+_PRODUCER_NEEDS: tuple[tuple[tuple[str, ...], Callable[[str], bool], str], ...] = (
+    (
+        ("acks", "request.required.acks"), lambda value: value in ("all", "-1"),
+        "must be all: a message confirmed by a single broker can be lost with it",
+    ),
+    (
+        ("enable.idempotence",), lambda value: value == "true",
+        "must be true: without it, retries inside the client change the order",
+    ),
+    (
+        ("retries", "message.send.max.retries"), lambda value: int(value) >= 1,
+        "must be 1 or more: an idempotent producer needs it",
+    ),
+    (
+        ("max.in.flight", "max.in.flight.requests.per.connection"), lambda value: 1 <= int(value) <= 5,
+        "must be 1 to 5: an idempotent producer needs it",
+    ),
+)  # fmt: skip
 _PRODUCER_REFUSED = {
     "transactional.id": "a Kafka transaction does not include the database's; the inbox handles duplicates",
     "delivery.report.only.error": "confirmations must be reported",
@@ -80,24 +98,12 @@ def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: with one of them, a confirmation would not mean that the message is kept.
     """
-    wanted = dict(given)
-    refuse(wanted, _PRODUCER_REFUSED, "Kafka does not publish with {option}: {why}.")
-    for name in ("acks", "request.required.acks"):
-        if str(wanted.pop(name, "all")).lower() not in _ALL:
-            raise ConfigurationError(
-                f"{name} must be all: a message confirmed by a single broker can be lost with it."
-            )
-    if str(wanted.pop("enable.idempotence", True)).lower() != "true":
-        raise ConfigurationError(
-            "enable.idempotence must be true: without it, retries inside the client change the order."
-        )
-    for name in ("retries", "message.send.max.retries"):
-        if int(wanted.get(name, 1)) < 1:
-            raise ConfigurationError(f"{name} must be 1 or more: an idempotent producer needs it.")
-    for name in ("max.in.flight", "max.in.flight.requests.per.connection"):
-        if not 1 <= int(wanted.get(name, 5)) <= 5:
-            raise ConfigurationError(f"{name} must be 1 to 5: an idempotent producer needs it.")
-    return _PRODUCER_DEFAULTS | wanted | _PRODUCER_FORCED
+    refuse(given, _PRODUCER_REFUSED, "Kafka does not publish with {option}: {why}.")
+    for names, is_fine, rule in _PRODUCER_NEEDS:
+        for name in names:
+            if name in given and not is_fine(str(given[name]).lower()):
+                raise ConfigurationError(f"{name} {rule}.")
+    return {**_PRODUCER_DEFAULTS, **given, **_PRODUCER_FORCED}
 
 
 def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-# -- what a cluster says of its topics ----------------------------------------------------------------
+# -- questions to the cluster about topics --------------------------------------------------------------
 
 
 def admin(given: Mapping[str, Any]) -> Any:
@@ -191,13 +197,13 @@ class TopicIds:
             BrokerUnavailable: no broker answers.
         """
         if topic not in self._known:
-            # a client that nobody holds gives no answer
+            # kept in a variable: a client that is garbage collected never answers
             asking = admin(self._config)
             asked = asking.describe_topics(TopicCollection([topic]), request_timeout=ASK_S)
-            told = _result_of(asked[topic], topic)
-            if isinstance(told, KafkaError):
-                _log.warning("Kafka does not reveal the UUID of %s: %s", topic, told.str())
-            uuid = "" if isinstance(told, KafkaError) else str(told.topic_id)
+            answer = _result_of(asked[topic], topic)
+            if isinstance(answer, KafkaError):
+                _log.warning("Kafka does not reveal the UUID of %s: %s", topic, answer.str())
+            uuid = "" if isinstance(answer, KafkaError) else str(answer.topic_id)
             # brokers older than topic ids answer with zeros
             self._known[topic] = uuid if uuid.strip("A=") else None
         return self._known[topic]
@@ -212,7 +218,7 @@ def settings_of(
         topics: "*" is every one that is not internal.
 
     Raises:
-        BrokerUnavailable: nobody answers.
+        BrokerUnavailable: no broker answers.
     """
     asking = admin(config)
     try:
@@ -223,20 +229,20 @@ def settings_of(
         topics = sorted(topic for topic in there if not topic.startswith(_INTERNAL))
     found: dict[str, dict[str, str] | KafkaError | None] = dict.fromkeys(topics)
     if wanted := [ConfigResource(ResourceType.TOPIC, topic) for topic in topics if topic in there]:
-        for resource, answer in asking.describe_configs(wanted, request_timeout=ASK_S).items():
-            told = _result_of(answer, resource.name)
+        for resource, future in asking.describe_configs(wanted, request_timeout=ASK_S).items():
+            answer = _result_of(future, resource.name)
             found[resource.name] = (
-                told
-                if isinstance(told, KafkaError)
-                else {name: str(entry.value) for name, entry in told.items()}
+                answer
+                if isinstance(answer, KafkaError)
+                else {name: str(entry.value) for name, entry in answer.items()}
             )
     return found
 
 
-def _result_of(answer: Any, topic: str) -> Any:
-    """Wait for what the cluster says of a topic; a KafkaError if this user may not ask."""
+def _result_of(future: Any, topic: str) -> Any:
+    """Wait for the cluster's answer about a topic; returns a KafkaError if this user may not ask."""
     try:
-        return answer.result(ASK_S + 1)
+        return future.result(ASK_S + 1)
     except (KafkaException, TimeoutError) as error:
         if isinstance(error, KafkaException) and error.args[0].code() in _FORBIDDEN:
             return error.args[0]

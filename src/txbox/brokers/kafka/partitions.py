@@ -273,12 +273,12 @@ def _committed(
 ) -> Sequence[TopicPartition]:
     asked = [TopicPartition(partition.topic, partition.number) for partition in partitions]
     try:
-        told = consumer.committed(asked, timeout=ASK_S)
+        found = consumer.committed(asked, timeout=ASK_S)
     except KafkaException as error:
         raise BrokerUnavailable(
             f"Kafka does not return the committed offsets ({text_of(error)})."
         ) from error
-    by_key = {(answer.topic, answer.partition): answer for answer in told}
+    by_key = {(answer.topic, answer.partition): answer for answer in found}
     answers = [
         by_key[topic_partition.topic, topic_partition.partition] for topic_partition in asked
     ]

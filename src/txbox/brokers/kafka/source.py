@@ -140,7 +140,7 @@ class Kafka(Source):
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for the retention of topics; it takes the right to DescribeConfigs."""
-        return [_facts(*told) for told in settings_of(self._config, topics).items()]
+        return [_facts(topic, found) for topic, found in settings_of(self._config, topics).items()]
 
     # -- the source ---------------------------------------------------------------------------
 
@@ -471,7 +471,9 @@ def _facts(topic: str, settings: dict[str, str] | KafkaError | None) -> Facts:
     if isinstance(settings, KafkaError):
         return Facts(
             topic=topic,
-            unknown=(f"this user may not see it ({settings.str()}): allow DescribeConfigs.",),
+            unknown=(
+                f"this user may not see its settings ({settings.str()}): allow DescribeConfigs.",
+            ),
         )
     kept_ms, segment_ms = float(settings["retention.ms"]), float(settings["segment.ms"])
     compacted = "compact" in settings["cleanup.policy"]

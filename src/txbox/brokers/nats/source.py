@@ -35,6 +35,7 @@ _PULL_S = 5.0
 _REFUSED_S = 0.25
 _ACK, _NAK, _IN_PROGRESS = b"+ACK", b"-NAK", b"+WPI"
 _MAX_DELIVER_MIN = 20
+_EXPLICIT = (AckPolicy.EXPLICIT, "explicit")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _REFUSED_OPTIONS = {
     "servers": "pass them as the first argument",
@@ -296,7 +297,7 @@ class Nats(LoopSource["Link"]):
         what = f"The consumer {pull.durable!r} of stream {pull.stream!r}"
         if config.deliver_subject:
             raise ConfigurationError(f"{what} pushes: set durable= to a pull consumer.")
-        if config.ack_policy not in (AckPolicy.EXPLICIT, "explicit"):
+        if config.ack_policy not in _EXPLICIT:
             raise ConfigurationError(
                 f"{what} has ack_policy {config.ack_policy}: only explicit redelivers what a crash leaves behind."
             )
@@ -308,8 +309,7 @@ class Nats(LoopSource["Link"]):
                 f"{what} filters {config.filter_subject!r}, not {subject!r}: set durable= to a different name."
             )
         self._check_limit(config, what)
-        waits = config.backoff or [config.ack_wait or self._ack_wait_s]
-        return min(waits)
+        return _redelivery_s(config, self._ack_wait_s)
 
     def _check_limit(self, config: ConsumerConfig, what: str) -> None:
         limit = config.max_deliver
@@ -428,7 +428,7 @@ class Link:
         if not replies:
             return
         for pull in self.pulls:
-            # asking for a consumer's info makes the server drop requests nobody listens to any more;
+            # asking for a consumer's info makes the server drop requests without a listener;
             # otherwise it would deliver what is returned into one of those, and lose track of it
             with suppress(nats.js.errors.NotFoundError):
                 await self.js.consumer_info(pull.stream, pull.durable)
@@ -443,30 +443,34 @@ class Link:
         await self._client.close()
 
 
+def _redelivery_s(config: ConsumerConfig, default_s: float) -> float:
+    """Return after how many seconds at least the server delivers again what is not acknowledged."""
+    return min(config.backoff or [config.ack_wait or default_s])
+
+
 def _facts(
     topic: str, stream: StreamConfig, consumer: ConsumerConfig | None, ack_wait_s: float
 ) -> Facts:
     age_s = float(stream.max_age or 0.0) or math.inf
     # what everybody has acknowledged is gone from the others
     replayed = str(getattr(stream.retention, "value", stream.retention)) in ("None", "limits")
-    waits_s: list[float] = [ack_wait_s]
     most, policy = None, None
     if consumer is not None:
-        waits_s = list(consumer.backoff or [consumer.ack_wait or ack_wait_s])
+        ack_wait_s = _redelivery_s(consumer, ack_wait_s)
         most, policy = consumer.max_deliver, consumer.ack_policy
     aged = f"stream {stream.name}: max_age={0 if math.isinf(age_s) else age_s:g} s"
     return Facts(
         topic=topic,
         replay_s=age_s if replayed else None,
         kept_s=None if math.isinf(age_s) else age_s,
-        redelivery_s=min(waits_s),
+        redelivery_s=ack_wait_s,
         deliveries_max=most if most is not None and most > 0 else None,
-        acknowledged=policy is None or policy in (AckPolicy.EXPLICIT, "explicit"),
+        acknowledged=policy is None or policy in _EXPLICIT,
         duplicates_s=float(stream.duplicate_window or 0.0) or None,
         said={
             "replay_s": aged,
             "kept_s": aged,
-            "redelivery_s": f"ack_wait={min(waits_s):g} s",
+            "redelivery_s": f"ack_wait={ack_wait_s:g} s",
             "deliveries_max": f"max_deliver={most}",
             "acknowledged": f"ack_policy={getattr(policy, 'value', policy)}",
             "duplicates_s": f"stream {stream.name}: duplicate_window={stream.duplicate_window:g} s",

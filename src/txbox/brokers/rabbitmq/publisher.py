@@ -175,7 +175,7 @@ class RabbitMQPublisher(LoopPublisher):
             self._gone = error or ConnectionError("the connection ended")
 
     async def _look(self) -> None:
-        """Raise if nobody answers, or the server is not reading from us now."""
+        """Raise if the server does not answer on this connection."""
         if self._connection is None:
             raise TimeoutError("it did not answer")
         channel = await self._connection.opened_channel(publisher_confirms=False)

@@ -179,7 +179,7 @@ class RedisStreams(Source):
             _log.debug("%s cannot be opened yet: %s", self.name, error)
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
-        """Ask for the oldest entry of each stream: a group that is made anew begins there."""
+        """Ask for the oldest entry of each stream, where a group that is recreated starts."""
         client = self._new_client()
         try:
             return [_facts(client, topic, self._claim_idle_s) for topic in topics if topic != "*"]
@@ -411,7 +411,7 @@ def _mistake(error: exceptions.RedisError) -> str | None:
 
 
 def _facts(client: Any, stream: str, claim_idle_s: float) -> Facts:
-    """What can be read again of a stream; one that is not there is created when it is read."""
+    """Return how far back a stream can be replayed. A missing one is no problem: reading creates it."""
     replay_s: float | None = None
     said = {"redelivery_s": f"claim_idle={claim_idle_s:g} s"}
     unknown: tuple[str, ...] = ()
@@ -423,7 +423,7 @@ def _facts(client: Any, stream: str, claim_idle_s: float) -> Facts:
             replay_s = max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)
             said["replay_s"] = f"XLEN {client.xlen(stream)}, oldest entry {entry_id}"
         else:
-            unknown = (f"its ids are made up by the producer ({entry_id}), and tell no age.",)
+            unknown = (f"its ids come from the producer ({entry_id}) and do not contain a time.",)
     return Facts(
         topic=stream, replay_s=replay_s, redelivery_s=claim_idle_s, said=said, unknown=unknown
     )
@@ -467,7 +467,7 @@ def delivery_of(
     *,
     redelivered: bool,
 ) -> Delivery:
-    """Turn an entry into a message, or say why it is not one.
+    """Turn an entry into a message, or into a problem.
 
     Args:
         tag: stream and entry id.

@@ -242,7 +242,7 @@ class SQS(Source):
         said = f"MessageRetentionPeriod={kept}"
         return Facts(
             topic=topic,
-            # what could not be deleted comes again for as long
+            # a message whose deletion failed can come again until then
             replay_s=kept_s,
             kept_s=kept_s,
             redelivery_s=float(visible_s),
@@ -255,7 +255,9 @@ class SQS(Source):
                 else f"VisibilityTimeout={visible_s}",
                 "deliveries_max": f"maxReceiveCount={most}",
             },
-            unknown=() if kept is not None else ("the server tells no MessageRetentionPeriod.",),
+            unknown=()
+            if kept is not None
+            else ("the server does not report MessageRetentionPeriod.",),
         )
 
     # -- queues and their messages ------------------------------------------------------------
@@ -448,7 +450,7 @@ def each_queue(
     """Do something with the receipts of each queue, in batches as large as SQS allows.
 
     Raises:
-        BrokerUnavailable: a queue failed; the others have been served, because they may be as well as ever.
+        BrokerUnavailable: at least one queue failed. The others have been served all the same.
     """
     of_queue: dict[str, list[Receipt]] = {}
     for receipt in receipts:
@@ -468,7 +470,7 @@ def _call_queue(call: Callable[[], Any], queue: str, *, found: bool = True) -> A
     """Call SQS, and decide whether waiting helps if it refuses.
 
     Args:
-        found: the queue could be used before, so whoever changed it, or its permissions, may be at work.
+        found: the queue could be used before, so somebody may be repairing it or its permissions.
 
     Raises:
         ConfigurationError: waiting does not help.
