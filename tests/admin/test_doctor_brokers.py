@@ -208,7 +208,7 @@ def test_a_broker_that_is_away_is_not_checked(app: App) -> None:
     assert found == {}
     (unchecked,) = diagnosed(app).unchecked
     assert unchecked.what == "the settings of nats:d"
-    assert "NATS cannot be used now" in unchecked.why
+    assert "nats:d cannot be reached" in unchecked.why
 
 
 # -- SQS --------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ def test_the_password_of_the_http_api_goes_nowhere_else() -> None:
             self.send_header("Location", "/elsewhere")
             self.end_headers()
 
-        def log_message(self, *_: object) -> None: ...
+        def log_message(self, *_: object, **named: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Moved) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

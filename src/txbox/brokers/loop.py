@@ -179,7 +179,7 @@ class LoopSource(Source, Generic[AnyLink]):
             return loop.call(work, CALL_S, 2 * CLOSE_S)
         except self.trouble as error:
             raise BrokerUnavailable(
-                f"{self.name} cannot be asked ({error_text(error)})."
+                f"{self.name} cannot be reached ({error_text(error)})."
             ) from error
         finally:
             loop.close()

@@ -47,7 +47,7 @@ def examine(management: str, broker: URL, queues: Sequence[str]) -> list[Facts]:
 class _StaysHere(HTTPRedirectHandler):
     """Follows no redirect: the password would go along."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: Any, **named: Any) -> None:
         return None
 
 
