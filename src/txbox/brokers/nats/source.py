@@ -26,7 +26,7 @@ from txbox.brokers.envelope import NATS, clock
 from txbox.brokers.loop import LoopSource
 from txbox.brokers.nats.client import TROUBLE, Client, RawHeaders, connect
 from txbox.brokers.nats.publisher import NatsPublisher
-from txbox.errors import BrokerError, ConfigurationError
+from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 
 _log = logging.getLogger("txbox")
 
@@ -218,7 +218,8 @@ class Nats(LoopSource["Link"]):
         if self._confirm_s is None:
             self._call(link.send(replies, _ACK))
         elif missing := self._call(link.acknowledge(replies, self._confirm_s), self._confirm_s):
-            raise BrokerError(
+            kind = BrokerError if link.lost is None else BrokerUnavailable
+            raise kind(
                 f"NATS did not confirm {missing} of {len(replies)} acknowledgements: they will come again.",
                 failed=missing,
             )
