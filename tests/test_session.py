@@ -52,7 +52,7 @@ class Scripted(Connection):
     async def begin(self, statements: Statements) -> list[Result]:
         return self._tell("begin", statements)
 
-    async def begun(self) -> list[Result]:
+    async def begun(self, work: Callable[[], None] | None = None) -> list[Result]:
         statements, self._ahead = self._ahead or (), None
         return self._tell("begun", statements)
 
@@ -63,6 +63,8 @@ class Scripted(Connection):
         return self._tell("commit", statements)
 
     async def commit_then(self, statements: Statements, then: Any) -> list[Result]:
+        if then is None:
+            return await self.commit(statements)
         self._ahead = then()
         return self._tell("commit", statements)
 

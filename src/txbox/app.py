@@ -175,7 +175,7 @@ class App:
             # without rules of its own it hides only headers, which events do not have
             None if redact is None or not redact.errors else redact.error,
             None if tracing is None else tracing.around,
-            counts=(self.activity, self.pauses),
+            counters=(self.activity, self.pauses),
         )
         self.lease = lease or Lease()
         self.limits = limits or Limits.within(self.lease)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
 _log = logging.getLogger("txbox")
 
@@ -273,6 +274,14 @@ class RelayResumed(Event):
 Observer = Callable[[Event], None]
 
 
+class Counter(Protocol):
+    """An observer of some kinds of events."""
+
+    @property
+    def kinds(self) -> Collection[type[Event]]: ...
+    def __call__(self, event: Event) -> None: ...
+
+
 class Events:
     """The log and the observers of one app. An observer that raises is logged and kept.
 
@@ -281,10 +290,10 @@ class Events:
     Args:
         redact: applied to the error and reason texts of events.
         around: entered while an event is emitted.
-        counts: called with every event that is emitted; they do not cause events to be created.
+        counters: called with events of their kinds; they do not cause events of success to be created.
     """
 
-    __slots__ = ("_around", "_counts", "_logs", "_redact", "observers")
+    __slots__ = ("_around", "_counters", "_logs", "_redact", "observers")
 
     def __init__(
         self,
@@ -292,12 +301,15 @@ class Events:
         logs: Observer | None = None,
         redact: Callable[[str], str] | None = None,
         around: Callable[[Event], AbstractContextManager[None]] | None = None,
-        counts: Sequence[Observer] = (),
+        counters: Sequence[Counter] = (),
     ) -> None:
         self._around = around
         self._logs = [] if logs is None else [logs]
         self._redact = redact
-        self._counts = counts
+        self._counters: dict[type[Event], list[Observer]] = {}
+        for counter in counters:
+            for kind in counter.kinds:
+                self._counters.setdefault(kind, []).append(counter)
         self.observers = list(observers)
 
     def __bool__(self) -> bool:
@@ -317,7 +329,7 @@ class Events:
                 self._tell(event)
 
     def _tell(self, event: Event) -> None:
-        for observer in (*self._counts, *self._logs, *self.observers):
+        for observer in (*self._counters.get(type(event), ()), *self._logs, *self.observers):
             try:
                 observer(event)
             except Exception:  # noqa: BLE001

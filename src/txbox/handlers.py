@@ -7,7 +7,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -471,6 +471,17 @@ class Handler:
         return replace(self, options=replace(self.options, mode="stored"))
 
     @functools.cached_property
+    def timeout_s(self) -> float | None:
+        """How long one call may take."""
+        timeout = self.options.timeout
+        return timeout.total_seconds() if timeout else None
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether messages of a key are processed one behind another."""
+        return self.options.in_order
+
+    @functools.cached_property
     def keeps_payload(self) -> bool:
         """Whether processed rows of this consumer keep their payload."""
         return self.options.keep_payload != "unfinished"
@@ -659,9 +670,12 @@ class Run:
         self._token = running.set(self)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # a coroutine closed by another task ends in a context in which it was never set
-        with suppress(ValueError) if kind is GeneratorExit else _nothing:
+        try:
             running.reset(self._token)
+        except ValueError:
+            # a coroutine closed by another task ends in a context in which it was never set
+            if kind is not GeneratorExit:
+                raise
 
     def next_id(self, cause: Message[Any]) -> str:
         """Return the id of the next message that this one causes; a repeated run gets the same ids."""
@@ -671,7 +685,6 @@ class Run:
         return derived_id(self.consumer, cause_id, ordinal)
 
 
-_nothing = nullcontext()
 #: The current run of this thread or task.
 running: ContextVar[Run | None] = ContextVar("txboxrunning", default=None)
 

@@ -211,19 +211,26 @@ class Connection(ABC):
         """What was begun behind the last COMMIT and has not been awaited yet."""
         return None
 
-    async def commit_then(
-        self, statements: Statements, then: Callable[[], Statements | None]
+    async def begin_meanwhile(
+        self, statements: Statements, work: Callable[[], None] | None
     ) -> list[Result]:
-        """Commit as `commit` does. `then` is called after COMMIT is sent and returns what to begin behind it.
+        """`begin`. `work` is called while the server is at work; a driver that cannot pipeline does not call it."""
+        del work
+        return await self.begin(statements)
 
-        Drivers that cannot pipeline do not call `then`. What this raises is about the COMMIT; `rollback`
+    async def commit_then(
+        self, statements: Statements, then: Callable[[], Statements | None] | None
+    ) -> list[Result]:
+        """`commit`. `then` is called after COMMIT is sent and returns what to begin behind it.
+
+        A driver that cannot pipeline does not call it. What this raises is about the COMMIT; `rollback`
         also ends what was begun behind it.
         """
         del then
         return await self.commit(statements)
 
-    async def begun(self) -> list[Result]:
-        """Wait for what was begun behind the COMMIT; returns and raises what `begin` would have."""
+    async def begun(self, work: Callable[[], None] | None = None) -> list[Result]:
+        """Wait for what was begun behind the COMMIT, as `begin_meanwhile` does."""
         raise NotImplementedError
 
 
@@ -285,11 +292,18 @@ class Session:
         self._following: Following | None = None
         self._offered = self._preparing = False
 
-    async def begin(self, statements: Statements = ()) -> list[Result]:
-        """Begin a transaction and run statements, in one round trip if the driver can."""
+    async def begin(
+        self, statements: Statements = (), meanwhile: Callable[[], None] | None = None
+    ) -> list[Result]:
+        """Begin a transaction and run statements, in one round trip if the driver can.
+
+        Args:
+            meanwhile: called while the server is at work, if the driver can do that; it must not raise.
+        """
         if self._preparing:
             await _pause(statements)
-        await self._go_on(statements)
+        if self._offered or self._begun is not None:
+            await self._go_on(statements)
         at("before:begin")
         begun, self._begun, others = self._begun is not None, None, 0
         while True:
@@ -297,7 +311,10 @@ class Session:
             if connection is None:
                 connection = self.connection = await self._connections.acquire()
             try:
-                results = await (connection.begun() if begun else connection.begin(statements))
+                if begun:
+                    results = await connection.begun(meanwhile)
+                else:
+                    results = await connection.begin_meanwhile(statements, meanwhile)
             except StoreError as error:
                 if error.code != _NO_RIGHT or others == _OTHERS_MAX:
                     raise
@@ -324,14 +341,13 @@ class Session:
         connection = self.connection
         assert connection is not None, "no transaction has begun"
         _around(statements, "before:commit", "before")
-        following = self._following
-        if following is None or self._offered or not statements:
-            commit = connection.commit(statements)
-        else:
+        then = None
+        if self._following is not None and not self._offered and statements:
             # a batch may commit more than once, and only its last COMMIT ends it. The next batch is offered to
             # the first COMMIT only: a batch that goes on may have to wait, and whoever waits must hold no ids
             self._offered = True
-            commit = connection.commit_then(statements, partial(following.begin, self))
+            then = partial(_begin_behind, self, self._following)
+        commit = connection.commit_then(statements, then)
         results = await (_shielded(commit) if self.is_async else commit)
         self._begun = connection.ahead
         at("after:commit")
@@ -423,6 +439,11 @@ class Session:
             yield
         finally:
             self._following, self._offered = None, False
+
+
+def _begin_behind(db: Session, following: Following) -> Statements | None:
+    at("during:commit")
+    return following.begin(db)
 
 
 @coroutine

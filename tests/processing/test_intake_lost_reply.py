@@ -20,10 +20,10 @@ pytestmark = pytest.mark.every_database
 def test_rows_stored_by_a_commit_in_doubt_are_given_back(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit, lost = PsycopgConnection.commit, [True]
+    commit, lost = PsycopgConnection.commit_then, [True]
 
-    async def committed(self: Any, statements: Sequence[Statement]) -> list[Result]:
-        results = await commit(self, statements)
+    async def committed(self: Any, statements: Sequence[Statement], then: Any) -> list[Result]:
+        results = await commit(self, statements, then)
         if lost and lost.pop():
             raise StoreUnavailable("lost", fault=Fault.UNAVAILABLE, definite=False)
         return results
@@ -37,7 +37,7 @@ def test_rows_stored_by_a_commit_in_doubt_are_given_back(
         connections, handler = app.database.sync, next(iter(app.handlers))
         assert connections is not None
         drive(connections, app.check_schema)
-        monkeypatch.setattr(PsycopgConnection, "commit", committed)
+        monkeypatch.setattr(PsycopgConnection, "commit_then", committed)
         messages: list[Message[Any]] = [Message(id=str(n), topic="orders") for n in range(3)]
         answers = drive(
             connections, app.intake.take_persistently, handler, messages, leasing=Leasing(app.lease)

@@ -42,14 +42,18 @@ def replay(shop: Shop, handler: Handler) -> BatchSize:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The names of txbox's statements on psycopg, a list for each round trip."""
     trips: list[list[str]] = []
-    for name in ("begin", "commit"):
+    for name, verb in (("begin_meanwhile", "begin"), ("commit_then", "commit")):
         original = getattr(PsycopgConnection, name)
 
         async def noted(
-            self: Any, statements: Sequence[Statement], value: Any = original, kind: str = name
+            self: Any,
+            statements: Sequence[Statement],
+            then: Any,
+            value: Any = original,
+            kind: str = verb,
         ) -> list[Result]:
             trips.append([kind, *(statement.name for statement in statements)])
-            results: list[Result] = await value(self, statements)
+            results: list[Result] = await value(self, statements, then)
             return results
 
         monkeypatch.setattr(PsycopgConnection, name, noted)

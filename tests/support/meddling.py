@@ -18,8 +18,11 @@ class _Meddled(Session):
         super().__init__(connections)
         self._meddle = meddle
 
-    async def begin(self, statements: Statements = ()) -> Any:
-        return await self._meddle("begin", statements, partial(super().begin, statements))
+    async def begin(
+        self, statements: Statements = (), meanwhile: Callable[[], None] | None = None
+    ) -> Any:
+        begin = partial(super().begin, statements, meanwhile)
+        return await self._meddle("begin", statements, begin)
 
     async def execute(self, statement: Statement) -> Any:
         return await self._meddle("execute", (statement,), partial(super().execute, statement))

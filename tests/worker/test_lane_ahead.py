@@ -93,9 +93,9 @@ def test_async_handlers_too(orders: Shop, monkeypatch: pytest.MonkeyPatch) -> No
     begun = PsycopgConnection.begun
     ahead: list[str] = []
 
-    async def went_on(connection: PsycopgConnection) -> Any:
+    async def went_on(connection: PsycopgConnection, work: Any) -> Any:
         ahead.append("")
-        return await begun(connection)
+        return await begun(connection, work)
 
     monkeypatch.setattr(PsycopgConnection, "begun", went_on)
 
@@ -404,14 +404,14 @@ def test_a_database_that_goes_away_between_two_batches(
     begun, cuts = PsycopgConnection.begun, [3, 7]
     seen = [0]
 
-    def went_on(connection: PsycopgConnection) -> Any:
+    def went_on(connection: PsycopgConnection, work: Any) -> Any:
         seen[0] += 1
         if seen[0] in cuts:
             with psycopg.connect(orders.url, autocommit=True) as other:
                 other.execute(
                     "SELECT pg_terminate_backend(%s, 5000)", [connection.native.info.backend_pid]
                 )
-        return begun(connection)
+        return begun(connection, work)
 
     monkeypatch.setattr(PsycopgConnection, "begun", went_on)
     orders.handler()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import pq
@@ -20,7 +20,7 @@ from psycopg.waiting import Ready, Wait
 from txbox.connections import base
 from txbox.connections.base import acquired, left_behind
 from txbox.errors import Fault, StoreError, StoreUnavailable
-from txbox.session import Result, Statement, Statements, at
+from txbox.session import Result, Statement, Statements
 from txbox.store.dialect import native
 
 BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
@@ -34,12 +34,16 @@ _SYNC = int(pq.ExecStatus.PIPELINE_SYNC)
 _ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
 _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
 _TEXT = 25  # the OID of text
+_TEXT_FORMAT, _BINARY = pq.Format.TEXT, pq.Format.BINARY
 _IDLE, _UNKNOWN = int(pq.TransactionStatus.IDLE), int(pq.TransactionStatus.UNKNOWN)
 # a COMMIT that failed with one of these cannot have committed
 _DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
 
 R = TypeVar("R")
 Translate = Callable[[BaseException], StoreError | None]
+
+
+_set = object.__setattr__
 
 
 class Answer(Result):
@@ -50,8 +54,8 @@ class Answer(Result):
     _connection: Any
 
     def __init__(self, connection: Any, answer: Any) -> None:
-        object.__setattr__(self, "_connection", connection)
-        object.__setattr__(self, "_answer", answer)
+        _set(self, "_connection", connection)
+        _set(self, "_answer", answer)
 
     @property
     def rows(self) -> Sequence[Sequence[Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -152,13 +156,20 @@ class ExclusiveUse:
                 lock.release()
 
 
-class _Sent(NamedTuple):
-    """What was sent up to a sync message."""
+class _Sent:
+    """What was sent up to a sync message: the statements, between two commands.
 
-    statements: Statements
-    before: bytes | None
-    after: bytes | None
-    parsed: list[Statement]
+    Attributes:
+        parsed: those of them that were prepared on the way.
+    """
+
+    __slots__ = ("after", "before", "parsed", "statements")
+
+    def __init__(self, statements: Statements, before: bytes | None, after: bytes | None) -> None:
+        self.statements = statements
+        self.before = before
+        self.after = after
+        self.parsed: list[Statement] = []
 
 
 class Pipeline:
@@ -178,7 +189,7 @@ class Pipeline:
         self._named = 0
         #: What was begun behind a COMMIT and not read yet.
         self.ahead: Statements | None = None
-        self._ahead = _Sent((), None, None, [])
+        self._ahead = _Sent((), None, None)
 
     def forget(self) -> None:
         """Forget all plans: the server has deallocated every prepared statement."""
@@ -191,13 +202,13 @@ class Pipeline:
         before: bytes | None = None,
         after: bytes | None = None,
         queued: int = 0,
-        then: Callable[[], Statements | None] | None = None,
+        meanwhile: Callable[[], Statements | None] | None = None,
     ) -> Generator[Wait, Ready, list[Result]]:
         """Send the statements between two commands; returns the results of the statements.
 
         Args:
             queued: outstanding answers to what was sent earlier in pipeline mode.
-            then: called when everything is on its way. What it returns is begun behind a sync of its own,
+            meanwhile: called when everything is on its way. What it returns is begun behind a sync of its own,
                 so that nothing here waits for it; `begun` reads its answers.
 
         Raises:
@@ -205,17 +216,15 @@ class Pipeline:
             psycopg.Error: a failure of what was sent earlier; none of the statements was executed.
         """
         pgconn = self._connection.pgconn
-        sent = _Sent(statements, before, after, [])
+        sent = _Sent(statements, before, after)
         try:
             if not queued:
                 pgconn.enter_pipeline_mode()
             self._put(pgconn, sent)
-            yield from _flushed(pgconn)
-            if then is not None:
-                at("during:commit")
-                self.ahead = then()
-            if self.ahead is not None:
-                self._ahead = _Sent(self.ahead, BEGIN, None, [])
+            if pgconn.flush():
+                yield from _flushed(pgconn)
+            if meanwhile is not None and (behind := meanwhile()) is not None:
+                self.ahead, self._ahead = behind, _Sent(behind, BEGIN, None)
                 self._put(pgconn, self._ahead)
                 yield from _flushed(pgconn)
             answers = yield from _answered(pgconn, last=self.ahead is None)
@@ -227,10 +236,14 @@ class Pipeline:
             answers = answers[queued:]
         return self._read(sent, answers)
 
-    def begun(self) -> Generator[Wait, Ready, list[Result]]:
+    def begun(
+        self, meanwhile: Callable[[], object] | None = None
+    ) -> Generator[Wait, Ready, list[Result]]:
         """Wait for the statements begun behind a COMMIT; returns and raises as `send` does."""
         self.ahead = None
         pgconn = self._connection.pgconn
+        if meanwhile is not None:
+            meanwhile()
         try:
             answers = yield from _answered(pgconn, last=True)
         except psycopg.Error as error:
@@ -245,17 +258,40 @@ class Pipeline:
             plan = self._plans.get(statement.sql)
             if plan is None:
                 plan = self._parse(pgconn, statement, sent.parsed)
-            self._execute(pgconn, plan, statement)
+            name, names = plan
+            params = statement.params
+            # in hexadecimal, a payload would double in size
+            formats = (
+                [_BINARY if params[each].__class__ is bytes else _TEXT_FORMAT for each in names]
+                if "payload" in params or "rows.payload" in params
+                else None
+            )
+            values = [
+                value
+                if value is None
+                else value.encode()
+                if value.__class__ is str
+                else value
+                if formats is not None and value.__class__ is bytes
+                else _dump(value)
+                for value in map(params.__getitem__, names)
+            ]
+            if name is not None:
+                pgconn.send_query_prepared(name, values, formats)
+            else:
+                sql, _ = native(statement.sql, "numeric")
+                pgconn.send_query_params(sql.encode(), values, None, formats)
         if sent.after is not None:
             pgconn.send_query_params(sent.after, None)
         pgconn.pipeline_sync()
 
-    def _read(self, sent: _Sent, answers: Sequence[Any]) -> list[Result]:
+    def _read(self, sent: _Sent, answers: list[Any]) -> list[Result]:
         connection, statements, parsed = self._connection, sent.statements, sent.parsed
-        commands = (
-            len(statements) + len(parsed) + (sent.before is not None) + (sent.after is not None)
-        )
-        if len(answers) < commands or not _FINE.issuperset([one.status for one in answers]):
+        first = 0 if sent.before is None else 1
+        last = first + len(statements) + len(parsed)
+        if len(answers) < last + (sent.after is not None) or not _FINE.issuperset(
+            [one.status for one in answers]
+        ):
             raise self._failure(sent, answers)
         if sent.after is COMMIT and answers[-1].command_status != b"COMMIT":
             # the server answers COMMIT of an aborted transaction with ROLLBACK and no error (promise 2.2)
@@ -264,15 +300,10 @@ class Pipeline:
                 fault=Fault.ABORTED,
                 code="25P02",
             )
+        found = answers[first:last]
         if parsed:
-            answers = [
-                one
-                for one, is_parse in self._aligned(statements, parsed, answers, sent.before)
-                if not is_parse
-            ]
-            return [Answer(connection, answer) for answer in answers[: len(statements)]]
-        first = 0 if sent.before is None else 1
-        return [Answer(connection, answer) for answer in answers[first : first + len(statements)]]
+            found = _without_parses(statements, parsed, found)
+        return [Answer(connection, answer) for answer in found]
 
     def _parse(
         self, pgconn: Any, statement: Statement, parsed: list[Statement]
@@ -286,52 +317,6 @@ class Pipeline:
             parsed.append(statement)
         plan = self._plans[statement.sql] = (name, names)
         return plan
-
-    def _execute(
-        self, pgconn: Any, plan: tuple[bytes | None, tuple[str, ...]], statement: Statement
-    ) -> None:
-        name, names = plan
-        params = statement.params
-        formats = None
-        if "payload" in params or "rows.payload" in params:
-            # in hexadecimal, a payload would double in size
-            formats = [
-                pq.Format.BINARY if params[parameter].__class__ is bytes else pq.Format.TEXT
-                for parameter in names
-            ]
-        values = [
-            value
-            if value is None
-            else value.encode()
-            if value.__class__ is str
-            else value
-            if formats is not None and value.__class__ is bytes
-            else _dump(value)
-            for value in map(params.__getitem__, names)
-        ]
-        if name is not None:
-            pgconn.send_query_prepared(name, values, formats)
-        else:
-            sql, _ = native(statement.sql, "numeric")
-            pgconn.send_query_params(sql.encode(), values, None, formats)
-
-    def _aligned(
-        self,
-        statements: Sequence[Statement],
-        parsed: Sequence[Statement],
-        answers: Sequence[Any],
-        before: bytes | None,
-    ) -> list[tuple[Any, bool]]:
-        """Pair each answer with whether it answers a Parse; the answer to BEGIN is left out."""
-        kinds: list[bool] = []
-        waiting = list(parsed)
-        for statement in statements:
-            if waiting and waiting[0] is statement:
-                waiting.pop(0)
-                kinds.append(True)
-            kinds.append(False)
-        rest = answers[0 if before is None else 1 :]
-        return list(zip(rest, kinds, strict=False))
 
     def _failure(self, sent: _Sent, answers: Sequence[Any]) -> StoreError:
         """Return the first command's error; forget the plans that were not prepared because of it."""
@@ -354,6 +339,20 @@ class Pipeline:
             found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
         found.__cause__ = error
         return found
+
+
+def _without_parses(
+    statements: Statements, parsed: Sequence[Statement], answers: Sequence[Any]
+) -> list[Any]:
+    """Leave out what answers a Parse, which comes before the answer of its statement."""
+    waiting, rest = list(parsed), iter(answers)
+    found: list[Any] = []
+    for statement in statements:
+        if waiting and waiting[0] is statement:
+            waiting.pop(0)
+            next(rest)
+        found.append(next(rest))
+    return found
 
 
 def nothing() -> Generator[Wait, Ready, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple, Protocol
 
@@ -139,12 +139,15 @@ class Activity:
         if processed:
             self._went_well(consumer)
 
+    @property
+    def kinds(self) -> Collection[type[Event]]:
+        """Trouble of messages, and what becomes of outgoing ones."""
+        return _COUNTED.keys()
+
     def __call__(self, event: Event) -> None:
-        """An event was emitted: trouble of a message, or anything of the outbox."""
-        told = _TOLD.get(type(event))
-        if told is None or not self.counts:
+        if not self.counts:
             return
-        kind, counter = told
+        kind, counter = _COUNTED[type(event)]
         name = event.consumer if kind == "consumer" else getattr(event, "route", None)
         with self._lock:
             counts = self._of(kind, name or "")
@@ -200,7 +203,7 @@ class Activity:
         return self._counted.setdefault(Key(self._minute, kind, name), Counts())
 
 
-_TOLD: dict[type[Event], tuple[Kind, str]] = {
+_COUNTED: dict[type[Event], tuple[Kind, str]] = {
     events.MessageFailed: ("consumer", "failed"),
     events.MessageDead: ("consumer", "dead"),
     events.MessageQuarantined: ("consumer", "quarantined"),

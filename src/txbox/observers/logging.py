@@ -97,7 +97,11 @@ class LoggingObserver:
         self._troubles = _Troubles()
 
     def __call__(self, event: Event) -> None:
-        level, cause = self._troubles.level(event, _LEVELS.get(type(event), logging.INFO))
+        level = _LEVELS.get(type(event), logging.INFO)
+        if level == logging.DEBUG and not self._log.isEnabledFor(level):
+            # no trouble begins or ends with it, and there may be several for each message
+            return
+        level, cause = self._troubles.level(event, level)
         if not self._log.isEnabledFor(level):
             return
         name = type(event).__name__

@@ -46,9 +46,12 @@ class Pauses:
         #: Called when there is something to be written down; from any thread. Set while somebody does.
         self.wake: Callable[[], None] | None = None
 
+    #: What it counts.
+    kinds = (MessageFailed, MessageDead)
+
     def __call__(self, event: Event) -> None:
         """Count failures in a row; the one that is too many pauses its consumer at once."""
-        if not isinstance(event, MessageFailed | MessageDead) or self.wake is None:
+        if not isinstance(event, self.kinds) or self.wake is None:
             return
         consumer = event.consumer or ""
         limit = self._limit(consumer)

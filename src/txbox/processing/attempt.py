@@ -216,8 +216,9 @@ class InboxProtocol:
             }
         batch_size, consumer = self.batch_sizes.of(handler), handler.consumer
         settled: dict[str, Answer] = {}
-        unsettled, tries, known = arrivals, 0, claim is not NEW
-        group = self.batch_sizes.group(handler, batch_size, len(unsettled))
+        unsettled, tries, known, group = arrivals, 0, claim is not NEW, 0
+        if len(arrivals) > 1:
+            group = self.batch_sizes.group(handler, batch_size)
         if (
             not known
             and len(unsettled) > 1
@@ -448,7 +449,7 @@ class InboxProtocol:
     def _processed(
         self, handler: Handler, arrival: Arrival, ran: TransactionResult, began: float
     ) -> Answer:
-        attempt = arrival.message.attempt
+        attempt, events = arrival.message.attempt, self.events
         if ran.gap is not None:
             self.events.emit(
                 SequenceGap(
@@ -457,9 +458,9 @@ class InboxProtocol:
                     sequence=arrival.message.sequence or 0,
                 )
             )
-        if self.events:
+        if events:
             now = time.monotonic()
-            self.events.emit(
+            events.emit(
                 MessageProcessed(
                     consumer=handler.consumer,
                     message_id=arrival.message_id,
@@ -691,10 +692,10 @@ class BatchSize:
             finished: as many had been finished before, where that is news; see `met`.
         """
         with self._lock:
-            weight = 1 - (1 - _FORGETS) ** messages
-            self._failures += (failed / messages - self._failures) * weight
-            if finished is not None:
-                self._repeats += (finished / messages - self._repeats) * weight
+            if self._failures or failed:
+                self._failures = _learned(self._failures, failed, messages)
+            if finished is not None and (self._repeats or finished):
+                self._repeats = _learned(self._repeats, finished, messages)
             if self._ceiling < self._most and time.monotonic() > self._raise_at:
                 self._ceiling = min(self._ceiling * 2, self._most)
                 self._raise_at = time.monotonic() + self._calm_s
@@ -722,13 +723,12 @@ class BatchSize:
     def failed(self, messages: int) -> None:
         """A transaction failed because of one of its messages."""
         with self._lock:
-            self._failures += (1 / messages - self._failures) * (1 - (1 - _FORGETS) ** messages)
+            self._failures = _learned(self._failures, 1, messages)
 
     def met(self, messages: int, finished: int) -> None:
         """Of so many messages so many had been finished before."""
         with self._lock:
-            weight = 1 - (1 - _FORGETS) ** messages
-            self._repeats += (finished / messages - self._repeats) * weight
+            self._repeats = _learned(self._repeats, finished, messages)
 
     @property
     def looks_first(self) -> bool:
@@ -745,6 +745,11 @@ class BatchSize:
         if self._failures <= _RARE:
             return 0
         return max(1, min(_SAVEPOINTS_MAX, round(1 / math.sqrt(self._failures))))
+
+
+def _learned(share: float, count: int, messages: int) -> float:
+    """The share of messages of a kind, having seen so many of them among the last ones."""
+    return share + (count / messages - share) * (1 - (1 - _FORGETS) ** messages)
 
 
 class BatchSizes:
@@ -771,9 +776,9 @@ class BatchSizes:
             batch_size = self._batch_sizes.setdefault(key, BatchSize(batching))
         return batch_size
 
-    def group(self, handler: Handler, batch_size: BatchSize, messages: int) -> int:
+    def group(self, handler: Handler, batch_size: BatchSize) -> int:
         """How many messages of a batch share a savepoint at the first try; 0 for none."""
-        if messages == 1 or not divides(handler):
+        if not divides(handler):
             return 0
         return 1 if self._store.dialect.cheap_savepoints else batch_size.group
 

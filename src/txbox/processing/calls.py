@@ -16,6 +16,7 @@ from typing import Any
 from txbox.body import as_json
 from txbox.errors import Fault, HandlerTimeout, StoreError
 from txbox.handlers import Handler, Run
+from txbox.message import Message
 from txbox.session import Connection, Crashed, Failed, Raised, Session, at
 from txbox.store.codec import Arrival
 
@@ -53,17 +54,16 @@ async def handled(
         Raised: the first call that failed; no other is made behind it.
     """
     works = [list(arrivals)] if handler.options.batch else arrivals
-    call_one, connection, limit_s = (
-        _call_async if db.is_async else _call,
-        db.connection,
-        timeout_s(handler),
-    )
+    call_one, run = (_call_async, _run_async) if db.is_async else (_call, _run)
+    connection, limit_s = db.connection, handler.timeout_s
     # what one call alone has done is seen when the transaction is closed
     watched = connection if len(works) > 1 else None
     answers: list[Any] = []
     for work in works:
         try:
-            answers.append(await call_one(connection, call_of(handler, work, called), limit_s))
+            # bodies are decoded inside, so that a bad one is this message's failure
+            call = partial(run, handler, work, called)
+            answers.append(await call_one(connection, call, limit_s))
         except Raised as raised:
             raised.left = watched is not None and watched.left()
             raise
@@ -72,17 +72,9 @@ async def handled(
     return answers
 
 
-def timeout_s(handler: Handler) -> float | None:
-    timeout = handler.options.timeout
-    return timeout.total_seconds() if timeout else None
-
-
-def call_of(
-    handler: Handler, work: Arrival | list[Arrival], called: list[str] | None = None
-) -> Call:
-    """The handler's call: bodies are decoded inside, so that a bad one is this message's failure."""
-    # one object a message: closures would be ten for the garbage collector to visit
-    return partial(_run_async if handler.is_async else _run, handler, work, called)
+def call_of(handler: Handler, arrival: Arrival, called: list[str]) -> Call:
+    """The handler's call for one message."""
+    return partial(_run_async if handler.is_async else _run, handler, arrival, called)
 
 
 def _run(
@@ -118,12 +110,31 @@ def _bound(
     if isinstance(work, list):
         if called is not None:
             called += [arrival.message_id for arrival in work]
-        messages = [handler.bound(arrival) for arrival in work]
+        messages = [_decoded(handler, arrival) for arrival in work]
         return Run(handler.consumer, messages), messages
     if called is not None:
         called.append(work.message_id)
-    message = handler.bound(work)
+    message = _decoded(handler, work)
     return Run(handler.consumer, (message,), replied=work.replied), message
+
+
+def _decoded(handler: Handler, arrival: Arrival) -> Message[Any]:
+    # once: the next run must not see what this one does to it
+    message, arrival.decoded = arrival.decoded, None
+    return handler.bound(arrival) if message is None else message
+
+
+def decode_ahead(handler: Handler, arrivals: Sequence[Arrival]) -> None:
+    """Decode bodies while the server claims their messages.
+
+    A body that cannot be decoded is left to the handler's call, whose failure it is.
+    """
+    for arrival in arrivals:
+        try:
+            arrival.decoded = handler.bound(arrival)
+        except BaseException as error:
+            if _is_from_outside(error):
+                raise
 
 
 def _kept(value: Any, run: Run) -> bytes:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -82,8 +83,13 @@ class Intake:
                 )
             return await protocol.persistently(
                 db,
-                lambda db: self.take(
-                    db, handler, messages, leasing=leasing, holder=holder, received=received
+                partial(
+                    self.take,
+                    handler=handler,
+                    messages=messages,
+                    leasing=leasing,
+                    holder=holder,
+                    received=received,
                 ),
                 consumer=handler.consumer,
                 for_s=for_s,
@@ -141,8 +147,15 @@ class Intake:
                     message_id = ""
             ids.append(message_id)
         answers: dict[str, Answer] = {}
-        if known:
-            answers = await self._run(db, handler, list(known.values()), leasing, holder)
+        arrivals = list(known.values())
+        if not arrivals:
+            pass
+        elif leasing is not None or handler.options.mode == "stored":
+            answers = await self.store(db, handler, arrivals, leasing)
+        elif handler.options.transactional:
+            answers = await self._protocol.deliver(db, handler, arrivals, holder)
+        else:
+            answers = await self._run_leased(db, handler, arrivals)
         if len(known) == len(ids):
             return [answers[message_id] for message_id in ids]
         return self._unfolded(handler, ids, answers)
@@ -166,20 +179,6 @@ class Intake:
             seen.add(message_id)
             outcomes.append(answer)
         return outcomes
-
-    async def _run(
-        self,
-        db: Session,
-        handler: Handler,
-        arrivals: list[Arrival],
-        leasing: Leasing | None,
-        holder: Holder | None,
-    ) -> dict[str, Answer]:
-        if handler.options.mode == "stored" or leasing is not None:
-            return await self.store(db, handler, arrivals, leasing)
-        if handler.options.transactional:
-            return await self._protocol.deliver(db, handler, arrivals, holder)
-        return await self._run_leased(db, handler, arrivals)
 
     async def store(
         self,

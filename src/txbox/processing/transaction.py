@@ -6,8 +6,10 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 from os import urandom
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from txbox.connections.base import savepoint_is_gone
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
 from txbox.policy import Batching, Lease, Limits
-from txbox.processing.calls import call_of, called_apart, handled, timeout_s, undo
+from txbox.processing.calls import call_of, called_apart, decode_ahead, handled, undo
 from txbox.processing.failure import Recorded, Recorder
 from txbox.session import Raised, Result, Session, Statement, Transaction
 from txbox.store import claims, order
@@ -59,8 +61,7 @@ _MESSAGE_ID = attrgetter("message_id")
 NEW = Claim()
 
 
-# the bare types, by names that are typed: `set[str]()` takes six times as long, and one transaction needs seven
-_ids: type[set[str]] = set
+# the bare types, by names that are typed: `set[str]()` takes six times as long, and every transaction needs these
 _by_id: Any = dict
 _ids_in_order: type[list[str]] = list
 
@@ -70,12 +71,12 @@ class TransactionResult:
     """A transaction that has ended, and what it met."""
 
     end: End
-    fresh: set[str] = field(default_factory=_ids)
+    fresh: AbstractSet[str] = frozenset()
     existing: dict[str, Existing] = field(default_factory=_by_id)
     error: BaseException | None = None
     database_error: StoreError | None = None
     #: The ids that must wait.
-    waiting: set[str] = field(default_factory=_ids)
+    waiting: AbstractSet[str] = frozenset()
     #: The version that was expected instead of this one, when it was not waited for any longer.
     gap: int | None = None
     #: What the handler returned, for each id, where it is kept.
@@ -85,7 +86,7 @@ class TransactionResult:
     #: The ids the handler was called for, in their order; may repeat.
     called: list[str] = field(default_factory=_ids_in_order)
     #: What a BROKEN transaction leaves unknown: who was called when, or after, it was left.
-    unknown: set[str] = field(default_factory=_ids)
+    unknown: AbstractSet[str] = frozenset()
     #: Several ids were asked for, whatever was won: locks are waited for shortly.
     together: bool = False
     #: When the claim was answered, and when the handler had ended, by `time.monotonic`.
@@ -190,10 +191,13 @@ class HandlerTransaction:
         """
         token = urandom(16).hex()
         claiming = self.claiming(handler, arrivals, claim, token)
-        checks = self._order_checks(handler, arrivals, claim, token)
+        checks: Sequence[Statement] = ()
+        if handler.in_order and not claim.replay:
+            checks = self._order_checks(handler, arrivals, claim, token)
         ran = TransactionResult(End.COMMITTED, together=len(arrivals) > 1)
+        decode = partial(decode_ahead, handler, arrivals) if returned is None else None
         try:
-            results = await db.begin((*claiming, *checks) if checks else claiming)
+            results = await db.begin((*claiming, *checks), decode)
             ran.claimed_at = time.monotonic()
             found: list[Result] = []
             if checks:
@@ -243,7 +247,7 @@ class HandlerTransaction:
 
     def claiming(
         self, handler: Handler, arrivals: Sequence[Arrival], claim: Claim, token: str
-    ) -> tuple[Statement, ...]:
+    ) -> list[Statement]:
         """The statements that claim messages, and arm the guard with `token`."""
         store, consumer, together = self.store, handler.consumer, len(arrivals) > 1
         lock_timeout, wait = (
@@ -296,7 +300,7 @@ class HandlerTransaction:
             now = list(itertools.islice(waiting, most))
             calls = [[call_of(handler, arrival, ran.called) for arrival in group] for group in now]
             progress = await called_apart(
-                db, calls, timeout_s(handler), piped=handler.options.pipeline
+                db, calls, handler.timeout_s, piped=handler.options.pipeline
             )
             answers += progress.answers
             for _ in range(progress.released):
@@ -374,14 +378,12 @@ class HandlerTransaction:
     ) -> list[Statement]:
         """What is asked in the claim's round trip about messages that come first."""
         options, dialect = handler.options, self.store.dialect
-        if claim.replay:
-            return []
         if options.sequence is not None:
             return [
                 order.sequence_state(dialect, handler.consumer, arrival, options.gaps)
                 for arrival in arrivals
             ]
-        if not options.ordered or claim.lease is not None:
+        if claim.lease is not None:
             # rows are leased in the order of their arrival, not of their versions
             return []
         asked = order.waiting(
@@ -410,7 +412,7 @@ class HandlerTransaction:
             if arrival.message_id not in ran.fresh or sequence is None:
                 continue
             if versions.waits(sequence, gaps):
-                ran.waiting.add(arrival.message_id)
+                ran.waiting |= {arrival.message_id}
             elif versions.gap(sequence, gaps):
                 ran.gap = versions.expected(gaps)
 

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from itertools import repeat
 from threading import Lock
 from typing import TypeVar
 
@@ -69,15 +68,15 @@ class InFlight:
     def leave(self, consumer: str, *message_ids: str, holder: Holder | None = None) -> None:
         """Give ids up and wake who waits for them."""
         with self._lock:
-            held = self._held.setdefault(consumer, {})
+            # a thread that forks inside of its handler has left nothing to its child
+            held = self._held.get(consumer, {})
             left: Iterable[str] = message_ids
             if holder is not None:
                 if kept := holder.twice.intersection(message_ids):
                     holder.twice -= kept
                     left = set(message_ids) - kept
                 holder.ids.difference_update(left)
-            # a thread that forks inside of its handler has left nothing to its child
-            waited = [freed for freed in map(held.pop, left, repeat(None)) if freed is not None]
+            waited = [freed for each in left if (freed := held.pop(each, None)) is not None]
         for freed in waited:
             freed.set_result(None)
 

@@ -39,6 +39,7 @@ class Arrival:
     Attributes:
         replied: for a replay, the original reply as JSON.
         received: when it arrived, by `time.monotonic`; 0 if it comes from the table.
+        decoded: as the next run of its handler sees it, if that has been decoded ahead.
     """
 
     message: Message[Any]
@@ -46,6 +47,7 @@ class Arrival:
     hash: bytes | None
     replied: bytes | None = None
     received: float = 0.0
+    decoded: Message[Any] | None = None
 
     def differs(self, other: Arrival) -> bool:
         """Whether the other has a different payload. Without both hashes there is nothing to compare."""

@@ -78,11 +78,10 @@ unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.
 -- ---- claims.py ------------------------------------------------------------------------------------------------------
 
 -- fragment: armed
--- Arms the guard and limits the wait for a rival. Materialized so that the settings change exactly once, whatever
--- the join order.
+-- Arms the guard and limits the wait for a rival. Whatever txbox.closed holds, it is not this fresh token.
+-- Materialized so that the settings change exactly once, whatever the join order.
 WITH armed AS MATERIALIZED (
     SELECT set_config('txbox.token', :token::text, true) AS token,
-           set_config('txbox.closed', '', true),
            set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
            set_config('lock_timeout', :lock_timeout_ms::text, true),
            set_config('idle_in_transaction_session_timeout', :idle_ms::text, true)
@@ -126,7 +125,6 @@ RETURNING message_id
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
 VALUES (:consumer::text, :message_id::text,
         CASE WHEN set_config('txbox.token', :token::text, true)
-                  || set_config('txbox.closed', '', true)
                   || set_config('txbox.lock_timeout', current_setting('lock_timeout'), true)
                   || set_config('lock_timeout', :lock_timeout_ms::text, true)
                   || set_config('idle_in_transaction_session_timeout', :idle_ms::text, true) IS NOT NULL

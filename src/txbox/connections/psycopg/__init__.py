@@ -126,7 +126,7 @@ class _Connections(Pool[PsycopgConnection]):
 
     async def acquire(self) -> PsycopgConnection:
         if self._pool is None:
-            return await super().acquire()
+            return self._taken() or await self._opened()
         raw = await self._connected(self._pool.getconn)
         known = self._known.get(raw)
         if known is None:

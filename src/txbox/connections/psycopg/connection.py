@@ -28,6 +28,7 @@ SAVEPOINT = b"SAVEPOINT txbox_handler"
 RELEASE = b"RELEASE SAVEPOINT txbox_handler"
 ROLLBACK_TO = b"ROLLBACK TO SAVEPOINT txbox_handler"
 
+_CONNECTED, _BAD = int(pq.ConnStatus.OK), int(pq.ConnStatus.BAD)
 _FOLLOWED = "the next transaction could begin behind it"
 
 
@@ -70,6 +71,7 @@ class PsycopgConnection(Connection):
         self._pipeline = Pipeline(raw, prepare=prepare, translate=self.translate)
         self._plans = Plans(prepare)
         self._use = ExclusiveUse(raw)
+        self._pgconn = raw.pgconn
         self._queue: Queue | None = None
         self._watched = False
 
@@ -77,7 +79,8 @@ class PsycopgConnection(Connection):
 
     @property
     def lost(self) -> bool:
-        return bool(self.native.closed)
+        # as psycopg's `closed`, which every message would ask for twice
+        return bool(self._pgconn.status == _BAD)
 
     @property
     def taken(self) -> bool:
@@ -85,7 +88,7 @@ class PsycopgConnection(Connection):
         return self._use.taken()
 
     def usable(self) -> bool:
-        if self.lost or self.taken:
+        if self._pgconn.status == _BAD or self._use.taken():
             return False
         return self._loop is None or self._loop is asyncio.get_running_loop()
 
@@ -109,7 +112,7 @@ class PsycopgConnection(Connection):
 
     def _check_open(self) -> None:
         """Check that statements can still be sent on it."""
-        if self.native.pgconn.status == pq.ConnStatus.OK:
+        if self._pgconn.status == _CONNECTED:
             return
         if self.native.broken:
             raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
@@ -173,8 +176,9 @@ class PsycopgConnection(Connection):
         return await self._use.wait_async(steps) if self.is_async else self._use.wait(steps)
 
     async def _waited(self, steps: Any) -> Any:
-        self._check_open()
-        return await self._turn(steps)
+        if self._pgconn.status != _CONNECTED:
+            self._check_open()
+        return await self._use.wait_async(steps) if self.is_async else self._use.wait(steps)
 
     async def execute(self, statement: Statement) -> Result:
         await self.flush()
@@ -207,7 +211,13 @@ class PsycopgConnection(Connection):
     # -- transactions -------------------------------------------------------------------------
 
     async def begin(self, statements: Statements) -> list[Result]:
-        results: list[Result] = await self._waited(self._pipeline.send(statements, before=BEGIN))
+        return await self.begin_meanwhile(statements, None)
+
+    async def begin_meanwhile(
+        self, statements: Statements, work: Callable[[], None] | None
+    ) -> list[Result]:
+        steps = self._pipeline.send(statements, before=BEGIN, meanwhile=work)
+        results: list[Result] = await self._waited(steps)
         self._watched = is_marked(self.native)
         return results
 
@@ -215,8 +225,8 @@ class PsycopgConnection(Connection):
     def ahead(self) -> Statements | None:
         return self._pipeline.ahead
 
-    async def begun(self) -> list[Result]:
-        results: list[Result] = await self._waited(self._pipeline.begun())
+    async def begun(self, work: Callable[[], None] | None = None) -> list[Result]:
+        results: list[Result] = await self._waited(self._pipeline.begun(work))
         self._watched = is_marked(self.native)
         return results
 
@@ -233,7 +243,7 @@ class PsycopgConnection(Connection):
             then = None
         try:
             results: list[Result] = await self._turn(
-                self._pipeline.send(statements, after=COMMIT, queued=queued, then=then)
+                self._pipeline.send(statements, after=COMMIT, queued=queued, meanwhile=then)
             )
         except psycopg.Error as error:
             # a deferred statement of the handler failed, so COMMIT was skipped
