@@ -1,7 +1,6 @@
-"""One message or batch, from its claim to its outcome: what follows each way that its transaction can end.
+"""One message or batch, from its claim to its outcome: run the transaction, then act on how it ended.
 
-New, leased and replayed messages go through one loop, sync and async, and every statement boundary is a crash
-point. Number by number: promises 2 to 4.
+New, leased and replayed messages share this loop, sync and async. Keeps promises 2 to 4.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from txbox.events import (
     Events,
     MessageDeferred,
     MessageDuplicate,
+    MessageEvent,
     MessageInFlight,
     MessageProcessed,
     MessageQuarantined,
@@ -31,31 +31,31 @@ from txbox.handlers import Handler
 from txbox.outcome import DUPLICATE, Answer, Outcome, Status
 from txbox.policy import Batching, Lease, Limits
 from txbox.processing.calls import handled
-from txbox.processing.failure import BROKEN, Letters, Recorder, where
+from txbox.processing.failure import BROKEN, Letters, Recorder, message_fields
 from txbox.processing.transaction import NEW, Claim, End, HandlerTransaction, TransactionResult
 from txbox.processing.waiting import Holder, Waiting
 from txbox.session import Raised, Session
-from txbox.store import failures, leases
+from txbox.store import claims, failures, leases
 from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import dialect
 from txbox.store.inbox import Existing, InboxStore
 
-# a row is due again this soon, when another thread has its id; a version whose predecessor is missing, whose
-# commit wakes it at once
+# when a row is due again that was released because another thread works on its id
 _RELEASED_S = 1.0
+# when a version is due again whose predecessor is missing, unless the predecessor's commit wakes it first
 _GAP_LOOK_S = 2.0
 
-# what nearly every message comes to
-_AT_ONCE = Answer(Outcome.PROCESSED, 1)
-_ANOTHERS = Answer(Outcome.IN_PROGRESS)
+# nearly every message's answer
+_PROCESSED = Answer(Outcome.PROCESSED, 1)
+_NOT_OURS = Answer(Outcome.IN_PROGRESS)
 
 
 class InboxProtocol:
-    """Carries messages of one app through its inbox.
+    """Takes messages of one app through its inbox.
 
     Args:
-        letters: what is staged with a message that is given up.
+        letters: stages the dead letters of messages that are given up.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class InboxProtocol:
         self._recorder = recorder = Recorder(store, events, limits, letters)
         self.transaction = HandlerTransaction(store, limits, lease, recorder, batching=batching)
 
-        #: The schema has been checked, and is known.
+        #: The schema has been checked.
         self.checked = False
 
     async def check_schema(self, db: Session) -> None:
-        """Check that this release can work with the tables; from then on their schema is known.
+        """Check that this release can work with the tables, and remember which schema they are in.
 
         Raises:
             SchemaError: the message contains the command to run.
@@ -92,11 +92,11 @@ class InboxProtocol:
         current = self.store.dialect
         state = await tables.check(db, current)
         if state.schema is not None:
-            # named in full from here on, so that a handler's own search_path cannot hide them
+            # qualify table names from now on, so that a handler's search_path cannot hide them
             self.store.dialect = dialect(current.name, state.schema)
         self.checked = True
 
-    # -- who comes in -------------------------------------------------------------------------
+    # -- entry points -------------------------------------------------------------------------
 
     async def deliver(
         self,
@@ -106,12 +106,12 @@ class InboxProtocol:
         holder: Holder | None = None,
         claim: Claim = NEW,
     ) -> dict[str, Answer]:
-        """Process messages whose ids differ; returns the outcome of each id.
+        """Process messages with different ids; returns the answer for each id.
 
-        Ids that another thread of this process works on are waited for, up to the lock time-out.
+        Waits, up to the lock timeout, for ids that another thread of this process works on.
 
         Args:
-            holder: who runs one batch behind another, see `waiting.Holder`.
+            holder: of ids, for a lane that runs one batch behind another; see `waiting.Holder`.
 
         Guarantee: PROCESSED and the effects of the handler's transaction are one commit. After a
         crash anywhere, delivering again processes what was not processed, and nothing twice.
@@ -122,9 +122,9 @@ class InboxProtocol:
                 return await self._run(db, handler, arrivals, claim)
             finally:
                 self.in_flight.leave(handler.consumer, *ids, holder=holder)
-        return await self._deliver_what_is_free(db, handler, arrivals, holder, claim)
+        return await self._deliver_free_first(db, handler, arrivals, holder, claim)
 
-    async def _deliver_what_is_free(
+    async def _deliver_free_first(
         self,
         db: Session,
         handler: Handler,
@@ -132,12 +132,12 @@ class InboxProtocol:
         holder: Holder | None,
         claim: Claim,
     ) -> dict[str, Answer]:
-        """Process first what nobody works on, then the others one by one: who waits for an id holds none."""
+        """Process the free ids first, then the busy ones one by one: nobody waits for an id while holding another."""
         consumer, in_order = handler.consumer, handler.options.in_order
         settled: dict[str, Answer] = {}
         free: list[Arrival] = []
         busy: list[Arrival] = []
-        # a message that another thread works on holds its key
+        # a message that another thread works on blocks its key
         keys: set[str | None] = set()
         try:
             for arrival in arrivals:
@@ -182,7 +182,7 @@ class InboxProtocol:
     async def run_leased_many(
         self, db: Session, handler: Handler, rows: Sequence[Leased], lease_token: str
     ) -> list[Answer]:
-        """Process rows that this worker has leased, in their order, in one transaction where that can be.
+        """Process rows that this worker has leased, in order, in one transaction if the handler allows it.
 
         Guarantee: as `run_leased`.
         """
@@ -194,9 +194,9 @@ class InboxProtocol:
         return [settled[arrival.message_id] for arrival in arrivals]
 
     async def replay(self, db: Session, handler: Handler, arrival: Arrival) -> Answer:
-        """Run a processed message once more; when it fails its row stays `processed` (promise 7.4).
+        """Run a processed message once more. If that fails its row stays `processed` (promise 7.4).
 
-        It keeps its payload, and what it was answered with.
+        The row keeps its payload and its first answer.
         """
         if handler.options.keep_result and handler.options.reply_to is not None:
             replied = await self.store.result(db, handler.consumer, arrival.message_id)
@@ -219,12 +219,7 @@ class InboxProtocol:
         unsettled, tries, known, group = arrivals, 0, claim is not NEW, 0
         if len(arrivals) > 1:
             group = self.batch_sizes.group(handler, batch_size)
-        if (
-            not known
-            and len(unsettled) > 1
-            and batch_size.looks_first
-            and self.transaction.looks_up(handler, unsettled)
-        ):
+        if not known and batch_size.looks_first and self._can_look_up(handler, unsettled):
             known, settled = True, await self._finished_before(db, handler, batch_size, unsettled)
             unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
         while unsettled:
@@ -250,10 +245,10 @@ class InboxProtocol:
             elif (
                 together
                 and ran.end is End.BROKEN
-                and (left := await self._left(db, handler, unsettled, claim, ran))
+                and (broken := await self._park_broken(db, handler, unsettled, claim, ran))
             ):
                 batch_size.conflicted(len(unsettled))
-                settled.update(left)
+                settled.update(broken)
             elif _may_be_tried_again(claim, ran.end, together=together, tries=tries) and (
                 await self.waiting.for_conflict(
                     db, consumer, tries + 1, ran.database_error, told=ran.end is not End.AMBIGUOUS
@@ -261,7 +256,7 @@ class InboxProtocol:
             ):
                 tries += 1
             elif together and not (ran.end is End.AMBIGUOUS and claim.lease is not None):
-                settled.update(await self._apart(db, handler, unsettled, claim, ran.end))
+                settled.update(await self._divide(db, handler, unsettled, claim, ran.end))
             else:
                 for arrival in unsettled:
                     answer = await self._failed(db, handler, arrival, claim, ran)
@@ -272,6 +267,10 @@ class InboxProtocol:
             unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
         return settled
 
+    def _can_look_up(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:
+        """Whether reading which ids are finished tells more, or sooner, than a claim."""
+        return not handler.options.keep_result and claims.finds_duplicates(self.store, arrivals)
+
     async def _finished_before(
         self,
         db: Session,
@@ -279,21 +278,25 @@ class InboxProtocol:
         batch_size: BatchSize,
         arrivals: Sequence[Arrival],
     ) -> dict[str, Answer]:
-        """Look a batch up before it is claimed, when most of what came last had been finished before."""
-        finished = await self.transaction.finished_before(db, handler, arrivals)
+        """Look a batch up before claiming it, while most messages are duplicates: those need no claim.
+
+        It does not see rows that another transaction is about to commit. Those are claimed like new ones.
+        """
+        (found,) = await db.begin((claims.duplicates(self.store, handler.consumer, arrivals),))
+        await db.commit()
+        finished = {row[0] for row in found.rows}
         batch_size.met(len(arrivals), len(finished))
-        if self.events:
-            for arrival in arrivals:
-                if arrival.message_id in finished:
-                    self.events.emit(MessageDuplicate(**where(handler, arrival)))
+        for arrival in arrivals:
+            if arrival.message_id in finished:
+                self.emit(MessageDuplicate, handler, arrival)
         return dict.fromkeys(finished, DUPLICATE)
 
     async def _put_behind(
         self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim
     ) -> dict[str, Answer]:
-        """Have messages wait in the table for those that come first; returns those that do.
+        """Store messages to wait in the table for those before them; returns their answers.
 
-        Who is not among them is there already, which the next claim meets.
+        A message without an answer has a row already, which the next claim will find.
         """
         delay_s = 0.0 if handler.options.sequence is None else _GAP_LOOK_S
         if claim.lease is not None:
@@ -311,13 +314,12 @@ class InboxProtocol:
                 raise
             await store.lock_timed_out(db)
             return {arrival.message_id: self.held(handler, arrival) for arrival in arrivals}
-        if self.events:
-            for arrival in arrivals:
-                if arrival.message_id in fresh:
-                    self.events.emit(MessageWaits(**where(handler, arrival)))
+        for arrival in arrivals:
+            if arrival.message_id in fresh:
+                self.emit(MessageWaits, handler, arrival)
         return dict.fromkeys(fresh, Answer(Outcome.DEFERRED))
 
-    async def _left(
+    async def _park_broken(
         self,
         db: Session,
         handler: Handler,
@@ -325,7 +327,7 @@ class InboxProtocol:
         claim: Claim,
         ran: TransactionResult,
     ) -> dict[str, Answer]:
-        """A handler left the transaction of its batch: what that makes unknown is dead, and never run again."""
+        """The handler left its batch's transaction: make dead, for good, the messages whose effects are unknown."""
         settled: dict[str, Answer] = {}
         for arrival in arrivals:
             if arrival.message_id in ran.unknown:
@@ -336,7 +338,7 @@ class InboxProtocol:
                     settled[arrival.message_id] = parked
         return settled
 
-    async def _apart(
+    async def _divide(
         self,
         db: Session,
         handler: Handler,
@@ -344,9 +346,9 @@ class InboxProtocol:
         claim: Claim,
         end: End,
     ) -> dict[str, Answer]:
-        """Divide a batch that failed, from left to right, until the culprit costs only itself.
+        """Run the halves of a batch that failed, left to right, until the culprit fails alone.
 
-        After a conflict each message is alone at once: halves would meet the same rows in the same order.
+        After a conflict each message runs alone at once: halves would lock the same rows in the same order.
         """
         size = 1
         if end in (End.CONFLICT, End.LOCKED, End.BROKEN):
@@ -384,19 +386,19 @@ class InboxProtocol:
         except Raised as raised:
             failure = self._recorder.described(handler, raised.error, raised.database_error)
             parked = await self._recorder.parked(db, handler, arrival, failure, token=claim.lease)
-            return parked or _ANOTHERS
+            return parked or _NOT_OURS
         handler_s = time.monotonic() - began
 
         async def complete(db: Session) -> Answer:
             ran = await self.transaction.run(db, handler, [arrival], claim, returned=returned)
             if ran.end is not End.COMMITTED:
-                raise _lost(ran)
+                raise _curable(ran)
             if ran.fresh:
                 if self.events:
-                    self._tell_of_commit(handler, ran, handler_s)
+                    self._emit_committed(handler, ran, handler_s)
                 return self._processed(handler, arrival, ran, began)
-            # another's by now, or committed by the COMMIT whose answer was lost
-            return await self._as_it_stands(db, handler, arrival, ran, began)
+            # another worker's by now, or committed by the COMMIT whose answer was lost
+            return await self._by_row(db, handler, arrival, ran, began)
 
         return await self.persistently(db, complete, consumer=handler.consumer)
 
@@ -410,33 +412,39 @@ class InboxProtocol:
         claim: Claim,
         ran: TransactionResult,
     ) -> dict[str, Answer]:
-        """The outcomes in a transaction that has committed.
+        """The answers after a COMMIT.
 
-        Who is missing was another's when it was claimed and pruned when it was read: it is to be claimed again.
+        A message without an answer lost its claim to a row that was then pruned: claim it again.
         """
         settled: dict[str, Answer] = {}
-        fresh, failed, heard = ran.fresh, ran.failed, bool(self.events)
-        if heard and fresh:
-            self._tell_of_commit(handler, ran, ran.handled_at - ran.claimed_at)
-        plain = not (ran.results or ran.gap is not None or heard)
+        fresh, failed, observed = ran.fresh, ran.failed, bool(self.events)
+        if observed and fresh:
+            self._emit_committed(handler, ran, ran.handled_at - ran.claimed_at)
+        plain = not (ran.results or ran.gap is not None or observed)
         for arrival in arrivals:
             message_id = arrival.message_id
             if message_id in fresh:
                 if message_id in failed:
-                    settled[message_id] = self._recorder.told(handler, arrival, failed[message_id])
+                    settled[message_id] = self._recorder.reported(
+                        handler, arrival, failed[message_id]
+                    )
                 elif plain and arrival.message.attempt == 1:
-                    settled[message_id] = _AT_ONCE
+                    settled[message_id] = _PROCESSED
                 else:
                     settled[message_id] = self._processed(handler, arrival, ran, ran.claimed_at)
             elif claim is not NEW:
-                # the fence matched nothing: the lease ran out and the row is another's
-                settled[message_id] = _ANOTHERS
+                # the fence matched nothing: the lease ran out, and the row is another worker's
+                settled[message_id] = _NOT_OURS
             elif (row := ran.existing.get(message_id)) is not None:
                 settled[message_id] = await self.met(db, handler, arrival, row)
         return settled
 
-    def _tell_of_commit(self, handler: Handler, ran: TransactionResult, handler_s: float) -> None:
-        """Tell of a transaction that has committed just now."""
+    def emit(self, kind: type[MessageEvent], handler: Handler, arrival: Arrival) -> None:
+        """Emit an event that says nothing but which message it is about, if anybody observes success."""
+        if self.events:
+            self.events.emit(kind(**message_fields(handler, arrival)))
+
+    def _emit_committed(self, handler: Handler, ran: TransactionResult, handler_s: float) -> None:
         self.events.emit(
             TransactionCommitted(
                 consumer=handler.consumer,
@@ -453,7 +461,7 @@ class InboxProtocol:
         if ran.gap is not None:
             self.events.emit(
                 SequenceGap(
-                    **where(handler, arrival),
+                    **message_fields(handler, arrival),
                     expected=ran.gap,
                     sequence=arrival.message.sequence or 0,
                 )
@@ -473,17 +481,15 @@ class InboxProtocol:
         return Answer(Outcome.PROCESSED, attempt, ran.results.get(arrival.message_id))
 
     async def met(self, db: Session, handler: Handler, arrival: Arrival, row: Existing) -> Answer:
-        """Decide by the row that stands under this id (promise 2.12)."""
-        place = where(handler, arrival)
+        """Decide by the row that this id already has (promise 2.12)."""
         if row.differs(arrival.hash):
             await self.quarantine(
                 db, handler.consumer, arrival.message, arrival.message_id, arrival.hash or b"",
-                "Another payload came under an id that is known: the producer reuses ids, or a message was altered.",
+                "A known id came with another payload: the producer reuses ids, or the message was altered.",
             )  # fmt: skip
             return Answer(Outcome.QUARANTINED)
         if row.status in (Status.PROCESSED, Status.DEAD, Status.DISCARDED):
-            if self.events:
-                self.events.emit(MessageDuplicate(**place))
+            self.emit(MessageDuplicate, handler, arrival)
             result = None
             if handler.options.keep_result and row.status == Status.PROCESSED:
                 result = await self.store.result(db, handler.consumer, arrival.message_id)
@@ -497,8 +503,7 @@ class InboxProtocol:
         if not row.has_payload:
             await db.begin((self.store.return_payload(handler.consumer, arrival),))
             await db.commit()
-        if self.events:
-            self.events.emit(MessageDeferred(**place))
+        self.emit(MessageDeferred, handler, arrival)
         return Answer(Outcome.DEFERRED)
 
     async def _failed(
@@ -509,26 +514,25 @@ class InboxProtocol:
         claim: Claim,
         ran: TransactionResult,
     ) -> Answer | None:
-        """The outcome of a message whose transaction has not committed, and is not tried again as it was.
+        """The answer for a message whose transaction did not commit and is not retried as it was.
 
-        None: claim again, which says whose it is: the row is somebody else's by now, or that of a COMMIT which
-        took effect whatever was answered.
+        None: claim it again, to find out whether another worker has the row or the COMMIT took effect after all.
         """
         if ran.end is End.LOCKED and claim is NEW:
             return self.held(handler, arrival)
         unclaimed = ran.end is End.CONFLICT and not ran.fresh and not claim.replay
         if unclaimed or ran.end in (End.AMBIGUOUS, End.LOCKED):
-            # nothing of the handler's is known to have failed, so there is no attempt to record
+            # the handler is not known to have failed, so there is no attempt to record
             if claim.lease is None:
-                raise _lost(ran)
-            # it waits for a commit in flight, then matches nothing
+                raise _curable(ran)
+            # the release waits for a commit in flight, then matches nothing
             if await self._given_back(db, handler, arrival, claim.lease, _RELEASED_S):
                 return Answer(Outcome.DEFERRED)
-            return await self._as_it_stands(db, handler, arrival, ran)
+            return await self._by_row(db, handler, arrival, ran)
         failure = BROKEN
         if ran.end is not End.BROKEN:
             assert ran.error is not None, "it ended with one"
-            # a handler that loses its connection each time, while the next one is there, is a failure too
+            # a handler that loses its connection every time, although the next one works, has failed too
             failure = self._recorder.described(handler, ran.error, ran.database_error)
         if claim.replay:
             attempt = failures.attempt(
@@ -541,11 +545,11 @@ class InboxProtocol:
         if parked is not None or claim is NEW:
             return parked
         if ran.end is End.REFUSED:
-            # it took effect, whatever was answered
-            return await self._as_it_stands(db, handler, arrival, ran)
-        return _ANOTHERS
+            # it took effect, whatever the server answered
+            return await self._by_row(db, handler, arrival, ran)
+        return _NOT_OURS
 
-    async def _as_it_stands(
+    async def _by_row(
         self,
         db: Session,
         handler: Handler,
@@ -561,12 +565,12 @@ class InboxProtocol:
             return self._processed(
                 handler, arrival, ran, began or ran.claimed_at or time.monotonic()
             )
-        return _ANOTHERS
+        return _NOT_OURS
 
     async def _given_back(
         self, db: Session, handler: Handler, arrival: Arrival, lease: str, delay_s: float
     ) -> int:
-        """Release a leased row; returns 0 when it is not ours any more."""
+        """Release a leased row; returns 0 if it is no longer ours."""
         return await self.persistently(
             db,
             lambda db: leases.release(
@@ -581,15 +585,14 @@ class InboxProtocol:
         )
 
     def held(self, handler: Handler, arrival: Arrival) -> Answer:
-        """The outcome of a message that another transaction holds, or whose key is held."""
-        if self.events:
-            self.events.emit(MessageInFlight(**where(handler, arrival)))
+        """The answer for a message that another transaction holds, or whose key is blocked."""
+        self.emit(MessageInFlight, handler, arrival)
         return Answer(Outcome.IN_PROGRESS)
 
     async def quarantine(
         self, db: Session, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str
     ) -> None:
-        """Set a message aside in a transaction of its own, and raise the alarm."""
+        """Set a message aside in a transaction of its own, and emit its event."""
         await db.begin(
             (
                 self.store.quarantine(
@@ -607,11 +610,10 @@ class InboxProtocol:
 
 
 def _may_be_tried_again(claim: Claim, end: End, *, together: bool, tries: int) -> bool:
-    """Say whether an end is nobody's failure, as long as the budget of tries lasts; once, of a batch.
+    """Whether the transaction can simply be retried: its end is nobody's failure. A batch is retried once.
 
-    A doubt about new messages is decided by claiming again on another connection, never by SELECT; while the
-    database is away that raises, and the budget is that of `Waiting.persistently`. A doubt about leased rows
-    is decided by their release.
+    When a COMMIT of new messages is in doubt, claiming again on another connection decides, never a SELECT; while
+    the database is away that raises, and `Waiting.persistently` waits. For leased rows their release decides.
     """
     if together and tries:
         return False
@@ -619,21 +621,21 @@ def _may_be_tried_again(claim: Claim, end: End, *, together: bool, tries: int) -
         return True
     if end is End.AMBIGUOUS:
         return claim is NEW
-    # a batch is divided then; and who holds an id of a new message is not waited for twice
+    # a batch is divided instead, and a new message does not wait twice for the holder of its id
     return not together and (end is End.CONFLICT or (end is End.LOCKED and claim is not NEW))
 
 
 def _latency_s(arrival: Arrival, now: float) -> float | None:
-    """Seconds since a message came to this process, or to the table."""
+    """Seconds since this process, or the table, received the message."""
     if arrival.received:
         return now - arrival.received
     came = arrival.message.received_at
-    # by the clock of the database, which may be ahead
+    # the database's clock may be ahead of ours
     return None if came is None else max(0.0, time.time() - came.timestamp())
 
 
-def _lost(ran: TransactionResult) -> StoreError:
-    """The error for a transaction that a wait may cure: its own, or the loss of its connection."""
+def _curable(ran: TransactionResult) -> StoreError:
+    """The error for a transaction that may succeed later: its own, or a lost connection."""
     if ran.database_error is not None and ran.end not in (End.AMBIGUOUS, End.REFUSED):
         return ran.database_error
     return StoreUnavailable(
@@ -643,24 +645,24 @@ def _lost(ran: TransactionResult) -> StoreError:
     )
 
 
-# -- how many share a transaction -------------------------------------------------------------
+# -- batch sizes ------------------------------------------------------------------------------
 
-# subtransactions past 64 overflow a backend's cache in PostgreSQL, and every snapshot pays for it
+# more than 64 subtransactions overflow a PostgreSQL backend's cache, which slows down every snapshot
 _SAVEPOINTS_MAX = 64
 _CALM_S = (1.0, 60.0)
 _FORGETS = 0.02
-# above this share of duplicates a batch is looked up before it is claimed
+# above this share of duplicates, a batch is looked up before it is claimed
 _REPLAYED = 0.5
-# below this share of failures a failed batch is rare enough to be run twice
+# up to this share of failures, a batch that fails is run twice
 _RARE = 0.0005
 
 
 class BatchSize:
-    """The size of one handler's transactions, learned from how they end.
+    """How many messages one handler's transactions take, learned from how they end.
 
-    It doubles from one while twice as much would stay under `Batching.duration`, and halves above
-    that. After a conflict it stays under half of what conflicted, for longer each time that
-    conflicts come back: batches that lock the same rows in different orders are slower than no batches.
+    Starts at one, doubles while twice as many would stay below `Batching.duration`, and halves above it. After a
+    conflict it stays at half of what conflicted, longer each time conflicts return: batches that lock the same
+    rows in different orders are slower than no batches.
     """
 
     def __init__(self, batching: Batching) -> None:
@@ -688,8 +690,8 @@ class BatchSize:
         """A transaction of this many messages has committed.
 
         Args:
-            failed: as many of them had failed.
-            finished: as many had been finished before, where that is news; see `met`.
+            failed: how many of them failed.
+            finished: how many were duplicates; None if `met` has counted them already.
         """
         with self._lock:
             if self._failures or failed:
@@ -702,7 +704,7 @@ class BatchSize:
             if took_s > self._longest_s:
                 self._size = max(1, messages // 2)
             elif (
-                # duplicates leave less to run than was taken: half of it tells enough
+                # duplicates leave less to run than was taken; half of it is evidence enough
                 2 * messages >= self._size and took_s * 2 * self._size / messages < self._longest_s
             ):
                 self._size = min(self._size * 2, self._ceiling)
@@ -712,7 +714,7 @@ class BatchSize:
         with self._lock:
             lower = max(1, messages // 2)
             if messages == 1 or lower >= self._ceiling:
-                # the other side of a conflict that is known
+                # the other side of a conflict that is already known
                 return
             first_s, longest_s = _CALM_S
             self._calm_s = min(max(first_s, self._calm_s * 2), longest_s)
@@ -726,21 +728,21 @@ class BatchSize:
             self._failures = _learned(self._failures, 1, messages)
 
     def met(self, messages: int, finished: int) -> None:
-        """Of so many messages so many had been finished before."""
+        """So many messages were looked up, and so many of them were finished."""
         with self._lock:
             self._repeats = _learned(self._repeats, finished, messages)
 
     @property
     def looks_first(self) -> bool:
-        """True while most of what comes has been finished before: a read costs less than a claim that loses."""
+        """True while most messages are duplicates: a read is cheaper than a claim that loses."""
         return self._repeats > _REPLAYED
 
     @property
     def group(self) -> int:
-        """Messages that share a savepoint; 0 for none, where failures are rare.
+        """Messages that share a savepoint; 0, meaning no savepoints, while failures are rare.
 
-        With p failures a message, groups of 1/sqrt(p) balance the savepoints set against the messages
-        that run again because a neighbour failed.
+        If a share p of messages fails, groups of 1/sqrt(p) balance the cost of savepoints against that of
+        neighbours that run again.
         """
         if self._failures <= _RARE:
             return 0
@@ -753,7 +755,7 @@ def _learned(share: float, count: int, messages: int) -> float:
 
 
 class BatchSizes:
-    """How the transactions of each handler are sized and divided."""
+    """The batch sizes of all handlers."""
 
     def __init__(self, store: InboxStore, batching: Batching) -> None:
         self._store = store
@@ -761,7 +763,7 @@ class BatchSizes:
         self._batch_sizes: dict[tuple[str, int], BatchSize] = {}
 
     def of(self, handler: Handler) -> BatchSize:
-        """The pace of one handler."""
+        """The batch size of one handler."""
         key = (handler.consumer, id(handler.function))
         batch_size = self._batch_sizes.get(key)
         if batch_size is None:
@@ -769,21 +771,21 @@ class BatchSizes:
             options = handler.options
             counted = options.pause_after is not None
             if counted or (not self._store.dialect.refuses_commit and not options.batch):
-                # nothing stops a handler's COMMIT there: it would commit its neighbours' claims too; and failures
-                # that are counted are met one by one
+                # a database that cannot refuse a handler's COMMIT would commit its neighbours' claims too; and
+                # `pause_after` counts failures in a row, which needs messages one by one
                 batching = replace(batching, messages=1)
-            # two threads that come first together make two: the one kept is the one both find next
+            # two threads may make one each; setdefault keeps the first
             batch_size = self._batch_sizes.setdefault(key, BatchSize(batching))
         return batch_size
 
     def group(self, handler: Handler, batch_size: BatchSize) -> int:
-        """How many messages of a batch share a savepoint at the first try; 0 for none."""
+        """How many messages share a savepoint on the first try; 0 means no savepoints."""
         if not divides(handler):
             return 0
         return 1 if self._store.dialect.cheap_savepoints else batch_size.group
 
 
 def divides(handler: Handler, *, batch: bool = False) -> bool:
-    """Say whether messages of a batch can be told apart under savepoints, or run in a batch at all."""
+    """Whether savepoints can separate the messages of a batch; with `batch`, whether they can share one at all."""
     options = handler.options
     return not options.in_order and options.transactional and (batch or not options.batch)

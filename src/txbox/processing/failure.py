@@ -222,7 +222,7 @@ class Recorder:
         )
         if row is None:
             return None
-        return self.told(
+        return self.reported(
             handler, arrival, Recorded(failure, row.status == Status.DEAD, row.attempts)
         )
 
@@ -240,23 +240,23 @@ class Recorder:
             await self._dying(db, handler, arrival, failure, attempts)
         return Recorded(failure, dead, attempts)
 
-    def told(self, handler: Handler, arrival: Arrival, recorded: Recorded) -> Answer:
-        """The outcome of a failure that is on disk, and its event."""
+    def reported(self, handler: Handler, arrival: Arrival, recorded: Recorded) -> Answer:
+        """Emit the event of a failure that is on disk; returns its answer."""
         failure, dead, attempts = recorded
         text = failure.error.partition("\n")[0]
         # the lines of a traceback quote the program, which may have a text in it that the codec hides
         plain = failure.raised if self._store.columns.key_id is None else None
-        told: dict[str, Any] = {
-            **where(handler, arrival),
+        fields: dict[str, Any] = {
+            **message_fields(handler, arrival),
             "attempt": attempts,
             "error_type": failure.error_type,
             "error": self._store.columns.told(text),
             "exception": None if plain is None else shown(plain, text, self._store.columns.redact),
         }
         if dead:
-            self._events.emit(MessageDead(**told))
+            self._events.emit(MessageDead(**fields))
         else:
-            self._events.emit(MessageFailed(**told, retry_in_s=failure.delay_s or 0.0))
+            self._events.emit(MessageFailed(**fields, retry_in_s=failure.delay_s or 0.0))
         return Answer(Outcome.DEAD if dead else Outcome.FAILED, attempts)
 
     async def _dying(
@@ -274,8 +274,8 @@ class Recorder:
             )
 
 
-def where(handler: Handler, arrival: Arrival) -> dict[str, str]:
-    """What every event says of the message it is about."""
+def message_fields(handler: Handler, arrival: Arrival) -> dict[str, str]:
+    """The fields that every event about a message has."""
     return {
         "consumer": handler.consumer,
         "message_id": arrival.message_id,

@@ -156,21 +156,6 @@ class HandlerTransaction:
         self._lease = lease
         self._recorder = recorder
 
-    async def finished_before(
-        self, db: Session, handler: Handler, arrivals: Sequence[Arrival]
-    ) -> set[str]:
-        """Read which of these ids are finished under the same payload: a duplicate needs no claim.
-
-        A row that another transaction is about to commit is not seen: what is missing here is claimed.
-        """
-        (found,) = await db.begin((claims.duplicates(self.store, handler.consumer, arrivals),))
-        await db.commit()
-        return {row[0] for row in found.rows}
-
-    def looks_up(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:
-        """Say whether `finished_before` tells more, or sooner, than a claim."""
-        return not handler.options.keep_result and claims.finds_duplicates(self.store, arrivals)
-
     async def run(
         self,
         db: Session,
