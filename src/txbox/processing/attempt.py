@@ -251,7 +251,7 @@ class InboxProtocol:
                 settled.update(broken)
             elif _may_be_tried_again(claim, ran.end, together=together, tries=tries) and (
                 await self.waiting.for_conflict(
-                    db, consumer, tries + 1, ran.database_error, told=ran.end is not End.AMBIGUOUS
+                    db, consumer, tries + 1, ran.database_error, emit=ran.end is not End.AMBIGUOUS
                 )
             ):
                 tries += 1

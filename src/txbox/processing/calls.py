@@ -1,4 +1,4 @@
-"""Calling handlers: what they get, what they raise, how long they may take, and which of a batch has failed."""
+"""Calling handlers: decode, call, time out, and find the call of a batch that failed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Call = Callable[[Any], Any]
 
 @dataclass(slots=True)
 class Progress:
-    """How far groups of calls came: `released` of them are done, the next one is to be rolled back.
+    """How far groups of calls came: `released` groups are done, and the next one must be rolled back.
 
     Attributes:
-        answers: what the calls of the groups that are done returned, in their order.
-        raised: why the next group failed; None when all are done.
-        culprit: which call of that group raised; None when that is not known.
+        answers: what the calls of the finished groups returned, in order.
+        raised: why the next group failed; None if all are done.
+        culprit: which call of that group raised; None if unknown.
     """
 
     answers: list[Any] = field(default_factory=list[Any])
@@ -43,20 +43,20 @@ class Progress:
 async def handled(
     db: Session, handler: Handler, arrivals: Sequence[Arrival], called: list[str] | None = None
 ) -> list[Any]:
-    """Call the handler: once for all in batch mode, else for each message in its order.
+    """Call the handler: once for all messages in batch mode, else for each in order.
 
     Args:
-        called: gets the id of each message that it is called for.
+        called: collects the ids of the messages it is called for.
 
-    Returns: what it returned, as JSON where the handler keeps its results.
+    Returns: what each call returned, as JSON if results are kept.
 
     Raises:
-        Raised: the first call that failed; no other is made behind it.
+        Raised: a call failed; none was made after it.
     """
     works = [list(arrivals)] if handler.options.batch else arrivals
     call_one, run = (_call_async, _run_async) if db.is_async else (_call, _run)
     connection, limit_s = db.connection, handler.timeout_s
-    # what one call alone has done is seen when the transaction is closed
+    # if there is only one call, close finds out whether it ended the transaction
     watched = connection if len(works) > 1 else None
     answers: list[Any] = []
     for work in works:
@@ -87,7 +87,7 @@ def _run(
             if handler.options.transactional
             else handler.function(given)
         )
-    # written inside of the call: what JSON cannot hold is the handler's failure
+    # inside the call: a result that is not JSON is the handler's failure
     return _kept(answer, run) if handler.options.keep_result else None
 
 
@@ -139,7 +139,7 @@ def decode_ahead(handler: Handler, arrivals: Sequence[Arrival]) -> None:
 
 def _kept(value: Any, run: Run) -> bytes:
     if run.replied is not None:
-        # the reply has left: what is kept stays what was replied
+        # the reply was sent; a replay keeps it
         return run.replied
     return as_json(value)
 
@@ -147,15 +147,15 @@ def _kept(value: Any, run: Run) -> bytes:
 async def called_apart(
     db: Session, groups: Sequence[Sequence[Call]], timeout_s: float | None, *, piped: bool
 ) -> Progress:
-    """Call user code, each group between a savepoint and its release; says how far they came.
+    """Call handlers in groups, each between a savepoint and its release.
 
     Args:
-        piped: nothing reads a result: what the calls send is put off, where the driver can.
+        piped: the handler reads no results, so its statements are deferred if the driver can do that.
     """
     call_one, connection = _call_async if db.is_async else _call, db.connection
     assert connection is not None, "no transaction has begun"
     if not connection.nests:
-        # the first error ends the transaction
+        # without savepoints the first error fails the transaction
         calls = [call for group in groups for call in group]
         return Progress(
             [await call_one(connection, call, timeout_s) for call in calls], len(groups)
@@ -180,7 +180,7 @@ async def called_apart(
         stopped = raised
         stopped.left = connection.left()
     except StoreError as error:
-        # a handler has swallowed the error that failed the transaction
+        # the handler swallowed the error that failed the transaction
         if error.fault is not Fault.ABORTED:
             raise
         stopped = Raised(error, error, connection.lost)
@@ -197,7 +197,7 @@ async def undo(db: Session) -> None:
 
 
 class _Place:
-    """Which call of which group runs, and where each began: to find the one whose statement failed later."""
+    """Where each call of each group began in the pipeline, to find the one whose deferred statement failed."""
 
     def __init__(self, groups: Sequence[Sequence[Call]]) -> None:
         self._groups = groups
@@ -212,7 +212,7 @@ class _Place:
     def progress(
         self, answers: list[Any], raised: Raised | None, failed: Failed | None
     ) -> Progress:
-        """Say how far it came, when a call raised, or what was put off failed, which comes first."""
+        """How far it came: a deferred statement failed (which came first), a call raised, or all are done."""
         group: int
         culprit: int | None
         if failed is not None:
@@ -222,7 +222,7 @@ class _Place:
         elif raised is not None:
             group, culprit = self.group, self.call
             if culprit == len(self._groups[group]):
-                # a session flushed when the group was released
+                # a session's flush at the release failed
                 culprit = 0 if culprit == 1 else None
         else:
             return Progress(answers, len(self._groups))
@@ -234,14 +234,14 @@ async def _call(connection: Connection | None, call: Call, timeout_s: float | No
     at("before:handler")
     started = time.monotonic() if timeout_s is not None else 0.0
     try:
-        # asked for by each call: an adapter tells by that what one has done to the next
+        # read for each call: a session that the last call left unusable is replaced then
         answer = call(connection.native if connection is not None else None)
     except BaseException as error:
         if _is_from_outside(error):
             raise
         raise _raised(error, connection) from error
     if timeout_s is not None and time.monotonic() - started > timeout_s:
-        # a thread cannot be interrupted; what it did too late is rolled back all the same
+        # a thread cannot be interrupted, but its work is rolled back
         raise _raised(_timeout(timeout_s), connection)
     at("after:handler")
     return answer
@@ -265,7 +265,7 @@ async def _call_async(connection: Connection | None, call: Call, timeout_s: floa
 
 
 def _left(connection: Connection) -> Raised:
-    """The transaction has ended in a call: the next ones would write outside of any."""
+    """The error for a call that ended the transaction: the next calls would write outside it."""
     error = StoreError(
         "The handler ended the transaction that claimed its message.", fault=Fault.GUARD
     )
@@ -275,7 +275,7 @@ def _left(connection: Connection) -> Raised:
 def _raised(error: BaseException, connection: Connection | None) -> Raised:
     if connection is None:
         return Raised(error, None, False)
-    # what a handler does through txbox, staging or accepting, raises in txbox's words
+    # staging and accepting in a handler raise StoreError already
     store = error if isinstance(error, StoreError) else connection.translate(error)
     return Raised(error, store, connection.lost)
 
@@ -287,11 +287,11 @@ def _timeout(timeout_s: float) -> HandlerTimeout:
 
 
 def _is_from_outside(error: BaseException) -> bool:
-    """Say whether something else than the handler has raised this in it: a signal, or a simulated crash.
+    """Whether a signal or a simulated crash raised this in the handler, rather than the handler itself.
 
-    Python calls signal handlers in the main thread only. One that is written in Python is among the frames of
-    what it raises. The default for SIGINT has no frame: while it is installed, a KeyboardInterrupt in the main
-    thread is taken for Ctrl-C, whoever has raised it.
+    Python runs signal handlers in the main thread only, and one written in Python is among the error's frames.
+    The default for SIGINT has no frame: while it is installed, a KeyboardInterrupt in the main thread counts as
+    Ctrl-C, whoever raised it.
     """
     if isinstance(error, (Exception, Crashed)):
         return isinstance(error, Crashed)
@@ -313,9 +313,9 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def _is_ended(task: asyncio.Task[Any] | None, error: BaseException) -> bool:
-    """Say whether the task of the operation is being cancelled, or its coroutine closed from outside.
+    """Whether the operation's task is being cancelled, or its coroutine closed from outside.
 
-    Not so when an inner task was cancelled, or the handler itself has raised what ends programs.
+    False if an inner task was cancelled, or the handler itself raised SystemExit or the like.
     """
     try:
         closed = asyncio.current_task() is not task

@@ -1,4 +1,4 @@
-"""The transaction around a handler: begin, claim, call, close, commit; and how it ended (promises, chapter 2)."""
+"""The transaction around a handler: begin, claim, call, close, commit, and how that ended (promises 2)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class End(Enum):
 
 
 class Claim(NamedTuple):
-    """How a transaction claims its messages: by their ids as new ones, else as rows.
+    """How a transaction claims its messages: as new ones, as leased rows, or as rows to replay.
 
     Attributes:
         lease: the token under which the rows are leased.
@@ -57,39 +57,44 @@ class Claim(NamedTuple):
 
 _MESSAGE_ID = attrgetter("message_id")
 
-#: Messages that come for the first time, as far as is known.
+#: New messages, as far as is known.
 NEW = Claim()
 
 
-# the bare types, by names that are typed: `set[str]()` takes six times as long, and every transaction needs these
+# bare types under typed names: `dict[str, bytes]()` takes six times as long, and every transaction needs these
 _by_id: Any = dict
 _ids_in_order: type[list[str]] = list
 
 
 @dataclass(slots=True)
 class TransactionResult:
-    """A transaction that has ended, and what it met."""
+    """How a transaction ended, and what it found.
+
+    Attributes:
+        fresh: ids that were claimed.
+        existing: rows of ids that were not.
+        waiting: ids that must wait for others.
+        gap: the missing version that was expected instead, when it is not waited for any longer.
+        results: what the handler returned, by id, if that is kept.
+        failed: by id, what was recorded in this transaction of handlers that failed under a savepoint.
+        called: the ids the handler was called for, in order; may repeat.
+        unknown: of a BROKEN transaction, the ids whose effects are unknown.
+        together: it was for several ids, so locks were not waited for long.
+        claimed_at, handled_at: when the claim was answered, and when the handler ended, by `time.monotonic`.
+    """
 
     end: End
     fresh: AbstractSet[str] = frozenset()
     existing: dict[str, Existing] = field(default_factory=_by_id)
     error: BaseException | None = None
     database_error: StoreError | None = None
-    #: The ids that must wait.
     waiting: AbstractSet[str] = frozenset()
-    #: The version that was expected instead of this one, when it was not waited for any longer.
     gap: int | None = None
-    #: What the handler returned, for each id, where it is kept.
     results: dict[str, bytes] = field(default_factory=_by_id)
-    #: The rows as they were recorded in this transaction, of messages whose handler failed under a savepoint.
     failed: dict[str, Recorded] = field(default_factory=_by_id)
-    #: The ids the handler was called for, in their order; may repeat.
     called: list[str] = field(default_factory=_ids_in_order)
-    #: What a BROKEN transaction leaves unknown: who was called when, or after, it was left.
     unknown: AbstractSet[str] = frozenset()
-    #: Several ids were asked for, whatever was won: locks are waited for shortly.
     together: bool = False
-    #: When the claim was answered, and when the handler had ended, by `time.monotonic`.
     claimed_at: float = 0.0
     handled_at: float = 0.0
 
@@ -99,7 +104,7 @@ def end_of_handler(raised: Raised, *, together: bool) -> End:
     fault = raised.database_error.fault if raised.database_error else None
     if fault is Fault.UNAVAILABLE and raised.lost:
         return End.LOST
-    # a batch waits shorter for a lock than a message alone, which the handler need not know
+    # a batch waits less long for a lock than a message alone, and is then divided
     if fault in (Fault.CONFLICT, Fault.PREPARED) or (together and fault is Fault.LOCK_TIMEOUT):
         return End.CONFLICT
     return End.RAISED
@@ -108,7 +113,7 @@ def end_of_handler(raised: Raised, *, together: bool) -> End:
 def end_of_commit(error: StoreError) -> End:
     """How a transaction ends whose close or COMMIT failed."""
     if not error.definite:
-        # what a pooler or a server that goes away says is about the connection
+        # an error of a pooler, or of a server that is shutting down, says nothing about the COMMIT
         answered = error.code is not None and error.fault is not Fault.UNAVAILABLE
         return End.REFUSED if answered else End.AMBIGUOUS
     if error.fault is Fault.GUARD:
@@ -122,7 +127,7 @@ def end_of_commit(error: StoreError) -> End:
 
 
 def refused(dialect: Dialect, raised: Raised) -> bool:
-    """A COMMIT that the database refused has persisted nothing: an ordinary failure (promise 2.1)."""
+    """Whether the database refused a COMMIT of the handler's: it persisted nothing, so this is an ordinary failure."""
     return (
         raised.database_error is not None
         and raised.database_error.fault is Fault.GUARD
@@ -130,7 +135,7 @@ def refused(dialect: Dialect, raised: Raised) -> bool:
     )
 
 
-# SQLite has one lock for everything, and has waited for it as long as it waits: somebody keeps the whole database
+# SQLite has one lock for the whole database, and has already waited for it
 _LOCKED_OUT = "SQLITE_BUSY"
 
 
@@ -169,10 +174,10 @@ class HandlerTransaction:
         """BEGIN and claim; the handler on what was claimed, in the order given; close and COMMIT.
 
         Args:
-            arrivals: their ids differ. Of those that the claim does not win none is `fresh`.
-            group: as many messages share a savepoint, and a failure is recorded here; with 0 there are
-                no savepoints, and one failure is everybody's.
-            returned: what the handler has returned, when it has run already, outside of any transaction.
+            arrivals: with different ids.
+            group: how many messages share a savepoint; failures are then recorded in this transaction. With 0
+                there are no savepoints, and one failure fails all.
+            returned: what the handler returned, if it has already run outside a transaction.
         """
         token = urandom(16).hex()
         claiming = self.claiming(handler, arrivals, claim, token)
@@ -191,11 +196,11 @@ class HandlerTransaction:
             if won is not None and len(won.ids) == len(arrivals):
                 ran.fresh = won.ids
             else:
-                await self._meet(db, ran, handler, arrivals, won, token)
+                await self._read_others(db, ran, handler, arrivals, won, token)
         except StoreError as error:
             return await self._not_claimed(db, error)
         if checks:
-            self._look_at_order(handler, arrivals, ran, [result.rows for result in found])
+            self._check_order(handler, arrivals, ran, [result.rows for result in found])
             if ran.waiting:
                 ran.end = End.WAITS
                 await db.rollback()
@@ -205,8 +210,7 @@ class HandlerTransaction:
         else:
             mine = [arrival for arrival in arrivals if arrival.message_id in ran.fresh]
         if not mine:
-            # nothing to keep; where the claim armed a guard in the database, only ROLLBACK lifts it,
-            # elsewhere COMMIT is the cheaper way out
+            # nothing to keep. If the claim armed a guard, only ROLLBACK lifts it; otherwise COMMIT is cheaper
             await (db.rollback() if self.store.dialect.has("arm") else db.commit())
             return ran
         try:
@@ -268,19 +272,19 @@ class HandlerTransaction:
         size: int,
         token: str,
     ) -> tuple[list[Arrival], list[Any]]:
-        """Call the handler for groups of messages under savepoints; returns who came through, and the answers.
+        """Call the handler for groups of messages under savepoints; returns those that succeeded, and the results.
 
-        The culprit of a group is rolled back and recorded in this transaction; its neighbours run again.
+        The culprit of a group is rolled back and recorded in this transaction, and its neighbours run again.
 
         Raises:
-            Raised: what ends the transaction as a whole: a conflict, or the loss of the connection.
+            Raised: the whole transaction has failed: a conflict, or a lost connection.
         """
         waiting = deque(list(mine[at : at + size]) for at in range(0, len(mine), size))
         good: list[Arrival] = []
         answers: list[Any] = []
-        alone = 0  # as many groups at the head of the line run one by one
+        alone = 0  # so many groups at the head of the queue run one by one
         while waiting:
-            # what is put off and sent behind a failure is sent again: about one failure is met at a time
+            # whatever a pipeline sends after a failure is sent again, so few groups are sent at a time
             most = 1 if alone else size if handler.options.pipeline else len(waiting)
             now = list(itertools.islice(waiting, most))
             calls = [[call_of(handler, arrival, ran.called) for arrival in group] for group in now]
@@ -308,7 +312,7 @@ class HandlerTransaction:
                 and progress.raised.database_error.fault is Fault.ABORTED
             )
             if progress.culprit is None or (failed_before and len(group) > 1):
-                # it could be any of them: each has a turn of its own
+                # it could be any of them: run each alone
                 waiting.extendleft([arrival] for arrival in reversed(group))
                 alone += len(group)
                 continue
@@ -321,7 +325,7 @@ class HandlerTransaction:
                 alone += 1 if alone else 0
         return good, answers
 
-    async def _meet(
+    async def _read_others(
         self,
         db: Transaction,
         ran: TransactionResult,
@@ -330,17 +334,17 @@ class HandlerTransaction:
         won: claims.Won | None,
         token: str,
     ) -> None:
-        """Read what stands under the ids that were not won; without `won` the rows' tokens say which were."""
+        """Read the rows of the ids that were not won; without `won`, the rows' tokens say which were."""
         if won is not None:
             ran.fresh = won.ids
             if not handler.options.keep_result:
                 ran.existing = dict.fromkeys(won.finished, FINISHED)
-        others = [
+        unread = [
             arrival.message_id
             for arrival in arrivals
             if arrival.message_id not in ran.fresh and arrival.message_id not in ran.existing
         ]
-        ran.existing.update(await self.store.classify(db, handler.consumer, others))
+        ran.existing.update(await self.store.classify(db, handler.consumer, unread))
         if won is None:
             ran.fresh = {
                 message_id for message_id, row in ran.existing.items() if row.token == token
@@ -349,19 +353,19 @@ class HandlerTransaction:
     async def _lost_savepoint(
         self, db: Session, ran: TransactionResult, error: StoreError, token: str
     ) -> None:
-        """A savepoint of txbox's is gone, or its record was refused: the handler left it, or the connection broke."""
+        """Our savepoint is gone, or recording a failure failed: the handler left it, or the connection broke."""
         ran.error = ran.database_error = error
         ran.end = end_of_commit(error)
         if ran.end is End.BROKEN:
             ran.unknown = set(ran.called)
         else:
-            await self._ask(db, ran, token)
-        await _ended(db, dropped=ran.end in (End.LOST, End.BROKEN))
+            await self._check_still_claimed(db, ran, token)
+        await _end(db, dropped=ran.end in (End.LOST, End.BROKEN))
 
     def _order_checks(
         self, handler: Handler, arrivals: Sequence[Arrival], claim: Claim, token: str
     ) -> list[Statement]:
-        """What is asked in the claim's round trip about messages that come first."""
+        """The statements, sent with the claim, that find earlier messages of the same keys."""
         options, dialect = handler.options, self.store.dialect
         if options.sequence is not None:
             return [
@@ -369,14 +373,14 @@ class HandlerTransaction:
                 for arrival in arrivals
             ]
         if claim.lease is not None:
-            # rows are leased in the order of their arrival, not of their versions
+            # rows are leased in order of arrival anyway
             return []
-        asked = order.waiting(
+        check = order.waiting(
             dialect, handler.consumer, arrivals, dead_blocks=options.dead_blocks, token=token
         )
-        return [] if asked is None else [asked]
+        return [] if check is None else [check]
 
-    def _look_at_order(
+    def _check_order(
         self,
         handler: Handler,
         arrivals: Sequence[Arrival],
@@ -414,14 +418,13 @@ class HandlerTransaction:
         store, consumer = self.store, handler.consumer
         last: list[Statement] = []
         if ran.results or handler.options.sequence is not None:
-            last = self._last(ran, handler, mine)
+            last = self._after_close(ran, handler, mine)
         try:
             if store.dialect.refuses_commit:
                 await db.commit((claims.close(store, token), *last))
             else:
-                # first the proof that this is still the claiming transaction: on a connection that a
-                # handler left in autocommit, `complete` would commit by itself. In one step, since a
-                # session writes what it put off, and releases its savepoint, before all of it
+                # close comes first: on a connection that a handler left in autocommit, `complete` would commit
+                # by itself. All in one call, because a session flushes and releases its savepoint before it
                 ids = [arrival.message_id for arrival in mine]
                 if ids:
                     last.insert(0, claims.complete(store, consumer, ids, token=token, keep=keep))
@@ -429,7 +432,7 @@ class HandlerTransaction:
                 if ids and results[1].count != len(ids):
                     ran.end, ran.unknown = End.BROKEN, set(ran.called)
         except Raised as raised:
-            # a flush that the session put off until now
+            # a flush that the session had deferred
             await self._raised(db, ran, raised, token)
         except StoreError as error:
             ran.error = ran.database_error = error
@@ -439,14 +442,14 @@ class HandlerTransaction:
             elif error.fault in (Fault.ABORTED, Fault.PREPARED) and store.dialect.has(
                 "rollback_to_claim"
             ):
-                # close itself met a transaction that had failed, or lost its plan to a rollback: whose was it?
-                await self._ask(db, ran, token)
-            await _ended(db, dropped=ran.end not in (End.RAISED, End.CONFLICT))
+                # close found a failed transaction, or its plan was lost in a rollback: is it still the claiming one?
+                await self._check_still_claimed(db, ran, token)
+            await _end(db, dropped=ran.end not in (End.RAISED, End.CONFLICT))
 
-    def _last(
+    def _after_close(
         self, ran: TransactionResult, handler: Handler, mine: Sequence[Arrival]
     ) -> list[Statement]:
-        """What is written behind close: only the transaction that claimed comes this far."""
+        """The statements after close, which only the claiming transaction reaches."""
         store, consumer = self.store, handler.consumer
         last = [
             store.keep_result(consumer, message_id, result)
@@ -460,20 +463,22 @@ class HandlerTransaction:
     async def _raised(
         self, db: Session, ran: TransactionResult, raised: Raised, token: str
     ) -> None:
-        """The handler raised: roll back, having asked whether this is still the transaction that claimed."""
+        """The handler raised: check that this is still the claiming transaction, and roll back."""
         ran.error, ran.database_error = raised.error, raised.database_error
         ran.end = end_of_handler(raised, together=ran.together)
         if not refused(self.store.dialect, raised):
-            await self._ask(db, ran, token)
+            await self._check_still_claimed(db, ran, token)
             if raised.left and self.store.dialect.refuses_commit:
-                # what was called before it was rolled back with the claim, and can run again
+                # earlier calls were rolled back with the claim, and can run again
                 ran.unknown = set(ran.called[-1:])
-        await _ended(db, dropped=ran.end in (End.BROKEN, End.LOST))
+        await _end(db, dropped=ran.end in (End.BROKEN, End.LOST))
 
-    async def _ask(self, db: Transaction, ran: TransactionResult, token: str) -> None:
-        """Ask whether this is still the transaction that claimed.
+    async def _check_still_claimed(
+        self, db: Transaction, ran: TransactionResult, token: str
+    ) -> None:
+        """Make the end BROKEN unless this is still the claiming transaction.
 
-        After a conflict only where that can be told: elsewhere it has rolled back the proof with the rest.
+        After a conflict, only if the database can still tell: MySQL has rolled back the proof as well.
         """
         if ran.end is not End.RAISED and not (
             ran.end is End.CONFLICT and self.store.dialect.has("rollback_to_claim")
@@ -484,16 +489,16 @@ class HandlerTransaction:
                 await db.execute(claims.still_claimed(self.store, token))
             except StoreError as error:
                 if error.fault is Fault.PREPARED:
-                    # psycopg's rollback has deallocated it: the next one is prepared anew
+                    # psycopg deallocated it in a rollback: prepare it again
                     continue
                 if error.fault is Fault.GUARD or savepoint_is_gone(error):
-                    # somebody wrote outside of the transaction that is rolled back: a retry could write again
+                    # the handler may have committed something: a retry could write it twice
                     ran.error, ran.database_error, ran.end = error, error, End.BROKEN
                     ran.unknown = set(ran.called)
             return
 
     async def _not_claimed(self, db: Session, error: StoreError) -> TransactionResult:
-        """The claim failed: nothing has run."""
+        """The claim failed, so nothing ran."""
         if error.fault is Fault.LOCK_TIMEOUT:
             await self.store.lock_timed_out(db)
             return TransactionResult(End.LOCKED, error=error, database_error=error)
@@ -501,13 +506,13 @@ class HandlerTransaction:
         if error.code == _LOCKED_OUT:
             raise error
         if error.fault in (Fault.CONFLICT, Fault.DUPLICATE, Fault.PREPARED):
-            # DUPLICATE: the key's index is being rebuilt; reading again is what a duplicate needs
+            # DUPLICATE: the key's index is being rebuilt, and the next claim will see the row
             return TransactionResult(End.CONFLICT, error=error, database_error=error)
         raise error
 
 
-async def _ended(db: Session, *, dropped: bool) -> None:
-    """End a transaction that failed; the connection of one that nobody knows about is dropped."""
+async def _end(db: Session, *, dropped: bool) -> None:
+    """Roll back, or drop a connection in an unknown state."""
     if dropped:
         db.discard()
     else:

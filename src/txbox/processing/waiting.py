@@ -1,5 +1,5 @@
-"""What is waited for, outside of any transaction: another thread that has an id (promise 2.5), a conflict to
-pass, and a database that is away (promise 2.8): nothing is counted, refused or acknowledged meanwhile.
+"""Waiting outside any transaction: for an id that another thread holds (promise 2.5), after a conflict, and for
+a database that is away (promise 2.8). Meanwhile nothing is counted, refused or acknowledged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class Holder:
-    """Who runs one batch behind another, and prepares the next while the last one commits.
+    """A lane that prepares its next batch while the last one commits.
 
-    An id of the one may come again in the other: it is held until both have given it up.
+    An id may be in both batches; it is held until both have left it.
     """
 
     __slots__ = ("ids", "twice")
@@ -34,7 +34,7 @@ class Holder:
 
 
 class InFlight:
-    """Who works on which id, among the threads and tasks of one process."""
+    """The ids that threads and tasks of this process are working on."""
 
     def __init__(self) -> None:
         self.forget_parent()
@@ -42,13 +42,13 @@ class InFlight:
 
     def forget_parent(self) -> None:
         self._lock = Lock()
-        # the ids of each consumer; the future is made when somebody waits: hardly ever
+        # the ids of each consumer; a future is made only if somebody waits
         self._held: dict[str, dict[str, Future[None] | None]] = {}
 
     def enter(
         self, consumer: str, message_id: str, holder: Holder | None = None
     ) -> Future[None] | None:
-        """Take an id; returns None when it is ours now, else the future that ends with its holder."""
+        """Take an id. Returns None if it is ours now, else a future that is done when its holder leaves it."""
         with self._lock:
             held = self._held.setdefault(consumer, {})
             if _taken(held, (message_id,), holder):
@@ -61,14 +61,14 @@ class InFlight:
     def enter_all(
         self, consumer: str, message_ids: Sequence[str], holder: Holder | None = None
     ) -> bool:
-        """Take these ids, or none of them when somebody else holds one."""
+        """Take all of these ids, or none if somebody else holds one."""
         with self._lock:
             return _taken(self._held.setdefault(consumer, {}), message_ids, holder)
 
     def leave(self, consumer: str, *message_ids: str, holder: Holder | None = None) -> None:
-        """Give ids up and wake who waits for them."""
+        """Give up ids and wake those that wait for them."""
         with self._lock:
-            # a thread that forks inside of its handler has left nothing to its child
+            # empty in the child of a handler that forked
             held = self._held.get(consumer, {})
             left: Iterable[str] = message_ids
             if holder is not None:
@@ -97,21 +97,21 @@ def _taken(
     return True
 
 
-#: What a wait can cure.
+#: Errors that may go away by waiting.
 CURABLE = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED, Fault.TIMEOUT)
 
 _CONFLICT_PAUSE_S = 0.05
-# of one id, as many threads are waited for in turn
+# wait for so many holders of one id, one after another
 _HOLDERS_MAX = 12
 _PAUSE_S = (0.05, 5.0)
-# a server that refuses just this user may only be full
+# a server that refuses this user may just be out of connections
 _MISCONFIGURED_S = 1.0
-# a drain is noticed this soon
+# how soon a wait notices that it is to stop
 _LOOK_S = 0.5
 
 
 class Waiting:
-    """The one place that waits, for all threads and tasks of one app."""
+    """Waits for all threads and tasks of one app."""
 
     def __init__(self, limits: Limits, events: Events) -> None:
         self.in_flight = InFlight()
@@ -121,9 +121,9 @@ class Waiting:
     async def for_id(
         self, db: Session, consumer: str, message_id: str, holder: Holder | None = None
     ) -> bool:
-        """Take an id, waiting for another thread up to the lock time-out; False when that one kept it.
+        """Take an id, waiting up to the lock timeout for the thread that holds it; False if it kept it.
 
-        Each thread that had it in between has a lock time-out of its own: a storm of copies makes nobody give up.
+        Each holder in turn is given a full lock timeout, so nobody gives up in a storm of copies.
         """
         bound_s = self._limits.lock_timeout.total_seconds()
         deadline = time.monotonic() + _HOLDERS_MAX * bound_s
@@ -136,17 +136,17 @@ class Waiting:
         return True
 
     async def for_conflict(
-        self, db: Session, consumer: str, tries: int, error: StoreError | None, *, told: bool
+        self, db: Session, consumer: str, tries: int, error: StoreError | None, *, emit: bool
     ) -> bool:
-        """Wait a moment before a transaction is tried again, unless the budget is spent.
+        """Wait a moment before a transaction is retried; False if the budget is spent.
 
         Args:
             tries: how often it was tried.
-            told: there is an event of it.
+            emit: emit an event.
         """
         if tries > self._limits.conflict_retries:
             return False
-        if told:
+        if emit:
             code = error.code if error is not None else None
             self._events.emit(TransactionRetried(consumer=consumer, code=code))
         await db.wait(_CONFLICT_PAUSE_S * random.random() * tries)
@@ -164,13 +164,13 @@ class Waiting:
         """Repeat an operation until the database answers.
 
         Args:
-            consumer: whose operation it is, for the events.
-            for_s: give up after this many seconds without an answer; None never does.
-            stop: True gives up; asked at least twice a second.
+            consumer: named in the events.
+            for_s: give up after this many seconds without an answer; None never gives up.
+            stop: gives up when it returns True; called at least twice a second.
 
         Raises:
             StoreUnavailable: it gave up after `for_s`.
-            StoreError: the error is none that waiting can cure, or it was stopped.
+            StoreError: waiting cannot cure it, or it was stopped.
         """
         paused_at: float | None = None
         pause_s = _PAUSE_S[0]
