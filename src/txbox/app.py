@@ -310,7 +310,7 @@ class App:
             message_id: a callable or a path like "body.order_id".
             weak_ids: fall back to transport coordinates as the id of a message that has none.
             id_scope: "topic" if ids are unique only within a topic.
-            decode: a callable from Message to body, instead of the annotation.
+            decode: a callable from Message to body, instead of the annotation; may be called for duplicates, too.
             payload_hash: "raw", "json" or a callable; how copies are compared.
             keep_payload: "unfinished", "always", or how long processed rows keep their payload.
             keep_result: keep what the function returns, as JSON, and return it to duplicates; see `answer`.
