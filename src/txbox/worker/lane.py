@@ -1,8 +1,8 @@
-"""A lane: one line of work of one consumer, with one batch in flight and the claim of the next one behind it.
+"""A lane: works for one consumer, one batch at a time, with the claim of the next batch sent behind each COMMIT.
 
-While the server commits one batch and claims the next, the lane settles and prepares: neither waits
-for the other's turn, and two round trips of each batch become one. What is begun ahead is the next
-transaction, not a second one: it is begun when the one before it has ended, on the same connection.
+While the server commits one batch and claims the next, the lane settles and prepares, so neither waits for the
+other and each batch takes one round trip less. The transaction begun ahead is not a second one at the same time:
+it begins when the one before it has ended, on the same connection.
 
 Source: docs/decisions/0026-claims-ahead.md
 """
@@ -31,20 +31,19 @@ from txbox.session import Following, Session, Statements, resumed
 from txbox.worker.table import Row, Table, take_together
 
 _AGAIN_S = (0.1, 5.0)
-# then the connection is given back once: others may wait for it, in a pool or in a pooler of the server's
-_ROW_MAX = 16
+# batches in a row on one connection; then it is returned once, so that others waiting for it get their turn
+_BATCHES_PER_CONNECTION = 16
 
 
 class Lane:
-    """Runs deliveries in their order and rows from the table in turns, one batch at a time.
+    """Alternates between deliveries, in order, and rows from the table, one batch at a time.
 
     Args:
-        ready: called when there is something to do: from then on `turn` is carried out, once, and as often
-            as it wants another.
-        crowded: True when other lanes wait for the thread that this one has.
+        ready: called when there is work; `turn` is then run, and again for as long as it returns True.
+        crowded: True if other lanes are waiting for this one's thread.
         wake_at: calls `wake` at a time of the monotonic clock.
 
-    Guarantee: what it has not brought to a settling outcome stays unacknowledged.
+    Guarantee: a delivery without a settling outcome stays unacknowledged.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class Lane:
         self._stop = stop
         self._lock = threading.Lock()
         self._queue: deque[Work] = deque()
-        # deliveries whose id another transaction holds: claimed again here, when their time has come
+        # deliveries whose id another transaction holds, and when to claim them again
         self._again: list[tuple[float, int, Work]] = []
         self._order = itertools.count()
-        # of each key whose message is held: what came behind it
+        # for each key with a held message, the deliveries behind it
         self._behind: dict[str, deque[Work]] = {}
-        # rows that this lane has stored and leased itself, to be run here
+        # rows that this lane has stored and leased, and runs itself
         self._rows: deque[Row] = deque()
         self._ready = ready
         self._crowded = crowded
@@ -89,10 +88,10 @@ class Lane:
         return f"txbox-{self._table.consumer}-{self._index}"
 
     def put(self, works: Iterable[Work] = ()) -> None:
-        """Add deliveries, in their order, and wake the lane."""
+        """Add deliveries, in order, and wake the lane."""
         with self._lock:
             self._queue.extend(works)
-            # told while it works: it looks once more before it rests
+            # a lane at work looks once more before it rests
             self._woken = self.busy
             if self.busy or self._stop():
                 return
@@ -100,20 +99,20 @@ class Lane:
         self._ready(self)
 
     def wake(self) -> None:
-        """Have the lane look at what there is to do."""
+        """Have the lane look for work."""
         self.put()
 
     async def turn(self, db: Session) -> bool:
-        """Work until there is nothing to do, or it is stopped, or others wait: then it wants another turn.
+        """Work until there is nothing to do, it is stopped (after the current batch), or others wait for the thread.
 
-        What is running when it is stopped is brought to its end.
+        Returns: whether it wants another turn.
         """
         ended = True
         try:
             while not self._stop():
                 self._woken = False
                 took = await self._take_next(db)
-                # in turns, so that neither the source nor the table starves
+                # alternate, so that neither the source nor the table starves
                 worked = await self._run_stored(db)
                 if self._is_ahead():
                     continue
@@ -130,7 +129,7 @@ class Lane:
                     ended = False
                     return True
             if self._is_ahead():
-                # begun, and never run
+                # begun ahead, and not to be run
                 await db.rollback()
         except StoreError as error:
             if error.fault is Fault.SCHEMA:
@@ -151,7 +150,7 @@ class Lane:
     # -- deliveries ---------------------------------------------------------------------------
 
     def _next_batch(self) -> list[Work]:
-        """What has arrived and may share a transaction; nothing is waited for."""
+        """The deliveries here that may share a transaction; does not wait for more."""
         if self._again and self._again[0][0] <= time.monotonic():
             return [heapq.heappop(self._again)[2]]
         batch: list[Work] = []
@@ -176,16 +175,16 @@ class Lane:
                     break
                 batch.append(queue.popleft())
         if len(batch) > 1 and batch[0].modes.lock_key:
-            # two transactions that lock the same rows take them in one order
+            # all transactions lock in the same order
             batch.sort(key=_lock_key)
         return batch
 
     def _batch_messages(self, first: Work) -> int:
-        """The one place that decides how many deliveries share a transaction."""
+        """How many deliveries may share a transaction."""
         app, handler = self._app, first.modes.handler
         most = app.batching.messages
         if first.mode is Mode.INLINE:
-            # each version of a key is decided by the one before it
+            # each version of a key depends on the one before it
             return (
                 1
                 if handler.options.sequence is not None
@@ -198,12 +197,12 @@ class Lane:
         return most
 
     def _runs_stored(self, work: Work) -> bool:
-        """Say whether this lane runs what it stores now: one that has rows to run does not take more."""
+        """Whether this lane also runs what it is about to store, which it does unless it still has rows to run."""
         options = work.modes.handler.options
         return not self._rows and options.mode == "stored" and not options.in_order
 
     async def _take_next(self, db: Session) -> bool:
-        """Take what was begun ahead, else what has arrived; returns whether there was anything."""
+        """Run the batch begun ahead, or the next one; returns False if there is neither."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             self._in_a_row = 0
@@ -223,7 +222,7 @@ class Lane:
         return True
 
     def _prepared(self, db: Session, batch: list[Work]) -> Prepared:
-        """A batch that has come to its first transaction; nothing of it has been sent."""
+        """Run a batch up to its first transaction, without sending anything."""
         first, handler = batch[0], batch[0].modes.handler
         leasing: Leasing | None = None
         if self._table.paused:
@@ -245,10 +244,9 @@ class Lane:
         return Prepared(db, batch, operation, leasing)
 
     def begin(self, db: Session) -> Statements | None:
-        """The claim of the next batch, when there is a whole one already: waiting would not make it larger.
+        """The claim of the next batch, if a full one is here: waiting would not make it larger.
 
-        Where the order of a key counts, what comes next depends on what becomes of this; and the table has
-        its turn when it is time to look.
+        None if the order of keys matters, since the next batch then depends on this one, and if the table is due.
         """
         if self._ahead is None and self._may_look_ahead():
             self._ahead = self._prepared(db, self._next_batch())
@@ -260,14 +258,14 @@ class Lane:
             return False
         head = queue[0]
         return (
-            self._in_a_row < _ROW_MAX
+            self._in_a_row < _BATCHES_PER_CONNECTION
             and head.mode is not Mode.LEASED
             and not head.modes.in_order
             and len(queue) >= self._batch_messages(head)
         )
 
     def put_back(self) -> None:
-        """The batch goes on: what was prepared behind it is taken again in its turn."""
+        """The current batch is not finished: put what was prepared behind it back into the queue."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
@@ -285,7 +283,7 @@ class Lane:
             self._table.look_now()
 
     async def _store(self, prepared: Prepared, leasing: Leasing) -> None:
-        """Store and lease a batch in one transaction, settle it, and keep the rows to be run next."""
+        """Store and lease a batch in one transaction, settle it, and run its rows next."""
         handler, began = prepared.batch[0].modes.handler, time.monotonic()
         answers = await prepared.answers()
         self._hold_rows(leasing, handler)
@@ -294,7 +292,7 @@ class Lane:
             self._table.look_now()
 
     def _settled(self, batch: list[Work], answers: list[Answer], began: float) -> int:
-        """Settle what may be, hold the rest; returns how many the table has."""
+        """Settle the deliveries with a settling answer and hold the others; returns how many were deferred."""
         self._app.activity.settled(self._table.consumer, answers, batch, began)
         done: list[Work] = []
         deferred, failed = 0, False
@@ -310,15 +308,15 @@ class Lane:
             elif settled.outcome is Outcome.FAILED:
                 failed = True
         if failed:
-            # its next run may be due before the next poll
+            # a retry may be due before the next poll
             self._table.soon()
         settle(done)
         return deferred
 
     async def _deliver_leased(self, db: Session, batch: list[Work]) -> None:
-        """Store and lease a batch in one transaction, then run it here, in order, each row alone.
+        """Store and lease a batch in one transaction, then run its rows here, in order, one by one.
 
-        Nobody else sees these rows before this lane is done with them, so the order of the lane holds.
+        Nobody else can take these rows until the lane is done with them, which keeps their order.
         """
         handler, leasing = batch[0].modes.handler, Leasing(self._app.lease)
         began = time.monotonic()
@@ -334,10 +332,10 @@ class Lane:
             if not settled.outcome.settles:
                 self._hold(work)
             elif settled.outcome is Outcome.DEFERRED and handler.options.transactional:
-                # a source that loses a partition waits for what is unsettled: order across workers
+                # a source that loses a partition waits for its unsettled deliveries, which keeps order across workers
                 waiting.append(work)
             else:
-                # stored is enough; a run outside a transaction may be longer than a broker waits
+                # it is stored, and a run outside a transaction may take longer than the broker waits
                 done.append(work)
         settle(done)
         try:
@@ -350,9 +348,9 @@ class Lane:
         settle(waiting)
 
     def _hold(self, work: Work) -> None:
-        """Keep a delivery that another transaction holds, and claim it again after a pause.
+        """Keep a delivery that another transaction holds, to claim it again after a pause.
 
-        It holds its key, where a key's messages have an order.
+        If the order of keys matters, it blocks its key.
         """
         key = work.key
         if key in self._behind and not work.tries:
@@ -379,7 +377,7 @@ class Lane:
         self._rows.extend(rows)
 
     async def _run_stored(self, db: Session) -> bool:
-        """Run what this lane has stored itself, as many rows as a transaction takes."""
+        """Run rows that this lane has stored, one transaction's worth; returns whether there were any."""
         if self._table.paused:
             self._table.put_back(self._rows)
             self._rows = deque()
@@ -389,7 +387,7 @@ class Lane:
         return True
 
     async def _run(self, db: Session, rows: list[Row], following: Following | None = None) -> None:
-        """Run rows; after an ordered one those of its key that waited behind it, as many as a lease takes."""
+        """Run rows, and behind an ordered row those of the same key, up to `Lease.batch`."""
         if len(rows) > 1:
             await self._run_together(db, rows, following)
             return
@@ -420,7 +418,7 @@ class Lane:
         received_at = [row.leased.arrival.message.received_at for row in rows]
         self._app.activity.ran(handler.consumer, answers, received_at, began)
         failed = any(answer.outcome is Outcome.FAILED for answer in answers)
-        # a finished row makes room for the next, or for those behind it, and a retry may be due at once
+        # finishing a suspect or ordered row lets others run, and a retry may be due at once
         at_once = failed and options.retry.base.total_seconds() == 0
         if first.suspect or options.in_order or at_once:
             self._table.look_now()
@@ -428,12 +426,12 @@ class Lane:
             self._table.soon()
 
     def _rests(self) -> bool:
-        """Say whether there is nothing to do until somebody wakes it; then its turn is over."""
+        """End the turn and return True, unless work has arrived meanwhile."""
         with self._lock:
             if self._queue or self._woken or self._stop():
                 return False
             self.busy = False
-            # read before another turn may change it
+            # under the lock: another turn may begin as soon as it is released
             again_at = self._again[0][0] if self._again else None
             timed, self._timed_at = again_at == self._timed_at, again_at
         if again_at is not None and not timed:
@@ -442,11 +440,11 @@ class Lane:
 
 
 class Prepared:
-    """A batch that has come to its first transaction, of which nothing has been sent yet.
+    """A batch that is ready for its first transaction; nothing has been sent yet.
 
     Attributes:
-        statements: what its transaction begins with; None when something else comes first.
-        leasing: what is leased with the batch, where that is stored.
+        statements: what its transaction begins with; None if something else comes first.
+        leasing: the lease to take, if the batch is stored.
     """
 
     __slots__ = ("_operation", "batch", "leasing", "statements")
@@ -464,11 +462,11 @@ class Prepared:
         self.statements = db.prepare(operation)
 
     async def answers(self) -> list[Answer]:
-        """Bring the batch to its outcomes."""
+        """Run the batch to its end."""
         return await resumed(self._operation)
 
     def close(self) -> None:
-        """Give up: it gives back what it holds."""
+        """Abandon the batch; it releases its ids."""
         self._operation.close()
 
 
@@ -476,20 +474,18 @@ class Prepared:
 
 
 class Mode(Enum):
-    """How a delivery is taken in (promises 4.4 to 4.6)."""
+    """How a delivery is processed (promises 4.4 to 4.6)."""
 
     INLINE = "inline"
-    LEASED = (
-        "leased"  # stored and leased, so that its run is counted, or one worker's, before it begins
-    )
+    LEASED = "leased"  # stored and leased first, so that its run is counted before it begins
     STORED = "stored"
 
 
 class HandlerModes:
-    """Which way the deliveries for one handler go: the same for all of them.
+    """The modes of one handler's deliveries: the first time, and when redelivered.
 
-    A redelivery may have killed the worker that had it: its run must be counted before it begins.
-    Rows of the table are counted anyway; where a key's messages have an order, the table keeps that.
+    A redelivered message may have killed its worker, so its run must be counted before it begins. Runs from the
+    table are counted anyway, and the table also keeps the order of keys.
     """
 
     __slots__ = ("handler", "in_order", "lock_key", "once", "redelivered")
@@ -498,7 +494,7 @@ class HandlerModes:
         options = handler.options
         self.handler = handler
         self.in_order = options.in_order
-        # an order goes by the key of the messages, and no other lane or place in a batch will do
+        # ordered handlers go by the message's key instead
         self.lock_key = options.lock_key is not None and not options.in_order
         stored = options.mode == "stored"
         self.once = Mode.STORED if stored else Mode.INLINE if options.transactional else Mode.LEASED
@@ -506,7 +502,7 @@ class HandlerModes:
 
 
 class Parts:
-    """How many consumers have yet to settle their part of a delivery."""
+    """Counts the consumers that have not settled their part of a delivery."""
 
     __slots__ = ("_left", "_lock")
 
@@ -522,7 +518,7 @@ class Parts:
 
 
 class Settling(Protocol):
-    """Who acknowledges deliveries when every consumer has settled its part."""
+    """Acknowledges deliveries that every consumer has settled."""
 
     def deliveries_settled(self, deliveries: Sequence[Delivery]) -> None:
         """Called from the lanes' threads."""
@@ -533,11 +529,11 @@ class Work:
     """One consumer's part of a delivery.
 
     Attributes:
-        key: that it has a place in, where its handler keeps an order.
-        lock_key: what its handler locks, where it says so.
-        parts: shared with the other consumers of this delivery; None when there is no other.
+        key: of the message, if the handler is ordered.
+        lock_key: what the handler locks, if known.
+        parts: shared with the other consumers of this delivery; None if there are no others.
         received: when, by `time.monotonic`.
-        tries: how often it was claimed while another transaction held it.
+        tries: how often its id was held by another transaction.
     """
 
     __slots__ = (
@@ -566,7 +562,7 @@ class Work:
 
 
 def settle(works: Iterable[Work]) -> None:
-    """Settle these parts; a delivery goes to whoever acknowledges it with its last part."""
+    """Settle parts of deliveries, and hand deliveries whose last part is settled to their owner."""
     settled: dict[Settling, list[Delivery]] = {}
     for work in works:
         if work.parts is None or work.parts.settled():

@@ -33,25 +33,25 @@ from txbox.worker.lanes import Dispatch
 _log = logging.getLogger("txbox")
 
 _WAIT_S = 0.5
-# with deliveries in flight their settlement is waited for, and the source is looked at this often
+# how often the source is polled, at first and at last, while deliveries in flight are waited for
 _LOOK_S = (0.0005, 0.02)
-# while every lane works: what has come meanwhile is received when one of them settles, and looks cost it time
+# at least this long while every lane is busy: a poll takes time from them, and a settlement ends the wait anyway
 _BUSY_LOOK_S = 0.005
 _PAUSE_S = (0.1, 5.0)
-# whether a source has ids at all is known after this many (promise 1.3)
+# a source whose first messages, so many, all lack an id is set up wrongly (promise 1.3)
 _FIRST = 100
 
 
 class Pump:
-    """Receives from one source, with a bound on what is in flight, and settles what has ended.
+    """Receives from one source, hands deliveries to lanes, and acknowledges what they have settled.
 
     Args:
-        in_flight_max: deliveries; the bound on bytes is twice `Batching.payload_bytes`, passed at most by
-            what one `receive` returns.
+        in_flight_max: bound on unsettled deliveries. Their bytes are bounded by twice `Batching.payload_bytes`, plus
+            at most what one `receive` returns.
         stop: True when nothing more is to be received.
 
-    Guarantee: a delivery is settled only after every consumer has settled its part. Nothing is
-    received while that much is unsettled, so a database that is away stops the source by itself.
+    Guarantee: a delivery is acknowledged only after every consumer has settled its part. Nothing is received while
+    the bound is reached, so a database that is away stops the source.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Pump:
         self._in_flight_max = in_flight_max
         self._bytes_max = 2 * app.batching.payload_bytes
         self._stop = stop
-        # with what each weighs
+        # with its size in bytes
         self._in_flight: dict[Delivery, int] = {}
         self._bytes = 0
         self._tend_at = 0.0
@@ -88,12 +88,12 @@ class Pump:
         self._opened = threading.Event()
         self._paused_at: float | None = None
         self._ids = FirstIds(source.name)
-        #: Why nothing more is received or settled; only another configuration ends that.
+        #: Why nothing more is received or settled, until the configuration changes.
         self.refusal: str | None = None
         self._round_at: float | None = None
 
     def run(self) -> None:
-        """Open the source, then pump until it is exhausted or told to finish; always close it."""
+        """Open the source, pump until it is exhausted or told to finish, and close it."""
         try:
             self.source.open(self._topics, self._progress, self)
             self._opened.set()
@@ -104,7 +104,7 @@ class Pump:
             try:
                 self.source.close()
             except (StoreError, BrokerError) as error:
-                # what was not saved is received again and found to be a duplicate
+                # unsaved progress only means duplicates
                 _log.warning("The source %s did not close cleanly: %s", self.source.name, error)
 
     def opened(self, timeout_s: float) -> bool:
@@ -112,33 +112,33 @@ class Pump:
 
     @property
     def in_flight(self) -> int:
-        """Deliveries that were received and are not settled."""
+        """The number of unsettled deliveries."""
         return len(self._in_flight)
 
     @property
     def paused(self) -> bool:
-        """True while the source is not received from, for whatever reason."""
+        """Whether nothing is received from the source, for whatever reason."""
         return self._paused_at is not None or self.refusal is not None
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the loop came round last; 0 when it does not run."""
+        """Seconds since the last round of the loop; 0 if it is not running."""
         round_at = self._round_at
         return 0.0 if round_at is None else time.monotonic() - round_at
 
     def go(self) -> None:
-        """Start receiving: every source is open and every lane is there."""
+        """Start receiving; every source is open and every lane exists."""
         self._go.set()
 
     def finish(self) -> None:
-        """The lanes have ended: settle what they have settled, close the source, end."""
+        """Acknowledge what is settled, close the source and end; the lanes have ended."""
         with self._changed:
             self._finish = True
             self._changed.notify()
         self._go.set()
 
     def deliveries_settled(self, deliveries: Sequence[Delivery]) -> None:
-        """Called by the lane that settles the last part; the pump's own thread acknowledges."""
+        """Called from the lanes' threads; the pump's own thread acknowledges."""
         with self._changed:
             self._settled += deliveries
             self._changed.notify()
@@ -170,7 +170,7 @@ class Pump:
 
     @property
     def held(self) -> bool:
-        """True while every consumer of this source is paused: its messages are best kept where they are."""
+        """Whether every consumer of this source is paused; messages then stay at the broker."""
         paused = self._app.pauses.held
         if not paused:
             return False
@@ -187,16 +187,16 @@ class Pump:
                 self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
 
     def _wait_for_finish(self) -> None:
-        """Keep what is in flight, so that it does not go round among workers that are set up alike."""
+        """Keep the deliveries in flight: released, they would go round workers that are configured alike."""
         with self._changed:
             if not self._finish:
                 self._changed.wait(min(_WAIT_S, self.source.tend_every_s or _WAIT_S))
 
     def _receive(self) -> None:
-        """Receive and hand out.
+        """Receive and hand out; waits for the source only if nothing is in flight.
 
-        With deliveries in flight, waiting belongs to their settlement; the source is looked at meanwhile,
-        often at first, so that what has arrived is here when a lane asks for it.
+        Otherwise the loop waits for settlements and polls the source in between, often at first, so that lanes find
+        what has arrived.
         """
         in_flight, asked = bool(self._in_flight), self._room()
         try:
@@ -208,16 +208,16 @@ class Pump:
             self._resumed()
         first_s, longest_s = _LOOK_S
         if received:
-            # as many as were asked for: there are more
+            # it returned all that was asked for, so there is probably more
             self._look_s = 0.0 if len(received) >= asked else first_s
             self._hand_out(received)
         else:
             self._look_s = min(max(2 * self._look_s, first_s), longest_s)
 
     def _room(self) -> int:
-        """How many deliveries may come, by their number and by what the last ones weighed.
+        """How many deliveries fit, by number and by the mean size of recent ones.
 
-        The first time it is as many as may ever be in flight: a source may remember that.
+        The first value is the largest ever; a source may size its buffers by it.
         """
         messages = self._in_flight_max - len(self._in_flight)
         heavy = int((self._bytes_max - self._bytes) / max(self._mean_bytes, 1.0))
@@ -225,11 +225,11 @@ class Pump:
 
     def _hand_out(self, received: Sequence[Delivery]) -> None:
         sizes = [delivery.size_bytes for delivery in received]
-        # all before the first is handed out, which may take until the database is back
+        # count all first: handing out may block until the database is back
         self._in_flight.update(zip(received, sizes, strict=True))
         self._bytes += sum(sizes)
         mean = sum(sizes) / len(sizes)
-        # up at once, down slowly: the bound is for what may come
+        # rises at once and falls slowly, to be safe about what comes next
         self._mean_bytes = max(mean, (self._mean_bytes + mean) / 2)
         if session.crash_point is not None:
             for _ in received:
@@ -244,7 +244,7 @@ class Pump:
                 self._persist(delivery, [partial(self._app.unmatched_message, message=message)])
 
     def _with_ids(self, received: Sequence[Delivery]) -> Sequence[Delivery]:
-        """Return what came before it was plain that this source has no ids; that is all, nearly always."""
+        """Check the first messages for ids; returns them all, or those up to the one that refused the source."""
         for index, delivery in enumerate(received):
             message = delivery.message
             handlers = message and self._app.handlers.matching(message.topic, message.type)
@@ -259,10 +259,10 @@ class Pump:
                 break
         return received
 
-    # -- what reaches no lane -----------------------------------------------------------------
+    # -- deliveries that reach no lane --------------------------------------------------------
 
     def _set_aside(self, delivery: Delivery) -> None:
-        """Quarantine bytes that are no message, under every consumer of their topic."""
+        """Quarantine bytes that cannot be read as a message, under every consumer of their topic."""
         message: Message[Any] = presentable(
             Message(topic=delivery.topic, payload=delivery.raw, origin={"source": self.source.name})
         )
@@ -295,7 +295,7 @@ class Pump:
         for operation in operations:
             while not self._persisted(operation):
                 if self._stop():
-                    # draining while the database is away: it stays unsettled and comes again
+                    # stopped while the database is away: it will be delivered again
                     return
                 self._tend()
         self._resumed()
@@ -313,7 +313,7 @@ class Pump:
     # -- settling -----------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        # without the lock: what a lane adds meanwhile is seen in the next round
+        # no lock: the next round sees what a lane adds meanwhile
         if not self._settled:
             return
         with self._changed:
@@ -360,7 +360,7 @@ class Pump:
         """Called by the source."""
         self._app.events.emit(event)
 
-    # -- keeping what is in flight ------------------------------------------------------------
+    # -- keeping deliveries alive -------------------------------------------------------------
 
     def _tend(self) -> None:
         every_s = self.source.tend_every_s
@@ -372,7 +372,7 @@ class Pump:
         except (BrokerError, StoreError) as error:
             if isinstance(error, StoreError) and error.fault not in CURABLE:
                 raise
-            # what could not be kept comes again, and is found to be a duplicate
+            # it will be delivered again, as a duplicate
             _log.debug("%s could not be tended: %s", self.source.name, error)
 
     def _pause(self, error: BrokerUnavailable | StoreError) -> None:
@@ -389,7 +389,7 @@ class Pump:
             )
         with self._changed:
             if not self._finish:
-                # what is in flight must be tended meanwhile
+                # deliveries in flight must be tended meanwhile
                 self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
 
     def _resumed(self) -> None:
@@ -400,20 +400,20 @@ class Pump:
 
 
 class FirstIds:
-    """Looks at the messages of a source until one has a usable id.
+    """Checks the first messages of a source until one has a usable id.
 
-    One message without an id is a stranger's mistake and goes to the quarantine. A source without
-    any is set up wrongly, and would be emptied into the quarantine.
+    A single message without an id is quarantined. A source with none at all is set up wrongly, and would be emptied
+    into the quarantine.
     """
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._without = 0
-        #: True once a message had an id: from then on there is nothing to look at.
+        #: A message had an id, so there is nothing left to check.
         self.found = False
 
     def missing(self, message: Message[Any], handlers: Sequence[Handler]) -> str | None:
-        """Look at one more message; returns what to set when that is one too many without an id."""
+        """Check one more message; returns what to configure once too many had no id."""
         for handler in handlers:
             try:
                 handler.id_of(message)
