@@ -1,4 +1,4 @@
-"""What this process does, counted by the minute, for the row that it writes every few seconds."""
+"""Counts what this process does, by the minute, for the row that it writes every few seconds."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from txbox.events import Event
 from txbox.outcome import Answer, Outcome
 from txbox.store.activity import Counts, Key, Kind, bucket_of
 
-# minutes that are kept while they cannot be written; older ones are lost, which a statistic can bear
+# minutes kept while they cannot be written; a statistic can bear to lose older ones
 _KEPT = 60
 
 
 class Received(Protocol):
-    """What was received at some time, by `time.monotonic`."""
+    """Something that was received, at a time of `time.monotonic`."""
 
     @property
     def received(self) -> float: ...
 
 
 class Moment(NamedTuple):
-    """When a message came that no source has received."""
+    """When a message arrived that no source has received."""
 
     received: float
 
 
 class Activity:
-    """Counts what goes well where it is told of it, batch by batch, and trouble by its events.
+    """Counts successes batch by batch as it is called, and failures by their events.
 
-    Events of what goes well are made only for those who listen: one a message would cost far more than all of this.
+    Events of success exist only if somebody observes them: one per message would cost far more than this.
 
     Args:
-        went_well: called with a consumer when messages of its have been processed.
+        went_well: called with a consumer's name when messages of its were processed.
     """
 
     __slots__ = (
@@ -54,12 +54,12 @@ class Activity:
         self._went_well = went_well
         self._lock = threading.Lock()
         self._counted: dict[Key, Counts] = {}
-        # of this minute: those of consumers, which every batch asks for
+        # this minute's counts of consumers, which every batch needs
         self._minute = self._taken = 0
         self._consumers: dict[str, Counts] = {}
-        #: Somebody writes down what is counted; until then nothing is.
+        #: Whether anything is counted: only if somebody writes it down.
         self.counts = False
-        #: How far the clock of the database is ahead of this machine's, in seconds.
+        #: How many seconds the database's clock is ahead of ours.
         self.ahead_s = 0.0
 
     def received(self, consumer: str, count: int) -> None:
@@ -71,16 +71,16 @@ class Activity:
     def settled(
         self, consumer: str, answers: Sequence[Answer], batch: Sequence[Received], began: float
     ) -> None:
-        """Messages of one batch have come to their outcomes.
+        """A batch has its answers.
 
         Args:
-            batch: says when each was received, in about their order.
-            began: when the first transaction of the batch did, by `time.monotonic`.
+            batch: when each message was received, roughly in order.
+            began: when the batch's first transaction began, by `time.monotonic`.
         """
         if not self.counts:
             return
         now, count, first = time.monotonic(), len(answers), answers[0]
-        # nearly always one value for all of them, which is compared by identity
+        # nearly always the same object for all of them, which makes this count cheap
         alike = count == 1 or answers.count(first) == count
         with self._lock:
             counts = self._of_consumer(consumer)
@@ -116,11 +116,11 @@ class Activity:
         received_at: Sequence[datetime | None],
         began: float,
     ) -> None:
-        """Rows of the table have run together, which were counted when they were received.
+        """Rows of the table have run; they were counted as received before.
 
         Args:
-            received_at: when each was first, by the clock of the database.
-            began: when they did, by `time.monotonic`.
+            received_at: when each was first received, by the database's clock.
+            began: when their transaction began, by `time.monotonic`.
         """
         if not self.counts:
             return
@@ -154,29 +154,29 @@ class Activity:
             times = getattr(event, "count", 1)
             setattr(counts, counter, getattr(counts, counter) + times)
 
-    # -- for who writes it down ---------------------------------------------------------------
+    # -- for the writer -----------------------------------------------------------------------
 
     def late(self, ages_s: Mapping[str, float]) -> None:
-        """For how long the first row of consumers that is due has been so, in seconds."""
+        """Note for how many seconds the oldest due row of each consumer has been due."""
         with self._lock:
             for consumer, age_s in ages_s.items():
                 self._of_consumer(consumer).merge(Counts(oldest_s=max(age_s, 0.0)))
 
     def ages(self, routes: Sequence[str]) -> Mapping[str, Counts]:
-        """The counts of now of routes, to be told how old their first message is."""
+        """This minute's counts of routes, to add the age of their oldest message to."""
         with self._lock:
             return {route: self._of("route", route) for route in routes}
 
     def taken(self) -> Mapping[Key, Counts]:
-        """All that is not known to be written: this minute so far, and those before; see `forget`."""
+        """All counts not known to be written: this minute so far and earlier ones; see `forget`."""
         with self._lock:
             self._turned()
             self._taken = self._minute
-            # the objects themselves: what is counted meanwhile may be written too
+            # not copies: what is counted meanwhile may be written too
             return {key: self._counted[key] for key in sorted(self._counted)}
 
     def forget(self) -> None:
-        """What was taken last is written: minutes that were over by then need not be kept."""
+        """What was taken last is written: drop the minutes that were over by then."""
         with self._lock:
             self._drop(self._taken)
 

@@ -1,4 +1,4 @@
-"""Which thread or loop carries operations out: sync connections where there are any, else the asyncio loop."""
+"""Runs operations for a worker's threads: on sync connections if there are any, else on an asyncio loop."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ P = ParamSpec("P")
 
 
 class Driver:
-    """Carries operations out for a worker's threads.
+    """Runs operations for a worker's threads.
 
     Args:
-        loop: of the caller, which runs until this is closed; else there is one with a thread of its own.
+        loop: the caller's, running until this is closed; by default a loop in a thread of its own.
     """
 
     def __init__(self, app: App, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -33,7 +33,7 @@ class Driver:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Carry out an operation that calls no user code, from any thread but the loop's; waits for the end."""
+        """Run an operation that calls no user code, from any thread but the loop's; waits until it ends."""
         if self._app.database.sync is not None:
             return drive(self._app.database.sync, operation, *args, **kwargs)
         return self.start(operation, *args, **kwargs).result()
@@ -44,7 +44,7 @@ class Driver:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Future[T]:
-        """Carry an operation out as a task of the loop."""
+        """Run an operation as a task of the loop."""
         connections = self._app.database.asynchronous
         assert connections is not None, "checked at start"
         return self.task(drive_async(connections, operation, *args, **kwargs))
@@ -54,7 +54,7 @@ class Driver:
         return asyncio.run_coroutine_threadsafe(work, self._running())
 
     def ping(self, answered: Callable[[], None]) -> bool:
-        """Have the loop call back; False where there is no loop."""
+        """Have the loop call back; False if there is no loop."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return False
@@ -74,14 +74,14 @@ class Driver:
         """Close the app's connections and end the loop.
 
         Args:
-            clean: no operation is at work; what user code has left running on the loop is then cancelled.
+            clean: no operation is running, so tasks that user code left on the loop are cancelled.
         """
         loop, loop_thread = self._loop, self._thread
         if loop is None:
             self._app.close()
             return
         if loop_thread is None:
-            # the caller's: what else runs there is none of ours
+            # the caller's loop: its other tasks are not ours
             asyncio.run_coroutine_threadsafe(self._app.close_async(), loop).result(timeout_s)
             return
         asyncio.run_coroutine_threadsafe(self._closed(clean), loop).result(timeout_s)
@@ -108,7 +108,7 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
         try:
             return loop.run_forever()
         except (SystemExit, KeyboardInterrupt):
-            # of a task that a handler has started, which the handler meets where it waits for it
+            # raised by a task of a handler, which gets it where it awaits the task
             continue
 
 
@@ -120,7 +120,7 @@ def thread(
     def report() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  # the worker decides: no thread dies in silence
+        except BaseException as error:  # noqa: BLE001  # reported: the worker decides what happens
             ended(error)
         else:
             ended(None)

@@ -1,4 +1,4 @@
-"""The lanes of every consumer, the tables that they take rows from, and which lane a delivery goes to."""
+"""The lanes of all consumers, the tables they take rows from, and the choice of a lane for each delivery."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from txbox.worker.lane import HandlerModes, Lane, Parts, Settling, Work
 from txbox.worker.table import Poll, Table
 
 _MODES_MAX = 4096
-# the least that any worker has; a handler with more lanes has as many
+# connections of a worker, unless a handler has more lanes
 _CONNECTIONS = 16
-# for lanes whose handlers work outside of a transaction
-_THREADS_BESIDE = 200
-# a thread without work ends after this long
-_SPARE_S = 10.0
+# threads for lanes whose handlers work outside a transaction
+_THREADS_OUTSIDE = 200
+# an idle thread ends after this long
+_IDLE_S = 10.0
 
 
 class Seats:
-    """How many of a worker's lanes have a connection at a time; the others wait, in their order."""
+    """Bounds how many of a worker's lanes have a connection at a time; the others wait in line."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -39,7 +39,7 @@ class Seats:
         self._waiting: deque[Future[None]] = deque()
 
     def take(self) -> Future[None] | None:
-        """Take a seat; where none is free, returns what is done when this caller has got one."""
+        """Take a seat; if none is free, returns a future that is done when the caller has one."""
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -49,7 +49,7 @@ class Seats:
             return waiting
 
     def give(self) -> None:
-        """Give a seat back, to who has waited longest."""
+        """Give a seat back, to whoever has waited longest."""
         with self._lock:
             while self._waiting:
                 waiting = self._waiting.popleft()
@@ -60,11 +60,11 @@ class Seats:
 
 
 class Seat:
-    """The connections of a turn, which has one at a time and waits for a seat while it has none.
+    """The connections of one turn: one at a time, each of which needs a seat.
 
-    Whoever waits here holds no connection, and what else a worker does (heartbeats, polls, relays) needs no
-    seat: nobody waits for a connection who holds one. After a connection was dropped the seat is kept to the
-    next one, or to `leave`.
+    A turn that waits for a seat holds no connection, and the worker's other tasks (heartbeats, polls, relays) need no
+    seat, so nobody waits for a connection while holding one. When a connection is dropped, the seat is kept until the
+    next one, or until `leave`.
     """
 
     def __init__(self, connections: Connections, seats: Seats) -> None:
@@ -76,16 +76,16 @@ class Seat:
     async def acquire(self) -> Connection:
         if not self._seated:
             if (waiting := self._seats.take()) is not None:
-                await self._called_up(waiting)
+                await self._seat_given(waiting)
             self._seated = True
         try:
             return await self._connections.acquire()
         except BaseException:
-            # the pause before the next try is no time to keep it
+            # others may use it during the pause before the next try
             self.leave()
             raise
 
-    async def _called_up(self, waiting: Future[None]) -> None:
+    async def _seat_given(self, waiting: Future[None]) -> None:
         if not self.is_async:
             waiting.result()
             return
@@ -101,18 +101,18 @@ class Seat:
         self.leave()
 
     def leave(self) -> None:
-        """Give the seat back, if there is one."""
+        """Give the seat back, if it has one."""
         if self._seated:
             self._seated = False
             self._seats.give()
 
 
 class Threads:
-    """Threads for lanes that have something to do: made when they are needed, gone when they are not.
+    """Threads that run the turns of lanes; started when needed, ended when idle.
 
     Args:
-        most: as many at a time.
-        turn: carries out one turn of a lane; returns whether it wants another.
+        most: the number of threads, at most.
+        turn: runs one turn of a lane; returns whether it wants another.
     """
 
     def __init__(self, most: int, turn: Callable[[Lane], bool]) -> None:
@@ -123,7 +123,7 @@ class Threads:
         self._count = self._spare = 0
 
     def put(self, lane: Lane) -> None:
-        """Have a turn of a lane carried out, after those that were put before."""
+        """Queue a turn of a lane."""
         with self._changed:
             self._ready.append(lane)
             if self._spare >= len(self._ready) or self._count >= self._most:
@@ -133,7 +133,7 @@ class Threads:
         threading.Thread(target=self._run, name="txbox-lane", daemon=True).start()
 
     def crowded(self) -> bool:
-        """Say whether lanes wait for a thread."""
+        """Whether lanes are waiting for a thread."""
         return bool(self._ready)
 
     def _run(self) -> None:
@@ -144,7 +144,7 @@ class Threads:
 
     def _next(self) -> Lane | None:
         with self._changed:
-            ends_at = time.monotonic() + _SPARE_S
+            ends_at = time.monotonic() + _IDLE_S
             while not self._ready:
                 self._spare += 1
                 self._changed.wait(ends_at - time.monotonic())
@@ -156,9 +156,9 @@ class Threads:
 
 
 class Lanes:
-    """One table a consumer; over it lanes for its sync handlers and lanes for its async ones.
+    """For each consumer a table, with lanes for its sync handlers and lanes for its async ones.
 
-    Lanes without work have no thread and ask for nothing; those with work share threads and connections.
+    Idle lanes have no thread and send no queries; busy ones share threads and connections.
 
     Args:
         stop: True when nothing more is to be started.
@@ -173,17 +173,17 @@ class Lanes:
         self._busy = 0
         #: By consumer.
         self.tables: dict[str, Table] = {}
-        #: By consumer, and whether they run its async handlers.
+        #: By consumer, and whether they run async handlers.
         self.by_consumer: dict[tuple[str, bool], list[Lane]] = {}
 
     def __len__(self) -> int:
         return sum(len(lanes) for lanes in self.by_consumer.values())
 
     def make(self, outbox: Callable[[], None] | None = None) -> None:
-        """Make them for the handlers that are registered by now.
+        """Make lanes for the handlers registered so far.
 
         Args:
-            outbox: called when a row of the outbox is due; None asks nobody.
+            outbox: called when a row of the outbox is due; None means not to look.
         """
         suspects = threading.Lock()
         consumers = list(self._app.handlers.consumers())
@@ -196,8 +196,8 @@ class Lanes:
         ]
         count = self._app.limits.connections or max([_CONNECTIONS, *wanted])
         self._seats = Seats(count)
-        # for transactions, of which no more could run; and for what runs outside of one
-        self._threads = (Threads(count, self._turn), Threads(_THREADS_BESIDE, self._turn))
+        # more threads than connections would only wait; handlers outside a transaction need none
+        self._threads = (Threads(count, self._turn), Threads(_THREADS_OUTSIDE, self._turn))
         for consumer, handlers in self._app.handlers.consumers().items():
             self.tables[consumer] = table = Table(
                 self._app,
@@ -226,17 +226,17 @@ class Lanes:
                 ]
 
     def start(self, driver: Driver, ended: Callable[[BaseException | None], None]) -> None:
-        """From here on lanes have turns.
+        """Begin to run turns.
 
         Args:
-            ended: called with the error that a turn has ended with; when stopped, after each turn.
+            ended: called with the error that ended a turn and, once stopped, after every turn.
         """
         self._driver = driver
         self._ended = ended
 
     @property
     def busy(self) -> int:
-        """How many lanes have something to do; what they have ended with has been told."""
+        """The number of lanes with a turn; errors of ended turns have been reported."""
         return self._busy
 
     def _turns(self, threads: Threads | None, lane: Lane) -> None:
@@ -255,7 +255,7 @@ class Lanes:
         again = False
         try:
             again = drive(seat, lane.turn)
-        except BaseException as raised:  # noqa: BLE001  # the worker decides: no lane dies in silence
+        except BaseException as raised:  # noqa: BLE001  # reported: the worker decides what happens
             error = raised
         finally:
             seat.leave()
@@ -285,7 +285,7 @@ class Lanes:
             self._ended(None)
 
     def poll(self, driver: Driver) -> None:
-        """Ask what is due, for all of them, until stopped."""
+        """Look for due rows, for all consumers, until stopped."""
         assert self._poll is not None, "made before it is polled for"
         self._poll.run(driver.perform)
 
@@ -294,14 +294,14 @@ class Lanes:
         return {} if self._poll is None else self._poll.late()
 
     def wake(self) -> None:
-        """Have the poll look whether it is stopped; lanes do so by themselves."""
+        """Have the poll check whether it is stopped; lanes do so themselves."""
         if self._poll is not None:
             self._poll.wake()
 
     def look_now(self, consumers: Iterable[str]) -> None:
-        """Have consumers look for due rows at once: some have come from elsewhere than a source."""
+        """Have consumers look for due rows now, because rows have arrived other than from a source."""
         for consumer in consumers:
-            # another's, where a consumer has been registered since
+            # unless the consumer was registered after `make`
             if consumer in self.tables:
                 self.tables[consumer].look_now()
                 self._wake(consumer)
@@ -326,12 +326,12 @@ class Lanes:
                 lane.wake()
 
 
-#: Who takes a message, and in which lanes.
+#: A handler that takes a message, and its lanes.
 _Taken = tuple[HandlerModes, tuple[Lane, ...]]
 
 
 class Dispatch:
-    """Hands deliveries to lanes: one lock key or key, one lane; without either, in turns."""
+    """Hands deliveries to lanes: by the lock key or key if there is one, else round robin."""
 
     def __init__(self, app: App, lanes: Mapping[tuple[str, bool], Sequence[Lane]]) -> None:
         self._app = app
@@ -340,11 +340,11 @@ class Dispatch:
         self._turn = 0
 
     def has_idle_lane(self) -> bool:
-        """Say whether some lane has nothing to do."""
+        """Whether some lane is idle."""
         return any(not lane.busy for lanes in self._lanes.values() for lane in lanes)
 
     def hand_out(self, owner: Settling, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Hand a list out, to each lane at once and in its order; returns what no handler consumes."""
+        """Hand deliveries out in order, all of a lane's at once; returns those that no handler consumes."""
         handed: dict[Lane, list[Work]] = {}
         left: list[Delivery] = []
         for delivery in deliveries:
@@ -386,7 +386,7 @@ class Dispatch:
     def _found(self, message: Message[Any]) -> list[_Taken]:
         handlers = self._app.handlers.matching(message.topic, message.type)
         if len(self._modes) > _MODES_MAX:
-            # types come from strangers: the cache must not grow with them
+            # types come from outside, so the cache must be bounded
             self._modes.clear()
         found = [
             (
