@@ -343,10 +343,10 @@ def _zombie(job: Job, *, fenced: bool) -> None:
 
 
 def _unfenced(
-    fenced: Callable[..., list[Statement]],
-) -> Callable[..., list[Statement]]:
-    def claim(*args: Any, **options: Any) -> list[Statement]:
-        return list(map(_without_fence, fenced(*args, **options)))
+    fenced: Callable[..., tuple[Statement, ...]],
+) -> Callable[..., tuple[Statement, ...]]:
+    def claim(*args: Any, **options: Any) -> tuple[Statement, ...]:
+        return tuple(map(_without_fence, fenced(*args, **options)))
 
     return claim
 

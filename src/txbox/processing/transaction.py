@@ -236,7 +236,7 @@ class HandlerTransaction:
 
     def claiming(
         self, handler: Handler, arrivals: Sequence[Arrival], claim: Claim, token: str
-    ) -> list[Statement]:
+    ) -> tuple[Statement, ...]:
         """The statements that claim messages, and arm the guard with `token`."""
         store, consumer, together = self.store, handler.consumer, len(arrivals) > 1
         lock_timeout, wait = (

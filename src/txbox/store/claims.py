@@ -11,6 +11,8 @@ from txbox.session import Statement
 from txbox.store.codec import Arrival
 from txbox.store.inbox import InboxStore
 
+_NOTHING: dict[str, Any] = {}
+
 
 class Won(NamedTuple):
     """The outcome of a claim.
@@ -57,13 +59,8 @@ def claim(
         )
     elif len(arrivals) == 1 and (single := store.dialect.queries["claim_single"]):
         params |= store.columns.row(arrivals[0])
-        # one crash point, whichever form the claim takes
-        behind = (
-            Statement(name, sql, {"token": token})
-            for name in ("arm", "savepoint_claim")
-            if (sql := store.dialect.queries[name])
-        )
-        return (Statement("claim", single, params), *behind)
+        # one crash point, whichever form the claim takes; it bounds its wait by itself
+        return _armed(store, [Statement("claim", single, params)], token)
     else:
         statement = store.dialect.statement("claim", params, store.columns.slim(arrivals))
     return _bounded(store, statement, token, lock_timeout, wait)
@@ -108,10 +105,16 @@ def _bounded(
         statements.append(dialect.statement("bound_batch", {"longest_s": wait.total_seconds()}))
     elif dialect.has("restore_lock_timeout"):
         statements.append(dialect.statement("restore_lock_timeout"))
-    if dialect.has("arm"):
-        statements.append(dialect.statement("arm", {"token": token}, canary=token))
-    if dialect.has("savepoint_claim"):
-        statements.append(dialect.statement("savepoint_claim"))
+    return _armed(store, statements, token)
+
+
+def _armed(store: InboxStore, statements: list[Statement], token: str) -> tuple[Statement, ...]:
+    """Arm the guard and mark the transaction, where the claim itself has not."""
+    queries = store.dialect.queries
+    if queries["arm"]:
+        statements.append(store.dialect.statement("arm", {"token": token}, canary=token))
+    if mark := queries["savepoint_claim"]:
+        statements.append(Statement("savepoint_claim", mark, _NOTHING))
     return tuple(statements)
 
 
