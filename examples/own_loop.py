@@ -57,7 +57,8 @@ def main(url: str) -> None:
     for message_id, payload in deliveries:
         effect = consume(database, message_id, payload, acknowledge=lambda: None)
         print(f"{message_id}: {'processed' if effect else 'no effect'}")
-    print("balance:", *database.execute("SELECT balance FROM account").fetchone())
+    ((balance,),) = database.execute("SELECT balance FROM account")
+    print(f"balance: {balance}")
     database.close()
 
 

@@ -47,8 +47,6 @@ class Settings(BaseSettings):
 
     def app(self, **options: Any) -> App:
         """Make the App; options of its constructor add to these settings, and go before them."""
-        given = {name: getattr(self, name) for name in _OPTIONS}
-        return App(
-            self.database_url.get_secret_value(),
-            **{"schema": self.database_schema, **given, **options},
-        )
+        given: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        given["schema"] = self.database_schema
+        return App(self.database_url.get_secret_value(), **given | options)
