@@ -79,10 +79,10 @@ class Column:
 
 @contextmanager
 def _serving(
-    kind: str, server: type[ServerProcess], port: int, programs: Callable[[], Path | None]
+    kind: str, server: type[ServerProcess], port: int, programs: Callable[[], str | None]
 ) -> Iterator[dict[str, str]]:
     found = programs()
-    variables = {} if found is None else {f"TXBOX_TEST_{kind.upper()}_PROGRAMS": str(found)}
+    variables = {} if found is None else {f"TXBOX_TEST_{kind.upper()}_PROGRAMS": found}
     os.environ.update(variables)  # for this server, and for those that tests start themselves
     servers: list[ServerProcess] = []
 
@@ -106,11 +106,11 @@ def _serving(
             del os.environ[name]
 
 
-def _zonky(version: str) -> Path:
+def _zonky(version: str) -> str:
     """PostgreSQL's programs as Maven has them, for tests in Java."""
     root = Path("/var/tmp") / f"txbox-packages-{os.geteuid()}" / f"zonky-postgresql-{version}"
     if (root / "bin/initdb").exists() and root.stat().st_uid == os.geteuid():
-        return root / "bin"
+        return str(root / "bin")
     mvn = shutil.which("mvn")
     if mvn is None:
         raise UnavailableError(f"Maven is missing; install it, or {_OTHERWISE}")
@@ -132,20 +132,24 @@ def _zonky(version: str) -> Path:
         programs.extractall(work / "root", filter="data")
     (work / "root").rename(root)
     shutil.rmtree(work)
-    return root / "bin"
+    return str(root / "bin")
 
 
 def _debian(
-    suite: str, packages: Sequence[str], wrapped: Sequence[str], programs: str, mend: str = ""
-) -> Path:
-    """The directory of programs of packages of this suite."""
+    suite: str,
+    packages: Sequence[str],
+    wrapped: Sequence[str],
+    programs: Sequence[str],
+    mend: str = "",
+) -> str:
+    """Fetch packages of this suite; returns the PATH of their programs."""
     unpacked = Unpacked(
         f"{suite}-{packages[0].replace('.', '-')}", suite, packages, wrapped=wrapped, otherwise=_OTHERWISE
     )  # fmt: skip
     unpacked.fetch()
     if mend:
         _mended(unpacked.root, unpacked.root / mend)
-    return unpacked.root / programs
+    return os.pathsep.join(str(unpacked.root / each) for each in programs)
 
 
 def _mended(root: Path, script: Path) -> None:
@@ -172,7 +176,7 @@ def _python(suite: str, version: str) -> Iterator[dict[str, str]]:
     yield {"PYTHON": str(python), "": said.stdout.strip()}
 
 
-_Programs = Callable[[], Path | None]
+_Programs = Callable[[], str | None]
 
 
 def _database(
@@ -194,7 +198,7 @@ def _broker(
 
 
 def _redis(suite: str, package: str) -> _Programs:
-    return partial(_debian, suite, [package], ["usr/bin/*"], "usr/bin")
+    return partial(_debian, suite, [package], ["usr/bin/*"], ["usr/bin"])
 
 
 _POSTGRESQL = {"14": "14.24.0", "15": "15.19.0", "16": "16.15.0", "17": "17.11.0", "18": "18.6.0"}
@@ -212,18 +216,19 @@ COLUMNS: Mapping[str, Column] = {
         _database("mysql", "mysql-9", MySQLServer, 23707, lambda: None),
         _database(
             "mariadb", "mariadb-11.8", MariaDBServer, 23706,
-            partial(_debian, "trixie", ["mariadb-server"], ["usr/sbin/mariadbd", "usr/bin/*"], "usr/bin"),
+            partial(_debian, "trixie", ["mariadb-server"], ["usr/sbin/mariadbd", "usr/bin/*"], ["usr/bin", "usr/sbin"]),
         ),
         _broker(
             "rabbitmq", "rabbitmq-4", RabbitMQServer, 25972,
             partial(
-                _debian, "trixie", ["rabbitmq-server"], _ERLANG, "usr/lib/rabbitmq/bin", "usr/lib/erlang/bin/erl"
+                _debian, "trixie", ["rabbitmq-server"], _ERLANG, ["usr/lib/rabbitmq/bin", "usr/lib/erlang/bin"],
+                "usr/lib/erlang/bin/erl",
             ),
         ),
         _broker("redis", "redis-8", RedisServer, 26679, _redis("trixie", "redis-server")),
         _broker("redis", "valkey-8", RedisServer, 26679, _redis("trixie", "valkey-server")),
         _broker("redis", "valkey-9", RedisServer, 26679, _redis("sid", "valkey-server")),
-        _broker("nats", "nats-2.15", NatsServer, 24522, partial(_debian, "sid", ["nats-server"], [], "usr/sbin")),
+        _broker("nats", "nats-2.15", NatsServer, 24522, partial(_debian, "sid", ["nats-server"], [], ["usr/sbin"])),
         Column("python-3.13", "sqlite", PYTHON_TESTS, "not slow and not brokers", partial(_python, "trixie", "3.13")),
         Column("python-3.14", "sqlite", PYTHON_TESTS, "not slow and not brokers", partial(_python, "sid", "3.14")),
     )

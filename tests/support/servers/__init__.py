@@ -61,9 +61,9 @@ def given_url(name: str) -> str | None:
 
 
 def programs(kind: str, otherwise: str) -> str:
-    """Where the programs of a kind of server are looked for: the PATH `otherwise`, unless a directory is given.
+    """The PATH on which the programs of a kind of server are looked for.
 
-    `TXBOX_TEST_REDIS_PROGRAMS` is the directory of another release; the matrix of versions sets it.
+    `TXBOX_TEST_REDIS_PROGRAMS` is that of another release; the matrix of versions sets it.
     """
     return os.environ.get(f"TXBOX_TEST_{kind.upper()}_PROGRAMS") or otherwise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ def binary() -> str | None:
 
 def _base() -> list[str]:
     """Where another release than the installed one has its files: beside its programs."""
-    directory = programs("mariadb", "")
+    directory, _, _ = programs("mariadb", "").partition(os.pathsep)
     return [f"--basedir={Path(directory).parent}"] if directory else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -63,6 +64,8 @@ disk_free_limit.absolute = 50MB
             "RABBITMQ_MNESIA_BASE": str(self.directory / "mnesia"),
             "RABBITMQ_LOG_BASE": str(self.directory / "logs"),
             "RABBITMQ_LOGS": "-",
+            # another release brings its own Erlang, which goes before the installed one
+            "PATH": os.pathsep.join(filter(None, (programs("rabbitmq", ""), ENVIRONMENT["PATH"]))),
             # Input is the null device. This lets the script become the node instead of its parent.
             "RABBITMQ_ALLOW_INPUT": "true",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": " ".join(
