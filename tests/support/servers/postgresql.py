@@ -45,7 +45,8 @@ def binaries() -> Path | None:
 
 
 def pgbouncer_binary() -> str | None:
-    return shutil.which("pgbouncer", path="/usr/sbin:/usr/local/sbin:/usr/local/bin:/usr/bin")
+    path = programs("pgbouncer", "/usr/sbin:/usr/local/sbin:/usr/local/bin:/usr/bin")
+    return shutil.which("pgbouncer", path=path)
 
 
 class PostgreSQLServer(ServerProcess):

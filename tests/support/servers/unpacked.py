@@ -27,7 +27,7 @@ class Unpacked:
     Args:
         name: of the directory.
         suite: of Debian: `trixie`, `sid`.
-        packages: to unpack with what they depend on.
+        packages: to unpack with what they depend on; `libpq5/experimental` is of another suite.
         wrapped: globs below the directory: a script that names loader and libraries takes the place of each
             such program, so that whoever starts it needs to know of neither.
         otherwise: what the reader can do where they cannot be had.
@@ -115,8 +115,9 @@ class Unpacked:
         for directory in (root, work / "lists/partial", work / "cache/archives/partial"):
             directory.mkdir(parents=True)
         (work / "status").touch()
+        suites = {self.suite, *(each.partition("/")[2] for each in self.packages)} - {""}
         (work / "sources.list").write_text(
-            f"deb [signed-by={_KEYRING}] {mirror} {self.suite} main\n"
+            "".join(f"deb [signed-by={_KEYRING}] {mirror} {suite} main\n" for suite in suites)
         )
         (work / "apt.conf").write_text(
             f'Dir::State "{work}";\n'
