@@ -43,10 +43,10 @@ def test_the_table_names_failures_and_what_was_not_run() -> None:
     seen: dict[str, Any] = {
         "version": "Redis 8.0.2", "passed": 7, "failed": ["test_a"], "day": "2026-11-23", "commit": "abc",
     }  # fmt: skip
-    text = matrix.page(f"before\n{matrix.BEGIN}old\n{matrix.END}after\n", {"redis-8": seen})
+    text = matrix.page(f"before\n{matrix.BEGIN}old\n{matrix.END}after\n", {"redis-8.0": seen})
     assert text.startswith(f"before\n{matrix.BEGIN}")
     assert text.endswith(f"{matrix.END}after\n")
     assert "old" not in text
-    assert "| redis-8 | Redis 8.0.2 | 7 | 1 | 2026-11-23 | `abc` |" in text
-    assert "Failed on redis-8: `test_a`." in text
+    assert "| redis-8.0 | Redis 8.0.2 | 7 | 1 | 2026-11-23 | `abc` |" in text
+    assert "Failed on redis-8.0: `test_a`." in text
     assert "| postgresql-18 | not run yet |" in text
