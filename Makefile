@@ -50,7 +50,7 @@ test-matrix: dev ## Newer and older servers and Pythons, one by one, an hour in 
 
 test-ui: dev ## The dashboard, and in a real browser; gets Chromium and axe-core; pictures in build/ui
 	@$(PY) -m tests.support.browser
-	$(BIN)/pytest -m "slow or not slow" tests/ui $(ARGS)
+	@$(PY) -m tests.support.servers run --databases -- $(BIN)/pytest -m "slow or not slow" tests/ui $(ARGS)
 
 crash: dev ## Kill real processes at every point, and print what became of each; wrong consumers too
 	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -v tests/crash tests/worker/test_worker_killed.py tests/scenarios/test_crashes.py $(ARGS)

@@ -227,7 +227,9 @@ def test_what_is_discarded_is_not_sent_and_its_key_goes_on(
         relayed(app)
         assert [message.id for message in broker.sent] == [second]
         assert statuses(admin) == {first: "discarded", third: "discarded"}
-        with pytest.raises(ConfigurationError, match="'leased' cannot be changed by discard"):
+        with pytest.raises(
+            ConfigurationError, match="discard does not apply to the status 'leased'"
+        ):
             admin.discard(OutboxFilter(status="leased"))
         assert admin.retry(OutboxFilter(message_id=first)).count == 0
 
@@ -430,10 +432,10 @@ def test_the_commands_from_a_dead_message_to_its_redrive(
     assert "too large" in txbox("outbox", "show", first)
     assert "2 outgoing messages would be retried" in txbox("outbox", "retry", "--all", "--dry-run")
     assert "add --yes" in txbox("outbox", "retry", "--all", code=2)
-    assert "What is to be retried?" in txbox("outbox", "retry", code=2)
+    assert "Which messages are to be retried?" in txbox("outbox", "retry", code=2)
     assert "1 outgoing message retried" in txbox("outbox", "retry", "--key", "k", "--yes")
     assert "1 sent" in txbox("relay", "--once")
-    assert "is sent, and cannot be changed by retry" in txbox("outbox", "retry", first, code=1)
+    assert "is sent: retry does not apply" in txbox("outbox", "retry", first, code=1)
     assert "1 outgoing message discarded" in txbox("outbox", "discard", second)
     assert "has no message 'x'" in txbox("outbox", "show", "x", code=1)
     listed = json.loads(txbox("outbox", "list", "--json"))["messages"]

@@ -89,7 +89,7 @@ def test_pages_go_on_where_the_last_one_ended_even_among_rows_of_one_instant(
         wrong = command(
             "quarantine", "list", "--before", "x", "--database", shop.url, code=2
         ).sentence
-        assert "not where a page begins" in wrong
+        assert "Invalid place" in wrong
 
 
 def test_several_are_named_at_once_and_an_id_is_for_one(command: Command, shop: Shop) -> None:
@@ -119,7 +119,7 @@ def test_what_is_accepted_is_processed_under_its_id(command: Command, shop: Shop
     assert shop.work() == [Outcome.PROCESSED]
     assert shop.calls == ["a", "big"]
     again = command("quarantine", "accept", "billing", "big", *database, code=1)
-    assert "Nothing like that waits" in again.err
+    assert "No such quarantined message" in again.err
 
 
 def test_an_id_of_its_own_is_needed_where_there_is_none_or_another_has_it(
@@ -132,7 +132,7 @@ def test_an_id_of_its_own_is_needed_where_there_is_none_or_another_has_it(
     assert "has another message under the id a" in reasons["a"]
     assert "it has no id" in reasons[""]
     assert (
-        "an id is for one"
+        "a new id is for one"
         in command(
             "quarantine", "accept", "--consumer", "billing", "--id", "x", "--yes", *database, code=2
         ).sentence.lower()
@@ -186,11 +186,11 @@ def test_what_is_discarded_loses_its_payload_and_later_its_row(
 ) -> None:
     database = ("--database", shop.url)
     asked = command("quarantine", "discard", *database, code=2).sentence
-    assert "What is to be discarded" in asked
+    assert "Which messages are to be discarded" in asked
     both = command(
         "quarantine", "discard", "--all", "--consumer", "billing", *database, code=2
     ).sentence
-    assert "--all goes without a filter" in both
+    assert "Give --all or a filter, not both" in both
     assert "add --yes" in command("quarantine", "discard", "--all", *database, code=2).sentence
     dry = command("quarantine", "discard", "--all", "--dry-run", "--json", *database).json
     assert (dry["count"], len(dry["sample"])) == (3, 3)

@@ -48,13 +48,13 @@ def test_a_thousand_whose_cause_is_there_stop_after_the_first_and_go_through_onc
         stopped = admin.canary(GROUP, actor="ann", reason="try")
         assert (stopped.stopped, stopped.count, stopped.left) == ("returned", 1, 999)
         assert stopped.steps == (Step(count=1, returned=1),)
-        assert "stopped by itself" in stopped.told()
+        assert "stopped by itself" in stopped.sentence
         assert counts(view)["dead"] >= 999
 
         broken.gateway = False
         steps: list[Step] = []
         done: list[int] = []
-        redriven = admin.canary(GROUP, actor="ann", told=steps.append, progress=done.append)
+        redriven = admin.canary(GROUP, actor="ann", on_step=steps.append, progress=done.append)
         assert redriven.stopped is None
         assert redriven.left == 0
         assert [step.count for step in steps][:2] == [1, 10]
@@ -92,7 +92,7 @@ def test_it_is_cancelled_between_two_steps(sqlite_url: str, raw: Callable[[str],
     enough, broken = threading.Event(), Broken()
     broken.gateway = False
     with shop(sqlite_url, broken) as app, running(worker(app)), Admin(sqlite_url) as admin:
-        redriven = admin.canary(GROUP, told=lambda _: enough.set(), cancelled=enough.is_set)
+        redriven = admin.canary(GROUP, on_step=lambda _: enough.set(), cancelled=enough.is_set)
     assert (redriven.stopped, redriven.count, redriven.left) == ("cancelled", 1, 29)
 
 

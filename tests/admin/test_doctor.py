@@ -400,7 +400,7 @@ def test_dead_and_quarantined_messages(shop: Shop) -> None:
     assert set(found) == {"dead-messages", "quarantined-messages"}
     assert "3 messages" in found["dead-messages"].problem
     assert "txbox list --consumer billing --status dead" in found["dead-messages"].remedy
-    assert "billing: 1 message" in found["quarantined-messages"].problem
+    assert "billing has 1 message in quarantine" in found["quarantined-messages"].problem
 
 
 def test_more_than_are_counted(shop: Shop) -> None:

@@ -154,7 +154,7 @@ def test_what_cannot_be_rehearsed_says_why(shop: Shop) -> None:
             admin.rehearse(CONSUMER, "m1")
         with pytest.raises(ConfigurationError, match="no such message"):
             admin.rehearse(CONSUMER, "m2")
-    with Admin(shop.url) as bare, pytest.raises(ConfigurationError, match="takes the App"):
+    with Admin(shop.url) as bare, pytest.raises(ConfigurationError, match="give the App"):
         bare.rehearse(CONSUMER, "m1")
 
 

@@ -202,15 +202,18 @@ def test_a_relay_without_the_app_gives_no_message_up(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("retry",), "What is to be retried? Give CONSUMER and ids, a filter, or --all."),
+        (
+            ("retry",),
+            "Which messages are to be retried? Give CONSUMER and ids, a filter, or --all.",
+        ),
         (("discard", "billing"), "Which messages of 'billing'?"),
-        (("retry", "--consumer", "a", "--all"), "--all goes without a filter"),
+        (("retry", "--consumer", "a", "--all"), "Give --all or a filter, not both"),
         (("retry", "billing", "1", "--topic", "x"), "message ids or a filter, not both"),
         (("list", "--quarantined", "--topic", "x"), "--quarantined takes only"),
         (("replay", "--topic", "x", "--as", "other"), "give --consumer"),
         (
             ("replay", "--as", "other"),
-            "A replay is of one consumer: give --consumer, or CONSUMER and ids.",
+            "A replay is for one consumer: give --consumer, or CONSUMER and ids.",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_short_token_and_a_plain_password_are_refused() -> None:
         Users({"ann": "secret"})
     with pytest.raises(ConfigurationError, match="Line 1"):
         Users.read("ann")
-    with pytest.raises(ConfigurationError, match="'all' is no grant"):
+    with pytest.raises(ConfigurationError, match="Unknown grant 'all'"):
         Token(TOKEN, grants=["all"])  # type: ignore[list-item]
 
 

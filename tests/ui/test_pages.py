@@ -113,7 +113,7 @@ def test_both_payloads_of_a_quarantined_message_stand_side_by_side(
     )
     assert link
     page = browser.get(unescape(link[1]))
-    assert "The message that has this id" in page.text
+    assert "The stored message with this id" in page.text
     named = {name: page.value(name) for name in ("consumer", "message_id", "hash")}
     revealed = browser.post(
         "/reveal", on=unescape(link[1]), table="quarantine", reason="why?", **named

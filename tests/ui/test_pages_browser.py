@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support import browser as installed
 from tests.support.dashboard import TOKEN, Broken, fill, order, shop
-from tests.support.databases import require
+from tests.support.databases import NewDatabase, require
 from tests.support.servers import ROOT
 from tests.support.workers import running, worker
 from tests.ui.conftest import Serve
@@ -53,10 +53,16 @@ def broken() -> Broken:
     return Broken()
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, new_database: NewDatabase) -> str:
+    """Once for each database that can rehearse."""
+    return new_database(request.param)
+
+
 @pytest.fixture
-def busy(sqlite_url: str, broken: Broken) -> Iterator[App]:
+def busy(url: str, broken: Broken) -> Iterator[App]:
     """A shop with everything in it, and a worker that works."""
-    with shop(sqlite_url, broken) as app:
+    with shop(url, broken) as app:
         fill(app)
         app.process(order(3), consumer="billing")
         with running(worker(app)):
@@ -121,6 +127,7 @@ def violations(page: Page, *, again: bool = True) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_fits_and_everybody_can_use_it(
@@ -155,9 +162,9 @@ def busy_quarantined(page: Page) -> str:
 
 
 def test_from_the_list_by_the_group_and_the_canary_to_processed(
-    chromium: Browser, serve: Serve, sqlite_url: str, broken: Broken
+    chromium: Browser, serve: Serve, url: str, broken: Broken
 ) -> None:
-    with shop(sqlite_url, broken) as app, running(worker(app)):
+    with shop(url, broken) as app, running(worker(app)):
         fill(app, orders=30)
         dead = app.process(order(11 * 50), consumer="billing")
         page = opened(chromium, serve(app).port)
@@ -278,7 +285,7 @@ def test_whoever_may_not_is_told_and_whoever_may_can(
     eve = opened(chromium, port)
     log_in(eve, "of eve", "eve")
     eve.goto("/message?consumer=billing&message_id=order-0017")
-    expect(eve.get_by_text("Payload and header values take the grant")).to_be_visible()
+    expect(eve.get_by_text("To see payload and header values you need the grant")).to_be_visible()
     assert eve.get_by_role("button", name="Retry…").count() == 0
     token = eve.locator("input[name=form_token]").first.get_attribute("value")
     answer = eve.request.post("/confirm", form={"form_token": str(token)})
@@ -302,8 +309,8 @@ def test_it_works_without_scripts(chromium: Browser, busy: App, serve: Serve) ->
     expect(page.get_by_text("1 message discarded.")).to_be_visible()
 
 
-def test_a_page_that_is_open_stays_fresh(chromium: Browser, serve: Serve, sqlite_url: str) -> None:
-    with shop(sqlite_url) as app:
+def test_a_page_that_is_open_stays_fresh(chromium: Browser, serve: Serve, url: str) -> None:
+    with shop(url) as app:
         fill(app, orders=3)
         page = opened(chromium, serve(app).port)
         log_in(page)

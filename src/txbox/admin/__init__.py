@@ -1,8 +1,7 @@
-"""The operator's verbs: look at messages, and retry, discard, reroute, accept or replay them, each change audited."""
+"""The operator's verbs: look at messages, and retry, discard, reroute, accept, edit or replay them, all audited."""
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import secrets
 import socket
@@ -11,17 +10,17 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
-from itertools import zip_longest
-from typing import Any, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
-from txbox.admin import activity, canary, rehearse, tables
+from txbox.admin import activity, canary, changes, rehearse, tables
 from txbox.admin.activity import Activities, Snapshot, WorkerStatus
-from txbox.admin.doctor import ConfiguredApp, Diagnosis, examine, examine_app, says_anything
+from txbox.admin.changes import Audit, Key, Matching, again
+from txbox.admin.doctor import Diagnosis, examine, examine_app
 from txbox.admin.explain import Explanation, explained
 from txbox.admin.found import look
-from txbox.admin.queries import Audit, Key, Meant, Page, Queries
+from txbox.admin.reader import Reader, says_anything
 from txbox.admin.rehearse import Rehearsed
-from txbox.admin.replay import Application, Progress, Replay, Replayed, again
+from txbox.admin.replay import Progress, Replay, Replayed
 from txbox.admin.tables import (
     INBOX,
     OUTBOX,
@@ -34,32 +33,25 @@ from txbox.admin.tables import (
     RowT,
     Verb,
 )
-from txbox.connections import open_database
-from txbox.connections.base import Database
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
-from txbox.events import Events, RowsChanged
-from txbox.handlers import Handler, Handlers
+from txbox.events import RowsChanged
+from txbox.handlers import Handler
 from txbox.identity import DIGEST_PREFIX, canonical_id, checked_consumer, payload_hash
 from txbox.message import Headers, Message
-from txbox.outbox import Routes
 from txbox.outcome import Status
-from txbox.policy import HIDDEN, Lease, Limits, RelayPolicy, Retention
-from txbox.processing.attempt import InboxProtocol
+from txbox.policy import HIDDEN, Limits
 from txbox.processing.failure import BROKEN
-from txbox.session import Operation, Session, drive, drive_async
-from txbox.store import pauses, waits
+from txbox.store import partitions, pauses
 from txbox.store import schema as schemas
 from txbox.store.activity import workers
-from txbox.store.codec import Arrival, Columns
-from txbox.store.dialect import dialect
-from txbox.store.inbox import InboxStore
+from txbox.store.codec import Arrival
 from txbox.store.pauses import Pause
-from txbox.store.waits import Waits
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 _SAMPLE = 10
+#: What is more than this is not counted for a page.
+COUNTED_MAX = 10_000
+# failures that are grouped: of one consumer and status, at least and at most, and of all
+_GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 3_000
 # groups of failures whose error is read, too
 _SHOWN_GROUPS = 20
 
@@ -69,15 +61,15 @@ __all__ = [
 
 
 class How(TypedDict, total=False):
-    """What every change takes.
+    """The options of every change.
 
     Keys:
-        actor: who changes this, for `txbox_audit`; by default the login name and the host.
-        reason: why.
+        actor: who, for `txbox_audit`; by default the login name and the host.
+        reason: why, for `txbox_audit`.
         dry_run: count, and change nothing.
         progress: called after each batch with the number of messages done so far.
-        most: change no more than that many, the oldest first.
-        cancelled: asked before each batch; when it says so, the change ends there.
+        most: change at most so many, the oldest first.
+        cancelled: called before each batch; True ends the change there.
     """
 
     actor: str | None
@@ -95,9 +87,9 @@ class Changed:
     Attributes:
         count: rows changed.
         spared: rows left alone because their transaction was broken; see `Admin.retry`.
-        sample: the first of the changed rows, by the columns of `Table.key`.
-        refused: the rows that cannot be accepted, in the same way, with the reason.
-        cancelled: it ended before everything was changed that is meant.
+        sample: the keys of the first changed rows.
+        refused: the keys of rows that cannot be accepted, with the reason.
+        cancelled: it ended before everything that matches was changed.
     """
 
     action: Verb | Literal["replay"]
@@ -114,7 +106,7 @@ class Edited:
     """What an edit changed, or in a dry run would change; pairs are before and after.
 
     Attributes:
-        version: of what was there before: an edit that gives it as `expected` changes nothing else.
+        version: of the message before; pass it as `expected` to edit exactly that.
         payload_hash: SHA-256 in hexadecimal digits.
         headers: the names of those that were set or removed.
     """
@@ -127,84 +119,117 @@ class Edited:
 
 
 class MessageChanged(ConfigurationError):
-    """Somebody has changed the message since the version that an edit expects."""
+    """The message is no longer the version that an edit expects."""
 
 
-class Admin:
+class Admin(Reader):
     """The operator's view of one inbox and outbox. A filter says which table a verb is about.
 
     Args:
         target: an App; or a database URL, pool or engine, which is enough for everything but `replay`,
-            and for what messages of an order wait for.
+            `rehearse`, and what messages of an order wait for.
         schema: with a database: the PostgreSQL schema of the tables.
 
     Nothing connects before the first verb. A verb may be called from any thread, but not inside a
     running event loop: use `asyncio.to_thread` there.
     """
 
-    def __init__(self, target: Any, *, schema: str | None = None) -> None:
-        if hasattr(target, "protocol") and hasattr(target, "handlers"):
-            self._app = cast("Application", target)
-            self._owned = False
-        else:
-            self._app = _Bare(open_database(target, schema=schema))
-            self._owned = True
-        self._queries = Queries(self._app.store)
-        self._runner: asyncio.Runner | None = None
-        self._checked = False
-        #: Where async connections belong to a loop that runs already: the verbs are then called from other threads.
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def has_handlers(self) -> bool:
-        """Whether handlers can be run: those of an App."""
-        return len(self._app.handlers) > 0
-
     # -- looking ------------------------------------------------------------------------------
 
     def status(self) -> Sequence[tables.ConsumerStatus]:
-        """Count every consumer's rows; its cost grows with the table."""
-        return self._drive(self._queries.status)
+        """Count every consumer's rows; the cost grows with the table."""
+        queries = ("status", "oldest_unfinished", "quarantine_status")
+        found, ages, aside = (
+            result.rows for result in self.snapshot_of(*map(self.dialect.statement, queries))
+        )
+        counts: dict[str, dict[str, int]] = {}
+        for consumer, status, count in found:
+            counts.setdefault(consumer, {})[status] = int(count)
+        oldest = {consumer: tables.age_of(age) for consumer, age in ages}
+        quarantined = {consumer: int(count) for consumer, count in aside}
+        return [
+            tables.ConsumerStatus(
+                consumer=consumer,
+                counts=counts.get(consumer, {}),
+                quarantined=quarantined.get(consumer, 0),
+                oldest_unfinished_s=oldest.get(consumer),
+            )
+            for consumer in sorted({*counts, *quarantined})
+        ]
 
     def topics(self) -> Sequence[tables.TopicStatus]:
-        """Count every topic's outgoing messages; its cost grows with the table."""
-        return self._drive(self._queries.topics)
+        """Count every topic's outgoing messages; the cost grows with the table."""
+        return tables.topics_of(self.rows("outbox_status"))
+
+    def overview(self) -> tuple[Sequence[tables.ConsumerStatus], Sequence[tables.TopicStatus]]:
+        """Count what is open, each count up to `COUNTED_MAX` and one: the cost does not grow with the tables."""
+        statuses = ("pending", "processing", "failed", "dead", "discarded")
+        most = {"most": COUNTED_MAX + 1}
+        consumers: list[tables.ConsumerStatus] = []
+        for consumer in self.consumers():
+            (row,) = self.page_rows("consumer_open", {"consumer": consumer, **most})
+            *counts, quarantined = map(int, row[: len(statuses) + 1])
+            ages = [float(age) for age in row[len(statuses) + 1 :] if age is not None]
+            consumers.append(
+                tables.ConsumerStatus(
+                    consumer=consumer,
+                    counts=dict(zip(statuses, counts, strict=True)),
+                    quarantined=quarantined,
+                    oldest_unfinished_s=tables.age_of(max(ages, default=None)),
+                )
+            )
+        return consumers, tables.topics_of(self.page_rows("outbox_open", most))
 
     def sizes(self) -> tuple[Sequence[tables.TableSize], tables.PartitionStatus | None]:
-        """Tell how large the tables and their indexes are, and how the inbox is partitioned."""
-        return self._drive(self._queries.sizes)
+        """Read how large the tables and their indexes are, and how the inbox is partitioned."""
+        sizes = [
+            tables.TableSize(
+                table=str(name),
+                table_bytes=int(size),
+                index_bytes=None if indexes is None else int(indexes),
+                partitions=int(count),
+            )
+            for name, size, indexes, count in self.rows("sizes")
+        ]
+        layout = self.on_database(partitions.layout, self.dialect)
+        if layout.kind is None:
+            return sizes, None
+        ready = layout.ready_until
+        return sizes, tables.PartitionStatus(
+            kind=layout.kind,
+            count=len(layout.parts),
+            ready_until=ready,
+            missing=ready is not None and ready.timestamp() <= layout.clock_s,
+        )
 
     def activity(
         self, last: timedelta = timedelta(hours=1), *, step: timedelta = timedelta(minutes=1)
     ) -> Activities:
         """Read what became of messages in the last hour, or another time, by consumer and by route of the outbox.
 
-        It reads what workers and relays have counted, and never the inbox: its cost grows with time and consumers.
+        It reads what workers and relays have counted, never the inbox: the cost grows with time and consumers.
 
         Args:
             last: whole minutes, up to `Retention.activity`.
-            step: of one point, whole minutes.
+            step: the time that one point stands for, in whole minutes.
 
         Raises:
-            ConfigurationError: a step that is no minute or more, or longer than the time.
+            ConfigurationError: a step that is not whole minutes, or longer than the time.
         """
-        return self._drive(activity.read, self._app.store.dialect, last, step)
+        return self.on_database(activity.read, self.dialect, last, step)
 
     def workers(self) -> Sequence[WorkerStatus]:
-        """Tell which processes work on this database, or did until less than an hour ago and ended without a word."""
-        known = self._drive(workers, self._app.store.dialect)
+        """List the processes that work on this database, also those that vanished less than an hour ago."""
+        known = self.on_database(workers, self.dialect)
         return activity.statuses(known, self.pauses())
 
     def snapshot(self) -> Snapshot:
-        """Tell what goes on right now: rates of the last minute or two, who is at work, what is paused."""
-        recent = self.activity(timedelta(minutes=2))
-        paused = self.pauses()
-        known = self._drive(workers, self._app.store.dialect)
-        return activity.snapshot(recent, activity.statuses(known, paused), paused)
+        """Read what goes on right now: rates of the last minute or two, workers, pauses."""
+        return activity.snapshot(self.activity(timedelta(minutes=2)), self.workers(), self.pauses())
 
     def pauses(self) -> Sequence[Pause]:
-        """Tell which consumers are paused, by whom, since when and why."""
-        return self._drive(pauses.read, self._app.store.dialect)[1]
+        """List the paused consumers: since when, by whom and why."""
+        return self.on_database(pauses.read, self.dialect)[1]
 
     def doctor(self, *, grace: timedelta | None = None) -> Diagnosis:
         """Find what is wrong, or soon will be: settings, tables, rows that wait and, with an App, its brokers.
@@ -213,78 +238,52 @@ class Admin:
             grace: how long `txbox run` may drain; None leaves that out.
 
         Raises:
-            StoreUnavailable: the database does not answer. A broker that does not, or a right that is
-                missing, is told in `unchecked`.
+            StoreUnavailable: the database does not answer. A broker that does not answer, or a missing
+                right, is listed in `unchecked`.
 
-        It changes nothing, and its cost does not grow with the tables.
+        It changes nothing, and the cost does not grow with the tables.
         """
-        diagnosis, app = Diagnosis(), self._app
-        # around a URL alone there may be an App that nobody has said anything to
-        configured = app if isinstance(app, ConfiguredApp) and says_anything(app) else None
-        self._on_database(examine, app.database.dialect, app.database, configured, diagnosis)
-        if configured is not None:
-            examine_app(configured, diagnosis, grace)
+        diagnosis = Diagnosis()
+        self.on_database(examine, self.app, diagnosis)
+        if says_anything(self.app):
+            examine_app(self.app, diagnosis, grace)
         diagnosis.sort()
         return diagnosis
 
     def list(
         self, where: Filter[RowT, Any], *, limit: int = 50, before: int | str | None = None
     ) -> Sequence[RowT]:
-        """Read a page, the newest first; of handlers with an order, what each message waits for.
+        """Read a page, the newest first; for handlers with an order, also what each message waits for.
 
         Args:
             before: `tables.place_of` the last row of the page before.
         """
         return self.page(where, limit=limit, before=before).rows
 
-    def page(
-        self,
-        where: Filter[RowT, Any],
-        *,
-        limit: int = 50,
-        before: int | str | None = None,
-        within_s: float | None = None,
-    ) -> Page[RowT]:
-        """As `list`, with the place behind which there may be more.
-
-        Args:
-            within_s: look about that long: where no index knows what is asked for, a page may then have fewer
-                rows than `limit`, or none, and more behind it.
-        """
-        page = self._drive(self._queries.page, where, limit=limit, before=before, within_s=within_s)
-        if where.table is not INBOX:
-            return page
-        return Page([*self._with_waits(page.rows)], page.behind)
-
-    def overview(self) -> tuple[Sequence[tables.ConsumerStatus], Sequence[tables.TopicStatus]]:
-        """Count what is open, each count up to `COUNTED_MAX` and one: its cost does not grow with the tables."""
-        return self._drive(self._queries.overview)
-
-    def consumers(self) -> Sequence[str]:
-        """Name the consumers that have rows in inbox or quarantine, "" among them; its cost is that of their number."""
-        return self._drive(self._queries.consumers)
-
     def failures(self) -> Sequence[tables.FailureGroup]:
-        """Group what is dead or failed by fingerprint, the most frequent first; of each consumer the newest ones."""
-        groups = self._drive(self._queries.failures)
-        samples = [
-            InboxFilter(consumer=group.sample[0], message_id=group.sample[1])
-            for group in groups[:_SHOWN_GROUPS]
-        ]
-        errors = [
-            next(
-                (
-                    message.error
-                    for message in self._drive(self._queries.shown, where, reveal=False)
-                ),
-                None,
-            )
-            for where in samples
-        ]
-        return [
-            replace(group, error=(error or "").partition("\n")[0] or None)
-            for group, error in zip_longest(groups, errors)
-        ]
+        """Group the newest dead and failed messages of each consumer by fingerprint, the largest group first."""
+        groups: dict[tuple[str | None, str | None], tables.FailureGroup] = {}
+        consumers = self.consumers()
+        share = _GROUPED // (2 * len(consumers) or 1)
+        most = min(max(share, _GROUPED_MIN), _GROUPED_MAX)
+        for consumer in consumers:
+            for status in ("dead", "failed"):
+                params = {"consumer": consumer, "status": status, "most": most}
+                found = self.page_rows("failure_groups", params)
+                more = sum(int(row[2]) for row in found) == most
+                for row in found:
+                    fresh = tables.failures_of(consumer, status, row, more=more)
+                    key = fresh.fingerprint, fresh.error_type
+                    groups[key] = groups[key].joined(fresh) if key in groups else fresh
+        largest = sorted(groups.values(), key=lambda group: group.count, reverse=True)
+        shown, others = largest[:_SHOWN_GROUPS], largest[_SHOWN_GROUPS:]
+        return [*(replace(group, error=self._error_of(*group.sample)) for group in shown), *others]
+
+    def _error_of(self, consumer: str, message_id: str) -> str | None:
+        """The first line of a message's error; None when it is gone."""
+        where = InboxFilter(consumer=consumer, message_id=message_id)
+        errors = [(message.error or "").partition("\n")[0] for message in self.messages(where)]
+        return errors[0] or None if errors else None
 
     def audit(self, *, limit: int = 50, before: int | None = None) -> Sequence[tables.Audited]:
         """Read what operators have changed, a row for each batch, the newest first.
@@ -292,14 +291,15 @@ class Admin:
         Args:
             before: the `number` of the last row of the page before.
         """
-        return self._drive(self._queries.audit, limit=limit, before=before)
+        found = self.page_rows("audit_list", {"limit": limit, "before": before})
+        return [tables.audited_of(row) for row in found]
 
     def show(self, where: Filter[Any, MessageT], *, reveal: bool = False) -> Sequence[MessageT]:
         """Read a message with everything that is known of it.
 
         Args:
             where: consumer and id in the inbox, id in the outbox; in the quarantine id or hash, which may
-                mean several, of which the oldest 20 are read.
+                match several, of which the oldest 20 are read.
             reveal: include payload and header values, which may be personal or secret.
 
         Raises:
@@ -307,21 +307,31 @@ class Admin:
         """
         if not _named(where) or (where.table is INBOX and not where.criteria().get("consumer")):
             raise ConfigurationError("Which message? Give its consumer and id.")
-        found = self._drive(self._queries.shown, where, reveal=reveal)
+        found = self.messages(where, reveal=reveal)
         if where.table is INBOX:
-            return self._with_waits(found)
+            return self.with_waits(found)
         return [self._with_head(message) for message in found]
 
+    def _with_head(self, message: Any) -> Any:
+        """An outgoing message with the state of the one that must leave before it."""
+        if not isinstance(message, tables.OutboxMessage) or message.waits_for is None:
+            return message
+        for head in self.messages(OutboxFilter(message_id=message.waits_for.message_id)):
+            waits_for = replace(
+                message.waits_for, status=head.status, next_attempt_at=head.next_attempt_at
+            )
+            return replace(message, waits_for=waits_for)
+        return message
+
     def explain(self, message_id: str, *, consumer: str | None = None) -> Explanation:
-        """Say of one message where it stands, why, and what would let it go on.
+        """Say where one message stands, why, and what would let it go on.
 
         Args:
             consumer: only in its inbox and quarantine; by default those of all consumers, and the outbox.
 
-        Nothing is changed, and no lock is waited for. What depends on handlers and routes is said with an App only.
+        Nothing is changed, and no lock is waited for. What depends on handlers and routes needs an App.
         """
-        found = self._drive(look, self._app, _as_stored(message_id), consumer)
-        return explained(found, self._app)
+        return explained(look(self, _as_stored(message_id), consumer), self.app)
 
     def reveal(
         self,
@@ -330,7 +340,7 @@ class Admin:
         actor: str | None = None,
         reason: str | None = None,
     ) -> Sequence[MessageT]:
-        """As `show`, with payload and header values; who has looked, and why, is in `txbox_audit` before they see it.
+        """As `show`, with payload and header values; `txbox_audit` says who looked, and why, before they see it.
 
         Raises:
             ConfigurationError: the filter names no message.
@@ -338,59 +348,21 @@ class Admin:
         found = self.show(where)
         if not found:
             return found
-        audit = Audit(actor=actor or default_actor(), reason=reason)
-        action = where.table.audited.format("reveal")
-        self._drive(self._queries.announce, audit, action, where, len(found))
+        self._announce(where.table.audited.format("reveal"), where, actor, reason, len(found))
         return self.show(where, reveal=True)
 
     def schema(self) -> schemas.SchemaState:
-        """Tell the version of the tables, and where they are."""
-        return self._drive(schemas.check, self._app.store.dialect)
-
-    def _with_waits(self, rows: Sequence[Any]) -> Sequence[Any]:
-        waiting: dict[tuple[str, str], Waits] = {}
-        for consumer, handlers in self._app.handlers.consumers().items():
-            in_order = [handler.options for handler in handlers if handler.options.in_order]
-            ids = [
-                row.message_id
-                for row in rows
-                if row.consumer == consumer
-                and row.status in (Status.PENDING, Status.FAILED)
-                and row.key is not None
-            ]
-            if in_order and ids:
-                options, current = in_order[0], self._app.store.dialect
-                found = (
-                    self._drive(
-                        waits.by_arrival, current, consumer, ids, dead_blocks=options.dead_blocks
-                    )
-                    if options.ordered
-                    else self._drive(
-                        waits.by_version, current, consumer, ids, first=options.gaps.first
-                    )
-                )
-                waiting |= {(consumer, message_id): what for message_id, what in found.items()}
-        return [replace(row, waits_for=waiting.get((row.consumer, row.message_id))) for row in rows]
-
-    def _with_head(self, message: Any) -> Any:
-        if not isinstance(message, tables.OutboxMessage) or message.waits_for is None:
-            return message
-        head = OutboxFilter(message_id=message.waits_for.message_id)
-        known = [
-            replace(message.waits_for, status=row.status, next_attempt_at=row.next_attempt_at)
-            for row in self._drive(self._queries.shown, head, reveal=False)
-        ]
-        return replace(message, waits_for=known[0]) if known else message
+        """Read the version of the tables, and where they are."""
+        return self.on_database(schemas.check, self.dialect)
 
     # -- changing -----------------------------------------------------------------------------
 
     def retry(self, where: InboxFilter | OutboxFilter, **how: Unpack[How]) -> Changed:
         """Give messages a full new budget of attempts, due at once, under their ids.
 
-        A filter means dead messages unless it names the status `failed`; with a message id it means
+        A filter matches dead messages unless it names the status `failed`; with a message id it matches
         both. Rows of a broken transaction (their effects are unknown) are left alone unless the filter
-        names the message id or that error type. An outgoing message takes its place before the later
-        ones of its key that have not left.
+        names the message id or that error type. An outgoing message leaves before the later ones of its key.
 
         Guarantee: batches are small transactions with their audit row, and never wait for live traffic.
         """
@@ -401,23 +373,23 @@ class Admin:
         where: InboxFilter,
         *,
         patience: timedelta = canary.PATIENCE,
-        told: Callable[[canary.Step], None] | None = None,
+        on_step: Callable[[canary.Step], None] | None = None,
         **how: Unpack[How],
     ) -> canary.Redriven:
         """Retry dead messages one, then ten, then five hundred at a time, as long as their failure does not return.
 
-        Workers run them; it waits for what becomes of each step. It stops when a message fails with the
-        fingerprint of the filter (without one, when a message fails), when nothing of a step was processed, or
-        when no worker takes them. A dry run counts.
+        Workers run them, and each step waits for the one before. It stops when a message fails with the
+        fingerprint of the filter (without one, when any fails), when a step processes nothing, or when no
+        worker takes the messages. A dry run counts.
 
         Args:
-            patience: without any message of a step done or failed for so long, it stops.
-            told: called after each step.
+            patience: stop when no message of a step has been processed or failed for so long.
+            on_step: called after each step.
 
         Raises:
             ConfigurationError: a filter that names a message, or another status than dead.
 
-        Guarantee: that of `retry`; after a crash what was let go is retried, and the rest is dead as before.
+        Guarantee: that of `retry`; after a crash the released messages are retried, the rest stay dead.
         """
         canary.check(where)
         where = replace(where, status=Status.DEAD)
@@ -426,30 +398,26 @@ class Admin:
         total = total if most is None else min(most, total)
         if how.get("dry_run"):
             return canary.Redriven(steps=(), count=0, left=total, stopped=None)
-        report, done = how.get("progress"), 0
+        report, reason, done = how.get("progress"), how.get("reason"), 0
+        who = {"actor": how.get("actor"), "reason": f"canary: {reason}" if reason else "canary"}
 
-        def release(where: InboxFilter, size: int) -> Sequence[canary.Named]:
+        def release(size: int) -> Sequence[canary.Named]:
             nonlocal done
-            reason = how.get("reason")
-            changed = self._change(
-                "retry", where,
-                {"actor": how.get("actor"), "reason": f"canary: {reason}" if reason else "canary", "most": size},
-                named_max=size,
-            )  # fmt: skip
+            given = cast("How", {**who, "most": size})
+            changed = self._change("retry", where, given, named_max=size)
             done += changed.count
             if report is not None:
                 report(done)
             return [(key["consumer"], key["message_id"]) for key in changed.sample]
 
         return canary.redriven(
-            where,
+            self,
+            where.fingerprint,
             total=total,
             release=release,
-            look=lambda keys: self._drive(self._queries.states, keys),
-            rest=lambda wait_s: self._drive(_rest, wait_s),
             cancelled=how.get("cancelled") or (lambda: False),
             patience=patience,
-            told=told or (lambda _: None),
+            on_step=on_step or (lambda _: None),
         )
 
     def discard(
@@ -457,9 +425,9 @@ class Admin:
     ) -> Changed:
         """Give messages up for good: they never run or leave, and a copy that arrives later is a duplicate.
 
-        A filter means dead messages unless it names another status of `Table.changes`; with a message
-        id it means all of those. An outgoing message whose relay went away may have been published
-        before. Of quarantined messages the payload goes at once, the row after `Retention.quarantine`.
+        A filter matches dead messages unless it names another status; with a message id it matches every
+        status that can be discarded. An outgoing message whose relay died may have been published before.
+        A quarantined message loses its payload at once, and its row after `Retention.quarantine`.
         The guarantee is that of `retry`.
         """
         return self._change("discard", where, how)
@@ -477,32 +445,30 @@ class Admin:
     ) -> Edited:
         """Correct what a dead or failed message carries, and give it a full new budget of attempts, due at once.
 
-        It keeps its id, its place and the hash of what came, so that a copy of that is a duplicate. What was there
-        before stays in the quarantine, as `replaced`, as long as the message itself. With an App it is checked that
-        the handler can read the new payload, and that it gives the message the same id and version.
+        It keeps its id, its place and the hash of the original, whose copies stay duplicates. The original stays in
+        the quarantine, as `replaced`, as long as the message itself. With an App, its handler must be able to read
+        the new payload, and find the same id and version in it.
 
         Args:
-            payload: instead of the one that it has; None leaves it.
+            payload: the new payload; None keeps the old one.
             content_type: in the same way.
-            headers: by name, instead of those of that name, in any case; None removes them.
-            expected: the `version` that a dry run gave; None takes whatever is there.
+            headers: new values by name, in any case; None removes a header.
+            expected: the `version` that a dry run returned; None edits whatever is there.
 
         Raises:
             MessageChanged: payload, content type or headers are no longer those of `expected`.
-            ConfigurationError: nothing is to be changed, no such message is dead or failed and has its payload,
-                its handler refuses the new payload, or that was copied from what a rule hides.
+            ConfigurationError: nothing to change, no dead or failed message with a payload under this id,
+                a payload that the handler refuses, or one copied from redacted text.
 
-        Guarantee: the change, what was there before and the audit row are one commit.
+        Guarantee: the change, the copy of the original and the audit row are one commit.
         """
         if payload is None and content_type is None and not headers:
-            raise ConfigurationError(
-                "Nothing is to be edited: give a payload, a content type or headers."
-            )
-        redact = self._app.store.columns.redact
+            raise ConfigurationError("Nothing to edit: give a payload, a content type or headers.")
+        redact = self.app.store.columns.redact
         hidden = [name for name, value in (headers or {}).items() if value == HIDDEN]
         if any(redact.header(name, "") for name in hidden) or redact.was_shown(payload or b""):
             raise ConfigurationError(
-                f"What App(redact=…) hides is {HIDDEN!r} in what you gave, as it is shown: give its value."
+                f"Your edit contains {HIDDEN!r}, which stands for what App(redact=…) hides: give the real value."
             )
         where, audit = InboxFilter(consumer=consumer, message_id=message_id), _audit(how)
         changed = partial(
@@ -513,7 +479,7 @@ class Admin:
             headers=headers or {},
             expected=expected,
         )
-        found = self._drive(again, self._queries.edit, where, changed, audit)
+        found = self.on_database(again, changes.edit, self.store, where, changed, audit)
         if found is None:
             raise ConfigurationError(self.why_not("edit", where))
         self._emit("edit", 1, audit)
@@ -548,50 +514,54 @@ class Admin:
             content_type=content_type or message.content_type,
             headers=Headers([*kept, *given]),
         )
-        found = self._app.handlers.matching(message.topic, message.type, consumer)
+        found = self.app.handlers.matching(message.topic, message.type, consumer)
         if found:
-            _check_edited(found[0], arrival, after, self._app.limits)
+            _check_edited(found[0], arrival, after, self.app.limits)
         return after
 
     def reroute(self, where: OutboxFilter, to: str, **how: Unpack[How]) -> Changed:
-        """Send outgoing messages another way, with a full new budget of attempts, under their ids.
+        """Give outgoing messages another route, with a full new budget of attempts, under their ids.
 
-        A filter means messages that have not left, dead ones only if it names the status `dead`; with
-        a message id it means both. The guarantee is that of `retry`.
+        A filter matches messages that have not left, and dead ones only if it names the status `dead`; with
+        a message id it matches both. The guarantee is that of `retry`.
 
         Args:
-            to: a route as `topics` and `list` show it, or as app.publish(name=…) names it; "" is any App
-                that publishes or consumes the topic.
+            to: a route as `topics` and `list` show it, or the name= of app.publish; "" is any App that
+                publishes or consumes the topic.
         """
         return self._change("reroute", where, how, to=to)
 
     def accept(
         self, where: QuarantineFilter, *, message_id: str | None = None, **how: Unpack[How]
     ) -> Changed:
-        """Have messages that were set aside processed after all: they are stored as pending, in the order they came.
+        """Store quarantined messages as pending, in the order of their arrival, to be processed after all.
 
-        Each keeps its id. One that has none, or whose id is another message's (the same id with another
-        payload), needs `message_id`. With an App, version and hash are those of the handler.
+        Each keeps its id. One without an id, or under the id of another message (a known id with another
+        payload), needs `message_id`. With an App, its handler determines version and hash.
 
         Args:
-            message_id: the id to store it under; then the filter must mean one message.
+            message_id: the id to store it under; then the filter must match one message.
 
         Raises:
-            ConfigurationError: `message_id`, and the filter means several messages.
+            ConfigurationError: `message_id`, and the filter matches several messages.
 
-        Guarantee: each pending row is one commit with the end of its quarantine row and its audit row.
+        Guarantee: each pending row, the end of its quarantine row and its audit row are one commit.
         """
         if message_id is not None:
-            several = sum(meant.rows for meant in self._meant("accept", where))
+            several = sum(matching.rows for matching in self._matching("accept", where))
             if several > 1:
                 raise ConfigurationError(
-                    f"An id is for one message, and {several} match: name its hash, too."
+                    f"A new id is for one message, and {several} match: give the hash, too."
                 )
 
         def accept(key: Key, audit: Audit | None) -> str | None:
             arrival_of = partial(self._accepted, key, message_id)
             token = secrets.token_hex(16)
-            return self._drive(self._queries.accept, key, arrival_of, audit, token=token)
+            try:
+                self.on_database(changes.accept, self.store, key, arrival_of, audit, token=token)
+            except UnusableMessage as error:
+                return str(error)
+            return None
 
         return self._change("accept", where, how, each=accept)
 
@@ -602,24 +572,24 @@ class Admin:
         if message_id is None and not known:
             raise UnusableMessage("it has no id: give it one (--id)")
         accepted_id = known if message_id is None else canonical_id(message_id)
-        found = self._app.handlers.matching(message.topic, message.type, consumer)
+        found = self.app.handlers.matching(message.topic, message.type, consumer)
         if found:
             return found[0].accepted(message, accepted_id)
         return Arrival(message, accepted_id, payload_hash(message))
 
     def pause(self, consumer: str, **how: Unpack[How]) -> bool:
-        """Have no worker run a consumer until it is resumed; returns False when it is paused already.
+        """Stop all workers from running a consumer until it is resumed; returns False when it is paused already.
 
-        Every worker of it hears of that within a few seconds, also one that starts later. What runs then is
-        finished; rows stay in the table. A source that has no other consumer is not received from, and keeps its
-        messages; what another one shares with it, and what comes by `process` or a webhook, is stored for it.
+        Every worker notices within a few seconds, and later ones when they start. Running messages finish; rows
+        stay in the table. A source without another consumer is not received from, and keeps its messages;
+        messages of a shared source, of `process` or of a webhook are stored as pending.
 
         Guarantee: the pause and its audit row are one commit.
         """
         return self._paused("pause", pauses.pause, consumer, how)
 
     def resume(self, consumer: str, **how: Unpack[How]) -> bool:
-        """Have workers run a consumer again, within a few seconds; returns False when it is not paused.
+        """Let workers run a consumer again, within a few seconds; returns False when it is not paused.
 
         Guarantee: the end of the pause and its audit row are one commit.
         """
@@ -630,9 +600,9 @@ class Admin:
     ) -> bool:
         audit = _audit(how)
         checked_consumer(consumer)
-        done = self._drive(
+        done = self.on_database(
             change,
-            self._app.store.dialect,
+            self.dialect,
             consumer,
             actor=default_actor() if audit is None else audit.actor,
             reason=how.get("reason"),
@@ -646,7 +616,7 @@ class Admin:
     ) -> Replayed:
         """Run processed messages through their handler once more, or feed them to another consumer.
 
-        Only messages whose payload was kept are met, in arrival order, and none that arrived after
+        Only messages whose payload was kept are replayed, in arrival order, and none that arrived after
         the start. The filter takes consumer (required), message_id, topic, type and key; with
         `as_consumer` also status.
 
@@ -654,16 +624,13 @@ class Admin:
             as_consumer: store the messages as pending rows of this consumer instead of running them.
 
         Raises:
-            ConfigurationError: no consumer, a filter that a replay does not know, or no handler.
+            ConfigurationError: no consumer, a criterion that a replay does not take, or no handler.
 
         Guarantee: a replay that fails leaves its row `processed` and its effects undone. Each batch is
             announced in `txbox_audit` before it runs; with `as_consumer` it is one commit with its rows.
         """
         audit = _audit(how)
-        replay = Replay(
-            app=self._app, queries=self._queries, drive=self._drive, run=self._run, where=where,
-            as_consumer=as_consumer, audit=audit,
-        )  # fmt: skip
+        replay = Replay(reader=self, where=where, as_consumer=as_consumer, audit=audit)
         done = replay.carried_out(how.get("progress"))
         self._emit("replay", done.processed + done.stored, audit)
         return done
@@ -677,39 +644,51 @@ class Admin:
         actor: str | None = None,
         reason: str | None = None,
     ) -> Rehearsed:
-        """Run a message's handler in a transaction that is never committed, and tell what it would have done.
+        """Run a message's handler in a transaction that is never committed, and report what it would have done.
 
-        Any message whose payload is kept can be rehearsed, of whatever status, but one that is being processed.
+        Any message whose payload is kept can be rehearsed, unless it is being processed right now.
 
         Args:
-            payload: instead of that of the message, as an edit would leave it.
+            payload: a new payload, as for `edit`.
 
         Raises:
             ConfigurationError: no App, no such message, no payload, a database that cannot refuse a COMMIT (MySQL,
                 MariaDB), or a handler that works outside of a transaction.
 
         Guarantee: nothing of the transaction stays, and its connection is thrown away. What the handler does
-            elsewhere (HTTP, files, other connections) is done. It is announced in `txbox_audit`.
+            elsewhere (HTTP, files, other connections) really happens. `txbox_audit` has it before it runs.
         """
         where = InboxFilter(consumer=consumer, message_id=_as_stored(message_id))
         if not self.has_handlers:
-            raise ConfigurationError("A rehearsal runs a handler, which takes the App.")
-        found = self._drive(self._queries.kept, where, after=-1, limit=1)
+            raise ConfigurationError("A rehearsal runs a handler: give the App.")
+        found = self.kept(where, after=-1, limit=1)
         if not found:
             raise ConfigurationError(self.why_not("rehearse", where))
         arrival = found[0].arrival
         if payload is not None:
             arrival = replace(arrival, message=replace(arrival.message, payload=payload))
         message = arrival.message
-        matching = self._app.handlers.matching(message.topic, message.type, consumer)
+        matching = self.app.handlers.matching(message.topic, message.type, consumer)
         if not matching:
             raise ConfigurationError(
                 f"{consumer} has no handler for topic {message.topic!r} with type {message.type!r}."
             )
-        rehearse.check(self._app, matching[0])
+        rehearse.check(self.app, matching[0])
+        self._announce("rehearse", where, actor, reason, 1)
+        return self.on_handlers_database(
+            matching[0], rehearse.rehearsed, self.app, matching[0], arrival
+        )
+
+    def _announce(
+        self,
+        action: str,
+        where: Filter[Any, Any],
+        actor: str | None,
+        reason: str | None,
+        affected: int,
+    ) -> None:
         audit = Audit(actor=actor or default_actor(), reason=reason)
-        self._drive(self._queries.announce, audit, "rehearse", where, 1)
-        return self._run(matching[0], rehearse.rehearsed, self._app, matching[0], arrival)
+        self.on_database(changes.announce, self.store, audit, action, where, affected)
 
     def _change(
         self,
@@ -721,17 +700,17 @@ class Admin:
         each: Callable[[Key, Audit | None], str | None] | None = None,
         named_max: int = _SAMPLE,
     ) -> Changed:
-        """Change what a filter means, in batches; or, a message at a time, by what says why one is refused."""
+        """Change what a filter matches, in batches; or one by one with `each`, which says why a message is refused."""
         table, audit, report = where.table, _audit(how), how.get("progress")
         named = _named(where) or getattr(where, "error_type", None) == BROKEN.error_type
         broken = BROKEN.error_type if verb == "retry" and table is INBOX and not named else None
-        counted = self._meant(verb, where, broken)
+        counted = self._matching(verb, where, broken)
         most, is_cancelled = how.get("most"), how.get("cancelled")
         count = spared = 0
         cancelled = False
         sample: list[Key] = []
         refused: list[dict[str, str]] = []
-        for meant in counted:
+        for matching in counted:
             after, more = None, True
             while more and (audit or each or len(sample) < named_max):
                 if most is not None and count >= most:
@@ -739,26 +718,21 @@ class Admin:
                 if is_cancelled is not None and is_cancelled():
                     cancelled = True
                     break
-                batch = self._drive(
-                    again,
-                        self._queries.change, verb, where, meant, None if each else audit,
-                        spared=broken, after=after, to=to, most=None if most is None else most - count
+                batch = self.on_database(
+                    again, changes.change, self.store, verb, where, matching, None if each else audit,
+                    spared=broken, after=after, to=to, most=None if most is None else most - count,
                 )  # fmt: skip
-                why_not: dict[Key, str | None] = (
-                    {key: each(key, audit) for key in batch.keys} if each else {}
-                )
-                refused += [
-                    {**_key(table, key), "reason": why} for key, why in why_not.items() if why
-                ]
-                changed = [key for key in batch.keys if not why_not.get(key)]
+                whys = {key: each(key, audit) for key in batch.keys} if each else {}
+                refused += [{**_key(table, key), "reason": why} for key, why in whys.items() if why]
+                changed = [key for key in batch.keys if not whys.get(key)]
                 sample += changed[: named_max - len(sample)]
                 count, spared = count + len(changed), spared + batch.spared
                 after, more = batch.place, batch.place is not None
                 if report is not None and audit is not None:
                     report(count)
         if audit is None and each is None:
-            count = sum(meant.rows for meant in counted)
-            spared = sum(meant.spared for meant in counted)
+            count = sum(matching.rows for matching in counted)
+            spared = sum(matching.spared for matching in counted)
         self._emit(table.audited.format(verb), count, audit)
         return Changed(
             action=verb,
@@ -770,19 +744,27 @@ class Admin:
             cancelled=cancelled,
         )
 
-    def _meant(
+    def _matching(
         self, verb: Verb, where: Filter[Any, Any], spared: str | None = None
-    ) -> Sequence[Meant]:
-        return self._drive(self._queries.meant, verb, where, _statuses(verb, where), spared=spared)
+    ) -> Sequence[Matching]:
+        """Count what a change matches, in the order in which to change it; nothing is locked."""
+        statuses = list(_statuses(verb, where))
+        params = {**where.params(), "needs_payload": verb == "retry", "spared": spared}
+        found = self.rows(f"{where.table.name}_count", params, {"status": statuses})
+        counted = [
+            Matching(status, consumer, int(count - left), int(left))
+            for status, consumer, count, left in found
+        ]
+        return sorted(counted, key=lambda matching: statuses.index(matching.status))
 
     def _emit(self, action: str, rows: int, audit: Audit | None) -> None:
         if audit is not None and rows:
-            self._app.events.emit(RowsChanged(action=action, rows=rows, actor=audit.actor))
+            self.app.events.emit(RowsChanged(action=action, rows=rows, actor=audit.actor))
 
     def why_not(self, verb: str, where: Filter[Any, Any]) -> str:
-        """Say in a sentence why a change or a replay did nothing to the message that a filter names."""
+        """Explain in a sentence why a change or a replay did nothing to the message that a filter names."""
         if where.table is QUARANTINE:
-            return "Nothing like that waits for a decision: `txbox quarantine list` shows what is there."
+            return "No such quarantined message: `txbox quarantine list` shows what is there."
         consumer = getattr(where, "consumer", None)
         name = str(where.message_id) if consumer is None else f"{consumer} {where.message_id}"
         found: Any = next(iter(self.show(where)), None)
@@ -798,89 +780,18 @@ class Admin:
         if verb == "replay":
             return f"{name} is {found.status}: only processed messages are replayed."
         if verb == "rehearse":
-            return f"{name} has no payload, which its handler would need: it was not kept (keep_payload=)."
+            return (
+                f"{name} has no payload to run its handler with: it was not kept (keep_payload=)."
+            )
         if verb == "edit" and found.status not in (Status.DEAD, Status.FAILED):
             return f"{name} is {found.status}: only dead and failed messages can be edited."
         if found.status == Status.PROCESSED:
             return f"{name} is processed: `txbox replay` runs it again."
         if verb != "edit" and found.status not in where.table.changes[cast("Verb", verb)].statuses:
-            return f"{name} is {found.status}, and cannot be changed by {verb} now."
+            return f"{name} is {found.status}: {verb} does not apply."
         if verb in ("retry", "edit") and where.table is INBOX and not found.has_payload:
             return f"{name} has no payload: send it again from its producer."
         return f"{name} is held by a transaction or a relay right now: try again."
-
-    # -- how it runs --------------------------------------------------------------------------
-
-    def _drive(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        if not self._checked:
-            self._checked = True
-            try:
-                self._drive(self._app.check_schema)
-            except BaseException:
-                self._checked = False
-                raise
-        return self._on_database(operation, *args, **kwargs)
-
-    def _on_database(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        database = self._app.database
-        if database.sync is not None:
-            return drive(database.sync, operation, *args, **kwargs)
-        assert database.asynchronous is not None
-        return self._finish(drive_async(database.asynchronous, operation, *args, **kwargs))
-
-    def _run(
-        self, handler: Handler, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        if not handler.is_async:
-            return self._drive(operation, *args, **kwargs)
-        connections = self._app.database.asynchronous
-        assert connections is not None  # the handler was registered with it
-        return self._finish(drive_async(connections, operation, *args, **kwargs))
-
-    def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        # one loop for all verbs: an async connection belongs to the loop that opened it
-        if self.loop is not None:
-            return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-        return self._runner.run(work)
-
-    def close(self) -> None:
-        """Close what this Admin opened itself; an App that was passed stays open."""
-        if self._owned:
-            self._app.database.close()
-        if self._runner is not None:
-            if self._owned:
-                self._runner.run(self._app.database.close_async())
-            self._runner.close()
-            self._runner = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Bare:
-    """A database without an App around it."""
-
-    def __init__(self, database: Database) -> None:
-        self.database = database
-        self.handlers = Handlers()
-        self.events = Events()
-        self.limits = Limits()
-        self.lease = Lease()
-        self.retention = Retention()
-        self.relaying = RelayPolicy()
-        self.routes: Routes | None = None
-        self.store = InboxStore(database.dialect, Columns())
-        self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
-
-    async def check_schema(self, db: Session) -> None:
-        state = await schemas.check(db, self.store.dialect)
-        if state.schema is not None:
-            self.store.dialect = dialect(self.store.dialect.name, state.schema)
 
 
 def _audit(how: How) -> Audit | None:
@@ -901,7 +812,7 @@ def _version(message: Message[Any]) -> str:
 
 
 def _check_edited(handler: Handler, arrival: Arrival, after: Message[Any], limits: Limits) -> None:
-    """Check that a handler takes an edited message for the message that it was.
+    """Check that a handler can read an edited message, and finds the same id and version in it.
 
     Raises:
         ConfigurationError: it does not.
@@ -913,11 +824,13 @@ def _check_edited(handler: Handler, arrival: Arrival, after: Message[Any], limit
             made = handler.accepted(after, arrival.message_id)
         handler.bound(replace(made, message=after))
     except (UnusableMessage, Reject) as error:
-        raise ConfigurationError(f"{handler.consumer} could not read it so: {error}") from None
+        raise ConfigurationError(
+            f"{handler.consumer} could not read the edited message: {error}"
+        ) from None
     if made.message_id != arrival.message_id or made.message.sequence != arrival.message.sequence:
         raise ConfigurationError(
-            f"The new payload would be another message to {handler.consumer}: leave what its id and version are made "
-            "of as it is, or send a new message."
+            f"The new payload has another id or version for {handler.consumer}: leave these as they are, or send a "
+            "new message."
         )
     if after.payload is not None and len(after.payload) > limits.payload_bytes:
         raise ConfigurationError(
@@ -937,15 +850,11 @@ def default_actor() -> str:
 
 
 def _as_stored(message_id: str) -> str:
-    """The id that a row has: a long one is stored as its hash, which may be asked for as well."""
+    """The id in the row: a long one is stored as its hash, which is accepted as well."""
     try:
         return message_id if message_id.startswith(DIGEST_PREFIX) else canonical_id(message_id)
     except UnusableMessage as error:
         raise ConfigurationError(str(error)) from None
-
-
-async def _rest(db: Session, wait_s: float) -> None:
-    await db.wait(wait_s)
 
 
 def _key(table: tables.Table, key: Key) -> dict[str, str]:
@@ -957,17 +866,17 @@ def _key(table: tables.Table, key: Key) -> dict[str, str]:
 
 
 def _named(where: Filter[Any, Any]) -> bool:
-    """Say whether single messages are meant, and not what there is of a kind."""
+    """Whether a filter names single messages."""
     return where.message_id is not None or getattr(where, "hash", None) is not None
 
 
 def _statuses(verb: Verb, where: Filter[Any, Any]) -> tuple[str, ...]:
-    """The statuses of the rows to change, in the order in which to change them."""
+    """The statuses to change, in the order in which to change them."""
     change = where.table.changes[verb]
     if where.status is None:
         return change.statuses if _named(where) else change.meant
     if where.status not in change.statuses:
         raise ConfigurationError(
-            f"The status {where.status!r} cannot be changed by {verb}: use {' or '.join(change.statuses)}."
+            f"{verb} does not apply to the status {where.status!r}: use {' or '.join(change.statuses)}."
         )
     return (where.status,)

@@ -1,26 +1,27 @@
-"""What workers do and have done: rates, times and failures by the minute, and who is at work."""
+"""What workers do and have done: rates, times and failures by the minute, and the processes themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
+from math import gcd
 
 from txbox.errors import ConfigurationError
 from txbox.session import Session
 from txbox.store import activity
-from txbox.store.activity import Counts, Kind
+from txbox.store.activity import Counts, Identity, Kind
 from txbox.store.dialect import Dialect
 from txbox.store.pauses import Pause
 
 _MINUTE = timedelta(minutes=1)
-#: A process that has not been heard of for so long has ended, hangs, or does not reach the database.
+#: A process without a sign of life for so long has died, hangs, or cannot reach the database.
 SILENT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What was counted in one step of time.
+    """The counts of one step of time.
 
     Attributes:
         at: when the step begins, by the clock of the database.
@@ -32,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What was counted of one consumer, or of one route of the outbox.
+    """The counts of one consumer, or of one route of the outbox.
 
     Attributes:
         total: the sum of all steps; `Histogram.quantile` of its `latency` and `run` gives percentiles.
@@ -47,7 +48,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activities:
-    """What was counted in some time.
+    """The counts of a span of time.
 
     Attributes:
         since: when the first step begins.
@@ -63,36 +64,20 @@ class Activities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
+class WorkerStatus(Identity):
     """A process that works on this database.
 
     Attributes:
-        worker: random, of this process alone.
-        kind: "run", "relay" or "maintain", after its command.
-        app: as its command line named it, "" where none did.
-        sources: the topics it asks each source for.
-        routes: of the outbox, which it relays.
-        paused: of its consumers, those that are.
-        lanes: how many batches it may have in flight.
+        paused: those of its consumers that are paused.
+        state: "running", "draining", or "silent" without a sign of life for half a minute.
         busy: lanes that have something to do.
         leases: rows of the inbox that it holds.
         in_flight: deliveries that it has received and not acknowledged.
-        state: "running", "draining", or "silent" when it has not been heard of for half a minute.
-        seen_at: when it was heard of last; it says something every few seconds.
+        seen_at: its last sign of life; there is one every few seconds.
     """
 
-    worker: str
-    kind: str
-    state: str
-    host: str
-    pid: int
-    version: str
-    app: str
-    consumers: tuple[str, ...]
     paused: tuple[str, ...]
-    sources: Mapping[str, tuple[str, ...]]
-    routes: tuple[str, ...]
-    lanes: int
+    state: str
     busy: int
     leases: int
     in_flight: int
@@ -109,7 +94,7 @@ class Rates:
         received_per_s, processed_per_s, duplicate_per_s: per second; of a route, `processed` is sent.
         failed, dead, quarantined: how many.
         p50_s, p95_s, p99_s: seconds from receipt to commit, of what was processed; None where nothing was.
-        oldest_s: for how long the first message that is due in the table has been so; None where none is.
+        oldest_s: for how long the oldest due message has been due; None where none is.
     """
 
     kind: Kind
@@ -147,7 +132,7 @@ class Snapshot:
 def snapshot(
     found: Activities, workers: Sequence[WorkerStatus], paused: Sequence[Pause]
 ) -> Snapshot:
-    """What the counts of the last two minutes say of right now; of consumers that did nothing, too."""
+    """The rates of the last two minutes, also for consumers that did nothing."""
     over_s = (found.until - found.since).total_seconds()
     held = {pause.consumer for pause in paused}
     consumers = {each.name: each for each in found.consumers}
@@ -190,17 +175,19 @@ def _rates(
 
 
 async def read(db: Session, dialect: Dialect, last: timedelta, step: timedelta) -> Activities:
-    """Read what was counted in the last so many minutes.
+    """Read the counts of the last minutes.
 
     Raises:
-        ConfigurationError: times that are no whole minutes.
+        ConfigurationError: not whole minutes.
     """
     if step < _MINUTE or step % _MINUTE or last < step:
         raise ConfigurationError(
-            f"Counts are kept by the minute: a step of {step} over {last} is none that can be shown."
+            f"Counts are kept by the minute: a step of {step} over {last} cannot be shown."
         )
     length, minutes = step // _MINUTE, last // _MINUTE
-    clock_s, found = await activity.read(db, dialect, minutes=minutes)
+    # the database strings the histograms of a step together: those of an hour at most
+    summed = gcd(length, 60)
+    clock_s, found = await activity.read(db, dialect, minutes=minutes, step=summed)
     first = int(clock_s // 60) - minutes + 1
     steps: dict[tuple[Kind, str], dict[int, Counts]] = {}
     for key, counts in found:
@@ -237,29 +224,18 @@ def _moment(minute: int) -> datetime:
 
 
 def statuses(workers: Sequence[activity.Worker], paused: Sequence[Pause]) -> list[WorkerStatus]:
-    """What people see of processes, the longest at work first."""
-    names = {pause.consumer for pause in paused}
-    return [_status(worker, names) for worker in workers]
-
-
-def _status(worker: activity.Worker, paused: set[str]) -> WorkerStatus:
-    identity, doing = worker.identity, worker.doing
-    return WorkerStatus(
-        worker=identity.worker,
-        kind=identity.kind,
-        state=doing.state if worker.silent_s < SILENT_S else "silent",
-        host=identity.host,
-        pid=identity.pid,
-        version=identity.version,
-        app=identity.app,
-        consumers=identity.consumers,
-        paused=tuple(name for name in identity.consumers if name in paused),
-        sources=identity.sources,
-        routes=identity.routes,
-        lanes=identity.lanes,
-        busy=doing.busy,
-        leases=doing.leases,
-        in_flight=doing.in_flight,
-        started_at=worker.started_at,
-        seen_at=worker.seen_at,
-    )
+    """The processes as people see them, the longest at work first."""
+    held = {pause.consumer for pause in paused}
+    return [
+        WorkerStatus(
+            **{item.name: getattr(worker.identity, item.name) for item in fields(Identity)},
+            paused=tuple(name for name in worker.identity.consumers if name in held),
+            state=worker.doing.state if worker.silent_s < SILENT_S else "silent",
+            busy=worker.doing.busy,
+            leases=worker.doing.leases,
+            in_flight=worker.doing.in_flight,
+            started_at=worker.started_at,
+            seen_at=worker.seen_at,
+        )
+        for worker in workers
+    ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from txbox.admin.reader import Reader
 from txbox.admin.tables import InboxFilter
 from txbox.errors import ConfigurationError
 from txbox.outcome import Status
@@ -24,22 +26,13 @@ Why = Literal["returned", "otherwise", "nobody", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """Where a message is that was retried."""
-
-    status: str
-    attempts: int
-    fingerprint: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What became of the messages that were let go together.
 
     Attributes:
         count: how many there were.
         processed: how many are done.
-        returned: how many failed with the fingerprint that they were asked for by; without one, how many failed.
+        returned: how many failed with the fingerprint of the filter; without one, how many failed.
         otherwise: how many failed in another way.
         waiting: how many have not run yet.
     """
@@ -50,8 +43,8 @@ class Step:
     otherwise: int = 0
     waiting: int = 0
 
-    def told(self) -> str:
-        """The step in a sentence."""
+    @property
+    def sentence(self) -> str:
         parts = (
             (self.processed, "processed"),
             (self.returned, "failed in the same way"),
@@ -68,7 +61,7 @@ class Redriven:
 
     Attributes:
         count: messages that were given a new budget of attempts.
-        left: how many it has left alone that it was meant for.
+        left: how many matching messages it has left alone.
         stopped: why it ended before all of them; None when it did not.
     """
 
@@ -77,8 +70,9 @@ class Redriven:
     left: int
     stopped: Why | None
 
-    def told(self) -> str:
-        """How it ended, in a sentence."""
+    @property
+    def sentence(self) -> str:
+        """How it ended."""
         left = f"{self.left:,} are left alone"
         match self.stopped:
             case "returned":
@@ -86,7 +80,7 @@ class Redriven:
             case "otherwise":
                 return f"It stopped by itself, since nothing was processed: {left}."
             case "nobody":
-                return f"It stopped by itself, since no worker took the messages: {left}. See that one runs, unpaused."
+                return f"It stopped by itself, since no worker took the messages: {left}. Is one running, unpaused?"
             case "cancelled":
                 return f"It was cancelled: {left}."
             case None:
@@ -94,25 +88,23 @@ class Redriven:
 
 
 def redriven(
-    where: InboxFilter,
+    reader: Reader,
+    fingerprint: str | None,
     *,
     total: int,
-    release: Callable[[InboxFilter, int], Sequence[Named]],
-    look: Callable[[Sequence[Named]], dict[Named, State]],
-    rest: Callable[[float], None],
+    release: Callable[[int], Sequence[Named]],
     cancelled: Callable[[], bool],
     patience: timedelta,
-    told: Callable[[Step], None],
+    on_step: Callable[[Step], None],
 ) -> Redriven:
-    """Let dead messages go in steps, and wait after each for what becomes of them.
+    """Release dead messages in steps, and wait after each for what becomes of them.
 
     Args:
+        fingerprint: the failure that must not return; None for any failure.
         total: how many there are.
         release: retries so many of them, the oldest first; returns which.
-        look: where these are now.
-        rest: waits so many seconds.
         patience: without any message of a step done or failed for so long, it stops.
-        told: called after each step.
+        on_step: called after each step.
     """
     steps: list[Step] = []
     count = 0
@@ -122,29 +114,28 @@ def redriven(
             why = "cancelled"
             break
         size = min(SIZES[min(len(steps), len(SIZES) - 1)], total - count)
-        keys = release(where, size)
+        keys = release(size)
         if not keys:
             break
         count += len(keys)
-        step, why = _settled(where.fingerprint, keys, look, rest, cancelled, patience)
+        step, why = _settled(reader, fingerprint, keys, cancelled, patience)
         steps.append(step)
-        told(step)
+        on_step(step)
     left = max(0, total - count)
     return Redriven(steps=tuple(steps), count=count, left=left, stopped=why)
 
 
 def _settled(
+    reader: Reader,
     fingerprint: str | None,
     keys: Sequence[Named],
-    look: Callable[[Sequence[Named]], dict[Named, State]],
-    rest: Callable[[float], None],
     cancelled: Callable[[], bool],
     patience: timedelta,
 ) -> tuple[Step, Why | None]:
     """Wait until all have run, one has failed as before, or nothing happens any more."""
     waiting, since = len(keys), time.monotonic()
     while True:
-        step = _step(fingerprint, keys, look(keys))
+        step = _step(reader, fingerprint, keys)
         if step.returned:
             return step, "returned"
         if not step.waiting:
@@ -155,36 +146,30 @@ def _settled(
             return step, "cancelled"
         if time.monotonic() - since > patience.total_seconds():
             return step, "nobody"
-        rest(_LOOK_S)
+        time.sleep(_LOOK_S)
 
 
-def _step(fingerprint: str | None, keys: Sequence[Named], states: dict[Named, State]) -> Step:
-    step = Step(count=len(keys))
-    for key in keys:
-        state = states.get(key)
-        if state is None or state.status == Status.DISCARDED:
-            # somebody else has ended it
-            continue
-        if state.status == Status.PROCESSED:
-            step = replace(step, processed=step.processed + 1)
-        elif state.status == Status.DEAD or (state.status == Status.FAILED and state.attempts):
+def _step(reader: Reader, fingerprint: str | None, keys: Sequence[Named]) -> Step:
+    """What has become of these messages; those that are gone count nowhere."""
+    consumers, ids = zip(*keys, strict=True)
+    found = reader.rows("inbox_states", rows={"consumer": consumers, "message_id": ids})
+    became: Counter[str] = Counter()
+    for _, _, status, attempts, of_now in found:
+        if status == Status.PROCESSED:
+            became["processed"] += 1
+        elif status == Status.DEAD or (status == Status.FAILED and int(attempts)):
             # a retry has set the attempts to 0: there has been one since
-            same = fingerprint is None or state.fingerprint == fingerprint
-            step = (
-                replace(step, returned=step.returned + 1)
-                if same
-                else replace(step, otherwise=step.otherwise + 1)
-            )
-        else:
-            step = replace(step, waiting=step.waiting + 1)
-    return step
+            became["returned" if fingerprint in (None, of_now) else "otherwise"] += 1
+        elif status != Status.DISCARDED:
+            became["waiting"] += 1
+    return Step(count=len(keys), **became)
 
 
 def check(where: InboxFilter) -> None:
-    """Refuse what a canary is not for.
+    """Refuse a filter that is not for dead messages in bulk.
 
     Raises:
-        ConfigurationError: single messages, or a status but dead.
+        ConfigurationError: it names a message, or another status than dead.
     """
     if where.message_id is not None:
         raise ConfigurationError("A canary is for many messages: retry one by its id.")

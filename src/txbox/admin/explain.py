@@ -1,30 +1,27 @@
-"""One message, wherever it stands: in sentences why it stands there, and what helps.
+"""Where one message stands, why, and what helps, in sentences that the command line and the pages show alike.
 
-`look` of `found.py` reads everything; `explained` says what it means. The command line and the pages show the same
-sentences.
+`look` of `found.py` reads everything; `explained` says what it means.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
 from txbox.admin.found import Found, Holder, InInbox, InOutbox, Link
-from txbox.admin.replay import Application
-from txbox.admin.tables import (
-    QuarantinedMessage,
-)
-from txbox.admin.views import age
+from txbox.admin.reader import Application, says_anything
+from txbox.admin.tables import InboxMessage, OutboxMessage, QuarantinedMessage
+from txbox.admin.views import age, counted
 from txbox.effects import PREFIX
 from txbox.handlers import Handler
 from txbox.outcome import Status
 from txbox.processing.failure import BROKEN
+from txbox.store.waits import Waits
 
-#: What somebody who looks at it should think: it is told, all is well, it goes on by itself, it needs somebody,
-#: or this could not be found out.
+#: For information; done; goes on by itself; needs somebody; or could not be found out.
 Severity = Literal["info", "ok", "waits", "stuck", "unchecked"]
 #: Every kind of sentence, with its severity.
 KINDS: dict[str, Severity] = {
@@ -52,11 +49,11 @@ _LATE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentence:
-    """One thing to know.
+    """One fact about a message.
 
     Attributes:
-        kind: what is said, as one word for programs; docs/reference/cli.md lists them.
-        command: what helps, to be completed with --app or --database.
+        kind: one word or two for programs; docs/reference/cli.md lists them.
+        command: what helps, without --app or --database.
     """
 
     kind: str
@@ -67,10 +64,10 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One place where the message stands, and what there is to say of it, the cause first.
+    """One table in which the message is, and the facts about it, the cause first.
 
     Attributes:
-        table: "inbox", "outbox" or "quarantine"; "" when it stands nowhere.
+        table: "inbox", "outbox" or "quarantine"; "" when it is nowhere.
     """
 
     table: str
@@ -81,7 +78,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What was found of a message, and what that means."""
+    """What was found about a message, and what that means."""
 
     message_id: str
     at: datetime
@@ -90,12 +87,12 @@ class Explanation:
 
     @property
     def known(self) -> bool:
-        """True when it stands anywhere."""
+        """Whether it was found anywhere."""
         return any(place.table for place in self.places)
 
     @property
     def severity(self) -> Severity:
-        """The gravest of its sentences."""
+        """The worst of its sentences."""
         order: Sequence[Severity] = ("stuck", "waits", "unchecked", "ok", "info")
         given = {said.severity for place in self.places for said in place.sentences}
         return next(grave for grave in order if grave in given)
@@ -106,17 +103,21 @@ class Explanation:
 
 def explained(found: Found, app: Application) -> Explanation:
     """Say what it means that this was found."""
-    places = [
-        *(_Inbox(found, app, row).place() for row in found.inbox),
-        *([] if found.outbox is None else [_Outbox(found, app, found.outbox).place()]),
-        *(_quarantined(found, app, row) for row in found.quarantine),
-    ]
+    saying = _Saying(found, app)
+    places = [saying.inbox(row) for row in found.inbox]
+    if found.outbox is not None:
+        places.append(saying.outbox(found.outbox))
+    places += [saying.quarantine(row) for row in found.quarantine]
     return Explanation(
         message_id=found.message_id,
         at=found.at,
-        places=tuple(places) or (_unknown(found, app),),
+        places=tuple(places) or (saying.nowhere(),),
         found=found,
     )
+
+
+def _say(kind: str, text: str, command: str | None = None) -> Sentence:
+    return Sentence(kind=kind, severity=KINDS[kind], text=text, command=command)
 
 
 def _command(verb: str, *words: str, **options: str) -> str:
@@ -125,39 +126,20 @@ def _command(verb: str, *words: str, **options: str) -> str:
     return shlex.join(["txbox", *verb.split(), *given, *dashes, *words])
 
 
-def _when(moment: datetime | None, now: datetime) -> str:
-    if moment is None:
-        return "an unknown time"
-    seconds = (moment - now).total_seconds()
-    told = f"in {age(seconds)}" if seconds > 0 else f"{age(-seconds)} ago"
-    return f"{moment:%Y-%m-%d %H:%M:%S} UTC ({told})"
-
-
-def _many(number: int, noun: str) -> str:
-    return (
-        f"{number} {noun}"
-        if number == 1
-        else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
-    )
-
-
 def _first_line(text: str | None) -> str:
     return (text or "").partition("\n")[0][:200]
 
 
 def _transaction(holder: Holder) -> str:
-    told = [f"server process {holder.pid}"]
+    words = [f"server process {holder.pid}"]
     if holder.application:
-        told.append(f"application {holder.application!r}")
+        words.append(f"application {holder.application!r}")
     if holder.user:
-        told.append(f"user {holder.user!r}")
-    if holder.state is None:
-        told.append("whose state this role may not see")
-    else:
-        told.append(holder.state)
+        words.append(f"user {holder.user!r}")
+    words.append(holder.state or "whose state this role may not see")
     if holder.open_s is not None:
-        told.append(f"open for {age(holder.open_s)}")
-    return ", ".join(told)
+        words.append(f"open for {age(holder.open_s)}")
+    return ", ".join(words)
 
 
 def _linked(link: Link) -> str:
@@ -165,26 +147,41 @@ def _linked(link: Link) -> str:
     return f"{link.message_id} ({where}, topic {link.topic}: {link.status})"
 
 
+def _last_error(
+    begins: str, message: InboxMessage | OutboxMessage, show: str
+) -> Iterator[Sentence]:
+    if message.error_type:
+        fingerprint = getattr(message, "fingerprint", None)
+        alike = f" (fingerprint {fingerprint!r})" if fingerprint else ""
+        yield _say(
+            "last error",
+            f"{begins} {message.error_type}{alike}: {_first_line(message.error)}",
+            show,
+        )
+
+
 @dataclass(slots=True)
 class _Saying:
-    """Sentences about one place, in the order in which they are added."""
+    """The sentences about each place, the cause first."""
 
     found: Found
     app: Application
-    sentences: list[Sentence] = field(default_factory=list[Sentence])
-
-    def say(self, kind: str, text: str, command: str | None = None) -> None:
-        said = Sentence(kind=kind, severity=KINDS[kind], text=text, command=command)
-        self.sentences.append(said)
 
     def when(self, moment: datetime | None) -> str:
-        return _when(moment, self.found.at)
+        if moment is None:
+            return "an unknown time"
+        seconds = (moment - self.found.at).total_seconds()
+        distance = f"in {age(seconds)}" if seconds > 0 else f"{age(-seconds)} ago"
+        return f"{moment:%Y-%m-%d %H:%M:%S} UTC ({distance})"
 
     def past(self, moment: datetime | None) -> bool:
         return moment is not None and moment <= self.found.at
 
+    def late(self, due: datetime | None) -> bool:
+        return due is not None and (self.found.at - due).total_seconds() > _LATE_S
+
     def at_work(self, *, consumer: str | None = None, route: str | None = None) -> int:
-        """How many processes are heard of that run a consumer, that relay a route, or that rescue rows."""
+        """How many live processes run a consumer, relay a route or, without either, rescue rows."""
         return sum(
             worker.state != "silent"
             and (consumer is None or consumer in worker.consumers)
@@ -199,652 +196,556 @@ class _Saying:
 
     @property
     def has_app(self) -> bool:
-        """There is an App, and not only its database: its policies are known, too."""
-        return self.has_handlers or (self.app.routes is not None and bool(self.app.routes.all()))
+        """There is an App, and not only its database: its policies and routes are known, too."""
+        return says_anything(self.app)
 
+    # -- the inbox ----------------------------------------------------------------------------
 
-class _Inbox(_Saying):
-    """What there is to say of a message of one consumer."""
-
-    def __init__(self, found: Found, app: Application, row: InInbox) -> None:
-        super().__init__(found, app)
-        self.row = row
-        self.message = row.message
+    def inbox(self, row: InInbox) -> Place:
         message = row.message
-        matching = app.handlers.matching(message.topic, message.type, message.consumer)
-        self.handler: Handler | None = matching[0] if matching else None
-        self.key = (message.consumer, message.message_id)
-
-    def place(self) -> Place:
-        self._hold()
-        match self.message.status:
-            case Status.PROCESSING:
-                self._processing()
-            case Status.PENDING | Status.FAILED:
-                self._unfinished()
-            case Status.DEAD:
-                self._dead()
-            case Status.DISCARDED:
-                self._discarded()
-            case _:
-                self._processed()
-        self._doubt()
-        self._history()
-        self._links()
-        self._unchecked()
-        message = self.message
+        matching = self.app.handlers.matching(message.topic, message.type, message.consumer)
         return Place(
             table="inbox",
             consumer=message.consumer,
             status=message.status,
-            sentences=tuple(self.sentences),
+            sentences=tuple(self._inbox(row, matching[0] if matching else None)),
         )
 
-    def _hold(self) -> None:
-        if not self.row.held:
-            return
-        who = " and ".join(map(_transaction, self.row.holders))
-        told = (
-            f": {who}" if who else "; the server tells who that is to roles with the right PROCESS"
-        )
-        self.say(
-            "held",
-            f"An open transaction holds its row{told}. Nobody else can run, retry or discard it until that "
-            "transaction ends: a handler that runs, or a client that was left open.",
-        )
+    def _inbox(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
+        message = row.message
+        if row.held:
+            who = " and ".join(map(_transaction, row.holders))
+            yield _say(
+                "held",
+                "An open transaction holds its row"
+                + (f": {who}" if who else "; the server names it to roles with the right PROCESS")
+                + ". Nobody else can run, retry or discard it until that transaction ends: a running handler, or a "
+                "client that was left open.",
+            )
+        match message.status:
+            case Status.PROCESSING:
+                yield from self._processing(row)
+            case Status.PENDING | Status.FAILED:
+                yield from self._unfinished(row, handler)
+            case Status.DEAD:
+                yield from self._dead(row, handler)
+            case Status.DISCARDED:
+                yield _say(
+                    "discarded",
+                    f"An operator gave it up at {self.when(message.processed_at)}: it never runs, and a copy that "
+                    "arrives is a duplicate. `txbox_audit` has who did it and why.",
+                )
+                yield from _last_error("Before that it failed with", message, _show(message))
+            case _:
+                yield from self._processed(message, handler)
+        yield from self._doubt(message, handler)
+        yield from self._received(message)
+        yield from self._links(row)
+        yield from self._inbox_unchecked(row)
 
-    # -- by status ----------------------------------------------------------------------------
-
-    def _processing(self) -> None:
-        message, until = self.message, self.message.lease_until
+    def _processing(self, row: InInbox) -> Iterator[Sentence]:
+        message, until, most = row.message, row.message.lease_until, self.app.lease.max_starts
         if until is None:
-            self.say(
+            yield _say(
                 "broken",
                 "Its handler committed in the middle of its own transaction, so what it wrote is unknown. The next "
                 "rescue makes it dead, and says so.",
                 "txbox rescue",
             )
             return
-        every = age(self.app.lease.duration.total_seconds() / 3) if self.has_app else None
         if not self.past(until):
-            self.say(
+            yield _say(
                 "leased",
                 f"A worker has leased it until {self.when(until)}, and renews that while its handler runs. If the "
                 "worker died, the row is rescued after that time.",
             )
             return
-        count = self.at_work()
-        rescuers = (
-            f"{_many(count, 'process')} of these heard of" if count else "none of these is heard of"
-        )
-        most = self.app.lease.max_starts
-        after = (
-            f"It then is failed and runs again: {_many(message.starts, 'run')} of it never ended"
-        )
-        if self.has_app and message.starts >= most:
-            after = f"It then is dead: {_many(message.starts, 'run')} of it never ended (Lease.max_starts is {most})"
-        elif self.has_app:
-            after += f", and with {most} (Lease.max_starts) it is dead"
-        held = (
-            " A rescue leaves it alone while the transaction that holds it is open."
-            if self.row.held
-            else ""
-        )
-        self.say(
+        starts = f"{counted(message.starts, 'run')} of it never ended"
+        if not self.has_app:
+            after = f"failed and runs again: {starts}"
+        elif message.starts < most:
+            after = (
+                f"failed and runs again: {starts}, and with {most} (Lease.max_starts) it is dead"
+            )
+        else:
+            after = f"dead: {starts} (Lease.max_starts is {most})"
+        every = "each third of Lease.duration"
+        if self.has_app:
+            every = f"every {age(self.app.lease.duration.total_seconds() / 3)}"
+        held = " A rescue leaves it alone while a transaction holds it." if row.held else ""
+        yield _say(
             "lease expired",
-            f"The worker that leased it is gone or hangs: its lease ran out at {self.when(until)}, without being "
-            f"renewed. Any `txbox run` or `txbox maintain` of this database rescues it, "
-            f"{f'every {every}' if every else 'each third of Lease.duration'}; {rescuers}. "
-            f"{after}.{held}",
+            f"Its worker is gone or hangs: the lease ran out at {self.when(until)}, without being renewed. Any "
+            f"`txbox run` or `txbox maintain` of this database rescues it, {every}; of these, "
+            f"{self.at_work() or 'none'} can be heard from. It then is {after}.{held}",
             _command("rescue", consumer=message.consumer),
         )
 
-    def _unfinished(self) -> None:
-        message = self.message
-        self._paused()
-        if self.has_handlers and self.handler is None:
-            self._no_handler()
+    def _unfinished(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
+        message, due, consumer = row.message, row.message.next_attempt_at, row.message.consumer
+        key = (consumer, message.message_id)
+        for pause in self.found.paused:
+            if pause.consumer == consumer:
+                why = "" if pause.reason is None else f" ({pause.reason})"
+                yield _say(
+                    "paused",
+                    f"Its consumer {consumer} was paused at {self.when(pause.paused_at)} by {pause.actor}{why}: "
+                    "nobody runs its messages until it is resumed.",
+                    _command("resume", consumer),
+                )
+        if self.has_handlers and handler is None:
+            lacks = f"consumer {consumer}"
+            if consumer in self.app.handlers.consumers():
+                lacks = f"handler of {consumer} for topic {message.topic!r} with type {message.type!r} any more"
+            yield _say(
+                "no handler",
+                f"This App has no {lacks}: none of its workers takes the row. Register the handler again, or give "
+                "the message up; if another App consumes it, ask with that one.",
+                _command("discard", *key),
+            )
         if message.waits_for is not None:
-            self._waits()
+            yield self._waits(row, message.waits_for, handler)
         if not message.has_payload:
-            self.say(
+            yield _say(
                 "no payload",
                 "Its payload is not in the table, so no worker can run it from there: it goes on when its broker or "
                 "its producer delivers it again.",
             )
             return
-        due = message.next_attempt_at
-        failures = _many(message.attempts, "failure")
-        tried = f"after {failures}, " if message.attempts else ""
+        failures = f"after {counted(message.attempts, 'failure')}, " if message.attempts else ""
         if due is not None and not self.past(due):
-            budget = ""
-            if self.handler is not None:
-                budget = f" of {self.handler.options.retry.max_attempts}"
-            what = (
-                f"attempt {message.attempts + 1}{budget}" if message.attempts else "its first run"
-            )
-            self.say(
+            budget = f" of {handler.options.retry.max_attempts}" if handler is not None else ""
+            what = f"attempt {message.attempts + 1}{budget}" if failures else "its first run"
+            yield _say(
                 "scheduled",
-                f"It waits for its time: {tried}{what} is due at {self.when(due)}.",
-                _command("retry", *self.key) if message.status == Status.FAILED else None,
+                f"It waits for its time: {failures}{what} is due at {self.when(due)}.",
+                _command("retry", *key) if message.status == Status.FAILED else None,
             )
-        elif message.waits_for is None and not self.row.held:
-            waited_s = 0.0 if due is None else (self.found.at - due).total_seconds()
-            late = waited_s > _LATE_S
-            self.say(
-                "overdue" if late else "due",
-                (f"After {failures}, it" if message.attempts else "It")
-                + f" is due since {self.when(due)}"
-                + (
-                    f", and no worker has taken it: {self._who_runs()}"
-                    if late
-                    else ": a worker of its consumer takes it next."
-                ),
-                "txbox run MODULE:APP" if late else None,
-            )
-        if message.status == Status.FAILED and message.error_type:
-            self._last_error("It failed last with")
+        elif message.waits_for is None and not row.held:
+            since = f"{failures}it is due since {self.when(due)}"
+            since = since[0].upper() + since[1:]
+            if not self.late(due):
+                yield _say("due", f"{since}: a worker of its consumer takes it next.")
+            else:
+                count = self.at_work(consumer=consumer)
+                who = f"no process that runs consumer {consumer} has been heard of in the last half minute"
+                if count:
+                    who = (
+                        f"{counted(count, 'process')} that may run consumer {consumer}, so it is behind; "
+                        "`txbox status` says how much waits"
+                    )
+                yield _say(
+                    "overdue",
+                    f"{since}, and no worker has taken it: {who}.",
+                    "txbox run MODULE:APP",
+                )
+        if message.status == Status.FAILED:
+            yield from _last_error("It failed last with", message, _show(message))
 
-    def _who_runs(self) -> str:
-        consumer = self.message.consumer
-        count = self.at_work(consumer=consumer)
-        if not count:
-            return f"no process that runs consumer {consumer} has been heard of in the last half minute."
-        return (
-            f"{_many(count, 'process')} that may run consumer {consumer}, so it is behind; `txbox status` tells how "
-            "much waits."
-        )
-
-    def _paused(self) -> None:
-        pause = next(
-            (one for one in self.found.paused if one.consumer == self.message.consumer), None
-        )
-        if pause is not None:
-            why = "" if pause.reason is None else f" ({pause.reason})"
-            self.say(
-                "paused",
-                f"Its consumer {pause.consumer} was paused at {self.when(pause.paused_at)} by {pause.actor}{why}: "
-                "nobody runs its messages until it is resumed.",
-                _command("resume", pause.consumer),
-            )
-
-    def _no_handler(self) -> None:
-        message = self.message
-        known = message.consumer in self.app.handlers.consumers()
-        lacks = (
-            f"has no handler of {message.consumer} for topic {message.topic!r} with type {message.type!r} any more"
-            if known
-            else f"has no consumer {message.consumer}"
-        )
-        self.say(
-            "no handler",
-            f"This App {lacks}: none of its workers takes the row. Register the handler again, or give the message up; "
-            "if another App consumes it, ask with that one.",
-            _command("discard", *self.key),
-        )
-
-    def _waits(self) -> None:
-        message, ahead, what = self.message, self.row.ahead, self.message.waits_for
-        assert what is not None
+    def _waits(self, row: InInbox, what: Waits, handler: Handler | None) -> Sentence:
+        message, ahead = row.message, row.ahead
         if what.message_id is None:
-            wait = self.handler.options.gaps.wait if self.handler is not None else None
-            until = None if wait is None else message.received_at + wait
-            then = (
-                ""
-                if until is None
-                else f" If it has not come by {self.when(until)} (GapPolicy.wait), this one is processed without it, "
-                "and the event SequenceGap is raised."
-            )
-            self.say(
+            then = ""
+            if handler is not None and handler.options.gaps.wait is not None:
+                until = self.when(message.received_at + handler.options.gaps.wait)
+                then = (
+                    f" If it has not come by {until} (GapPolicy.wait), this one is processed without it, and the "
+                    "event SequenceGap is raised."
+                )
+            return _say(
                 "missing version",
-                f"It is version {message.sequence} of key {message.key!r}, and version {what.version} has not arrived: "
-                f"it waits for that one.{then}",
+                f"It is version {message.sequence} of key {message.key!r}, and version {what.version} has not "
+                f"arrived: it waits for that one.{then}",
             )
-            return
-        first = f"It waits for {what.message_id}, an earlier message of its key {message.key!r}, which is {what.status}"
-        named = (message.consumer, str(what.message_id))
-        helps = _command("explain", str(what.message_id), consumer=message.consumer)
-        kind = "held key"
-        match what.status:
-            case Status.FAILED | Status.PENDING:
-                first += f" and due at {self.when(what.next_attempt_at)}"
-                if what.status == Status.FAILED:
-                    helps = _command("retry", *named)
-            case Status.PROCESSING if ahead is not None and self.past(ahead.lease_until):
-                first += f" by a worker whose lease ran out at {self.when(ahead.lease_until)}: it must be rescued first"
-                kind, helps = "blocked key", _command("rescue", consumer=message.consumer)
-            case Status.PROCESSING if ahead is not None and ahead.lease_until is not None:
-                first += f" by a worker that has leased it until {self.when(ahead.lease_until)}"
-            case Status.DEAD:
-                first += "; dead messages hold their key up (dead_blocks=True) until somebody retries or discards them"
-                kind, helps = "blocked key", _command("retry", *named)
-            case _:
-                pass
+        first, kind = "", "held key"
+        helps = _command("explain", what.message_id, consumer=message.consumer)
+        retry = _command("retry", message.consumer, what.message_id)
+        lease = None if ahead is None else ahead.lease_until
+        if what.status in (Status.FAILED, Status.PENDING):
+            first = f" and due at {self.when(what.next_attempt_at)}"
+            helps = retry if what.status == Status.FAILED else helps
+        elif what.status == Status.PROCESSING and self.past(lease):
+            first = (
+                f" by a worker whose lease ran out at {self.when(lease)}: it must be rescued first"
+            )
+            kind, helps = "blocked key", _command("rescue", consumer=message.consumer)
+        elif what.status == Status.PROCESSING and lease is not None:
+            first = f" by a worker that has leased it until {self.when(lease)}"
+        elif what.status == Status.DEAD:
+            first = "; dead messages hold their key up (dead_blocks=True) until somebody retries or discards them"
+            kind, helps = "blocked key", retry
         if ahead is not None and ahead.error_type:
             first += f". That one failed with {ahead.error_type}: {_first_line(ahead.error)}"
-        self.say(kind, f"{first.rstrip('.')}.", helps)
+        return _say(
+            kind,
+            f"It waits for {what.message_id}, an earlier message of its key {message.key!r}, which is {what.status}"
+            f"{first.rstrip('.')}.",
+            helps,
+        )
 
-    def _dead(self) -> None:
-        message = self.message
-        since = self.when(message.updated_at)
+    def _dead(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
+        message, key = row.message, (row.message.consumer, row.message.message_id)
+        retry, discard = _command("retry", *key), _command("discard", *key)
+        since = f"It is dead since {self.when(message.updated_at)}"
         if message.error_type == BROKEN.error_type:
-            self.say(
+            yield _say(
                 "broken",
-                f"It is dead since {since}: its handler ended the transaction that txbox began, so what it wrote is "
-                "unknown. Look at its effects; then retry it if they are not there, or discard it if they are.",
-                _command("retry", *self.key),
+                f"{since}: its handler ended the transaction that txbox began, so what it wrote is unknown. Look at "
+                "its effects; then retry it if they are not there, or discard it if they are.",
+                retry,
             )
         else:
-            count = (
-                f"{_many(message.starts, 'run')} of it never ended"
-                if message.error_type == "KilledItsProcess"
-                else f"after {_many(message.attempts, 'attempt')}"
-            )
-            self.say(
+            count = f"after {counted(message.attempts, 'attempt')}"
+            if message.error_type == "KilledItsProcess":
+                count = f"{counted(message.starts, 'run')} of it never ended"
+            yield _say(
                 "dead",
-                f"It is dead since {since}, {count}: nobody runs it again by itself.",
-                _command("retry", *self.key)
-                if message.has_payload
-                else _command("discard", *self.key),
+                f"{since}, {count}: nobody runs it again by itself.",
+                retry if message.has_payload else discard,
             )
-            self._last_error("Its last error was")
-        alike = (
-            f" `txbox retry --fingerprint {shlex.quote(message.fingerprint)}` means all that failed alike."
-            if message.fingerprint
-            else ""
-        )
-        self.say(
-            "remedy",
-            (
+            yield from _last_error("Its last error was", message, _show(message))
+        remedy = "Its payload was not kept, so it cannot be retried: send it again under another id, or discard it."
+        if message.has_payload:
+            remedy = (
                 "A retry gives it a full new budget of attempts, due at once, under its id; `txbox rehearse` shows "
-                f"beforehand what its handler would do, and `txbox edit` corrects its payload.{alike}"
-                if message.has_payload
-                else "Its payload was not kept, so it cannot be retried: send it again under another id, or discard it."
-            ),
-        )
-        if self.row.letter is not None:
-            self.say("dead letter", f"A dead letter about it is {_linked(self.row.letter)}.")
-        options = None if self.handler is None else self.handler.options
-        if options is not None and options.dead_blocks and message.key is not None:
-            self.say(
+                "beforehand what its handler would do, and `txbox edit` corrects its payload."
+            )
+        if message.fingerprint:
+            same = shlex.quote(message.fingerprint)
+            remedy += f" `txbox retry --fingerprint {same}` means all that failed in the same way."
+        yield _say("remedy", remedy)
+        if row.letter is not None:
+            yield _say("dead letter", f"A dead letter about it is {_linked(row.letter)}.")
+        if handler is not None and handler.options.dead_blocks and message.key is not None:
+            yield _say(
                 "blocks key",
                 f"While it is dead, the later messages of its key {message.key!r} wait (dead_blocks=True).",
-                _command("discard", *self.key),
+                discard,
             )
 
-    def _discarded(self) -> None:
-        self.say(
-            "discarded",
-            f"An operator gave it up at {self.when(self.message.processed_at)}: it never runs, and a copy that arrives "
-            "is a duplicate. `txbox_audit` has who did it and why.",
-        )
-        if self.message.error_type:
-            self._last_error("Before that it failed with")
-
-    def _processed(self) -> None:
-        message = self.message
-        failures = [past for past in message.history if past.status in ("failed", "dead")]
-        tries = f" after {_many(len(failures), 'recorded failure')}" if failures else ""
+    def _processed(self, message: InboxMessage, handler: Handler | None) -> Iterator[Sentence]:
+        failures = sum(past.status in ("failed", "dead") for past in message.history)
+        tries = f" after {counted(failures, 'recorded failure')}" if failures else ""
         kept = (
             f"; what it returned is kept ({message.result_bytes} bytes)"
             if message.result_bytes
             else ""
         )
-        self.say(
+        yield _say(
             "processed",
             f"It was processed at {self.when(message.processed_at)}{tries}{kept}. Its effects in the database were "
             "committed with that; a copy that arrives is a duplicate.",
         )
         if message.has_payload:
-            self.say(
-                "replay",
-                "Its payload is kept: a replay runs its handler once more.",
-                _command("replay", *self.key),
+            replay = _command("replay", message.consumer, message.message_id)
+            yield _say(
+                "replay", "Its payload is kept: a replay runs its handler once more.", replay
             )
         else:
-            why = (
-                f" (keep_payload={self.handler.options.keep_payload!r})"
-                if self.handler is not None
-                else ""
-            )
-            self.say("replay", f"Its payload is not kept{why}: it cannot be replayed.")
+            why = f" (keep_payload={handler.options.keep_payload!r})" if handler is not None else ""
+            yield _say("replay", f"Its payload is not kept{why}: it cannot be replayed.")
 
-    def _doubt(self) -> None:
+    def _doubt(self, message: InboxMessage, handler: Handler | None) -> Iterator[Sentence]:
         """Say of work outside of a transaction that it may have been done."""
-        message = self.message
         effect = message.consumer.startswith(PREFIX)
-        outside = effect or (self.handler is not None and not self.handler.options.transactional)
+        outside = effect or (handler is not None and not handler.options.transactional)
         if not outside or message.status in (Status.PROCESSED, Status.DISCARDED):
             return
         leased = message.status == Status.PROCESSING and not self.past(message.lease_until)
         if leased or not (message.starts or message.error_type in _NEVER_ENDED):
             return
+        key = (message.consumer, message.message_id)
         what = "effect" if effect else "handler, which has no transaction,"
-        self.say(
+        yield _say(
             "in doubt",
             f"Its {what} may have been carried out: a run began, and its end was not recorded. It is carried out "
-            f"again, under the same idempotency key {message.consumer}:{message.message_id}: ask the other side by it "
-            "whether it has happened, and discard it if so.",
-            None if message.status == Status.PROCESSING else _command("discard", *self.key),
+            f"again, under the same idempotency key {':'.join(key)}: ask the other side whether it has happened, and "
+            "discard it if so.",
+            None if message.status == Status.PROCESSING else _command("discard", *key),
         )
 
-    # -- for all ------------------------------------------------------------------------------
-
-    def _last_error(self, begins: str) -> None:
-        message = self.message
-        alike = f" (fingerprint {message.fingerprint!r})" if message.fingerprint else ""
-        self.say(
-            "last error",
-            f"{begins} {message.error_type}{alike}: {_first_line(message.error)}",
-            _command("show", *self.key),
-        )
-
-    def _history(self) -> None:
-        message = self.message
-        about = f"topic {message.topic!r}"
-        about += f", type {message.type!r}" if message.type is not None else ""
-        about += f", key {message.key!r}" if message.key is not None else ""
-        about += f", version {message.sequence}" if message.sequence is not None else ""
+    def _received(self, message: InboxMessage) -> Iterator[Sentence]:
+        about = {"type": message.type, "key": message.key, "version": message.sequence}
+        words = [f", {name} {value!r}" for name, value in about.items() if value is not None]
         origin = ", ".join(f"{name} {value}" for name, value in message.origin.items())
-        come = (
+        came = (
             f" It came from {origin}; the broker has been told that it is stored." if origin else ""
         )
-        self.say(
+        yield _say(
             "received",
-            f"It arrived at {self.when(message.received_at)}, with {about}.{come}",
+            f"It arrived at {self.when(message.received_at)}, with topic {message.topic!r}{''.join(words)}.{came}",
         )
 
-    def _links(self) -> None:
-        row = self.row
+    def _links(self, row: InInbox) -> Iterator[Sentence]:
         if row.cause_id is not None:
-            where = (
-                " and ".join(map(_linked, row.causes)) or f"{row.cause_id}, which has no row here"
+            causes = " and ".join(map(_linked, row.causes))
+            yield _say(
+                "cause", f"It follows from {causes or f'{row.cause_id}, which has no row here'}."
             )
-            self.say("cause", f"It follows from {where}.")
         if row.caused:
-            self.say("caused", f"It has caused {'; '.join(map(_linked, row.caused))}.")
+            yield _say("caused", f"It has caused {'; '.join(map(_linked, row.caused))}.")
         elif row.message.status == Status.PROCESSED:
-            self.say(
+            yield _say(
                 "caused",
                 "Nothing that it staged is here any more, if it staged anything: what a relay has sent is deleted, "
                 "unless RelayPolicy.keep_sent keeps it.",
             )
 
-    def _unchecked(self) -> None:
-        message, row = self.message, self.row
+    def _inbox_unchecked(self, row: InInbox) -> Iterator[Sentence]:
         if row.held is None:
-            self.say(
+            why = "this database has one writer at a time, and does not say who."
+            if self.app.store.dialect.has("explain_locked"):
+                why = "this role may not lock rows."
+            yield _say(
                 "unchecked",
-                "Whether an open transaction holds its row could not be checked: "
-                + (
-                    "this role may not lock rows."
-                    if self.app.store.dialect.has("explain_locked")
-                    else "this database has one writer at a time, and does not say who."
-                ),
+                f"Whether an open transaction holds its row could not be checked: {why}",
             )
-        if not self.has_handlers and message.status in (Status.PENDING, Status.FAILED, Status.DEAD):
-            self.say(
+        if not self.has_handlers and row.message.status in (
+            Status.PENDING,
+            Status.FAILED,
+            Status.DEAD,
+        ):
+            yield _say(
                 "unchecked",
                 "Whether a handler still takes it, and whether it waits for others of its key, could not be checked: "
                 "only the App knows its handlers. Give --app.",
             )
 
+    # -- the outbox ---------------------------------------------------------------------------
 
-class _Outbox(_Saying):
-    """What there is to say of an outgoing message."""
+    def outbox(self, row: InOutbox) -> Place:
+        return Place(
+            table="outbox",
+            consumer=None,
+            status=row.message.status,
+            sentences=tuple(self._outbox(row)),
+        )
 
-    def __init__(self, found: Found, app: Application, row: InOutbox) -> None:
-        super().__init__(found, app)
-        self.row = row
-        self.message = row.message
-
-    def place(self) -> Place:
-        message = self.message
-        retry, discard = (
-            _command(f"outbox {verb}", message.message_id) for verb in ("retry", "discard")
+    def _outbox(self, row: InOutbox) -> Iterator[Sentence]:
+        message = row.message
+        attempts = counted(message.attempts, "attempt")
+        retry, discard, show = (
+            _command(f"outbox {verb}", message.message_id) for verb in ("retry", "discard", "show")
         )
         match message.status:
             case "due":
-                self._behind()
-                self._due()
+                yield from self._behind(row)
+                yield from self._due(row)
             case "delayed":
-                self.say(
+                yield _say(
                     "delayed",
                     f"It was staged with a delay: it leaves at {self.when(message.next_attempt_at)}, and not before.",
                 )
-                self._route()
+                yield from self._unrouted(message)
             case "leased":
-                self.say(
+                yield _say(
                     "leased",
                     f"A relay has leased it until {self.when(message.lease_until)} and is sending it. If that relay "
                     "died, another one sends it after that time, under the same id.",
                 )
             case "failed":
-                self.say(
+                yield _say(
                     "scheduled",
-                    f"Its destination did not confirm it, {_many(message.attempts, 'attempt')} so far: the next one is "
-                    f"due at {self.when(message.next_attempt_at)}.",
+                    f"Its destination did not confirm it, {attempts} so far: the next one is due at "
+                    f"{self.when(message.next_attempt_at)}.",
                     retry,
                 )
-                self._error("It failed last with")
-                self._behind()
-                self._route()
+                yield from _last_error("It failed last with", message, show)
+                yield from self._behind(row)
+                yield from self._unrouted(message)
             case "dead":
-                self.say(
+                yield _say(
                     "dead",
-                    f"It was given up after {_many(message.attempts, 'attempt')}: nobody sends it by itself. A retry "
-                    "gives it a full new budget, and it leaves under its id, before the later ones of its key.",
+                    f"It was given up after {attempts}: nobody sends it by itself. A retry gives it a full new "
+                    "budget, and it leaves under its id, before the later ones of its key.",
                     retry,
                 )
-                self._error("Its last error was")
+                yield from _last_error("Its last error was", message, show)
             case "discarded":
-                self.say(
+                yield _say(
                     "discarded",
                     "An operator gave it up: it is not sent. `txbox_audit` has who did it and why.",
                 )
             case _:
-                self.say("sent", f"Its destination confirmed it at {self.when(message.sent_at)}.")
-        if message.status in ("due", "failed") and self.row.ahead is not None:
-            self.say("remedy", "Giving it up lets its key go on.", discard)
-        self._origin()
-        return Place(
-            table="outbox", consumer=None, status=message.status, sentences=tuple(self.sentences)
-        )
-
-    def _due(self) -> None:
-        message = self.message
-        waited_s = (self.found.at - (message.next_attempt_at or message.staged_at)).total_seconds()
-        late = waited_s > _LATE_S and self.row.ahead is None
-        takes = self._route()
-        if takes is False:
-            return
-        count = self.at_work(route=message.route)
-        relays = (
-            f"the relays with the route {message.route or 'any'!r} are behind ({_many(count, 'process')} heard of)"
-            if count
-            else f"no relay with the route {message.route or 'any'!r} has been heard of in the last half minute"
-        )
-        self.say(
-            "overdue" if late else "due",
-            f"It was staged at {self.when(message.staged_at)} and may leave"
-            + (f": {relays}, or its destination is away." if late else "."),
-            "txbox relay MODULE:APP" if late else None,
-        )
-
-    def _route(self) -> bool | None:
-        """Say where it goes; returns whether a relay of this App takes it, None where that is not known."""
-        message, routes = self.message, self.app.routes
-        named = message.route or "any"
-        if routes is None or not self.has_app:
-            self.say(
-                "unchecked",
-                f"Its route is {named!r}. Which App has a relay for that could not be checked: only the App knows its "
-                "routes. Give --app.",
-            )
-            return None
-        served = routes.all()
-        if any(route.name == message.route for route in served):
-            return True
-        unrouted = not message.route and any(route.names(message.topic) for route in served)
-        if unrouted or routes.adopts(
-            message.route, message.topic, message.type, message.cause_consumer
-        ):
-            return True
-        if message.route and self.at_work(route=message.route):
-            return True
-        have = ", ".join(repr(route.name) for route in served) or "none"
-        self.say(
-            "unrouted",
-            f"No relay of this App takes it: its route is {named!r}, its topic {message.topic!r}, and this App's "
-            f"routes are {have}. It waits until an App with that route runs; or send it another way.",
-            _command("outbox reroute", message.message_id, to="ROUTE"),
-        )
-        return False
-
-    def _behind(self) -> None:
-        message, ahead, what = self.message, self.row.ahead, self.message.waits_for
-        if what is None:
-            return
-        told = f"It is behind {what.message_id}, which is of its key {message.key!r} and must leave first"
-        command: str | None = _command("explain", str(what.message_id))
-        if ahead is not None:
-            told += f" and is {ahead.status}"
-            if ahead.lease_until is not None:
-                told += f" until {self.when(ahead.lease_until)}"
-            if ahead.next_attempt_at is not None:
-                told += f" until {self.when(ahead.next_attempt_at)}"
-            if ahead.status == "failed":
-                command = _command("outbox retry", ahead.message_id)
-        self.say("held key", f"{told}.", command)
-
-    def _error(self, begins: str) -> None:
-        message = self.message
-        if message.error_type:
-            self.say(
-                "last error",
-                f"{begins} {message.error_type}: {_first_line(message.error)}",
-                _command("outbox show", message.message_id),
-            )
-
-    def _origin(self) -> None:
-        message = self.message
+                yield _say("sent", f"Its destination confirmed it at {self.when(message.sent_at)}.")
+        if message.status in ("due", "failed") and row.ahead is not None:
+            yield _say("remedy", "Giving it up lets its key go on.", discard)
         key = f", key {message.key!r}" if message.key is not None else ""
-        self.say(
+        yield _say(
             "staged",
             f"It was staged at {self.when(message.staged_at)} for topic {message.topic!r}{key}, "
             f"to go by route {message.route or 'any'!r}.",
         )
         if message.cause_id is not None:
-            where = " and ".join(map(_linked, self.row.causes)) or (
-                f"{message.cause_consumer or ''} {message.cause_id}".strip()
-                + ", which has no row here"
+            cause = f"{message.cause_consumer or ''} {message.cause_id}".strip()
+            causes = " and ".join(map(_linked, row.causes))
+            yield _say("cause", f"It follows from {causes or f'{cause}, which has no row here'}.")
+
+    def _due(self, row: InOutbox) -> Iterator[Sentence]:
+        message = row.message
+        unrouted = list(self._unrouted(message))
+        yield from unrouted
+        if any(said.kind == "unrouted" for said in unrouted):
+            return
+        staged = f"It was staged at {self.when(message.staged_at)} and may leave"
+        if row.ahead is not None or not self.late(message.next_attempt_at or message.staged_at):
+            yield _say("due", f"{staged}.")
+            return
+        count, named = self.at_work(route=message.route), message.route or "any"
+        relays = f"no relay with the route {named!r} has been heard of in the last half minute"
+        if count:
+            relays = f"the relays with the route {named!r} are behind ({counted(count, 'process')} heard of)"
+        yield _say(
+            "overdue", f"{staged}: {relays}, or its destination is away.", "txbox relay MODULE:APP"
+        )
+
+    def _unrouted(self, message: OutboxMessage) -> Iterator[Sentence]:
+        """Say that no relay of this App takes it, or that this is not known; nothing where one does."""
+        routes, named = self.app.routes, message.route or "any"
+        if not self.has_app:
+            yield _say(
+                "unchecked",
+                f"Its route is {named!r}. Which App has a relay for that could not be checked: only the App knows its "
+                "routes. Give --app.",
             )
-            self.say("cause", f"It follows from {where}.")
-
-
-def _quarantined(found: Found, app: Application, row: QuarantinedMessage) -> Place:
-    saying = _Saying(found, app)
-    words, mark = (row.consumer, row.message_id), row.hash[:12]
-    when = saying.when(row.received_at)
-    if row.status == "replaced":
-        saying.say(
-            "replaced",
-            f"Its payload was {mark} until {saying.when(row.updated_at)}; it was {row.reason}. Copies of what came "
-            "first are duplicates all the same; `txbox quarantine show --reveal` prints what was there.",
+            return
+        served = routes.all()
+        taken = (
+            any(route.name == message.route for route in served)
+            or (not message.route and any(route.names(message.topic) for route in served))
+            or routes.adopts(message.route, message.topic, message.type, message.cause_consumer)
+            or (message.route and self.at_work(route=message.route))
         )
-    elif row.status != "quarantined":
-        saying.say(
-            row.status,
-            f"A copy with payload {mark}, set aside at {when}, was {row.status} at {saying.when(row.updated_at)}: "
-            f"{row.reason}",
+        if not taken:
+            have = ", ".join(repr(route.name) for route in served) or "none"
+            yield _say(
+                "unrouted",
+                f"No relay of this App takes it: its route is {named!r}, its topic {message.topic!r}, and this App's "
+                f"routes are {have}. It waits until an App with that route runs; or send it another way.",
+                _command("outbox reroute", message.message_id, to="ROUTE"),
+            )
+
+    def _behind(self, row: InOutbox) -> Iterator[Sentence]:
+        message, ahead, what = row.message, row.ahead, row.message.waits_for
+        if what is None:
+            return
+        text = f"It is behind {what.message_id}, which is of its key {message.key!r} and must leave first"
+        command = _command("explain", str(what.message_id))
+        if ahead is not None:
+            text += f" and is {ahead.status}"
+            for until in (ahead.lease_until, ahead.next_attempt_at):
+                text += "" if until is None else f" until {self.when(until)}"
+            if ahead.status == "failed":
+                command = _command("outbox retry", ahead.message_id)
+        yield _say("held key", f"{text}.", command)
+
+    # -- the quarantine, and nowhere ----------------------------------------------------------
+
+    def quarantine(self, row: QuarantinedMessage) -> Place:
+        return Place(
+            table="quarantine",
+            consumer=row.consumer,
+            status=row.status,
+            sentences=tuple(self._quarantine(row)),
         )
-    else:
-        original = any(first.message.consumer == row.consumer for first in found.inbox)
+
+    def _quarantine(self, row: QuarantinedMessage) -> Iterator[Sentence]:
+        words, mark, when = (
+            (row.consumer, row.message_id),
+            row.hash[:12],
+            self.when(row.received_at),
+        )
+        if row.status == "replaced":
+            yield _say(
+                "replaced",
+                f"Its payload was {mark} until {self.when(row.updated_at)}; it was {row.reason}. Copies of what came "
+                "first are duplicates all the same; `txbox quarantine show --reveal` prints what was there.",
+            )
+            return
+        if row.status != "quarantined":
+            yield _say(
+                row.status,
+                f"A copy with payload {mark}, set aside at {when}, was {row.status} at "
+                f"{self.when(row.updated_at)}: {row.reason}",
+            )
+            return
         times = f", and came {row.seen} times" if row.seen > 1 else ""
-        saying.say(
-            "quarantined",
-            f"A copy with payload {mark} was set aside at {when}{times}: {row.reason}"
-            + (
-                " The message that came first under this id is untouched: the copy needs an id of its own."
-                if original
-                else ""
-            ),
-            _command(
-                "quarantine accept", *words, hash=mark, **({"id": "NEW-ID"} if original else {})
-            ),
+        text, options = (
+            f"A copy with payload {mark} was set aside at {when}{times}: {row.reason}",
+            {"hash": mark},
         )
+        if any(first.message.consumer == row.consumer for first in self.found.inbox):
+            text += " The message that came first under this id is untouched: the copy needs an id of its own."
+            options["id"] = "NEW-ID"
+        yield _say("quarantined", text, _command("quarantine accept", *words, **options))
         if row.payload_bytes is None:
-            saying.say(
+            yield _say(
                 "payload dropped",
                 "It has no payload, or that was dropped: then it must be sent again.",
             )
-        saying.say(
+        yield _say(
             "remedy",
             "It waits until somebody accepts or discards it. `txbox quarantine show --reveal` prints its payload.",
             _command("quarantine discard", *words, hash=mark),
         )
-    return Place(
-        table="quarantine",
-        consumer=row.consumer,
-        status=row.status,
-        sentences=tuple(saying.sentences),
-    )
+
+    def nowhere(self) -> Place:
+        return Place(
+            table="", consumer=self.found.consumer, status=None, sentences=tuple(self._nowhere())
+        )
+
+    def _nowhere(self) -> Iterator[Sentence]:
+        found, app = self.found, self.app
+        where = f"the inbox or the quarantine of {found.consumer}"
+        if found.consumer is None:
+            where = f"the inbox of {counted(len(found.searched), 'consumer')}, the outbox or the quarantine"
+        yield _say(
+            "unknown",
+            f"No row of this id is in {where}. Ids are compared byte by byte, and those of CloudEvents begin with "
+            "their source.",
+            "txbox list",
+        )
+        if found.held_for:
+            yield _say(
+                "held",
+                f"An open transaction holds this id in the inbox of {', '.join(found.held_for)}: it is being "
+                "processed for the first time, and is seen once that commits.",
+            )
+        elif found.writers:
+            yield _say(
+                "held",
+                "It may be processed for the first time right now: a row is seen once its transaction commits, and "
+                f"these have written to the inbox: {'; '.join(map(_transaction, found.writers))}.",
+            )
+        if found.last_attempt_at is not None:
+            yield _say(
+                "pruned",
+                f"It was here: an attempt of {self.when(found.last_attempt_at)} is recorded. Its row was pruned.",
+            )
+        kept = "Retention.processed, 30 days by default"
+        if self.has_app:
+            kept = f"{age(app.retention.processed.total_seconds())}, Retention.processed"
+        sent = ", which deletes its row."
+        if app.relaying.keep_sent > timedelta(0):
+            sent = f" (kept for {age(app.relaying.keep_sent.total_seconds())})."
+        yield _say(
+            "remedy",
+            "It never arrived; or it arrived so long ago that it was pruned (processed and discarded messages are "
+            f"kept for {kept}); or it was outgoing and has been sent{sent}",
+        )
+        if not (
+            app.store.dialect.has("explain_writers") or app.store.dialect.has("explain_locked")
+        ):
+            yield _say(
+                "unchecked",
+                "Whether an open transaction has just inserted it could not be checked: this database does not say.",
+            )
+        if not self.has_handlers:
+            yield _say(
+                "unchecked",
+                "Whether a handler would take it, and which id that would give it, could not be checked: give --app.",
+            )
 
 
-def _unknown(found: Found, app: Application) -> Place:
-    saying = _Saying(found, app)
-    where = (
-        f"the inbox of {_many(len(found.searched), 'consumer')}, the outbox or the quarantine"
-        if found.consumer is None
-        else f"the inbox or the quarantine of {found.consumer}"
-    )
-    saying.say(
-        "unknown",
-        f"No row of this id is in {where}. Ids are compared byte by byte, and those of CloudEvents begin with "
-        "their source.",
-        "txbox list",
-    )
-    if found.held_for:
-        saying.say(
-            "held",
-            f"An open transaction holds this id in the inbox of {', '.join(found.held_for)}: it is being processed for "
-            "the first time, and is seen once that commits.",
-        )
-    elif found.writers:
-        saying.say(
-            "held",
-            "It may be processed for the first time right now: a row is seen once its transaction commits, and these "
-            f"have written to the inbox: {'; '.join(map(_transaction, found.writers))}.",
-        )
-    if found.last_attempt_at is not None:
-        saying.say(
-            "pruned",
-            f"It was here: an attempt of {saying.when(found.last_attempt_at)} is recorded. Its row was pruned.",
-        )
-    kept = _retention(app) if saying.has_app else "Retention.processed, 30 days by default"
-    keeps_sent = app.relaying.keep_sent > timedelta(0)
-    saying.say(
-        "remedy",
-        "It never arrived; or it arrived so long ago that it was pruned (processed and discarded messages are kept for "
-        f"{kept}); or it was outgoing and has been sent"
-        + (
-            f" (kept for {age(app.relaying.keep_sent.total_seconds())})."
-            if keeps_sent
-            else ", which deletes its row."
-        ),
-    )
-    if not app.store.dialect.has("explain_writers") and not app.store.dialect.has("explain_locked"):
-        saying.say(
-            "unchecked",
-            "Whether an open transaction has just inserted it could not be checked: this database does not say.",
-        )
-    if not saying.has_handlers:
-        saying.say(
-            "unchecked",
-            "Whether a handler would take it, and which id that would give it, could not be checked: give --app.",
-        )
-    return Place(table="", consumer=found.consumer, status=None, sentences=tuple(saying.sentences))
-
-
-def _retention(app: Application) -> str:
-    return f"{age(app.retention.processed.total_seconds())}, Retention.processed"
+def _show(message: InboxMessage) -> str:
+    return _command("show", message.consumer, message.message_id)

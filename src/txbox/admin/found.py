@@ -1,22 +1,20 @@
-"""All that the database knows of one id: inbox, attempts, locks, outbox and quarantine, as `explain` reads it.
+"""Everything the database knows about one id: inbox, attempts, locks, outbox and quarantine.
 
 Everything is read by keys, and no lock is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, NamedTuple
 
 from txbox.admin import activity, tables
 from txbox.admin.activity import WorkerStatus
-from txbox.admin.replay import Application
+from txbox.admin.reader import Reader, Rows
 from txbox.admin.tables import (
-    INBOX,
-    OUTBOX,
     QUARANTINE,
+    InboxFilter,
     InboxMessage,
     OutboxFilter,
     OutboxMessage,
@@ -26,9 +24,8 @@ from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.identity import derived_id
 from txbox.outbox import letter_id
-from txbox.outcome import Status
-from txbox.session import Session
-from txbox.store import pauses, waits
+from txbox.session import Session, Statement
+from txbox.store import pauses
 from txbox.store.activity import workers
 from txbox.store.dialect import as_time
 from txbox.store.pauses import Pause
@@ -78,12 +75,12 @@ class InInbox:
     Attributes:
         message: without payload and header values.
         ahead: what it waits for, where that is another message.
-        held: an open transaction has locked or changed its row; None where that cannot be told.
-        holders: who that is, where that can be told.
-        cause_id: the message it follows from, as its headers say, where they are kept.
-        headers_kept: they are, and can be read.
-        caused: what it staged that is still there.
-        letter: the dead letter about it that is still in the outbox.
+        held: an open transaction has locked or changed its row; None where that is unknown.
+        holders: which transactions, where that is known.
+        cause_id: the message it follows from, by its headers, if these are kept.
+        headers_kept: they are, and can be decoded.
+        caused: what it staged that still has a row.
+        letter: its dead letter, while that is in the outbox.
     """
 
     message: InboxMessage
@@ -108,7 +105,7 @@ class InOutbox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All that the database knows of an id at one time, by its clock.
+    """Everything the database knows about an id at one time.
 
     Attributes:
         consumer: only this one's inbox and quarantine were searched.
@@ -137,287 +134,205 @@ class Found:
 # -- reading ----------------------------------------------------------------------------------
 
 
-class _Read(NamedTuple):
-    """What every question needs."""
-
-    db: Session
-    app: Application
-
-    async def rows(
-        self,
-        name: str,
-        params: Mapping[str, Any] | None = None,
-        rows: Mapping[str, Sequence[Any]] | None = None,
-    ) -> Sequence[Sequence[Any]]:
-        """The rows of a query; none where this database has no answer to it."""
-        dialect = self.app.store.dialect
-        if not dialect.has(name) or (rows is not None and not next(iter(rows.values()))):
-            return ()
-        return (await self.db.read(dialect.statement(name, params, rows))).rows
-
-
-async def look(db: Session, app: Application, message_id: str, consumer: str | None) -> Found:
-    """Read all that is known of an id; nothing is locked or changed, and no lock is waited for.
+def look(reader: Reader, message_id: str, consumer: str | None) -> Found:
+    """Read everything about an id; nothing is locked or changed, and no lock is waited for.
 
     Args:
         consumer: look only in its inbox and quarantine, and not in the outbox.
     """
-    read = _Read(db, app)
-    ((now,),) = await read.rows("database_clock")
+    ((now,),) = reader.rows("database_clock")
     at = as_time(now)
     assert at is not None
-    _, paused = await pauses.read(db, app.store.dialect)
-    consumers = await _consumers(read, "explain_consumers")
-    asked = consumers if consumer is None else [consumer]
-    present = await _inbox_links(read, [(name, message_id) for name in asked])
-    rows = [await _in_inbox(read, link, consumers) for link in present]
-    inbox = [row for row in rows if row is not None]
-    outbox = await _in_outbox(read, message_id, consumers) if consumer is None else None
+    _, paused = reader.on_database(pauses.read, reader.dialect)
+    consumers = _consumers(reader, "explain_consumers")
+    present = _inbox_links(reader, consumers if consumer is None else [consumer], [message_id])
+    inbox = [row for link in present if (row := _in_inbox(reader, link, consumers)) is not None]
+    outbox = _in_outbox(reader, message_id, consumers) if consumer is None else None
+    known = reader.on_database(workers, reader.dialect)
     found = Found(
         message_id=message_id,
         consumer=consumer,
         at=at,
         searched=tuple(consumers),
-        workers=tuple(activity.statuses(await workers(db, app.store.dialect), paused)),
+        workers=tuple(activity.statuses(known, paused)),
         paused=tuple(paused),
         inbox=tuple(inbox),
         outbox=outbox,
-        quarantine=tuple(await _aside(read, message_id, consumer)),
+        quarantine=tuple(_aside(reader, message_id, consumer)),
     )
-    return await _nowhere(read, found) if not inbox and outbox is None else found
+    return _nowhere(reader, found) if not inbox and outbox is None else found
 
 
-async def _consumers(read: _Read, query: str) -> list[str]:
+def _consumers(reader: Reader, query: str) -> list[str]:
     """Who has rows in a table; a database that cannot step through its index by itself is asked again for each."""
     known: list[str] = []
     while len(known) < _CONSUMERS_MAX:
         after = known[-1] if known else ""
-        rows = await read.rows(query, {"after": after, "limit": _CONSUMERS_MAX})
+        rows = reader.rows(query, {"after": after, "limit": _CONSUMERS_MAX})
         if not rows:
             break
         known += [row[0] for row in rows]
     return known
 
 
-async def _inbox_links(read: _Read, keys: Sequence[tuple[str, str]]) -> list[Link]:
-    rows = await read.rows(
-        "explain_inbox",
-        rows={"consumer": [key[0] for key in keys], "message_id": [key[1] for key in keys]},
-    )
+def _inbox_links(reader: Reader, consumers: Sequence[str], ids: Sequence[str]) -> list[Link]:
+    """Which of these consumers have a row of which of these ids."""
+    keys = [(consumer, message_id) for consumer in consumers for message_id in ids]
+    named = {"consumer": [key[0] for key in keys], "message_id": [key[1] for key in keys]}
     return [
         Link(consumer=consumer, message_id=message_id, status=status, topic=topic)
-        for consumer, message_id, status, topic in rows
+        for consumer, message_id, status, topic in reader.rows("explain_inbox", rows=named)
     ]
 
 
-async def _outbox_links(read: _Read, ids: Sequence[str]) -> list[Link]:
-    rows = await read.rows("explain_outbox", rows={"message_id": ids})
+def _outbox_links(reader: Reader, ids: Sequence[str]) -> list[Link]:
     return [
-        Link(consumer=None, message_id=found_id, status=state, topic=topic)
-        for found_id, state, topic in rows
+        Link(consumer=None, message_id=message_id, status=status, topic=topic)
+        for message_id, status, topic in reader.rows("explain_outbox", rows={"message_id": ids})
     ]
 
 
-async def _message(read: _Read, consumer: str, message_id: str) -> tuple[InboxMessage, bool] | None:
-    """A row of the inbox without what is hidden, but for the ids in its headers; and whether those could be read."""
-    params = {"consumer": consumer, "message_id": message_id}
-    rows = await read.rows("inbox_show", params)
-    if not rows:
-        return None
-    attempts = await read.rows("inbox_attempts", params)
-    columns = read.app.store.columns
+def _message(
+    reader: Reader, consumer: str, message_id: str
+) -> tuple[InboxMessage | None, str | None, bool]:
+    """A row of the inbox without what is hidden, the causation id in its headers, and whether these can be read."""
+    where = InboxFilter(consumer=consumer, message_id=message_id)
     try:
-        message = tables.message_of(columns, INBOX, rows[0], attempts, reveal=True)
+        found, readable = reader.messages(where, reveal=True), True
     except ConfigurationError:
         # written through a codec that is not known here
-        return tables.message_of(columns, INBOX, rows[0], attempts, reveal=False), False
-    return message, True
+        found, readable = reader.messages(where), False
+    if not found:
+        return None, None, False
+    headers = found[0].headers
+    cause_id = next((value for name, value in headers if name == "causation-id"), None)
+    hidden = tuple((name, None) for name, _ in headers)
+    return replace(found[0], payload=None, result=None, headers=hidden), cause_id, readable
 
 
-async def _in_inbox(read: _Read, link: Link, consumers: Sequence[str]) -> InInbox | None:
+def _in_inbox(reader: Reader, link: Link, consumers: Sequence[str]) -> InInbox | None:
     consumer, message_id = str(link.consumer), link.message_id
-    known = await _message(read, consumer, message_id)
-    if known is None:
+    message, cause_id, readable = _message(reader, consumer, message_id)
+    if message is None:
         # pruned meanwhile
         return None
-    message, readable = known
-    cause_id = next((value for name, value in message.headers if name == "causation-id"), None)
-    kept = readable and message.has_payload
-    message = _hidden(message)
-    message = replace(message, waits_for=await _waits_for(read, message))
+    (message,) = reader.with_waits([message])
+    assert message is not None
     ahead = None
     if message.waits_for is not None and message.waits_for.message_id is not None:
-        found = await _message(read, consumer, message.waits_for.message_id)
-        ahead = None if found is None else _hidden(found[0])
-    held, holders = await _held(read, consumer, message_id)
-    caused = await _caused(read, consumer, message_id, consumers)
-    letters = await _outbox_links(
-        read,
-        [letter_id(consumer, message_id, count) for count in {message.attempts, message.starts}],
-    )
+        ahead = _message(reader, consumer, message.waits_for.message_id)[0]
+    kept = readable and message.has_payload
+    held, holders = _held(reader, consumer, message_id)
+    counts = {message.attempts, message.starts}
+    letters = _outbox_links(reader, [letter_id(consumer, message_id, count) for count in counts])
     return InInbox(
         message=message,
         ahead=ahead,
         held=held,
         holders=holders,
         cause_id=cause_id if kept else None,
-        causes=await _causes(read, cause_id, consumers) if kept and cause_id else (),
+        causes=tuple(_inbox_links(reader, consumers, [cause_id])) if kept and cause_id else (),
         headers_kept=kept,
-        caused=caused,
+        caused=_caused(reader, consumer, message_id, consumers),
         letter=letters[0] if letters else None,
     )
 
 
-def _hidden(message: InboxMessage) -> InboxMessage:
-    return replace(
-        message,
-        payload=None,
-        result=None,
-        headers=tuple((name, None) for name, _ in message.headers),
-    )
-
-
-async def _waits_for(read: _Read, message: InboxMessage) -> waits.Waits | None:
-    options = next(
-        (
-            handler.options
-            for handler in read.app.handlers
-            if handler.consumer == message.consumer and handler.options.in_order
-        ),
-        None,
-    )
-    unfinished = message.status in (Status.PENDING, Status.FAILED)
-    if options is None or message.key is None or not unfinished:
-        return None
-    dialect, ids = read.app.store.dialect, [message.message_id]
-    if options.ordered:
-        found = await waits.by_arrival(
-            read.db, dialect, message.consumer, ids, dead_blocks=options.dead_blocks
-        )
-    else:
-        found = await waits.by_version(
-            read.db, dialect, message.consumer, ids, first=options.gaps.first
-        )
-    return found.get(message.message_id)
-
-
-async def _held(
-    read: _Read, consumer: str, message_id: str
-) -> tuple[bool | None, tuple[Holder, ...]]:
+def _held(reader: Reader, consumer: str, message_id: str) -> tuple[bool | None, tuple[Holder, ...]]:
     """Whether an open transaction holds this id, and which; None where that cannot be told."""
-    dialect, named = read.app.store.dialect, {"consumer": consumer, "message_id": message_id}
-    if dialect.has("explain_holder"):
-        holders = _holders(await read.rows("explain_holder", named))
+    named = {"consumer": consumer, "message_id": message_id}
+    if reader.dialect.has("explain_holder"):
+        holders = _holders(reader.rows("explain_holder", named))
         return bool(holders), holders
-    if not dialect.has("explain_locked"):
+    if not reader.dialect.has("explain_locked"):
         return None, ()
+    return reader.on_database(_locked, reader.dialect.statement("explain_locked", named)), ()
+
+
+async def _locked(db: Session, statement: Statement) -> bool | None:
+    """Whether a row can be locked now; None for a role that may not lock."""
     try:
-        await read.db.begin((dialect.statement("explain_locked", named),))
-        await read.db.rollback()
+        await db.begin((statement,))
     except StoreError as error:
-        await read.db.rollback()
-        if error.fault is Fault.LOCK_TIMEOUT:
-            return True, ()
+        await db.rollback()
         if error.fault is Fault.UNAVAILABLE:
             raise
-        # a role that only reads may not lock
-        return None, ()
-    return False, ()
+        return True if error.fault is Fault.LOCK_TIMEOUT else None
+    await db.rollback()
+    return False
 
 
-def _holders(rows: Sequence[Sequence[Any]]) -> tuple[Holder, ...]:
+def _holders(rows: Rows) -> tuple[Holder, ...]:
     return tuple(
         Holder(
             pid=int(pid),
             user=user,
             application=application or None,
             state=state,
-            open_s=None if open_s is None else max(0.0, float(open_s)),
+            open_s=tables.age_of(open_s),
         )
         for pid, user, application, state, open_s in rows
     )
 
 
-async def _caused(
-    read: _Read, consumer: str, message_id: str, consumers: Sequence[str]
+def _caused(
+    reader: Reader, consumer: str, message_id: str, consumers: Sequence[str]
 ) -> tuple[Link, ...]:
     """What a message's handler has staged, by the ids that this always has: in the outbox, and in inboxes."""
     ids = [derived_id(consumer, message_id, ordinal) for ordinal in range(_CAUSED_MAX)]
     few = len(consumers) <= _CAUSED_CONSUMERS
     where = [name for name in consumers if few or name.startswith(PREFIX)][:_CAUSED_CONSUMERS]
-    links = [
-        *await _outbox_links(read, ids),
-        *await _inbox_links(read, [(name, caused_id) for name in where for caused_id in ids]),
-    ]
+    links = [*_outbox_links(reader, ids), *_inbox_links(reader, where, ids)]
     return tuple(sorted(links, key=lambda link: ids.index(link.message_id)))
 
 
-async def _causes(read: _Read, cause_id: str, consumers: Sequence[str]) -> tuple[Link, ...]:
-    return tuple(await _inbox_links(read, [(name, cause_id) for name in consumers]))
-
-
-async def _in_outbox(read: _Read, message_id: str, consumers: Sequence[str]) -> InOutbox | None:
-    message = await _outgoing(read, message_id)
+def _in_outbox(reader: Reader, message_id: str, consumers: Sequence[str]) -> InOutbox | None:
+    message = _outgoing(reader, message_id)
     if message is None:
         return None
-    ahead = None
+    ahead, causes = None, list[Link]()
     if message.waits_for is not None and message.waits_for.message_id is not None:
-        ahead = await _outgoing(read, message.waits_for.message_id)
-    causes: tuple[Link, ...] = ()
+        ahead = _outgoing(reader, message.waits_for.message_id)
     if message.cause_id is not None:
         named = consumers if message.cause_consumer is None else [message.cause_consumer]
-        causes = await _causes(read, message.cause_id, named)
-    return InOutbox(message=message, ahead=ahead, causes=causes)
+        causes = _inbox_links(reader, named, [message.cause_id])
+    return InOutbox(message=message, ahead=ahead, causes=tuple(causes))
 
 
-async def _outgoing(read: _Read, message_id: str) -> OutboxMessage | None:
-    params = OutboxFilter(message_id=message_id).params()
-    rows = await read.rows("outbox_show", params)
-    if not rows:
-        return None
-    message: OutboxMessage = tables.message_of(
-        read.app.store.columns, OUTBOX, rows[0], (), reveal=False
-    )
-    return message
+def _outgoing(reader: Reader, message_id: str) -> OutboxMessage | None:
+    return next(iter(reader.messages(OutboxFilter(message_id=message_id))), None)
 
 
-async def _aside(read: _Read, message_id: str, consumer: str | None) -> list[QuarantinedMessage]:
-    asked = [consumer]
-    if consumer is None:
-        # "" has what no handler consumed
-        asked = ["", *await _consumers(read, "explain_aside")]
+def _aside(reader: Reader, message_id: str, consumer: str | None) -> list[QuarantinedMessage]:
+    # "" has what no handler consumed
+    asked = ["", *_consumers(reader, "explain_aside")] if consumer is None else [consumer]
+    columns = reader.store.columns
     found: list[QuarantinedMessage] = []
     for name in asked:
         named = {"consumer": name, "message_id": message_id, "limit": _ASIDE_MAX}
         found += [
-            tables.message_of(read.app.store.columns, QUARANTINE, row, (), reveal=False)
-            for row in await read.rows("explain_quarantine", named)
+            tables.message_of(columns, QUARANTINE, row, (), reveal=False)
+            for row in reader.rows("explain_quarantine", named)
         ]
     return found
 
 
-async def _nowhere(read: _Read, found: Found) -> Found:
+def _nowhere(reader: Reader, found: Found) -> Found:
     """Look for traces of an id that has no row: open transactions, and attempts whose row is gone."""
-    writers = _holders(await read.rows("explain_writers", {"limit": _WRITERS_MAX}))
-    asked = (
-        {found.consumer}
-        if found.consumer is not None
-        else {*found.searched, *read.app.handlers.consumers()}
-    )
+    writers = _holders(reader.rows("explain_writers", {"limit": _WRITERS_MAX}))
+    asked = {*found.searched, *reader.app.handlers.consumers()}
+    if found.consumer is not None:
+        asked = {found.consumer}
     held_for: list[str] = []
-    last: list[datetime] = []
+    last: list[datetime | None] = []
     for name in sorted(asked)[:_CAUSED_CONSUMERS]:
-        if not writers and (await _held(read, name, found.message_id))[0]:
+        if not writers and _held(reader, name, found.message_id)[0]:
             held_for.append(name)
         params = {"consumer": name, "message_id": found.message_id}
-        last += [
-            moment
-            for *_, recorded in await read.rows("inbox_attempts", params)
-            if (moment := as_time(recorded)) is not None
-        ]
+        last += [as_time(recorded) for *_, recorded in reader.rows("inbox_attempts", params)]
     return replace(
         found,
         writers=writers,
         held_for=tuple(held_for),
-        last_attempt_at=max(last, default=None),
+        last_attempt_at=max(filter(None, last), default=None),
     )

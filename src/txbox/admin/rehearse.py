@@ -14,7 +14,7 @@ from os import urandom
 from typing import Any, Literal
 
 from txbox.admin.found import Link
-from txbox.admin.replay import Application
+from txbox.admin.reader import Application
 from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.handlers import Handler
@@ -25,7 +25,7 @@ from txbox.session import Raised, Session
 from txbox.store import claims
 from txbox.store.codec import Arrival
 
-# a rehearsal waits for nobody long, and nobody for it
+# neither waits long for others, nor lets others wait
 _LOCK_TIMEOUT = timedelta(seconds=2)
 _STATEMENTS_MAX = 200
 _STATEMENT_CHARACTERS = 2_000
@@ -69,21 +69,21 @@ class _Refused(Exception):
 
 @dataclass(slots=True)
 class _Watch:
-    """Hears of each statement of a handler's before it is sent, and refuses what would end the transaction."""
+    """Sees each statement of a handler before it is sent, and refuses what would end the transaction."""
 
     active: bool = True
     left: bool = False
     statements: list[str] = field(default_factory=list[str])
 
-    def told(self, sql: str) -> None:
+    def check(self, sql: str) -> None:
         if not self.active:
             return
         if _ENDS.search(sql):
             self.left = True
             raise _Refused(
-                "a rehearsal is never committed, and its handler must not end the transaction"
+                "a rehearsal is never committed: its handler must not end the transaction"
             )
-        # what txbox itself writes for the handler is told as what is staged
+        # what txbox itself writes for the handler is in `staged`
         if len(self.statements) < _STATEMENTS_MAX and "txbox_" not in sql:
             self.statements.append(" ".join(sql.split())[:_STATEMENT_CHARACTERS])
 
@@ -96,12 +96,12 @@ def check(app: Application, handler: Handler) -> None:
     """
     if not app.store.dialect.refuses_commit:
         raise ConfigurationError(
-            "MySQL and MariaDB cannot refuse the COMMIT of a handler, so that a rehearsal could not be sure to leave "
-            "nothing behind: rehearse on a copy in SQLite or PostgreSQL, or retry the message."
+            "MySQL and MariaDB cannot refuse the COMMIT of a handler, so a rehearsal might leave something behind: "
+            "rehearse on a copy in SQLite or PostgreSQL, or retry the message."
         )
     if not handler.options.transactional:
         raise ConfigurationError(
-            f"{handler.consumer} works outside of a transaction: what it does cannot be rolled back."
+            f"{handler.consumer} works outside a transaction: it cannot be rolled back."
         )
 
 
@@ -111,8 +111,8 @@ async def rehearsed(db: Session, app: Application, handler: Handler, arrival: Ar
     Raises:
         ConfigurationError: its row is being processed, or held by another transaction.
 
-    Guarantee: COMMIT is refused by the database, and what ends a transaction by the connection, which is thrown
-        away; what the handler does elsewhere than on its transaction is done.
+    Guarantee: the database refuses COMMIT, and the connection refuses what ends a transaction and is thrown
+        away. What the handler does outside its transaction really happens.
     """
     watch, started = _Watch(), time.monotonic()
     try:
@@ -120,7 +120,7 @@ async def rehearsed(db: Session, app: Application, handler: Handler, arrival: Ar
         before = await _staged(db, app, handler, arrival)
         faults = await _broken_references(db, app)
         assert db.connection is not None
-        db.connection.watch(watch.told)
+        db.connection.watch(watch.check)
         raised: Raised | None = None
         answers: list[Any] = []
         try:
@@ -168,7 +168,7 @@ def _failed(
             done,
             outcome="broken",
             error_type="TransactionBroken",
-            error="the handler ended the transaction that txbox began, or tried to, which a worker would not forgive",
+            error="the handler ended the transaction that txbox began, or tried to: a worker would reject it for good",
             staged=(),
         )
     failure = failure_of(
@@ -215,7 +215,7 @@ async def _claimed(
 
 
 async def _staged(db: Session, app: Application, handler: Handler, arrival: Arrival) -> list[Link]:
-    """What the message has staged, by the ids that this always has."""
+    """What the message has staged: the ids are derived from its own."""
     ids = [
         derived_id(handler.consumer, arrival.message_id, ordinal) for ordinal in range(_STAGED_MAX)
     ]
@@ -237,7 +237,7 @@ async def _staged(db: Session, app: Application, handler: Handler, arrival: Arri
 
 
 async def _broken_references(db: Session, app: Application) -> set[Sequence[Any]]:
-    """Rows whose reference leads nowhere, where only a look at all of them tells before the COMMIT."""
+    """Rows with a dangling reference, on databases that check these only at COMMIT."""
     dialect = app.store.dialect
     if not dialect.has("rehearse_references"):
         return set()

@@ -17,8 +17,10 @@ from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
 from txbox.store.dialect import as_time
 from txbox.store.waits import Waits
 
-#: What is done to rows of a table.
+#: What operators do to rows.
 Verb = Literal["retry", "discard", "reroute", "accept"]
+#: What a relay should have sent.
+_UNSENT = ("due", "leased", "failed")
 _ENCODED = "(encoded: the App that has the codec= can read it)"
 
 
@@ -34,14 +36,14 @@ class ConsumerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicStatus:
-    """What goes one way, of one topic.
+    """The outgoing messages of one topic and route.
 
     Attributes:
         route: where it goes; "" is whoever publishes or consumes the topic.
         counts: rows by status.
-        overdue: of those that are due, how many have been for a minute without an attempt: no relay
-            that has the route is running, or it is behind, or its broker is away.
-        oldest_waiting_s: how long ago the oldest row was staged that is due, leased or failed.
+        overdue: how many have been due for a minute without an attempt: no relay of the route runs,
+            or it is behind, or its broker is away.
+        oldest_waiting_s: the age of the oldest row that is due, leased or failed.
     """
 
     topic: str
@@ -56,9 +58,9 @@ class TableSize:
     """How large a table is.
 
     Attributes:
-        table: its name; on SQLite all tables are one file, whose size is known.
-        table_bytes: without its indexes, where those are known.
-        index_bytes: of all its indexes; None where that is not known.
+        table: its name; on SQLite that of the one file with all tables.
+        table_bytes: without its indexes, where these are known separately.
+        index_bytes: None where that is not known.
         partitions: how many tables it consists of.
     """
 
@@ -75,8 +77,8 @@ class PartitionStatus:
     Attributes:
         kind: "uuid7", "ulid" or "hash".
         count: how many partitions there are.
-        ready_until: until when partitions are made, where they are of a time each.
-        missing: rows of now have no partition: they go to the default one, which only batches prune.
+        ready_until: until when partitions exist, where each is for a span of time.
+        missing: new rows have no partition and go to the default one, which only batches prune.
     """
 
     kind: str
@@ -87,12 +89,12 @@ class PartitionStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audited:
-    """A change that an operator has made: one batch of it.
+    """One batch of an operator's change.
 
     Attributes:
         actor: who, as the command line or the dashboard knows them.
-        login: the database role that it was done with.
-        filter: what was asked for, by name.
+        login: the database role.
+        filter: the criteria by name.
         affected: rows of this batch.
     """
 
@@ -111,12 +113,12 @@ class FailureGroup:
     """Messages that failed in the same way and are dead, or wait for their next attempt.
 
     Attributes:
-        consumers: by consumer, how many are dead and how many failed.
+        consumers: for each consumer how many are dead and how many failed.
         first_at: when the first of them was received.
         last_at: when one of them failed last.
         sample: consumer and id of one of them.
-        error: the first line of what that one says; of the most frequent groups.
-        more: not all failures of a consumer were looked at: there may be more of them, and older ones.
+        error: the first line of the sample's error, for the largest groups.
+        more: only the newest failures of a consumer were grouped; there may be more.
     """
 
     fingerprint: str | None
@@ -155,7 +157,7 @@ class InboxRow:
         attempts: failures so far.
         starts: runs from the table that never ended.
         arrival: its place in the order of arrivals, by which pages go on.
-        waits_for: what stands in its way; asked for by the Admin, where an App says that there is an order.
+        waits_for: what must finish first, where an App has a handler with an order.
     """
 
     consumer: str
@@ -189,7 +191,7 @@ class OutboxRow:
             attempt), `dead`, `sent`, `discarded`.
         route: where it goes; "" is whoever publishes or consumes the topic.
         next_attempt_at: when a delayed or failed one is due.
-        waits_for: the message of its key that must leave before it; in a list only its id.
+        waits_for: the message of its key that must leave first; in a list only its id.
     """
 
     message_id: str
@@ -213,14 +215,14 @@ class OutboxRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineRow:
-    """A message that was set aside.
+    """A quarantined message.
 
     Attributes:
         hash: of its payload, in hexadecimal digits.
         status: "quarantined" until somebody decides, then "accepted" or "discarded"; "replaced" is what stood in
             the inbox before somebody edited it.
-        seen: how often it came.
-        kept_bytes: how much of its payload is stored; 0 when it was dropped, or had none.
+        seen: how often it arrived.
+        kept_bytes: the stored size of its payload; 0 when it was dropped, or there was none.
     """
 
     consumer: str
@@ -251,10 +253,10 @@ class RecordedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a message carries; payload and header values only when revealed, as the rules of the App leave them.
+    """What a message carries; payload and header values only when revealed, after the App's redaction.
 
     Attributes:
-        redacted: a rule hides something of payload or result: what is shown is not what is stored.
+        redacted: a rule hides part of payload or result, so what is shown is not what is stored.
     """
 
     content_type: str | None
@@ -283,7 +285,7 @@ class OutboxMessage(Content, OutboxRow):
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantinedMessage(Content, QuarantineRow):
-    """A message that was set aside, with everything that is known of it."""
+    """A quarantined message with everything that is known of it."""
 
     origin: dict[str, Any]
 
@@ -293,9 +295,9 @@ MessageT = TypeVar("MessageT")
 
 
 class Change(NamedTuple):
-    """Which rows a verb may change: a pass over the table for each status, in this order, so that none is met twice.
+    """The statuses that a verb may change, in an order that meets no row twice.
 
-    `meant` are those that a filter means which names neither a status nor a message.
+    `meant` are those that a filter stands for when it names neither a status nor a message.
     """
 
     statuses: tuple[str, ...]
@@ -307,11 +309,11 @@ class Table:
     """A table as operators see it.
 
     Attributes:
-        name: what its queries begin with.
-        noun: one of its rows.
-        key: the columns that name a row.
-        place: the column that pages and batches go on by; None where a row itself is the mark.
-        audited: a verb, as `txbox_audit` and events name it.
+        name: the prefix of its queries.
+        noun: what one row is called.
+        key: the columns that identify a row.
+        place: the column that pages and batches continue by; None where the key itself is the mark.
+        audited: how `txbox_audit` and events name a verb.
     """
 
     name: str
@@ -376,7 +378,7 @@ QUARANTINE = Table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter(Generic[RowT, MessageT]):
-    """Which rows of a table an operator means; what is None is not asked for."""
+    """Criteria for the rows of one table; None matches everything."""
 
     table: ClassVar[Table]
 
@@ -388,12 +390,12 @@ class Filter(Generic[RowT, MessageT]):
     older_than: timedelta | None = None
 
     def criteria(self) -> dict[str, str]:
-        """What is asked for, for people and for `txbox_audit`."""
+        """The criteria that are set, as text for people and `txbox_audit`."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def params(self) -> dict[str, Any]:
-        """What is asked for, for the queries."""
+        """The criteria as parameters of the queries."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         age = values.pop("older_than")
         return {**values, "older_than_s": None if age is None else age.total_seconds()}
@@ -401,7 +403,7 @@ class Filter(Generic[RowT, MessageT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InboxFilter(Filter[InboxRow, InboxMessage]):
-    """Which messages of the inbox an operator means."""
+    """Criteria for messages of the inbox."""
 
     table = INBOX
 
@@ -412,7 +414,7 @@ class InboxFilter(Filter[InboxRow, InboxMessage]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxFilter(Filter[OutboxRow, OutboxMessage]):
-    """Which outgoing messages an operator means."""
+    """Criteria for outgoing messages."""
 
     table = OUTBOX
 
@@ -422,10 +424,10 @@ class OutboxFilter(Filter[OutboxRow, OutboxMessage]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineFilter(Filter[QuarantineRow, QuarantinedMessage]):
-    """Which quarantined messages an operator means.
+    """Criteria for quarantined messages.
 
     Args:
-        hash: of the payload, in hexadecimal digits; the first ones are enough.
+        hash: of the payload, in hexadecimal digits; a prefix is enough.
     """
 
     table = QUARANTINE
@@ -478,19 +480,13 @@ def message_of(
 def _shown(
     columns: Columns, what: Literal["body", "result"], data: Any
 ) -> tuple[bytes | None, bool]:
-    """What is revealed, as the rules leave it, and whether they hide anything of it."""
+    """Apply the redaction rules; returns what may be shown, and whether anything is hidden."""
     return (None, False) if data is None else columns.redact.json(what, bytes(data))
 
 
-def failures_of(
-    fingerprint: str | None,
-    error_type: str | None,
-    consumer: str,
-    status: str,
-    counted: Sequence[Any],
-) -> FailureGroup:
+def failures_of(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> FailureGroup:
     """Read a row of `failure_groups`."""
-    count, first, last, message_id = counted
+    fingerprint, error_type, count, first, last, message_id = row
     first_at, last_at = as_time(first), as_time(last)
     assert first_at is not None
     assert last_at is not None
@@ -502,7 +498,32 @@ def failures_of(
         first_at=first_at,
         last_at=last_at,
         sample=(consumer, message_id),
+        more=more,
     )
+
+
+def age_of(seconds: Any) -> float | None:
+    """An age as the database tells it; a row that arrives between two clocks has no negative one."""
+    return None if seconds is None else max(0.0, float(seconds))
+
+
+def topics_of(rows: Sequence[Sequence[Any]]) -> list[TopicStatus]:
+    """Put the rows of `outbox_status` together by topic and route."""
+    routes: dict[tuple[str, str], list[Sequence[Any]]] = {}
+    for topic, route, *counted in rows:
+        routes.setdefault((topic, route), []).append(counted)
+    return [
+        TopicStatus(
+            topic=topic,
+            route=route,
+            counts={status: int(count) for status, count, _, _ in counted},
+            overdue=sum(int(late) for *_, late in counted),
+            oldest_waiting_s=age_of(
+                max((age for status, _, age, _ in counted if status in _UNSENT), default=None)
+            ),
+        )
+        for (topic, route), counted in sorted(routes.items())
+    ]
 
 
 def audited_of(found: Sequence[Any]) -> Audited:
@@ -514,7 +535,7 @@ def audited_of(found: Sequence[Any]) -> Audited:
 
 
 def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[Any]]:
-    """Read a row of `quarantine_lock`: how much of the payload is kept, and the message that it was.
+    """Read a row of `quarantine_lock`: how many bytes of the payload are kept, and the message.
 
     Raises:
         ConfigurationError: written through a codec that this app does not have.
@@ -536,26 +557,30 @@ def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[An
 
 
 def place_of(row: InboxRow | OutboxRow | QuarantineRow) -> int | str:
-    """Where the page behind this row begins: what `Admin.list` takes as `before`."""
+    """The place of a row: as `before`, it makes `Admin.list` continue behind the row."""
     if isinstance(row, QuarantineRow):
         mark = json.dumps([row.consumer, row.message_id, row.hash])
         return base64.urlsafe_b64encode(mark.encode()).decode()
     return row.arrival if isinstance(row, InboxRow) else row.number
 
 
+def mark_params(key: Any) -> dict[str, Any]:
+    """Where a page or a batch continues: behind the row with this key, in a table without a number for that."""
+    mark = key if isinstance(key, tuple) else (None, None, None)
+    return dict(zip(("mark_consumer", "mark_id", "mark_hash"), mark, strict=True))
+
+
 def mark_of(place: str) -> tuple[str, str, bytes]:
-    """The key of the quarantine row that `place_of` was asked about.
+    """The key of the quarantine row with this place.
 
     Raises:
-        ConfigurationError: this is no such place.
+        ConfigurationError: not a place.
     """
     with suppress(ValueError, TypeError):
         consumer, message_id, digits = json.loads(base64.urlsafe_b64decode(place))
         if isinstance(consumer, str) and isinstance(message_id, str):
             return consumer, message_id, bytes.fromhex(str(digits))
-    raise ConfigurationError(
-        "This is not where a page begins: give what the page before it ended with."
-    )
+    raise ConfigurationError("Invalid place: copy the one that the page before ended with.")
 
 
 def _columns(table: Table) -> tuple[str, ...]:
@@ -566,7 +591,7 @@ def _columns(table: Table) -> tuple[str, ...]:
 def _named(
     columns: Columns, names: Sequence[str], found: Sequence[Any], key_id: str | None = None
 ) -> tuple[dict[str, Any], str | None]:
-    """A row by its columns, as people read them, and the key that it was encoded with."""
+    """The columns of a row by name, decoded and redacted, and the key id of its codec."""
     values = dict(zip(names, found, strict=True))
     key_id = values.pop("key_id", key_id)
     for name, value in values.items():
@@ -591,7 +616,7 @@ def _named(
 def _headers(
     columns: Columns, text: str | None, key_id: str | None, *, reveal: bool
 ) -> tuple[tuple[str, str | None], ...]:
-    """Read a column of headers; their values only when revealed, and names only where they can be decoded.
+    """Decode headers: names where they can be decoded, values only when revealed.
 
     Raises:
         ConfigurationError: revealed, and written through a codec that this app does not have.

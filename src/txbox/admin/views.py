@@ -1,4 +1,4 @@
-"""What operators look at, as data: tables of named columns, and records of names and values, for others to render."""
+"""What operators look at, as tables and records for the command line and the pages to render."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from txbox.admin.tables import (
     Table,
     TableSize,
     TopicStatus,
+    Verb,
 )
 from txbox.outcome import Status
 from txbox.store.pauses import Pause
@@ -25,13 +26,17 @@ from txbox.store.pauses import Pause
 if TYPE_CHECKING:
     from txbox.admin.explain import Explanation
 
-#: What stands in a table: what is empty has no value.
+#: One cell of a table; None and "" are empty.
 Cell = str | int | float | datetime | timedelta | None
 #: Names and values of one message.
 Record = list[tuple[str, Cell]]
 
-#: Stands for the consumer of what no handler consumes.
+#: Shown as the consumer of what no handler consumes.
 UNMATCHED = "(no consumer)"
+#: What a verb has done.
+DONE = {
+    "retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted", "replay": "replayed",
+}  # fmt: skip
 _ERROR_CHARACTERS = 120
 _MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -45,7 +50,7 @@ _LISTED = {
     ),
     QUARANTINE.name: ("consumer", "id", "hash", "status", "topic", "type", "seen", "received", "reason"),
 }  # fmt: skip
-# of the three tables together: what a row does not have is left out
+# of all three tables; columns that a row lacks are left out
 _RECORD = (
     "consumer", "id", "hash", "status", "topic", "route", "type", "key", "sequence", "number", "received", "staged",
     "caused by", "updated", "processed", "sent", "next attempt", "waits for", "leased until", "attempts",
@@ -54,8 +59,8 @@ _RECORD = (
 )  # fmt: skip
 
 
-# ids and error texts come from strangers: nothing of theirs may steer a terminal or a page
-# and what cannot be seen makes no two ids look alike: soft hyphens, zero-width characters, marks of direction, tags
+# Ids and error texts come from strangers: nothing in them may steer a terminal or a page, and two ids that differ in
+# invisible characters (soft hyphens, zero width, direction marks, tags) must not look alike.
 CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
     r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
@@ -63,14 +68,14 @@ CONTROL = re.compile(
 
 
 class View(NamedTuple):
-    """A table for people: the names of its columns, and its rows."""
+    """A table: the names of its columns, and its rows."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Cell, ...]]
 
 
 def age(seconds: float | None) -> str:
-    """A length of time for people: 42s, 5m 10s, 3h 12m, 2d 4h."""
+    """Format a length of time: 42s, 5m 10s, 3h 12m, 2d 4h."""
     if seconds is None:
         return ""
     left, parts = int(seconds), list[str]()
@@ -85,23 +90,36 @@ def duration_of(text: str) -> timedelta:
     """Read 30s, 5m, 2h, 7d, or a sum like 1h30m.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a duration.
     """
     parts = _DURATION.findall(text)
     if not parts or "".join(f"{number}{unit}" for number, unit in parts) != text:
         raise ValueError(
-            f"{text!r} is no duration: write a number with its unit, like 30s, 5m, 2h or 7d"
+            f"invalid duration {text!r}: use a number and a unit, such as 30s, 5m, 2h or 7d"
         )
     return timedelta(seconds=sum(float(number) * _UNITS_S[unit] for number, unit in parts))
 
 
 def counted(number: int, noun: str = "message") -> str:
-    """1 message, 2 messages."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """1 message, 2 messages, 3 processes."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def noun_of(table: Table, verb: Verb, status: str | None) -> str:
+    """What a filter without message ids means, such as "dead message"."""
+    if table is QUARANTINE:
+        return table.noun
+    meant = table.changes[verb].meant
+    return f"{status or (meant[0] if len(meant) == 1 else 'waiting')} {table.noun}"
+
+
+def spared(count: int) -> str:
+    """Why a retry in bulk leaves messages alone."""
+    return f"{count:,} left alone: their handler broke the transaction, so what they wrote is unknown. Look at each"
 
 
 def filled(view: View) -> View:
-    """A table without the columns that have no value in any row; the first one stays."""
+    """Drop the columns that are empty in every row, except the first."""
     kept = [
         index
         for index in range(len(view.columns))
@@ -112,7 +130,7 @@ def filled(view: View) -> View:
 
 
 class Warned(NamedTuple):
-    """Something that somebody should look at: "warn" or "bad", what it is, and what to do."""
+    """Something that needs attention: "warn" or "bad", the problem, and what to do."""
 
     severity: str
     said: str
@@ -122,20 +140,20 @@ class Warned(NamedTuple):
 def warnings(
     consumers: Iterable[ConsumerStatus], topics: Iterable[TopicStatus]
 ) -> Generator[Warned]:
-    """What the counts of inbox and outbox say is stuck."""
+    """What is stuck, by the counts of inbox and outbox."""
     for status in consumers:
         name = status.consumer or UNMATCHED
         if dead := status.counts.get("dead"):
             yield Warned(
                 "bad",
                 f"{counted(dead)} of {name} {'is' if dead == 1 else 'are'} dead.",
-                "Nothing happens to them until somebody looks at the error, and retries or discards them.",
+                "Look at the error, then retry or discard.",
             )
         if status.quarantined:
             yield Warned(
                 "warn",
                 f"{counted(status.quarantined)} of {name} {'is' if status.quarantined == 1 else 'are'} quarantined.",
-                "They never ran: accept or discard them.",
+                "They never ran: accept or discard.",
             )
     for topic in topics:
         if topic.overdue:
@@ -144,15 +162,15 @@ def warnings(
             yield Warned(
                 "bad",
                 f"{counted(dead, 'outgoing message')} of topic {topic.topic} {'is' if dead == 1 else 'are'} dead.",
-                "They have not left, and will not until somebody retries or discards them.",
+                "They were not sent: retry or discard.",
             )
 
 
 def overdue(status: TopicStatus) -> tuple[str, str]:
-    """That messages should have left, and what to do."""
+    """The problem of overdue outgoing messages, and what to do."""
     remedy = (
-        f"See that a worker or `txbox relay` of an App with the route {status.route or 'any'} runs and reaches "
-        "its destination, or `txbox outbox reroute` them."
+        f"Make sure that a worker or `txbox relay` of an App with the route {status.route or 'any'} runs and "
+        "reaches the destination, or `txbox outbox reroute` them."
     )
     late = f"{counted(status.overdue)} of topic {status.topic}"
     return f"{late} should have left more than a minute ago.", remedy
@@ -180,7 +198,7 @@ def topics(statuses: Iterable[TopicStatus]) -> View:
 
 
 def sizes(tables: Iterable[TableSize]) -> View:
-    """The tables and how large they are."""
+    """How large the tables are."""
     view = View(("table", "rows", "indexes", "partitions"), [])
     for size in tables:
         parts = size.partitions if size.partitions > 1 else "-"
@@ -208,7 +226,7 @@ def workers(found: Iterable[WorkerStatus]) -> View:
 
 
 def pauses(found: Iterable[Pause]) -> View:
-    """The consumers that are paused."""
+    """Paused consumers."""
     return View(
         ("consumer", "since", "by", "reason"),
         [(pause.consumer, pause.paused_at, pause.actor, pause.reason) for pause in found],
@@ -216,13 +234,13 @@ def pauses(found: Iterable[Pause]) -> View:
 
 
 def page(table: Table, rows: Iterable[Any]) -> View:
-    """Messages of one table, a row each."""
+    """One row for each message."""
     columns = _LISTED[table.name]
     return View(columns, [tuple(_value(name, row, _SHORT) for name in columns) for row in rows])
 
 
 def record(message: Any) -> Record:
-    """Everything that is known of one message but its error, its attempts and its payload."""
+    """Everything about one message except error, attempts and payload."""
     found = ((name, _value(name, message, _LONG)) for name in _RECORD)
     return [(name, value) for name, value in found if value not in (None, "")]
 
@@ -241,18 +259,18 @@ def failures(failed: Iterable[ReplayFailure]) -> View:
 
 
 def explanation(
-    told: Explanation,
+    found: Explanation,
 ) -> list[tuple[str, list[tuple[str, str, str | None]]]]:
-    """Each place where a message stands: its title, and a mark, a text and a command for each sentence."""
+    """Each place of a message: its title, and for each sentence a mark, the text and a command."""
     places: list[tuple[str, list[tuple[str, str, str | None]]]] = []
-    for place in told.places:
+    for place in found.places:
         where = (
             f" of {place.consumer or UNMATCHED}" if place.table in ("inbox", "quarantine") else ""
         )
-        title = f"{told.message_id} in the {place.table}{where}: {place.status}"
+        title = f"{found.message_id} in the {place.table}{where}: {place.status}"
         places.append(
             (
-                title if place.table else f"{told.message_id}: unknown",
+                title if place.table else f"{found.message_id}: unknown",
                 [(_MARKS[said.severity], said.text, said.command) for said in place.sentences],
             )
         )
@@ -260,7 +278,7 @@ def explanation(
 
 
 def keys(table: Table, named: Iterable[Mapping[str, str]]) -> View:
-    """What names rows of a table, as the sample of a change does."""
+    """The keys of rows, such as the sample of a change."""
     return View(
         tuple("id" if column == "message_id" else column for column in table.key),
         [tuple(_key(column, key[column]) for column in table.key) for key in named],

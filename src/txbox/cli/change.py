@@ -1,4 +1,4 @@
-"""retry, discard, reroute, accept and replay: single messages, or what a filter means; dry runs, consent, audit."""
+"""retry, discard, reroute, accept, edit, rehearse and replay: targets, dry runs, consent, audit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from txbox.admin import Changed, views
 from txbox.admin.replay import Replayed
-from txbox.admin.tables import QUARANTINE, Filter, InboxFilter, Table
+from txbox.admin.tables import Filter, InboxFilter, Table
 from txbox.admin.views import counted
 from txbox.cli.application import admin_of
 from txbox.cli.options import add_audit, add_filter, filter_of, header_of, route
@@ -31,13 +31,6 @@ from txbox.cli.parser import print_error
 from txbox.errors import ConfigurationError
 from txbox.outcome import Status
 
-_DONE = {
-    "retry": "retried",
-    "discard": "discarded",
-    "reroute": "rerouted",
-    "accept": "accepted",
-    "replay": "replayed",
-}
 _ASKED = """\
 Message ids are changed at once. A filter is counted first and asked about;
 without a terminal it needs --yes. --dry-run changes nothing and asks nothing."""
@@ -52,7 +45,7 @@ _HELP = {
     ),
     "discard": ("give {} up for good", "Gives {} up for good: they never run or leave."),
     "reroute": (
-        "send {} another way: those whose route no App has any more",
+        "give {} another route, if no App has theirs any more",
         """Gives {} another route, with a full new budget of attempts: for those that no relay takes, since their route
         was renamed or removed. Only a relay whose App has the new route takes them.""",
     ),
@@ -242,7 +235,7 @@ def _add_replay(commands: Any, common: argparse.ArgumentParser) -> None:
         "been kept (keep_payload=). A replay that fails leaves its message processed, and is reported. "
         "With --as, stores the messages in arrival order as pending ones of another consumer instead. "
         "Takes --app; with --as, --database is enough.\n\n"
-        f"A replay is of one consumer: CONSUMER and message ids, or --consumer with any other filter. {_ASKED}",
+        f"A replay is for one consumer: CONSUMER and message ids, or --consumer with any other filter. {_ASKED}",
     )  # fmt: skip
     names = ("consumer", "status", "topic", "type", "key")
     _add_targets(command, InboxFilter, names, statuses=tuple(Status))
@@ -284,7 +277,7 @@ def _targets(args: argparse.Namespace) -> tuple[list[Filter[Any, Any]], bool]:
     if args.ids and (given or args.all):
         raise ConfigurationError("Give message ids or a filter, not both.")
     if args.all and (given or marked):
-        raise ConfigurationError("--all goes without a filter: leave one of them out.")
+        raise ConfigurationError("Give --all or a filter, not both.")
     if len(args.ids) > 1 and getattr(args, "message_id", None) is not None:
         raise ConfigurationError("--id is for one message: accept them one by one.")
     if args.ids or marked:
@@ -295,12 +288,12 @@ def _targets(args: argparse.Namespace) -> tuple[list[Filter[Any, Any]], bool]:
         ], True
     if args.verb == "replay" and args.consumer is None:
         raise ConfigurationError(
-            "A replay is of one consumer: give --consumer, or CONSUMER and ids."
+            "A replay is for one consumer: give --consumer, or CONSUMER and ids."
         )
     if not given and not args.all:
         named = "CONSUMER and ids" if hasattr(args, "of") else "message ids"
         raise ConfigurationError(
-            f"What is to be {_DONE[args.verb]}? Give {named}, a filter, or --all."
+            f"Which messages are to be {views.DONE[args.verb]}? Give {named}, a filter, or --all."
         )
     return [where], False
 
@@ -341,7 +334,7 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -> int:
-    """Retry one, ten, then the rest, and tell what becomes of each step."""
+    """Retry one, ten, then the rest, and report each step."""
     if named or not isinstance(where, InboxFilter):
         raise ConfigurationError("--canary is for a filter: retry single messages by their ids.")
     with admin_of(args) as admin:
@@ -354,19 +347,19 @@ def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -
         else:
             redriven = admin.canary(
                 where, actor=args.actor, reason=args.reason, most=expected,
-                told=lambda step: None if args.json else print_line(step.told()),
+                on_step=lambda step: None if args.json else print_line(step.sentence),
             )  # fmt: skip
     if args.json:
         print_json({"action": "canary", "dry_run": args.dry_run, **as_json(redriven)})
     elif args.dry_run:
         print_line(f"{counted(expected)} would be retried.")
     else:
-        print_line(redriven.told() if expected else "No dead message matches.")
+        print_line(redriven.sentence if expected else "No dead message matches.")
     return 0 if redriven.stopped is None else 1
 
 
 def _agreed(args: argparse.Namespace, count: int, where: Filter[Any, Any]) -> bool:
-    """Say whether a change in bulk may go on.
+    """Whether a change in bulk may go on.
 
     Raises:
         ConfigurationError: nobody can be asked and --yes is missing.
@@ -377,17 +370,16 @@ def _agreed(args: argparse.Namespace, count: int, where: Filter[Any, Any]) -> bo
         raise ConfigurationError(
             f"This would {args.verb} {counted(count)}: add --yes to do it without being asked, or --dry-run."
         )
-    noun = where.table.noun
-    if args.verb == "replay":
-        noun = f"{args.consumer} {noun}"
-    elif where.table is not QUARANTINE:
-        meant = where.table.changes[args.verb].meant
-        noun = f"{where.status or (meant[0] if len(meant) == 1 else 'waiting')} {noun}"
+    noun = (
+        f"{args.consumer} {where.table.noun}"
+        if args.verb == "replay"
+        else views.noun_of(where.table, args.verb, where.status)
+    )
     return confirmed(f"{args.verb.capitalize()} {counted(count, noun)}?")
 
 
 def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool:
-    """Tell what was changed; returns whether nothing was refused."""
+    """Report what was changed; returns whether nothing was refused."""
     table: Table = args.kind.table
     count, spared = (
         sum(getattr(result, name) for result in results) for name in ("count", "spared")
@@ -403,11 +395,10 @@ def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool
             if count > len(sample):
                 print_line(f"… and {count - len(sample)} more")
         would = "would be " if args.dry_run else ""
-        print_line(f"{counted(count, table.noun)} {would}{_DONE[args.verb]}.")
+        print_line(f"{counted(count, table.noun)} {would}{views.DONE[args.verb]}.")
         if spared:
             print_line(
-                f"{spared} left alone: their handler broke the transaction, so what they wrote is unknown. Look at "
-                "each, then name it by id, or all of them with --error-type TransactionBroken."
+                f"{views.spared(spared)}, then name it by id, or all of them with --error-type TransactionBroken."
             )
     for row, refusal in zip(views.keys(table, refused[:10]).rows, refused, strict=False):
         print_error(f"{' '.join(map(shown, row))}: {refusal['reason']}.")
@@ -417,7 +408,7 @@ def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool
 
 
 def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> bool:
-    """Tell what was replayed; returns whether everything was."""
+    """Report what was replayed; returns whether everything was."""
     names = ("count", "processed", "failed", "stored", "duplicates", "skipped")
     sums = {name: sum(getattr(result, name) for result in results) for name in names}
     failures = [failure for result in results for failure in result.failures]

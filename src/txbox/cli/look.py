@@ -1,4 +1,4 @@
-"""status, and of each table list and show: they change nothing."""
+"""status, explain, and list and show of each table: they change nothing."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _unknown(admin: Admin, where: Filter[Any, Any]) -> str:
     if isinstance(where, QuarantineFilter):
-        return "Nothing like that is quarantined: `txbox quarantine list` shows what is."
+        return "No such quarantined message: `txbox quarantine list` shows what is there."
     if not isinstance(where, InboxFilter):
         return shown(admin.why_not("show", where))
     # of the latest messages only: no index knows how ids end

@@ -33,10 +33,10 @@ def shown(value: Cell) -> str:
 
 
 def clipped(text: str, width: int, *, right: bool = False) -> str:
-    """A text in exactly so many columns of a terminal: filled up with blanks, or cut, with an ellipsis.
+    """Pad or cut a text to exactly so many columns of a terminal.
 
     Args:
-        right: what is shorter stands to the right.
+        right: align to the right.
     """
     sizes = [2 if east_asian_width(each) in "WF" else not combining(each) for each in text]
     if sum(sizes) > width:
@@ -85,9 +85,9 @@ def print_line(text: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """A table: with rich on a terminal where it is installed, plain and aligned otherwise.
+    """Print a table: with rich on a terminal if it is installed, plain otherwise.
 
-    Columns of numbers stand to the right; a column without any value is left out.
+    Columns of numbers are aligned to the right; empty columns are left out.
     """
     heads, values = filled(View(tuple(columns), [tuple(row) for row in rows]))
     cells = [[shown(value) for value in row] for row in values]
@@ -145,7 +145,7 @@ def _print_rich(
 
 
 def _across(widths: Sequence[int], between: int) -> int:
-    """Columns of the terminal that a row takes."""
+    """The width of a row in a terminal."""
     return sum(widths) + between * (len(widths) - 1)
 
 
@@ -156,7 +156,7 @@ def _print_stacked(
     widths: Sequence[int],
     right: Sequence[bool],
 ) -> None:
-    """The columns that fit as a table, the others named in a line below each row: ids stay whole."""
+    """Print the columns that fit as a table, and the others in a line below each row, so that ids stay whole."""
     from rich.cells import cell_len
     from rich.padding import Padding
     from rich.text import Text
@@ -220,19 +220,19 @@ def readable(payload: bytes) -> str:
 
 
 def interactive() -> bool:
-    """Say whether somebody can be asked."""
+    """Whether there is somebody to ask."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def confirmed(question: str) -> bool:
-    """Ask on the terminal; anything but yes is no."""
+    """Ask on the terminal; only "y" and "yes" agree."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @contextmanager
 def progress(text: str, total: int | None = None) -> Generator[Callable[[int], None]]:
-    """A progress bar on standard error while work lasts; nothing where no terminal or no rich is."""
+    """Show a progress bar on standard error, if that is a terminal and rich is installed."""
     if not sys.stderr.isatty():
         yield lambda _done: None
         return

@@ -78,7 +78,7 @@ def _ui(args: argparse.Namespace) -> int:
         dashboard = Dashboard(
             app, authenticator, hosts=args.allow_host, secret=os.environ.get(_SIGNING)
         )
-        # wrong tables are said now, and not by the first page
+        # wrong tables are reported now, not by the first page
         dashboard.admin.schema()
         listener = listening(args.host, args.port, "--port", "the dashboard")
         from txbox.worker.serving import DASHBOARD, Server
@@ -93,10 +93,10 @@ def _ui(args: argparse.Namespace) -> int:
 
 
 def _authenticator(args: argparse.Namespace) -> Authenticator:
-    """Who may look.
+    """The authenticator that the options name.
 
     Raises:
-        ConfigurationError: nobody was named, or in two ways.
+        ConfigurationError: none, or two.
     """
     from txbox.ui import Token, Users
 
@@ -115,13 +115,11 @@ def _authenticator(args: argparse.Namespace) -> Authenticator:
             ) from None
     if token:
         return Token(token, grants=args.grant)
-    raise ConfigurationError(
-        f"The dashboard does not start without knowing who may look: set {_SHARED}, or give --users FILE."
-    )
+    raise ConfigurationError(f"Nobody may log in: set {_SHARED}, or give --users FILE.")
 
 
 def _password() -> str:
     password = getpass.getpass() if interactive() else sys.stdin.readline().rstrip("\n")
     if not password:
-        raise ConfigurationError("An empty password is none.")
+        raise ConfigurationError("The password is empty.")
     return password

@@ -3,6 +3,7 @@
 -- Every database's own file has these fragments:
 --   [now], [stable_now], [ago seconds], [in seconds], [age moment], [clock]    the time; a stable one can bound an index scan
 --   [text column]                what is stored as bytes, as text
+--   [joined column]              an aggregate: the texts of a group with commas between
 --   [in_rows name, type]         is one of `:rows.name`
 --   [same a, b]                  a = b, where NULL equals NULL
 --   [open]                       the predicate of the partial indexes over open rows, which some planners cannot infer
@@ -208,7 +209,7 @@ SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 -- nothing: schema_creators
 -- Names are looked up in one database only, and then among the built-ins.
 
--- ---- admin/queries.py -----------------------------------------------------------------------------------------------
+-- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
 
 -- name: status
 SELECT [text own.consumer], own.status, count(*)
@@ -583,9 +584,12 @@ SELECT [clock]
 -- nothing: doctor_backend doctor_functions doctor_storage doctor_standbys
 
 -- name: doctor_messages
--- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late.
+-- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late. Each of these
+-- rows may be a page of its own; how many there are of all, up to a limit, the index knows alone.
 SELECT [text own.topic], [text own.type], count(*), [age min(own.received_at)],
-       count(CASE WHEN own.until < [ago :late_s] THEN 1 END)
+       count(CASE WHEN own.until < [ago :late_s] THEN 1 END),
+       (SELECT count(*) FROM (SELECT 1 FROM [by_status] AND [open] status = :status::text
+                               LIMIT :counted::integer) AS alike)
   FROM (SELECT topic, type, received_at,
                CASE WHEN status = 'processing' THEN lease_until WHEN has_payload THEN next_attempt_at END AS until
           FROM [by_status] AND [open] status = :status::text
@@ -719,11 +723,12 @@ SELECT DISTINCT [text route], [text topic], [text type], [text cause_consumer] F
 
 -- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
 
--- fragment: counted
-minute, kind, [text name], received, processed, duplicate, deferred, failed, dead, quarantined, latency, run, oldest_s
-
 -- name: activity_read
-SELECT [counted] FROM txbox_activity WHERE minute >= :minute::bigint ORDER BY minute
+-- A day of ten consumers is 14,000 rows: they are summed here by steps of time, and their histograms joined.
+SELECT minute - minute % :step::bigint AS first, kind, [text name], sum(received), sum(processed), sum(duplicate),
+       sum(deferred), sum(failed), sum(dead), sum(quarantined), [joined latency], [joined run], max(oldest_s)
+  FROM txbox_activity WHERE minute >= :minute::bigint
+ GROUP BY 1, 2, 3 ORDER BY 1
 
 -- name: activity_minutes
 -- Minutes of which several processes have rows yet.
@@ -731,7 +736,9 @@ SELECT DISTINCT minute FROM txbox_activity
  WHERE minute < :before::bigint AND worker <> '' ORDER BY minute LIMIT :limit::integer
 
 -- name: activity_of
-SELECT [counted] FROM txbox_activity WHERE minute [in_rows minute, bigint]
+SELECT minute, kind, [text name], received, processed, duplicate, deferred, failed, dead, quarantined, latency, run,
+       oldest_s
+  FROM txbox_activity WHERE minute [in_rows minute, bigint]
 
 -- name: activity_folded
 DELETE FROM txbox_activity WHERE minute [in_rows minute, bigint] AND worker <> ''

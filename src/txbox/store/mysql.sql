@@ -34,6 +34,9 @@ TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6
 -- fragment: text column
 CONVERT([column] USING utf8mb4)
 
+-- fragment: joined column
+GROUP_CONCAT([column])
+
 -- fragment: in_rows name type
 IN ({:rows.[name]})
 
@@ -511,7 +514,7 @@ SELECT RELEASE_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)))
 SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
  WHERE table_schema = DATABASE() AND table_name = 'txbox_inbox' AND engine = 'InnoDB'
 
--- ---- admin/queries.py -----------------------------------------------------------------------------------------------
+-- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
 
 -- name: outbox_status
 -- Overdue: due for over a minute and never tried.
@@ -794,6 +797,15 @@ ON DUPLICATE KEY UPDATE
     received = VALUES(received), processed = VALUES(processed), duplicate = VALUES(duplicate),
     deferred = VALUES(deferred), failed = VALUES(failed), dead = VALUES(dead), quarantined = VALUES(quarantined),
     latency = VALUES(latency), run = VALUES(run), oldest_s = VALUES(oldest_s)
+
+-- name: activity_read
+-- MySQL would cut the joined texts off at 1,024 bytes. The first comment is MariaDB's, the second MySQL's.
+/*M!100100 SET STATEMENT group_concat_max_len = 16777216 FOR */
+SELECT /*+ SET_VAR(group_concat_max_len = 16777216) */
+       minute - minute % :step AS first, kind, [text name], sum(received), sum(processed), sum(duplicate),
+       sum(deferred), sum(failed), sum(dead), sum(quarantined), [joined latency], [joined run], max(oldest_s)
+  FROM txbox_activity WHERE minute >= :minute
+ GROUP BY 1, 2, 3 ORDER BY 1
 
 -- name: outbox_ages
 -- How long the first row that is due has been so, of each route; one index probe each.

@@ -27,6 +27,9 @@ extract(epoch FROM clock_timestamp())::double precision
 -- fragment: text column
 [column]
 
+-- fragment: joined column
+string_agg([column], ',')
+
 -- fragment: in_rows name type
 = ANY(:rows.[name]::[type][])
 
@@ -723,7 +726,7 @@ SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
    AND own.grantee <> n.nspowner AND own.grantee <> home.relowner AND NOT coalesce(role.rolsuper, false)
  ORDER BY 1
 
--- ---- admin/queries.py -----------------------------------------------------------------------------------------------
+-- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
 
 -- name: bound_look
 -- A page that takes longer is none: the index for what it asks is missing.

@@ -29,6 +29,9 @@ strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', [seconds]))
 -- fragment: text column
 [column]
 
+-- fragment: joined column
+group_concat([column], ',')
+
 -- fragment: in_rows name type
 IN ({:rows.[name]})
 
@@ -464,7 +467,7 @@ SELECT (SELECT foreign_keys FROM pragma_foreign_keys)
        AND (SELECT count(*) FROM pragma_foreign_key_list('txbox_guard')) AS triggers,
        'origin' AS role
 
--- ---- admin/queries.py -----------------------------------------------------------------------------------------------
+-- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
 
 -- name: consumers
 -- From one to the next in the keys: as many steps as there are consumers, however many rows they have.
@@ -578,7 +581,10 @@ SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit
 -- name: doctor_messages
 -- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late.
 SELECT own.topic, own.type, count(*), [age min(own.received_at)],
-       count(CASE WHEN julianday(own.until) < julianday('now') - :late_s / 86400.0 THEN 1 END)
+       count(CASE WHEN julianday(own.until) < julianday('now') - :late_s / 86400.0 THEN 1 END),
+       (SELECT count(*) FROM (SELECT 1 FROM txbox_inbox INDEXED BY txbox_inbox_status
+                               WHERE status <> 'processed' AND status = :status AND consumer = :consumer
+                               LIMIT :counted) AS alike)
   FROM (SELECT topic, type, received_at,
                CASE WHEN status = 'processing' THEN lease_until WHEN has_payload THEN next_attempt_at END AS until
           FROM txbox_inbox INDEXED BY txbox_inbox_status

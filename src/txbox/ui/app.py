@@ -1,4 +1,4 @@
-"""The dashboard as an ASGI application: who may ask for what, limits, and pages that stay fresh."""
+"""The dashboard as an ASGI application: logins, grants, limits, and pages that stay fresh."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Dashboard:
         hosts: Iterable[str] = (),
         secret: str | None = None,
     ) -> None:
-        # whoever has no types may pass None, or the class of what has to be made
+        # callers without types may pass None, or a class instead of an object
         given: Any = authenticator
         if not isinstance(given, Authenticator) and (
             isinstance(given, type) or not callable(given)
@@ -139,7 +139,10 @@ class Dashboard:
 
     async def _answered(self, request: Request) -> Response:
         if not security.known_host(request.headers.get("host", ""), self._hosts):
-            raise Refused(400, "This dashboard is not known under that host name.")
+            raise Refused(
+                400,
+                "This dashboard does not answer to that host name: add it with --allow-host or hosts=.",
+            )
         self.admin.loop = asyncio.get_running_loop()
         request.state.seen = self._pages.seen
         path = path_of(request)
@@ -159,12 +162,12 @@ class Dashboard:
             raise Refused(404, "There is no such page.")
         method = "GET" if request.method == "HEAD" else request.method
         if rule.method != method:
-            raise Refused(405, "This page is not asked for in that way.", {"allow": rule.method})
+            raise Refused(405, "This page does not take that method.", {"allow": rule.method})
         for grant in rule.grants:
             if not access.may(grant):
                 raise Refused(
                     403,
-                    f"You are logged in as {access.actor}, without the grant “{grant}” that this takes.",
+                    f"You are logged in as {access.actor}, without the grant “{grant}” that this needs.",
                 )
         form: dict[str, list[str]] = {}
         if method == "POST":
@@ -175,11 +178,9 @@ class Dashboard:
         )
 
     async def _run(self, answer: Callable[[Asked], Response], asked: Asked) -> Response:
-        """Carry a page out in a thread of this dashboard's own."""
+        """Make a page in a thread of the dashboard."""
         if self._waiting >= _WAITING_MAX:
-            raise Refused(
-                503, "Too many pages are being asked for: try again.", {"retry-after": "1"}
-            )
+            raise Refused(503, "Too many pages are being loaded: try again.", {"retry-after": "1"})
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, answer, asked)
@@ -222,7 +223,7 @@ class Dashboard:
             )
         return form
 
-    # -- who asks -----------------------------------------------------------------------------
+    # -- logins -----------------------------------------------------------------------------
 
     async def _access(self, request: Request) -> Access | None:
         authenticator = self._authenticator
@@ -246,7 +247,7 @@ class Dashboard:
         return await self._verify(request, name, secret)
 
     async def _verify(self, request: Request, name: str, secret: str) -> Access | None:
-        """Who gives this name and secret; not more often than people mistype."""
+        """Check a name and secret, with a limit on failures."""
         authenticator = self._authenticator
         assert isinstance(authenticator, Authenticator)
         address = request.client.host if request.client else ""
@@ -254,7 +255,7 @@ class Dashboard:
             raise Refused(
                 429, "Too many logins have failed: wait a minute.", {"retry-after": f"{wait_s:.0f}"}
             )
-        # a client that logs in with each request is not to cost 50 ms each time
+        # a client that authenticates each request must not cost 50 ms each time
         digest = hashlib.sha256(f"{len(name)}:{name}{secret}".encode()).digest()
         actor, until = self._verified.get(digest, ("", 0.0))
         if until > time.monotonic():
@@ -278,7 +279,7 @@ class Dashboard:
         name, secret = ((form.get(field) or [""])[0] for field in ("name", "secret"))
         access = await self._verify(request, name, secret)
         if access is None:
-            raise Refused(401, "That is not right.")
+            raise Refused(401, "Wrong name, password or token.")
         to = (form.get("to") or [""])[0]
         response = RedirectResponse(base_of(request) + (to if is_ours(to) else "/"), 303)
         self._pages.set_cookie(
@@ -290,7 +291,7 @@ class Dashboard:
     # -- live ---------------------------------------------------------------------------------
 
     def _live(self, request: Request) -> Response:
-        """Server-sent events: one whenever what the overview shows, or an operation, has changed."""
+        """Server-sent events: one whenever the overview or an operation has changed."""
         if self._streams >= _STREAMS_MAX:
             raise Refused(503, "Too many pages are being kept up to date.", {"retry-after": "30"})
         return StreamingResponse(self._events(request), media_type="text/event-stream")
@@ -300,12 +301,12 @@ class Dashboard:
         loop = asyncio.get_running_loop()
         try:
             yield b"retry: 10000\n\n"
-            # what its page has been made after: a change between the two is told at once
+            # the state that the page shows: a change since then is sent at once
             seen = request.query_params.get("seen", "")
             ends = time.monotonic() + _STREAM_S
             while time.monotonic() < ends:
                 try:
-                    # a login that is over gets nothing more
+                    # an expired login gets nothing more
                     if await self._access(request) is None:
                         return
                     now = await loop.run_in_executor(self._pool, self._summarized)
@@ -314,7 +315,7 @@ class Dashboard:
                 if seen and now != seen:
                     yield f"event: changed\ndata: {now}\n\n".encode()
                 else:
-                    # a comment: tells a client that is gone from one that is quiet
+                    # a comment: fails when the client is gone
                     yield b":\n\n"
                 seen = now
                 running = any(known.running for known in self._pages.changes.latest())
@@ -323,7 +324,7 @@ class Dashboard:
             self._streams -= 1
 
     def _summarized(self) -> str:
-        """A digest of what is open; read once for all who watch."""
+        """A digest of what is open, read once for all streams."""
         changes = [
             (known.name, known.done, known.state, len(known.notes))
             for known in self._pages.changes.latest()
@@ -331,7 +332,7 @@ class Dashboard:
         with self._summary_lock:
             at, digest = self._summary
             if time.monotonic() - at >= _TICK_S - 0.5:
-                # not how old things are, which changes all the time
+                # without ages, which change all the time
                 consumers, topics = self.admin.overview()
                 counts: list[Any] = [
                     (row.consumer, row.counts, row.quarantined) for row in consumers

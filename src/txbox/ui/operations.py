@@ -1,4 +1,4 @@
-"""Changes in bulk while they run: how far each has come, cancelling, and what it did; kept in this process."""
+"""Changes in bulk while they run: progress, cancelling and results, in the memory of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from txbox.errors import TxboxError
 
@@ -23,12 +22,12 @@ _KEPT_MAX = 200
 
 @dataclass(slots=True, kw_only=True)
 class Operation:
-    """One change that somebody has asked for.
+    """One change.
 
     Attributes:
         title: what it does, in a sentence.
-        expected: how many messages it was agreed to touch.
-        done: how many it has touched.
+        expected: how many messages the operator agreed to change.
+        done: how many are changed so far.
         state: "waiting", "running", "done", "cancelled", "stopped" by itself, or "failed".
         notes: what happened so far, in sentences.
         back: where its page leads back to.
@@ -45,7 +44,6 @@ class Operation:
     began_at: float = field(default_factory=time.time)
     ended_at: float | None = None
     notes: list[str] = field(default_factory=list[str])
-    result: Any = None
     cancelling: bool = False
 
     @property
@@ -56,9 +54,9 @@ class Operation:
         """End it before its next batch."""
         self.cancelling = True
 
-    def whole(self) -> bool:
-        """Say whether nobody has cancelled it."""
-        return not self.cancelling
+    def is_cancelled(self) -> bool:
+        """Another thread may cancel it at any time."""
+        return self.cancelling
 
     def progress(self, done: int) -> None:
         self.done = done
@@ -79,7 +77,7 @@ class Operations:
     def start(
         self, work: Work, *, title: str, actor: str, reason: str | None, expected: int, back: str
     ) -> Operation | None:
-        """Begin a change as soon as there is room; None where too many wait."""
+        """Begin a change as soon as there is room; None when too many wait."""
         operation = Operation(
             name=secrets.token_urlsafe(12), title=title, actor=actor, reason=reason,
             expected=expected, back=back,
@@ -99,7 +97,7 @@ class Operations:
             return self._known.get(name)
 
     def latest(self) -> list[Operation]:
-        """All that are remembered, the newest first."""
+        """The remembered ones, the newest first."""
         with self._lock:
             return list(reversed(self._known.values()))
 
@@ -110,7 +108,7 @@ class Operations:
         self._pool.shutdown()
 
     def _carry_out(self, work: Work, operation: Operation) -> None:
-        if not operation.whole():
+        if operation.is_cancelled():
             operation.state, operation.ended_at = "cancelled", time.time()
             return
         operation.state = "running"
@@ -129,6 +127,6 @@ class Operations:
             raise
         else:
             if operation.state == "running":
-                operation.state = "done" if operation.whole() else "cancelled"
+                operation.state = "cancelled" if operation.is_cancelled() else "done"
         finally:
             operation.ended_at = time.time()

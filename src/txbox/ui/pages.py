@@ -1,4 +1,4 @@
-"""The pages and actions: each reads what it shows, or begins what it changes, with a verb of `admin/`."""
+"""The pages and actions: each shows or changes something with a verb of `admin/`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from txbox.admin import Admin, Changed, MessageChanged, views
+from txbox.admin import COUNTED_MAX, Admin, Changed, MessageChanged, views
 from txbox.admin.canary import Step
 from txbox.admin.explain import Explanation
 from txbox.admin.found import Link
-from txbox.admin.queries import COUNTED_MAX
 from txbox.admin.tables import (
     INBOX,
     QUARANTINE,
@@ -63,8 +62,8 @@ STATIC = {
     "txbox.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-#: Sentences of an explanation that its page tells in another place.
-_TOLD_ELSEWHERE = ("last error", "received", "staged", "cause", "caused")
+#: Sentences of an explanation that the page has in other places.
+_SHOWN_ELSEWHERE = ("last error", "received", "staged", "cause", "caused")
 _KINDS: dict[str, type[Filter[Any, Any]]] = {
     kind.table.name: kind for kind in (InboxFilter, OutboxFilter, QuarantineFilter)
 }
@@ -76,15 +75,12 @@ _SPANS = {
     "1h": (timedelta(hours=1), timedelta(minutes=1)),
     "24h": (timedelta(days=1), timedelta(minutes=30)),
 }
-_DONE = {
-    "retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted", "replay": "replayed",
-}  # fmt: skip
 #: A payload that is longer is edited on the command line: a form may have no more.
 _EDITED_BYTES = 64 * 1024
 
 
 class Refused(Exception):
-    """An answer that is not the page: a status, and a sentence."""
+    """An answer instead of the page: a status, and a sentence."""
 
     def __init__(
         self, status: int, sentence: str, headers: Mapping[str, str] | None = None
@@ -97,7 +93,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request of somebody who may make it."""
+    """An authorized request."""
 
     request: Request
     access: Access
@@ -105,15 +101,15 @@ class Asked:
     form: Mapping[str, list[str]]
 
     def field(self, name: str) -> str:
-        """What a form says, "" for nothing."""
+        """A field of the form; "" when it is missing."""
         return (self.form.get(name) or [""])[0]
 
 
 class Pages:
-    """A method for each path: what somebody asks for, to what they see.
+    """One method for each path.
 
     Args:
-        authenticator: None where the host application knows who asks.
+        authenticator: None where the host application authenticates.
     """
 
     def __init__(self, admin: Admin, authenticator: Authenticator | None, signed: Signed) -> None:
@@ -173,7 +169,7 @@ class Pages:
     def refusal(self, request: Request, refused: Refused) -> Response:
         headers = refused.headers
         if refused.status in (401, 429) and isinstance(self._authenticator, Authenticator):
-            # a browser would ask in a window of its own, where it sees “Basic”
+            # a browser that sees “Basic” asks in a window of its own
             basic = self._authenticator.named and "text/html" not in request.headers.get(
                 "accept", ""
             )
@@ -240,7 +236,7 @@ class Pages:
         found = self.admin.reveal(where, **who) if reveal else self.admin.show(where)
         if not found:
             raise Refused(404, "There is no such message any more.")
-        # what has been revealed is shown as it is: that took the grant
+        # who may reveal may see errors, too
         message = found[0] if reveal else _legible(found[0], asked.access)
         if reveal and asked.field("as") == "file":
             return _file(message)
@@ -259,11 +255,11 @@ class Pages:
             else [place for place in explanation.places if place.table == table.name]
         )
         return self.page(
-            asked.request, "message.html", asked.access, table=table, message=message, named=named,
+            asked.request, "message.html", asked.access, table=table, message=message,
             sentences=[
                 said for place in places for said in place.sentences
-                # what the page tells elsewhere, and beside its grant
-                if said.kind not in _TOLD_ELSEWHERE
+                # the page has these in other places
+                if said.kind not in _SHOWN_ELSEWHERE
             ],
             links=None if explanation is None else _links(explanation),
             other=self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
@@ -275,7 +271,7 @@ class Pages:
         )  # fmt: skip
 
     def _verbs(self, table: Table, message: Any) -> list[str]:
-        """What may be done to one message, by its status."""
+        """What may be done to a message in its status."""
         verbs: list[str] = [
             verb for verb, change in table.changes.items() if message.status in change.statuses
         ]
@@ -289,7 +285,7 @@ class Pages:
         return verbs
 
     def _stored_beside(self, aside: Any, who: dict[str, Any], *, reveal: bool) -> Comparison | None:
-        """The message that has the id of one that was set aside, and with their payloads how these differ."""
+        """The stored message under the id of a quarantined one, and when revealed, how the payloads differ."""
         if not aside.message_id or not aside.consumer:
             return None
         where = InboxFilter(consumer=aside.consumer, message_id=aside.message_id)
@@ -303,7 +299,7 @@ class Pages:
     def reveal(self, asked: Asked) -> Response:
         kind = _KINDS.get(asked.field("table"))
         if kind is None:
-            raise Refused(400, "This form cannot be read.")
+            raise Refused(400, "This form is incomplete or damaged: load its page again.")
         return self.shown(asked, kind, reveal=True)
 
     def database(self, asked: Asked) -> Response:
@@ -346,19 +342,19 @@ class Pages:
         """Pause or resume a consumer."""
         change = {"pause": self.admin.pause, "resume": self.admin.resume}.get(asked.field("action"))
         if change is None or not asked.field("consumer"):
-            raise Refused(400, "This form cannot be read.")
+            raise Refused(400, "This form is incomplete or damaged: load its page again.")
         change(asked.field("consumer"), actor=asked.access.actor, reason=_reason(asked))
         return self._to(asked, "/workers")
 
     # -- one message --------------------------------------------------------------------------
 
     def edit(self, asked: Asked) -> Response:
-        """Show what an edit would change, and ask; or carry out what was agreed to."""
+        """Show what an edit would change, and ask; or carry it out."""
         where = _one(asked)
         consumer, message_id = str(where.consumer), str(where.message_id)
         payload, content_type = _typed(asked), asked.field("content_type").strip()
         agreed = asked.field("agreed")
-        # before the look at it: what comes between the two is no longer the version that is agreed to
+        # before it is read for the page: a change between the two is no longer the version that is agreed to
         edited = self.admin.edit(
             consumer, message_id, payload=payload, content_type=content_type or None,
             expected=agreed or None, dry_run=not agreed, actor=asked.access.actor, reason=_reason(asked),
@@ -376,7 +372,7 @@ class Pages:
         )  # fmt: skip
 
     def rehearse(self, asked: Asked) -> Response:
-        """Run a message's handler, with its own payload or one from a form, and commit nothing."""
+        """Run a message's handler, with its own payload or that of the form, and commit nothing."""
         where = _one(asked)
         payload = _typed(asked) if "payload" in asked.form else None
         done = self.admin.rehearse(
@@ -391,7 +387,7 @@ class Pages:
     # -- changes ------------------------------------------------------------------------------
 
     def confirm(self, asked: Asked) -> Response:
-        """Say how many messages a change would touch, and ask."""
+        """Say how many messages would change, and ask."""
         wanted = self._wanted(asked)
         changes = [wanted.change(self.admin, where, dry_run=True) for where in wanted.filters]
         count, spared = (
@@ -407,31 +403,31 @@ class Pages:
         )
         return self.page(
             asked.request, "confirm.html", asked.access, table=table, verb=wanted.verb, count=count,
-            spared=spared, sample=views.keys(table, sample), left=left,
+            spared=views.spared(spared) if spared else None, sample=views.keys(table, sample), left=left,
             refused=views.keys(table, refused), reasons=[item["reason"] for item in refused],
-            criteria=wanted.criteria, picked=wanted.picked, message_id=wanted.message_id,
-            canary=wanted.canary, question=_question(wanted, count), back=_back(asked, wanted), to=wanted.to,
-            done=_DONE[wanted.verb],
+            criteria=wanted.criteria, picked=wanted.picked, options=wanted.options,
+            canary=wanted.canary, question=_question(wanted, count), back=_back(asked, wanted),
+            done=views.DONE[wanted.verb],
         )  # fmt: skip
 
     def change(self, asked: Asked) -> Response:
-        """Begin a change that was agreed to: of no more messages than were named."""
+        """Begin a change of at most as many messages as was agreed to."""
         wanted = self._wanted(asked)
         agreed = _number(asked.field("count"))
         reason, actor = _reason(asked), asked.access.actor
 
         def canary(operation: Operation) -> list[str]:
-            def told(step: Step) -> None:
-                operation.notes.append(step.told())
+            def on_step(step: Step) -> None:
+                operation.notes.append(step.sentence)
 
             assert isinstance(wanted.filters[0], InboxFilter)
             redriven = self.admin.canary(
-                wanted.filters[0], actor=actor, reason=reason, most=agreed, told=told,
+                wanted.filters[0], actor=actor, reason=reason, most=agreed, on_step=on_step,
                 progress=operation.progress, cancelled=lambda: operation.cancelling,
             )  # fmt: skip
             if redriven.stopped not in (None, "cancelled"):
                 operation.state = "stopped"
-            return [redriven.told()]
+            return [redriven.sentence]
 
         def work(operation: Operation) -> list[str]:
             done = 0
@@ -451,7 +447,7 @@ class Pages:
                 done += change.count
                 operation.progress(done)
                 notes += _notes(change)
-            said = f"{views.counted(done, wanted.kind.table.noun)} {_DONE[wanted.verb]}."
+            said = f"{views.counted(done, wanted.kind.table.noun)} {views.DONE[wanted.verb]}."
             return [said, *notes]
 
         operation = self.changes.start(
@@ -462,11 +458,11 @@ class Pages:
             raise Refused(503, "Too many changes are waiting: look at them, and try again.")
         return self._to(asked, "/operation", name=operation.name)
 
-    def _wanted(self, asked: Asked) -> Wanted:
-        """Read what a form wants changed.
+    def _wanted(self, asked: Asked) -> WantedChange:
+        """Read the change that a form asks for.
 
         Raises:
-            Refused: it says neither which messages nor what to do, or something that cannot be done.
+            Refused: it is incomplete, or cannot be done.
         """
         kind = _KINDS.get(asked.field("table"))
         verb, _, scope = asked.field("action").partition(" ")
@@ -474,7 +470,7 @@ class Pages:
         verb = "retry" if is_canary else verb
         is_replay = verb == "replay" and kind is InboxFilter and scope == "selected"
         if kind is None or not (is_replay or verb in kind.table.changes):
-            raise Refused(400, "This form cannot be read.")
+            raise Refused(400, "This form is incomplete or damaged: load its page again.")
         given = {
             name.removeprefix("where."): values[0]
             for name, values in asked.form.items()
@@ -483,22 +479,24 @@ class Pages:
         where = _filter(kind, given)
         picked = asked.form.get("pick", []) if scope != "all" else []
         if scope != "all" and not picked:
-            raise Refused(400, "Choose messages first, or what matches the filter.")
+            raise Refused(400, "Choose messages first, or act on all that match the filter.")
         if len(picked) > _PICKED_MAX:
-            raise Refused(400, "Those are too many to choose one by one: use a filter.")
+            raise Refused(400, "Too many messages are chosen: use a filter.")
         message_id = asked.field("message_id") or None
         if message_id is not None and len(picked) != 1:
-            raise Refused(400, "An id is for one message.")
-        return Wanted(
+            raise Refused(400, "A new id is for one message: choose one.")
+        return WantedChange(
             kind=kind,
             verb=verb,  # type: ignore[arg-type]  # it is a key of `changes`, or a replay
             filters=[_picked(kind, key) for key in picked] or [where],
             criteria={} if picked else {name: value for name, value in given.items() if value},
             picked=picked,
-            to=asked.field("to"),
+            options=(
+                {"to": asked.field("to")} if verb == "reroute"
+                else {"message_id": message_id} if verb == "accept" and message_id else {}
+            ),
             canary=is_canary,
-            message_id=message_id if verb == "accept" else None,
-        )
+        )  # fmt: skip
 
     def operations(self, asked: Asked) -> Response:
         return self.page(
@@ -524,7 +522,7 @@ class Pages:
         if operation is None:
             raise Refused(
                 404,
-                "This process of the dashboard knows no such change; what it did is in the audit.",
+                "This dashboard process does not know the change: look into the audit.",
             )
         return operation
 
@@ -546,30 +544,30 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A change that a form asks for: of messages that were picked, or of all that a filter means."""
+class WantedChange:
+    """A change that a form asks for: of chosen messages, or of all that match a filter."""
 
     kind: type[Filter[Any, Any]]
     verb: Verb | Literal["replay"]
     filters: list[Filter[Any, Any]]
     criteria: dict[str, str]
     picked: list[str]
-    to: str
+    #: Where to reroute, or the id to accept under.
+    options: dict[str, str]
     canary: bool
-    message_id: str | None
 
     def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
         if self.verb == "replay":
             return _replayed(admin, where, how)
-        if self.verb == "reroute":
-            return admin.reroute(where, "" if self.to == "any" else self.to, **how)
-        if self.verb == "accept":
-            return admin.accept(where, message_id=self.message_id, **how)
-        return admin.retry(where, **how) if self.verb == "retry" else admin.discard(where, **how)
+        options = dict(self.options)
+        if "to" in options:
+            options["to"] = options["to"].removeprefix("any")
+        changed: Changed = getattr(admin, self.verb)(where, **options, **how)
+        return changed
 
 
 def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Changed:
-    """Run one message once more: there is no batch to end in, and no progress to tell."""
+    """Replay one message: a single run, without batches or progress."""
     given = {name: how[name] for name in ("actor", "reason", "dry_run") if name in how}
     replayed = admin.replay(where, **given)
     key = {"consumer": where.consumer or "", "message_id": where.message_id or ""}
@@ -587,46 +585,37 @@ def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Chang
     )  # fmt: skip
 
 
-def _question(wanted: Wanted, count: int) -> str:
-    table = wanted.kind.table
+def _question(wanted: WantedChange, count: int) -> str:
+    table, criteria = wanted.kind.table, wanted.criteria
     noun = table.noun
-    if not wanted.picked and table is not QUARANTINE:
-        meant = table.changes[cast("Verb", wanted.verb)].meant
-        noun = f"{wanted.criteria.get('status') or (meant[0] if len(meant) == 1 else 'waiting')} {noun}"
-    asked = ", ".join(
-        f"{name.replace('_', ' ')} {value}"
-        for name, value in wanted.criteria.items()
-        if name != "status"
+    if not wanted.picked:
+        noun = views.noun_of(table, cast("Verb", wanted.verb), criteria.get("status"))
+    given = ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in criteria.items() if name != "status"
     )
-    to = f" to {wanted.to or 'any'}" if wanted.verb == "reroute" else ""
-    of = f" of {asked}" if asked else ""
+    of = f" of {given}" if given else ""
+    to = f" to {wanted.options['to'] or 'any'}" if wanted.verb == "reroute" else ""
     if wanted.canary:
         to = ": one, then ten, then the rest"
     return f"{wanted.verb.capitalize()} {views.counted(count, noun)}{of}{to}?"
 
 
 def _notes(change: Changed) -> list[str]:
-    notes: list[str] = []
-    if change.spared:
-        notes.append(
-            f"{change.spared} left alone: their handler broke the transaction, so what they wrote is unknown. "
-            "Look at each, and retry it by itself."
-        )
-    notes += [
-        f"{' '.join(list(key.values())[:-1])}: {key['reason']}." for key in change.refused[:10]
-    ]
+    notes = [f"{views.spared(change.spared)}, and retry it by itself."] if change.spared else []
+    refused = change.refused[:10]
+    notes += [f"{' '.join(list(key.values())[:-1])}: {key['reason']}." for key in refused]
     if len(change.refused) > 10:
         notes.append(f"And {len(change.refused) - 10} more that cannot be accepted.")
     return notes
 
 
-def _back(asked: Asked, wanted: Wanted) -> str:
+def _back(asked: Asked, wanted: WantedChange) -> str:
     back = asked.field("back")
     return back if is_ours(back) else _LIST[wanted.kind.table.name]
 
 
 def is_ours(path: str) -> bool:
-    """Say whether this leads to a page of this dashboard, whatever a browser makes of it."""
+    """Whether every browser takes this for a path of this dashboard."""
     return (
         path.startswith("/")
         and not path.startswith("//")
@@ -636,7 +625,7 @@ def is_ours(path: str) -> bool:
 
 
 def refused_for(error: Exception) -> Refused:
-    """What is said of an error: nothing of its text, which may name rows, roles or hosts."""
+    """The answer to an error, without its text, which may name rows, roles or hosts."""
     if isinstance(error, SchemaError):
         _log.error("The dashboard cannot read the tables: %s", error)
         return Refused(
@@ -657,7 +646,7 @@ def refused_for(error: Exception) -> Refused:
                 "`txbox schema print --grants` prints those of each kind of role.",
             )  # fmt: skip
         return Refused(500, "The database refused this: the log of the dashboard says why.")
-    # what was asked for makes no sense, and the sentence says how it would
+    # the request makes no sense, and the sentence says why
     return Refused(409 if isinstance(error, MessageChanged) else 400, str(error))
 
 
@@ -677,7 +666,7 @@ def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[An
                 raise Refused(400, f"{error}.") from None
         elif item.name == "status" and value not in kind.table.statuses:
             if value != "all":
-                raise Refused(400, "There is no such status.")
+                raise Refused(400, "Unknown status.")
         elif (item.name == "consumer" and value == views.UNMATCHED) or (
             item.name == "route" and value == "any"
         ):
@@ -702,24 +691,24 @@ def _picked(kind: type[Filter[Any, Any]], key: str) -> Filter[Any, Any]:
             named: dict[str, Any] = dict(zip(names, map(str, values), strict=True))
             return kind(**named)
         case _:
-            raise Refused(400, "This form cannot be read.")
+            raise Refused(400, "This form is incomplete or damaged: load its page again.")
 
 
 def _one(asked: Asked) -> InboxFilter:
-    """The message that a form is about."""
+    """The message that a form names."""
     consumer, message_id = asked.field("consumer"), asked.field("message_id")
     if not (consumer and message_id):
-        raise Refused(400, "This form cannot be read.")
+        raise Refused(400, "This form is incomplete or damaged: load its page again.")
     return InboxFilter(consumer=consumer, message_id=message_id)
 
 
 def _typed(asked: Asked) -> bytes:
-    """The payload of a form: browsers send each end of a line as CR LF."""
+    """The payload of a form; browsers send line ends as CR LF."""
     return asked.field("payload").replace("\r\n", "\n").encode()
 
 
 def _editable(message: Any) -> str | None:
-    """The payload as a form can carry it there and back; None when it cannot, or nothing may be edited."""
+    """The payload, if it can be edited and a form can carry it there and back unchanged."""
     payload = message.payload
     if payload is None or message.redacted or message.status not in (Status.DEAD, Status.FAILED):
         return None
@@ -729,7 +718,7 @@ def _editable(message: Any) -> str | None:
         text: str = payload.decode()
     except UnicodeDecodeError:
         return None
-    # what nobody sees cannot be edited, and browsers change the ends of lines
+    # invisible characters cannot be edited, and browsers change line ends
     return None if views.CONTROL.search(text) else text
 
 
@@ -739,12 +728,12 @@ def _reason(asked: Asked) -> str | None:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise Refused(400, "That is no number.")
+        raise Refused(400, "Not a number.")
     return int(text)
 
 
 def _legible(row: Any, access: Access) -> Any:
-    """A row without the texts of its errors, for those who may not see what is in messages."""
+    """A row without error texts, for users without the grant “payload”."""
     if access.may("payload") or not hasattr(row, "error"):
         return row
     if hasattr(row, "history"):
@@ -753,7 +742,7 @@ def _legible(row: Any, access: Access) -> Any:
 
 
 class Links(NamedTuple):
-    """What a message followed from, and what followed from it, as far as it is still there."""
+    """The causes and effects of a message that still have a row."""
 
     causes: list[Link]
     caused: list[Link]
@@ -771,14 +760,14 @@ def _links(explanation: Explanation) -> Links:
 
 
 class Comparison(NamedTuple):
-    """The message under the same id, and the lines of both payloads with what only one has; None when not revealed."""
+    """The stored message, and the payloads line by line; None when these are not revealed."""
 
     stored: Any
     lines: list[tuple[str, str, str]] | None
 
 
 def _differences(stored: bytes | None, aside: bytes | None) -> list[tuple[str, str, str]]:
-    """Both payloads line beside line: "same", "changed", "only stored" or "only aside", and the two lines."""
+    """Two payloads side by side: "same", "changed", "only stored" or "only aside", and the two lines."""
     left, right = (
         [] if (shown := _readable(payload)) is None else shown.text.splitlines()[:_COMPARED_LINES]
         for payload in (stored, aside)
@@ -794,7 +783,7 @@ def _differences(stored: bytes | None, aside: bytes | None) -> list[tuple[str, s
 
 
 class Readable(NamedTuple):
-    """A payload for people: what it is, its text or its bytes in hexadecimal, and whether it was cut."""
+    """A payload to show: its kind, its text or a hexadecimal dump, and whether it was cut."""
 
     kind: str
     text: str
@@ -819,7 +808,7 @@ def _readable(content: bytes | None) -> Readable | None:
         if not cut:
             return Readable("JSON", json.dumps(json.loads(text), indent=2, ensure_ascii=False), cut)
     except (ValueError, RecursionError):
-        # not JSON, or deeper than anybody reads
+        # not JSON, or nested too deeply
         pass
     return Readable("text", text, cut)
 
@@ -837,14 +826,14 @@ def _file(message: Any) -> Response:
 
 
 class Rule(NamedTuple):
-    """What a path takes beside a login."""
+    """The method and grants of a path, and what answers it."""
 
     method: str
     grants: tuple[Grant, ...]
     answer: Callable[[Pages, Asked], Response]
 
 
-#: Every path that takes a login.
+#: Every path that needs a login.
 RULES: dict[str, Rule] = {
     "/": Rule("GET", (), Pages.overview),
     "/messages": Rule("GET", (), partial(Pages.listed, kind=InboxFilter)),
@@ -864,7 +853,7 @@ RULES: dict[str, Rule] = {
     "/confirm": Rule("POST", ("change",), Pages.confirm),
     "/change": Rule("POST", ("change",), Pages.change),
     "/cancel": Rule("POST", ("change",), Pages.cancel),
-    # what they show is made of payloads
+    # they show payloads
     "/edit": Rule("POST", ("change", "payload"), Pages.edit),
     "/rehearse": Rule("POST", ("change", "payload"), Pages.rehearse),
     "/logout": Rule("POST", (), Pages.logout),
@@ -888,7 +877,7 @@ def _templates() -> Environment:
 
 
 def seen(value: object) -> Markup:
-    """Text of strangers: escaped, and what cannot be seen is."""
+    """Text of strangers: escaped, and invisible characters made visible."""
     text, parts, at = str(value), [Markup("")], 0
     for found in views.CONTROL.finditer(text):
         if found[0] in "\r":
@@ -901,7 +890,7 @@ def seen(value: object) -> Markup:
 
 
 def told(value: object) -> Markup:
-    """A sentence of txbox's: what stands in backticks is to be typed."""
+    """A sentence with `code` in backticks."""
     parts = re.split(r"`([^`]+)`", str(value))
     return Markup("").join(
         Markup("<code>{}</code>").format(seen(part)) if place % 2 else seen(part)
@@ -910,12 +899,12 @@ def told(value: object) -> Markup:
 
 
 def plain(value: object) -> str:
-    """The same where no element may stand: in titles and attributes."""
+    """As `seen`, for titles and attributes, which take no elements."""
     return views.CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
 
 
 def when(moment: datetime | float | None) -> Markup:
-    """A point in time, in UTC; a script adds how long ago that is."""
+    """A point in time in UTC; a script adds how long ago."""
     if moment is None:
         return Markup("")
     at = moment if isinstance(moment, datetime) else datetime.fromtimestamp(moment, UTC)
@@ -925,7 +914,7 @@ def when(moment: datetime | float | None) -> Markup:
 
 
 def seconds(value: float | None) -> str:
-    """A latency: three figures and a unit."""
+    """A latency: three digits and a unit."""
     if value is None:
         return "-"
     if value < 1:
@@ -939,7 +928,7 @@ def count(number: int, most: int = COUNTED_MAX) -> str:
 
 
 def cell(value: views.Cell) -> Markup:
-    """What stands in a table."""
+    """A cell of a table."""
     if isinstance(value, datetime):
         return when(value)
     if isinstance(value, timedelta):
@@ -950,12 +939,12 @@ def cell(value: views.Cell) -> Markup:
 
 
 def names_of(row: Any, table: Table) -> dict[str, Any]:
-    """What names a row, for an address."""
+    """The key of a row, for an address."""
     return {name: getattr(row, name) for name in table.key}
 
 
 def key_of(row: Any, table: Table) -> str:
-    """What names a row, for a form."""
+    """The key of a row, for a form."""
     return json.dumps([*names_of(row, table).values()])
 
 
@@ -967,8 +956,8 @@ def query_of(request: Request) -> str:
 
 
 def base_of(request: Request) -> str:
-    """Where this application is mounted, as a browser has to write it."""
-    # with two slashes at its beginning, a browser would take it for another host
+    """The prefix where this application is mounted, as a browser writes it."""
+    # a browser takes a leading // for another host
     return quote(re.sub("/+", "/", _place(request)[0]))
 
 

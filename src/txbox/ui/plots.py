@@ -1,4 +1,4 @@
-"""Small plots of what workers have counted, as SVG that needs neither script nor style of its own."""
+"""Small plots of what workers have counted, as SVG without scripts or styles."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Plot:
     """What was processed and what failed, a bar for each step.
 
     Attributes:
-        told: the same in words, for those who do not see it.
+        description: the same in words, for screen readers.
     """
 
     bars: tuple[Bar, ...]
-    told: str
+    description: str
     width: int = WIDTH
     height: int = HEIGHT
 
@@ -46,7 +46,7 @@ def plot(activity: Activity, time: Activities) -> Plot:
         f"{activity.name}: {sum(done):,} processed and {sum(failed):,} failed, "
         f"at most {most:,} in a step of {time.step.total_seconds() / 60:.0f} min"
     )
-    return Plot(bars=tuple(_bars(done, failed, most)), told=words)
+    return Plot(bars=tuple(_bars(done, failed, most)), description=words)
 
 
 def _steps(time: Activities) -> Iterator[datetime]:
@@ -60,7 +60,7 @@ def _bars(done: Sequence[int], failed: Sequence[int], most: int) -> Iterator[Bar
     step = WIDTH / max(1, len(done))
     for number, (well, badly) in enumerate(zip(done, failed, strict=True)):
         if well or badly:
-            # what happened is seen, however little it was
+            # however little happened, it is visible
             height = max(2.0, HEIGHT * (well + badly) / most)
             share = badly / (well + badly)
             yield Bar(

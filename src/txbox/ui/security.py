@@ -1,4 +1,4 @@
-"""Who looks at the dashboard and what they may do: logins, grants, forms that only our pages can send, and headers."""
+"""Logins, grants, forms that only our pages can send, and security headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from txbox.errors import ConfigurationError
 
-#: What may be granted beside reading: changing messages, and seeing what is in them.
+#: What may be granted beyond reading: changing messages, and seeing their contents.
 Grant: TypeAlias = Literal["change", "payload"]
 GRANTS: tuple[Grant, ...] = ("change", "payload")
 
@@ -35,7 +35,7 @@ _SCRYPT_MAX = 64 * 1024 * 1024
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _FAILURES_MAX = 5
 _FAILURES_S = 60.0
-# a name may be tried from many addresses, and its owner is not to be locked out by one
+# across all addresses; higher, so that one address does not lock the owner of a name out
 _NAME_FAILURES_MAX = 20
 _REMEMBERED_MAX = 10_000
 
@@ -55,14 +55,14 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Somebody who may read, and what else.
+    """An authenticated user, who may read, and further grants.
 
     Args:
-        actor: who it is, as `txbox_audit` records it.
+        actor: the name that `txbox_audit` records.
         grants: "change" and "payload", or none.
 
     Raises:
-        ConfigurationError: a name that is empty, or a grant that there is not.
+        ConfigurationError: an empty name, or an unknown grant.
     """
 
     actor: str
@@ -79,46 +79,46 @@ class Access:
 
 
 def checked_grants(grants: Iterable[str]) -> frozenset[Grant]:
-    """The grants of these names.
+    """Check the names of grants.
 
     Raises:
-        ConfigurationError: there is no such grant.
+        ConfigurationError: an unknown grant.
     """
     asked = frozenset(grants)
     if unknown := sorted(asked.difference(GRANTS)):
-        raise ConfigurationError(f"{unknown[0]!r} is no grant: use {' and '.join(GRANTS)}.")
+        raise ConfigurationError(f"Unknown grant {unknown[0]!r}: use {' or '.join(GRANTS)}.")
     return frozenset(grant for grant in GRANTS if grant in asked)
 
 
-#: The host application's own word on who asks; None turns them away.
+#: Authentication by the host application; None refuses the request.
 Authenticate: TypeAlias = Callable[[Request], "Access | Awaitable[Access | None] | None"]
 
 
 class Authenticator(ABC):
-    """Knows by a secret who somebody is, and what they may do."""
+    """Authenticates users by a secret, and knows their grants."""
 
-    #: What the login asks for beside the secret.
+    #: Whether the login asks for a name, too.
     named: bool
 
     @abstractmethod
     def verified(self, name: str, secret: str) -> Access | None:
-        """Who gives this secret; takes as long whether it is right or wrong."""
+        """The user with this secret; takes equally long for a wrong one."""
 
     @abstractmethod
     def known(self, actor: str) -> Access | None:
-        """Who has logged in, and what they may do today."""
+        """The user of a session, with the grants of today."""
 
 
 class Token(Authenticator):
-    """One secret that everybody shares.
+    """One secret for everybody.
 
     Args:
-        token: 24 bytes or more, at random.
+        token: at least 24 random bytes.
         actor: the name for the audit.
         grants: "change" and "payload"; without any, its holders read.
 
     Raises:
-        ConfigurationError: a secret that is too short.
+        ConfigurationError: the secret is too short.
     """
 
     named = False
@@ -126,7 +126,7 @@ class Token(Authenticator):
     def __init__(self, token: str, *, actor: str = "token", grants: Iterable[Grant] = ()) -> None:
         if len(token.encode()) < TOKEN_BYTES_MIN:
             raise ConfigurationError(
-                f"A token of the dashboard has {TOKEN_BYTES_MIN} bytes or more: "
+                f"The token of the dashboard must have at least {TOKEN_BYTES_MIN} bytes: "
                 '`python -c "import secrets; print(secrets.token_urlsafe(32))"` makes one.'
             )
         self._digest = hashlib.sha256(token.encode()).digest()
@@ -145,10 +145,10 @@ class Users(Authenticator):
 
     Args:
         passwords: name → what `hashed` returned.
-        grants: name → "change" and "payload"; whoever is not named reads.
+        grants: name → "change" and "payload"; others only read.
 
     Raises:
-        ConfigurationError: nobody, or a password that is not hashed.
+        ConfigurationError: no users, or a password that is not hashed.
     """
 
     named = True
@@ -157,7 +157,7 @@ class Users(Authenticator):
         self, passwords: Mapping[str, str], grants: Mapping[str, Iterable[Grant]] | None = None
     ) -> None:
         if not passwords:
-            raise ConfigurationError("The dashboard needs somebody who may log in.")
+            raise ConfigurationError("The dashboard needs at least one user.")
         self._passwords = dict(passwords)
         self._access = {name: Access(name, (grants or {}).get(name, ())) for name in passwords}
         for name, password in passwords.items():
@@ -170,10 +170,10 @@ class Users(Authenticator):
 
     @classmethod
     def read(cls, text: str) -> Users:
-        """Users of a file: a line each, `name:hash` or `name:hash:change,payload`.
+        """Read users from text: lines of `name:hash` or `name:hash:change,payload`.
 
         Raises:
-            ConfigurationError: a line that is none of these.
+            ConfigurationError: a line of another form.
         """
         passwords: dict[str, str] = {}
         grants: dict[str, frozenset[Grant]] = {}
@@ -232,14 +232,14 @@ def _matches(password: str, stored: str) -> bool:
 
 
 class Failures:
-    """Failed logins: five a minute of an address and twenty of a name, then none for the rest of it."""
+    """Limits failed logins: five a minute from an address, and twenty for a name."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._since: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def wait_s(self, address: str, name: str) -> float:
-        """How long until this address may try this name again; 0 for now."""
+        """How long this address must wait before it tries this name again."""
         now, waits = self._now(), [0.0]
         for key, most in _bounded(address, name):
             since, count = self._since.get(key, (now, 0))
@@ -253,7 +253,7 @@ class Failures:
             since, count = self._since.pop(key, (now, 0))
             if now - since >= _FAILURES_S:
                 since, count = now, 0
-            # the oldest goes first: whoever fails under many names does not have the last of them forgotten
+            # the oldest is forgotten first, so nobody pushes recent failures out by failing under many names
             self._since[key] = (since, count + 1)
             while len(self._since) > _REMEMBERED_MAX:
                 self._since.popitem(last=False)
@@ -264,7 +264,7 @@ def _bounded(address: str, name: str) -> tuple[tuple[str, int], tuple[str, int]]
 
 
 class Signed:
-    """What we have handed out and get back: sessions, and the tokens of forms.
+    """Signs sessions and the tokens of forms.
 
     Args:
         secret: the same in all processes that serve one dashboard; None makes one for this process.
@@ -273,18 +273,18 @@ class Signed:
     def __init__(self, secret: str | None) -> None:
         if secret is not None and len(secret.encode()) < TOKEN_BYTES_MIN:
             raise ConfigurationError(
-                f"secret= has {TOKEN_BYTES_MIN} bytes or more: make it with secrets.token_urlsafe(32)."
+                f"secret= must have at least {TOKEN_BYTES_MIN} bytes: make it with secrets.token_urlsafe(32)."
             )
         self._key = hashlib.sha256((secret or secrets.token_hex(32)).encode()).digest()
 
     def session(self, actor: str) -> str:
-        """A cookie that says until when this is who; it cannot be made or changed elsewhere."""
+        """A signed cookie with the user and the end of the session."""
         until = str(int(time.time()) + _SESSION_S)
         name = base64.urlsafe_b64encode(actor.encode()).decode()
         return f"{name}.{until}.{self._mark('session', name, until)}"
 
     def actor(self, session: str) -> str | None:
-        """Whose session this is; None where it is over, or none of ours."""
+        """The user of a session; None when it is expired or not signed by us."""
         name, _, rest = session.partition(".")
         until, _, mark = rest.partition(".")
         if not _same(mark, self._mark("session", name, until)):
@@ -294,7 +294,7 @@ class Signed:
         return base64.urlsafe_b64decode(name).decode()
 
     def form_token(self, cookie: str, actor: str) -> str:
-        """What a form has to send along: of this browser and this login."""
+        """The token of a form, for this browser and this login."""
         return self._mark("form", cookie, actor)
 
     def is_ours(self, token: str, cookie: str, actor: str) -> bool:
@@ -329,11 +329,11 @@ def bearer(header: str) -> str | None:
 
 
 def known_host(host: str, allowed: Iterable[str]) -> bool:
-    """Say whether a request names a host that this dashboard is meant to have: what DNS says of others is not asked.
+    """Whether a request names a host of this dashboard, against DNS rebinding.
 
     Args:
         host: with its port, if any.
-        allowed: hosts beside those of loopback; one without a port is meant with any.
+        allowed: hosts beside loopback; one without a port matches any port.
     """
     name = host.lower()
     bare = name if name.endswith("]") else name.rpartition(":")[0] or name
@@ -341,9 +341,9 @@ def known_host(host: str, allowed: Iterable[str]) -> bool:
 
 
 def same_origin(headers: Mapping[str, str]) -> bool:
-    """Say whether a form comes from a page of ours, by what the browser says of it."""
+    """Whether a form comes from one of our pages, by the headers of the browser."""
     origin = headers.get("origin")
     if origin is not None:
         return urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
-    # a client that is no browser says neither
+    # other clients than browsers send neither
     return headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")

@@ -1,6 +1,6 @@
-"""`txbox doctor`: what is wrong, how one sees it, and what mends it; and what could not be looked at.
+"""`txbox doctor`: what is wrong, the evidence and the remedy; and what could not be examined.
 
-Nothing here writes, and nothing reads a table through.
+Nothing here writes, and nothing scans a table.
 
 Source: docs/decisions/0035-doctor.md
 """
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 
 from txbox.admin.doctor import brokers, database, rows, settings
-from txbox.admin.doctor.case import Case, ConfiguredApp
+from txbox.admin.doctor.case import Case
 from txbox.admin.doctor.finding import (
     CODES,
     SEVERITIES,
@@ -20,27 +20,24 @@ from txbox.admin.doctor.finding import (
     Severity,
     Unchecked,
 )
-from txbox.connections.base import Database
+from txbox.admin.reader import Application, says_anything
 from txbox.errors import StoreError, StoreUnavailable
 from txbox.session import Session
-from txbox.store.dialect import Dialect
 
 __all__ = [
     "CODES",
     "SEVERITIES",
-    "ConfiguredApp",
     "Diagnosis",
     "Finding",
     "Severity",
     "Unchecked",
     "examine",
     "examine_app",
-    "says_anything",
 ]
 
 Check = Callable[[Case], AsyncIterator[Finding]]
 
-# what is examined, by which query where not every database has something to say, and how
+# what is examined, a query that not every database has, and the check
 _OF_SERVER: tuple[tuple[str, str | None, Check], ...] = (
     ("the pooler", "doctor_backend", database.pooler),
     ("the server's settings", None, database.settings),
@@ -59,15 +56,13 @@ _OF_TABLES: tuple[tuple[str, str | None, Check], ...] = (
 )
 
 
-async def examine(
-    db: Session, dialect: Dialect, target: Database, app: ConfiguredApp | None, diagnosis: Diagnosis
-) -> None:
+async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
     """Examine the database, in small transactions that only read.
 
     Raises:
         StoreUnavailable: it does not answer.
     """
-    case = Case(db, dialect, target, app, diagnosis)
+    case = Case(db, app, says_anything(app), app.database.dialect, diagnosis)
     try:
         await db.begin()
     except StoreError:
@@ -83,7 +78,7 @@ async def examine(
             await _check(case, what, check)
     if not case.usable:
         diagnosis.not_checked("rows, pruning and partitions", "the tables are not whole")
-    elif app is None:
+    elif not case.known:
         diagnosis.not_checked(
             "rows that no handler or relay takes",
             "no App was given (--app): handlers and routes are not known",
@@ -97,21 +92,16 @@ async def _check(case: Case, what: str, check: Check) -> None:
     except StoreUnavailable:
         raise
     except StoreError as error:
-        # a right that is missing, above all
+        # above all a missing right
         await case.db.rollback()
         case.diagnosis.not_checked(what, str(error))
 
 
-def says_anything(app: ConfiguredApp) -> bool:
-    """Say whether an App has handlers, sources or routes."""
-    return bool(len(app.handlers) or app.consumptions or app.routes.all())
-
-
-def examine_app(app: ConfiguredApp, diagnosis: Diagnosis, grace: timedelta | None) -> None:
-    """Examine what an App says of itself, and ask its brokers.
+def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None) -> None:
+    """Examine the settings of an App and of its brokers.
 
     Args:
-        grace: how long a drain may take; None where nobody said.
+        grace: how long a drain may take, if that is known.
     """
     diagnosis.found(settings.time_outs(app))
     diagnosis.found(settings.weak_ids(app.handlers))

@@ -1,4 +1,4 @@
-"""The brokers' own settings, as each source tells them, against what the App relies on."""
+"""The brokers' own settings, against what the App relies on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from txbox.admin.doctor import settings
-from txbox.admin.doctor.case import ConfiguredApp, lasting
+from txbox.admin.doctor.case import lasting
 from txbox.admin.doctor.finding import Diagnosis, Finding
+from txbox.admin.reader import Application
 from txbox.brokers.base import Examinable, Facts, Source
 from txbox.errors import BrokerError, ConfigurationError
 
@@ -17,8 +18,8 @@ _DELIVERIES_MIN = 20
 _KEPT_MIN_S = 3600.0
 
 
-def sources(app: ConfiguredApp, diagnosis: Diagnosis) -> None:
-    """Look at each source, and at what its broker says of its topics."""
+def sources(app: Application, diagnosis: Diagnosis) -> None:
+    """Check each source, and the settings of its topics."""
     for consumption in app.consumptions:
         source = consumption.source
         diagnosis.found(settings.redelivery(app, source))
@@ -35,8 +36,8 @@ def sources(app: ConfiguredApp, diagnosis: Diagnosis) -> None:
             diagnosis.found(_consumed(app, source, facts))
 
 
-def destinations(app: ConfiguredApp, diagnosis: Diagnosis) -> None:
-    """Look at what the brokers that are published to say of the topics that are named."""
+def destinations(app: Application, diagnosis: Diagnosis) -> None:
+    """Check the settings of the topics that are published to."""
     for route in app.routes.all():
         if route.destination is not None and route.topics and not route.others:
             for facts in _asked(route.destination, route.name, route.topics, diagnosis):
@@ -59,7 +60,7 @@ def _asked(
     return found
 
 
-def _consumed(app: ConfiguredApp, source: Source, facts: Facts) -> Iterator[Finding]:
+def _consumed(app: Application, source: Source, facts: Facts) -> Iterator[Finding]:
     where = f"{facts.topic!r} of {source.name}"
     if not facts.found:
         yield _missing(where)
@@ -95,7 +96,7 @@ def _consumed(app: ConfiguredApp, source: Source, facts: Facts) -> Iterator[Find
         )
 
 
-def _kept(app: ConfiguredApp, where: str, facts: Facts) -> Iterator[Finding]:
+def _kept(app: Application, where: str, facts: Facts) -> Iterator[Finding]:
     kept_s = app.retention.processed.total_seconds()
     if facts.replay_s is not None and math.isinf(facts.replay_s):
         yield Finding(
@@ -128,7 +129,7 @@ def _kept(app: ConfiguredApp, where: str, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _published(app: ConfiguredApp, route: str, facts: Facts) -> Iterator[Finding]:
+def _published(app: Application, route: str, facts: Facts) -> Iterator[Finding]:
     where = f"{facts.topic!r} of {route}"
     if not facts.found:
         yield _missing(where)

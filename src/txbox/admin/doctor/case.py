@@ -1,48 +1,15 @@
-"""What an examination works with: the database, the App if there is one, and the policies that hold."""
+"""What an examination works with: the database, the App or its defaults, and what was found so far."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from txbox.admin.doctor.finding import Diagnosis
+from txbox.admin.reader import Application, Rows
 from txbox.admin.views import age
-from txbox.brokers.base import Source
-from txbox.connections.base import Database
-from txbox.handlers import Handlers
-from txbox.outbox import Routes
-from txbox.policy import Lease, Limits, RelayPolicy, Retention
 from txbox.session import Session, Statement
 from txbox.store.dialect import Dialect
-
-Rows = Sequence[Sequence[Any]]
-
-
-class Consumes(Protocol):
-    """A source and the topics it is asked for; None for those of the handlers."""
-
-    @property
-    def source(self) -> Source: ...
-    @property
-    def topics(self) -> Sequence[str] | None: ...
-
-
-@runtime_checkable
-class ConfiguredApp(Protocol):
-    """An App with all that it says of itself; a database alone says less."""
-
-    database: Database
-    handlers: Handlers
-    limits: Limits
-    lease: Lease
-    retention: Retention
-    relaying: RelayPolicy
-    routes: Routes
-    notify: bool
-
-    @property
-    def consumptions(self) -> Sequence[Consumes]: ...
 
 
 @dataclass(slots=True)
@@ -50,34 +17,23 @@ class Case:
     """One database that is examined.
 
     Args:
-        app: None when only the database is known; then the defaults of the policies hold.
+        app: its policies, or the defaults of a database alone.
+        known: handlers, sources and routes are those of a real App.
         dialect: with the schema of the tables, once that is known.
         usable: the tables are there, and of a version that this release works with.
         settings: those of the server that matter, by their names.
     """
 
     db: Session
+    app: Application
+    known: bool
     dialect: Dialect
-    database: Database
-    app: ConfiguredApp | None
     diagnosis: Diagnosis
     usable: bool = False
     settings: dict[str, str] = field(default_factory=dict[str, str])
 
-    @property
-    def lease(self) -> Lease:
-        return Lease() if self.app is None else self.app.lease
-
-    @property
-    def limits(self) -> Limits:
-        return Limits() if self.app is None else self.app.limits
-
-    @property
-    def retention(self) -> Retention:
-        return Retention() if self.app is None else self.app.retention
-
     async def rows(self, query: str, **params: Any) -> Rows:
-        """Read, in no transaction but the statement's."""
+        """Read in a transaction of its own."""
         return (await self.db.read(self.statement(query, **params))).rows
 
     def statement(self, query: str, **params: Any) -> Statement:
@@ -85,5 +41,5 @@ class Case:
 
 
 def lasting(seconds: float) -> str:
-    """A length of time for people; short ones with their fractions, which count between machines."""
+    """Format a length of time; short ones with fractions, which matter between machines."""
     return age(round(seconds)) if seconds >= 60 else f"{seconds:.3g} s"

@@ -126,7 +126,7 @@ async def partitioned(case: Case) -> AsyncIterator[Finding]:
     layout = await partitions.read(case.db, case.dialect)
     await case.db.commit()
     ready = layout.ready_until
-    if ready is not None and partitions.missing(layout, case.retention.partition, 1):
+    if ready is not None and partitions.missing(layout, case.app.retention.partition, 1):
         yield Finding(
             "partitions-missing",
             f"The partitions of the inbox end at {partitions.moment(ready.timestamp())}, and it is "
@@ -154,7 +154,7 @@ def _writable(case: Case) -> Iterator[Finding]:
         if case.settings.get(name, "off").lower() not in ("off", "0"):
             yield Finding(
                 "on-replica",
-                f"{case.database.name} takes no writes ({name} is {case.settings[name]}): who has processed what "
+                f"{case.app.database.name} takes no writes ({name} is {case.settings[name]}): who has processed what "
                 "is decided on the primary only.",
                 "Give the App the URL of the primary.",
             )
@@ -234,8 +234,8 @@ _DURABLE: Final = (
 
 
 def _time_outs(case: Case) -> Iterator[Finding]:
-    claim_s, longest_s = case.limits.lock_timeout.total_seconds(), _longest_s(case)
-    lease_s = case.lease.duration.total_seconds()
+    claim_s, longest_s = case.app.limits.lock_timeout.total_seconds(), _longest_s(case)
+    lease_s = case.app.lease.duration.total_seconds()
     for name, unit_s in _OF_STATEMENTS.items():
         if 0 < (set_s := float(case.settings.get(name, 0)) * unit_s) <= claim_s:
             yield Finding(
@@ -274,9 +274,8 @@ _OF_TRANSACTIONS: Final = {
 
 def _longest_s(case: Case) -> float:
     """The longest that a run may take."""
-    handlers = [] if case.app is None else list(case.app.handlers)
-    bounds = [handler.options.timeout or case.lease.duration for handler in handlers]
-    return max(bounds, default=case.lease.duration).total_seconds()
+    bounds = [handler.options.timeout or case.app.lease.duration for handler in case.app.handlers]
+    return max(bounds, default=case.app.lease.duration).total_seconds()
 
 
 # -- what is between, beside and behind the server --------------------------------------------
@@ -300,7 +299,7 @@ async def clock(case: Case) -> AsyncIterator[Finding]:
 
 async def pooler(case: Case) -> AsyncIterator[Finding]:
     """Two connections of ours on one connection of the server's: somebody shares those out by transaction."""
-    connections = _connections(case.database, is_async=case.db.is_async)
+    connections = _connections(case.app.database, is_async=case.db.is_async)
     first = await connections.acquire()
     try:
         shared, prepared = await _beside(case, connections, first)
@@ -321,7 +320,7 @@ async def pooler(case: Case) -> AsyncIterator[Finding]:
         "not hold, and prepared statements only where it knows them.",
         "Nothing of txbox needs them; docs/howto/pgbouncer.md says what your own code must not use.",
     )
-    if case.app is not None and case.app.notify:
+    if case.app.notify:
         yield Finding(
             "pooler-listen",
             "App(notify=True) wakes relays by LISTEN, which hears nothing through this pooler: they look once a poll.",
@@ -445,7 +444,7 @@ async def storage(case: Case) -> AsyncIterator[Finding]:
 async def transactions(case: Case) -> AsyncIterator[Finding]:
     """A transaction that is older than any run may be holds back vacuum and purge."""
     found = await case.rows("doctor_transactions")
-    lease_s = case.lease.duration.total_seconds()
+    lease_s = case.app.lease.duration.total_seconds()
     for kind, name, who, state, age_s in found:
         if kind == "blind":
             case.diagnosis.not_checked(

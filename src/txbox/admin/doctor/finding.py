@@ -1,4 +1,4 @@
-"""What an examination finds: codes that stay, how bad each is, the evidence, and what mends it."""
+"""What an examination finds: stable codes, how bad each is, the evidence, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Severity = Literal["error", "warning", "note"]
 #: The worst first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
-#: Every code, and how bad it is: an error breaks a promise or stops work, a warning will, a note is to be known.
+#: Every code: an error breaks a promise or stops work, a warning will, a note is good to know.
 CODES: dict[str, Severity] = {
     # the tables
     "schema-missing": "error",
@@ -77,7 +77,7 @@ CODES: dict[str, Severity] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or to be known.
+    """One thing that is wrong, or good to know.
 
     Args:
         code: a key of `CODES`.
@@ -109,7 +109,7 @@ class Unchecked:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What was found, and what could not be looked at; filled while the examination goes on."""
+    """What was found, and what could not be examined."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
     unchecked: list[Unchecked] = field(default_factory=list[Unchecked])
@@ -121,7 +121,7 @@ class Diagnosis:
         self.unchecked.append(Unchecked(what, why))
 
     def at_least(self, severity: Severity) -> list[Finding]:
-        """The findings that are so bad, or worse."""
+        """The findings of this severity or worse."""
         bad = SEVERITIES[: SEVERITIES.index(severity) + 1]
         return [finding for finding in self.findings if finding.severity in bad]
 

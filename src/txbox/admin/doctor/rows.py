@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-from txbox.admin.doctor.case import Case, ConfiguredApp, lasting
+from txbox.admin.doctor.case import Case, lasting
 from txbox.admin.doctor.finding import Finding
+from txbox.admin.reader import Application
+from txbox.admin.views import UNMATCHED, counted
 from txbox.store import pauses
 
-# of each consumer and status, and of each route, no more rows are looked at
-_COUNTED = 1_000
+# rows are counted up to this, and of each consumer and status so many are looked at: each may be a page of its own
+_COUNTED, _LOOKED = 1_000, 100
 _NAMES = 500
 # due for so long without having been taken: nobody takes them
 _LATE_S = 300.0
@@ -34,10 +37,12 @@ class _Many:
         self.age_s = max(self.age_s, float(age_s or 0.0))
         self.late += int(late)
 
-    @property
-    def said(self) -> str:
-        least = "at least " if self.count >= _COUNTED else ""
-        return f"{least}{self.count:,} {'message' if self.count == 1 else 'messages'}"
+    def said(self, most: int = _COUNTED) -> str:
+        return _at_least(self.count, most)
+
+
+def _at_least(count: int, most: int) -> str:
+    return f"{'at least ' if count >= most else ''}{counted(count)}"
 
 
 async def inbox(case: Case) -> AsyncIterator[Finding]:
@@ -48,19 +53,20 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
     held = {pause.consumer for pause in paused}
     for status, consumer in await case.rows("doctor_consumers", limit=_NAMES):
         found = await case.rows(
-            "doctor_messages", status=status, consumer=consumer, limit=_COUNTED, late_s=_LATE_S
-        )
+            "doctor_messages", status=status, consumer=consumer, limit=_LOOKED, counted=_COUNTED, late_s=_LATE_S,
+        )  # fmt: skip
         every = _Many()
         kinds: dict[tuple[str, str | None], _Many] = defaultdict(_Many)
-        for topic, kind, *counted in found:
-            every.add(*counted)
-            kinds[topic, kind].add(*counted)
+        for topic, kind, *of_kind, total in found:
+            kinds[topic, kind].add(*of_kind)
+            every.add(*of_kind)
+            every.count = int(total)
         if status == "dead":
             yield _dead(consumer, every)
         elif every.late and status == "processing":
             yield _expired(consumer, every)
         elif every.late and consumer not in held:
-            for finding in _late(case.app, consumer, every, kinds):
+            for finding in _late(case.app if case.known else None, consumer, every, kinds):
                 yield finding
 
 
@@ -77,8 +83,7 @@ def _paused(pause: pauses.Pause, clock_s: float) -> Finding:
 def _dead(consumer: str, dead: _Many) -> Finding:
     return Finding(
         "dead-messages",
-        f"{consumer} has given up {dead.said}, the oldest received {lasting(dead.age_s)} ago, which wait for a "
-        "decision.",
+        f"{consumer} has given up {dead.said()}, the oldest received {lasting(dead.age_s)} ago: somebody must decide.",
         f"`txbox list --consumer {quote(consumer)} --status dead` shows why; then `txbox retry` or `txbox discard`.",
     )
 
@@ -86,14 +91,14 @@ def _dead(consumer: str, dead: _Many) -> Finding:
 def _expired(consumer: str, rows: _Many) -> Finding:
     return Finding(
         "lease-expired",
-        f"Of {consumer}, {rows.late:,} runs lost their worker more than {lasting(_LATE_S)} ago, and nobody has put "
-        "them back.",
+        f"Workers of {consumer} vanished in the middle of {_at_least(rows.late, _LOOKED)} more than "
+        f"{lasting(_LATE_S)} ago, and nobody has put these back.",
         "Have `txbox run` or `txbox maintain` running, or `txbox rescue` once.",
     )
 
 
 def _late(
-    app: ConfiguredApp | None,
+    app: Application | None,
     consumer: str,
     every: _Many,
     kinds: dict[tuple[str, str | None], _Many],
@@ -103,7 +108,7 @@ def _late(
         return [
             Finding(
                 "orphan-consumer",
-                f"{every.said} of {consumer} wait, the oldest received {lasting(every.age_s)} ago, and no handler of "
+                f"{every.said()} of {consumer} wait, the oldest received {lasting(every.age_s)} ago, and no handler of "
                 "this App has that consumer.",
                 f"Run the App that has it, register it again, or `txbox discard --consumer {quote(consumer)}`.",
             )
@@ -122,8 +127,8 @@ def _late(
     return [
         Finding(
             "inbox-overdue",
-            f"{every.late:,} messages of {consumer} have been due for more than {lasting(_LATE_S)}: no worker of it "
-            "runs, or it is behind.",
+            f"{_at_least(every.late, _LOOKED)} of {consumer} {'has' if every.late == 1 else 'have'} been due for more "
+            f"than {lasting(_LATE_S)}: no worker of it runs, or it is behind.",
             "Have `txbox run` running; more of them, or `concurrency=`, when it does.",
         )
     ]
@@ -132,8 +137,8 @@ def _late(
 def _unmatched(consumer: str, topic: str, kind: str | None, many: _Many) -> Finding:
     return Finding(
         "orphan-messages",
-        f"{many.said} of {consumer} wait, the oldest received {lasting(many.age_s)} ago, and none of its handlers "
-        f"takes topic {topic!r}" + ("." if kind is None else f" with type {kind!r}."),
+        f"{many.said(_LOOKED)} of {consumer} wait, the oldest received {lasting(many.age_s)} ago, and none of its "
+        f"handlers takes topic {topic!r}" + ("." if kind is None else f" with type {kind!r}."),
         f"Register a handler for it, or `txbox discard --consumer {quote(consumer)} --topic {quote(topic)}`.",
     )
 
@@ -143,14 +148,14 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
     for (route,) in await case.rows("doctor_routes", limit=_NAMES):
         strays: dict[str, _Many] = defaultdict(_Many)
         late = _Many()
-        for topic, kind, cause, *counted in await case.rows(
+        for topic, kind, cause, *figures in await case.rows(
             "doctor_outgoing", route=route, limit=_COUNTED, late_s=_LATE_S
         ):
             many = _Many()
-            many.add(*counted)
+            many.add(*figures)
             if many.late:
-                taken = case.app is None or _taken(case.app, route, topic, kind, cause)
-                (late if taken else strays[topic]).add(*counted)
+                taken = not case.known or _taken(case.app, route, topic, kind, cause)
+                (late if taken else strays[topic]).add(*figures)
         for topic, many in strays.items():
             yield _stray(route, topic, many)
         if late.late:
@@ -166,13 +171,12 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
     if dead.count:
         yield Finding(
             "dead-outgoing",
-            f"Relays have given up {dead.said}, the oldest staged {lasting(dead.age_s)} ago, which wait for a "
-            "decision.",
+            f"Relays have given up {dead.said()}, the oldest staged {lasting(dead.age_s)} ago: somebody must decide.",
             "`txbox outbox list --status dead` shows why; then `txbox outbox retry` or `txbox outbox discard`.",
         )
 
 
-def _taken(app: ConfiguredApp, route: str, topic: str, kind: str | None, cause: str | None) -> bool:
+def _taken(app: Application, route: str, topic: str, kind: str | None, cause: str | None) -> bool:
     """Say whether a relay of this App takes such rows, now or once it has adopted them."""
     for served in app.routes.all():
         if served.name != route and (route or not served.names(topic)):
@@ -186,7 +190,7 @@ def _stray(route: str, topic: str, many: _Many) -> Finding:
     why = f"the route {route!r}" if route else "any App that publishes it"
     return Finding(
         "orphan-route",
-        f"{many.said} of topic {topic!r} wait for {why}, the oldest staged {lasting(many.age_s)} ago, and this App "
+        f"{many.said()} of topic {topic!r} wait for {why}, the oldest staged {lasting(many.age_s)} ago, and this App "
         "has none such.",
         "Run the App that has it, `app.publish` the topic, or `txbox outbox reroute` them.",
     )
@@ -194,13 +198,13 @@ def _stray(route: str, topic: str, many: _Many) -> Finding:
 
 async def quarantine(case: Case) -> AsyncIterator[Finding]:
     """What was set aside."""
-    for consumer, *counted in await case.rows("doctor_quarantined", limit=_COUNTED):
+    for consumer, *figures in await case.rows("doctor_quarantined", limit=_COUNTED):
         many = _Many()
-        many.add(*counted)
+        many.add(*figures)
         yield Finding(
             "quarantined-messages",
-            f"In quarantine for {consumer or 'no consumer'}: {many.said}, the oldest since {lasting(many.age_s)}, "
-            "which wait for a decision.",
+            f"{consumer or UNMATCHED} has {many.said()} in quarantine, the oldest for {lasting(many.age_s)}: somebody "
+            "must decide.",
             "`txbox quarantine list` shows why; then `txbox quarantine accept` or `txbox quarantine discard`.",
         )
 
@@ -208,18 +212,13 @@ async def quarantine(case: Case) -> AsyncIterator[Finding]:
 async def pruning(case: Case) -> AsyncIterator[Finding]:
     """Whether somebody prunes."""
     known = {str(what): float(value) for what, value in await case.rows("doctor_pruning")}
-    within_s = max(_PRUNED_WITHIN_S, 4 * case.retention.every.total_seconds())
-    ran_s = known.get("ran")
-    if (
-        not known["rows"]
-        or known["tables"] <= within_s
-        or (ran_s is not None and ran_s <= within_s)
-    ):
+    every_s, ran_s = case.app.retention.every.total_seconds(), known.get("ran", math.inf)
+    within_s = max(_PRUNED_WITHIN_S, 4 * every_s)
+    if not known["rows"] or min(known["tables"], ran_s) <= within_s:
         return
-    last = "has never run" if ran_s is None else f"ran {lasting(ran_s)} ago"
+    last = "has never run" if math.isinf(ran_s) else f"ran {lasting(ran_s)} ago"
     yield Finding(
         "pruning-stopped",
-        f"Pruning {last}, and is due every {lasting(case.retention.every.total_seconds())}: the tables grow without "
-        "bound.",
+        f"Pruning {last}, and is due every {lasting(every_s)}: the tables grow without bound.",
         "Have `txbox run` or `txbox maintain` running, or `txbox prune` once.",
     )

@@ -1,29 +1,20 @@
-"""What an App says of itself, without asking anybody: a worker refuses to start against the errors among these."""
+"""The settings of an App, checked without a connection: a worker refuses to start with an error among these."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 from txbox.admin.doctor.finding import Finding
+from txbox.admin.reader import Application
 from txbox.brokers.base import Source
 from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handlers
-from txbox.policy import Lease, Limits
 
 
-class Timed(Protocol):
-    """The part of an App that says how long things may take."""
-
-    handlers: Handlers
-    limits: Limits
-    lease: Lease
-
-
-def time_outs(app: Timed) -> Iterator[Finding]:
-    """Whoever waits must wait longer than what is waited for: claim < handler < lease.
+def time_outs(app: Application) -> Iterator[Finding]:
+    """Waiting must last longer than what is waited for: claim < handler < lease.
 
     The database ends an idle transaction of a handler after the lease (promise 4.2), so the
     transaction's own time-out has its place by itself.
@@ -56,7 +47,7 @@ def time_outs(app: Timed) -> Iterator[Finding]:
             )
 
 
-def redelivery(app: Timed, source: Source) -> Iterator[Finding]:
+def redelivery(app: Application, source: Source) -> Iterator[Finding]:
     """The broker must wait longer than a run may last, or than the worker lets it wait."""
     redelivery_s, tend_every_s = source.redelivery_s, source.tend_every_s
     if redelivery_s is None:
@@ -93,7 +84,7 @@ def order(handlers: Handlers, source: Source, topics: Sequence[str]) -> Iterator
                 )
 
 
-def grace(app: Timed, given: timedelta) -> Iterator[Finding]:
+def grace(app: Application, given: timedelta) -> Iterator[Finding]:
     """A handler that may run longer than a drain waits is cut off by each deployment."""
     for handler in app.handlers:
         timeout = handler.options.timeout

@@ -1,0 +1,284 @@
+"""The operator's transactions: a batch of a change, an accepted or edited message, a copy, each with its audit row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, NamedTuple, TypeVar
+
+from txbox.admin import tables
+from txbox.admin.tables import QUARANTINE, Filter, InboxFilter, QuarantineFilter, Verb
+from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
+from txbox.identity import TOMBSTONE_HASH
+from txbox.message import Message
+from txbox.session import Session, Statement
+from txbox.store.codec import Arrival
+from txbox.store.inbox import InboxStore
+
+T = TypeVar("T")
+#: What names a row: the columns of `Table.key`.
+Key = tuple[Any, ...]
+_BATCH = 500
+_CONFLICT_PAUSE_S = 0.05
+# the place of key_id among the columns of a lease
+_KEY_ID = 14
+_PAYLOAD_GONE = (
+    "its payload was dropped (Retention.quarantine_bytes): let its producer send it again"
+)
+_PAYLOAD_CUT = (
+    "not all of its payload was kept, or its hash is made in another way: give --app if the handler has "
+    "payload_hash=, else let its producer send it again"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Who changes rows, and why; written into `txbox_audit` with the change."""
+
+    actor: str
+    reason: str | None = None
+
+    def row(
+        self, store: InboxStore, action: str, where: Filter[Any, Any], affected: int
+    ) -> Statement:
+        params = {
+            "actor": self.actor, "action": action, "reason": self.reason, "affected": affected,
+            "filter": json.dumps(where.criteria(), sort_keys=True),
+        }  # fmt: skip
+        return store.dialect.statement("audit", params)
+
+
+class Matching(NamedTuple):
+    """How many rows of one status and consumer a change matches, and how many of them it leaves alone."""
+
+    status: str
+    consumer: str | None
+    rows: int
+    spared: int
+
+
+class Batch(NamedTuple):
+    """One batch of a change: its rows, how many were left alone, and where the next one begins, if any."""
+
+    keys: list[Key]
+    spared: int
+    place: Any
+
+
+@asynccontextmanager
+async def _transaction(db: Session, *, commit: bool) -> AsyncGenerator[None]:
+    """A transaction that ends with this block; rolled back in a dry run, and when the change is refused."""
+    await db.begin()
+    try:
+        yield
+    except (ConfigurationError, UnusableMessage):
+        await db.rollback()
+        raise
+    await (db.commit() if commit else db.rollback())
+
+
+async def change(
+    db: Session,
+    store: InboxStore,
+    verb: Verb,
+    where: Filter[Any, Any],
+    matching: Matching,
+    audit: Audit | None,
+    *,
+    spared: str | None,
+    after: Any,
+    to: str | None = None,
+    most: int | None = None,
+) -> Batch:
+    """Change one batch in a transaction of its own, the oldest rows first.
+
+    Args:
+        where: what the operator asked for, possibly for all consumers.
+        matching: the status and consumer of this batch.
+        audit: None makes it a dry run.
+        spared: rows with this error type are counted and left alone.
+        after: the `place` of the batch before; None for the first.
+        to: the new route, for a reroute.
+        most: a smaller limit than that of a batch.
+
+    Guarantee: rows that a live delivery or a relay holds are left to it, without waiting; the change
+        and its audit row are one commit.
+    """
+    table, limit = where.table, _BATCH if most is None else min(most, _BATCH)
+    params = {
+        **where.params(),
+        **tables.mark_params(after),
+        "status": matching.status,
+        "consumer": matching.consumer,
+        # without its payload a retried row would wait for ever
+        "needs_payload": verb == "retry",
+        "after": -1 if after is None else after,
+        "limit": limit,
+    }
+    async with _transaction(db, commit=audit is not None):
+        found = await db.execute(store.dialect.statement(f"{table.name}_select", params))
+        keys = [tuple(key) for *key, _, error in found.rows if spared is None or error != spared]
+        if audit is not None and keys:
+            rows = dict(zip(table.key, zip(*keys, strict=True), strict=True))
+            name, given = f"{table.name}_{verb}", {"to": to}
+            if table is QUARANTINE:
+                name, given = "quarantine_end", {"status": "discarded"}
+            await db.execute(store.dialect.statement(name, given, rows))
+            await db.execute(audit.row(store, table.audited.format(verb), where, len(keys)))
+    place = None
+    if len(found.rows) == limit:
+        *last, number, _ = found.rows[-1]
+        place = tuple(last) if table.place is None else number
+    return Batch(keys, len(found.rows) - len(keys), place)
+
+
+async def accept(
+    db: Session,
+    store: InboxStore,
+    key: Key,
+    arrival_of: Callable[[Message[Any]], Arrival],
+    audit: Audit | None,
+    *,
+    token: str,
+) -> None:
+    """Store one quarantined message as pending.
+
+    Args:
+        arrival_of: gives the message the id and the hash to store it with.
+        audit: None makes it a dry run.
+
+    Raises:
+        UnusableMessage: it cannot be accepted.
+        ConfigurationError: written through a codec that this app does not have.
+
+    Guarantee: the pending row, the end of the quarantine row and the audit row are one commit.
+    """
+    consumer, message_id, hashed = key
+    hashed = bytes(hashed)
+    named = {"consumer": consumer, "message_id": message_id, "hash": hashed}
+    async with _transaction(db, commit=audit is not None):
+        found = await db.execute(store.dialect.statement("quarantine_lock", named))
+        if not found.rows:
+            raise UnusableMessage("somebody else has decided on it meanwhile")
+        kept_bytes, message = tables.quarantined(store.columns, found.rows[0])
+        arrival = arrival_of(message)
+        if not _whole(message.payload, hashed, arrival):
+            raise UnusableMessage(_PAYLOAD_CUT if kept_bytes else _PAYLOAD_GONE)
+        if not await store.store(db, consumer, [arrival], token=token):
+            raise UnusableMessage(
+                f"{consumer} has another message under the id {arrival.message_id}: give it one of its own (--id)"
+            )
+        if audit is not None:
+            rows = {name: [value] for name, value in named.items()}
+            ended = store.dialect.statement("quarantine_end", {"status": "accepted"}, rows)
+            await db.execute(ended)
+            where = QuarantineFilter(consumer=consumer, message_id=message_id, hash=hashed.hex())
+            await db.execute(audit.row(store, "quarantine accept", where, 1))
+
+
+async def edit(
+    db: Session,
+    store: InboxStore,
+    where: InboxFilter,
+    edited: Callable[[Arrival], Message[Any]],
+    audit: Audit | None,
+) -> tuple[Message[Any], Message[Any]] | None:
+    """Give one dead or failed message other content and a full new budget of attempts.
+
+    Args:
+        where: consumer and id.
+        edited: makes the new message of the stored one.
+        audit: None makes it a dry run.
+
+    Returns:
+        The message before and after; None when there is none that can be edited now.
+
+    Raises:
+        ConfigurationError: written through a codec that this app does not have; or what `edited` raises.
+
+    Guarantee: the change, the row that keeps what was there before and the audit row are one commit.
+    """
+    columns, named = store.columns, where.params()
+    async with _transaction(db, commit=audit is not None):
+        found = await db.execute(store.dialect.statement("edit_lock", named))
+        if not found.rows:
+            return None
+        *row, error = found.rows[0]
+        arrival = columns.arrival(str(where.consumer), row).arrival
+        after = edited(arrival)
+        text = columns.error_back(error, row[_KEY_ID])
+        if audit is not None:
+            before = arrival.message.payload
+            hashed = TOMBSTONE_HASH if before is None else sha256(before).digest()
+            reason = f"edited by {audit.actor}" + (f": {audit.reason}" if audit.reason else "")
+            kept = {**named, "hash": hashed, "reason": reason}
+            await db.execute(store.dialect.statement("edit_set_aside", kept))
+            # the key that a row names is that of all its columns: its error is written anew as well
+            content = {
+                **named,
+                **columns.content(after),
+                "key_id": columns.key_id,
+                "error": None if text is None else columns.error(text),
+            }
+            await db.execute(store.dialect.statement("edit_write", content))
+            await db.execute(audit.row(store, "edit", where, 1))
+    return arrival.message, after
+
+
+async def copy(
+    db: Session,
+    store: InboxStore,
+    consumer: str,
+    arrivals: Sequence[Arrival],
+    audit: Audit,
+    where: InboxFilter,
+    *,
+    token: str,
+) -> int:
+    """Store messages as pending rows of another consumer, in the order given; returns how many were new.
+
+    Guarantee: the rows and their audit row are one commit.
+    """
+    async with _transaction(db, commit=True):
+        # in arrival order, not by id: two such commands may deadlock, and are tried again
+        fresh = await store.store(db, consumer, arrivals, token=token)
+        await db.execute(audit.row(store, f"replay as {consumer}", where, len(fresh)))
+    return len(fresh)
+
+
+async def announce(
+    db: Session,
+    store: InboxStore,
+    audit: Audit,
+    action: str,
+    where: Filter[Any, Any],
+    affected: int,
+) -> None:
+    """Write the audit row of work whose own transactions follow."""
+    await db.begin((audit.row(store, action, where, affected),))
+    await db.commit()
+
+
+async def again(
+    db: Session, operation: Callable[..., Awaitable[T]], *args: Any, **options: Any
+) -> T:
+    """Repeat a small transaction that lost to another."""
+    for tried in range(10):
+        try:
+            return await operation(db, *args, **options)
+        except StoreError as error:
+            if error.fault not in (Fault.CONFLICT, Fault.LOCK_TIMEOUT) or tried == 9:
+                raise
+            db.discard()
+            await db.wait(_CONFLICT_PAUSE_S * (tried + 1))
+    raise AssertionError("the last try returned or raised")
+
+
+def _whole(payload: bytes | None, hashed: bytes, arrival: Arrival) -> bool:
+    """Say whether this is the payload that was hashed; without one, whether there was none."""
+    if payload is None:
+        return hashed in (TOMBSTONE_HASH, sha256(b"").digest())
+    return hashed in (sha256(payload).digest(), arrival.hash)
