@@ -28,7 +28,6 @@ from typing import IO, Any, Self
 from tests.support.waiting import DEADLINE_S
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LONGEST = 1 << 17  # bytes of a request; a command line may be as long
 _IMPORTED = (
     "psycopg", "pymysql", "sqlite3",
     "txbox.cli.application", "txbox.cli.run", "txbox.observers.logging", "txbox.testing", "txbox.worker",
@@ -192,7 +191,7 @@ class _Server:
     """The process that is forked, one for each test process; it goes with it."""
 
     def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())],
@@ -206,8 +205,10 @@ class _Server:
         self._process.wait()
 
     def start(self, request: dict[str, Any], streams: list[int], status: int) -> int:
+        text = json.dumps(request).encode()
         with self._lock:
-            socket.send_fds(self._channel, [json.dumps(request).encode()], streams)
+            socket.send_fds(self._channel, [len(text).to_bytes(4, "big")], streams)
+            self._channel.sendall(text)
         return int.from_bytes(os.read(status, 4), "big")
 
 
@@ -232,9 +233,10 @@ def _serve(channel: socket.socket) -> tuple[str, ...]:
                 if ended:
                     _tell(running.pop(pid), b"%d" % os.waitstatus_to_exitcode(how))
         if channel.fileno() in ready:
-            text, files, _, _ = socket.recv_fds(channel, _LONGEST, 4)
-            if not text:
+            size, files, _, _ = socket.recv_fds(channel, 4, 4)
+            if not size:
                 os._exit(0)
+            text = channel.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
             *streams, status = files
             pid = os.fork()
             if not pid:
