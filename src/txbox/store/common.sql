@@ -196,6 +196,48 @@ SELECT [text consumer], [text message_id], hash, kept_bytes FROM txbox_quarantin
  LIMIT :limit::integer
 [skip_locked]
 
+-- fragment: leased_rows
+SELECT 1 FROM txbox_inbox
+                          WHERE consumer = :consumer::text AND [open] status = 'processing' AND lease_until IS NOT NULL
+
+-- name: work_left
+-- What keeps `run --once` running: due rows, leased rows, and versions whose turn it is, which are looked at again
+-- within two seconds.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM [inbox_by_due] WHERE [is_due starts = 0])
+              OR EXISTS (SELECT 1 FROM [inbox_by_due] WHERE [is_due starts > 0])
+              OR EXISTS ([leased_rows])
+              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer::text AND own.status <> 'processed' AND own.status = 'pending'
+                            AND own.next_attempt_at <= [in 3]
+                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
+                                         WHERE done.consumer = own.consumer AND done.key = own.key
+                                           AND own.sequence = done.last + 1))
+            THEN 1 ELSE 0 END
+
+-- fragment: is_head
+NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
+                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
+                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                                             AND (earlier.status IN ('pending', 'failed', 'processing')
+                                                  OR (:dead_blocks::boolean AND earlier.status = 'dead')))
+
+-- name: work_left_ordered
+-- work_left for ordered consumers: rows that wait for a dead row, or for one not yet due, do not count.
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
+                          WHERE own.consumer = :consumer::text AND own.status <> 'processed'
+                            AND own.status IN ('pending', 'failed')
+                            AND own.has_payload AND own.next_attempt_at <= [now]
+                            AND [is_head])
+              OR EXISTS ([leased_rows])
+            THEN 1 ELSE 0 END
+
+-- fragment: stray_routes
+SELECT '', [now] FROM (SELECT 1 AS one) AS always
+         WHERE EXISTS (SELECT 1 FROM txbox_outbox
+                       WHERE status = 'pending' AND route >= 'local' AND route < :local::text)
+            OR EXISTS (SELECT 1 FROM txbox_outbox
+                        WHERE status = 'pending' AND route > :local::text AND route < 'local;')
+
 -- ---- partitions.py: PostgreSQL alone has partitions -----------------------------------------------------------------
 
 -- nothing: partitions partitions_detached partition_begin partition_make partition_rows partition_detach
@@ -627,6 +669,12 @@ SELECT 'rows', count(*)::double precision FROM (SELECT 1 FROM txbox_inbox LIMIT 
 
 -- name: database_clock
 SELECT [now]
+
+-- name: explain_consumers
+[consumers_of txbox_inbox]
+
+-- name: explain_aside
+[consumers_of txbox_quarantine]
 
 -- name: explain_outbox
 -- Which of these outgoing messages there are.

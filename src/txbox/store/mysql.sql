@@ -58,6 +58,9 @@ txbox_inbox FORCE INDEX (txbox_inbox_open) WHERE consumer = :consumer
 -- fragment: outbox_by_due
 txbox_outbox FORCE INDEX (txbox_outbox_due)
 
+-- fragment: inbox_by_due
+txbox_inbox FORCE INDEX (txbox_inbox_due)
+
 -- fragment: skip_locked
 FOR UPDATE SKIP LOCKED
 
@@ -216,6 +219,10 @@ UPDATE txbox_inbox
 -- fragment: message
 [leased starts]
 
+-- fragment: is_due starts
+consumer = :consumer AND has_payload = TRUE AND [starts] AND next_attempt_at <= [now]
+   AND status IN ('pending', 'failed')
+
 -- fragment: first status consumer key order
 -- One index probe. If the key comes from another row, it must be ordered by all its columns: by the last alone, MySQL
 -- reads the whole key and sorts it. If the key is given, MariaDB does so unless it is ordered by the last alone.
@@ -238,9 +245,8 @@ LEAST(COALESCE([first pending, [consumer], [key], [order]], [none]),
 -- forced, because with stale statistics the optimizer would rather sort. A leased row has no `next_attempt_at`, so it
 -- is not even scanned. `starts` is read as lease_take will leave it.
 SELECT [leased starts + 1]
-  FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
- WHERE consumer = :consumer AND has_payload = TRUE AND starts = 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
-   AND status IN ('pending', 'failed')
+  FROM [inbox_by_due]
+ WHERE [is_due starts = 0]
  ORDER BY next_attempt_at, arrival
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
@@ -250,8 +256,7 @@ SELECT [leased starts + 1]
 -- with it. There are few of these, so one statement serves all consumers; ordered ones take heads only.
 SELECT [leased starts + 1]
   FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
- WHERE consumer = :consumer AND has_payload = TRUE AND starts > 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
-   AND status IN ('pending', 'failed')
+ WHERE [is_due starts > 0]
    AND (NOT :heads_only OR own.`key` IS NULL
         OR own.arrival <= [head own.consumer, own.`key`, own.arrival, head.status,head.consumer,head.`key`,head.arrival])
  ORDER BY starts, next_attempt_at, arrival
@@ -263,8 +268,7 @@ SELECT [leased starts + 1]
 
 SELECT [leased starts + 1]
   FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
- WHERE consumer = :consumer AND has_payload = TRUE AND starts = 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
-   AND status IN ('pending', 'failed')
+ WHERE [is_due starts = 0]
    AND (own.`key` IS NULL
         OR own.arrival <= [head own.consumer, own.`key`, own.arrival, head.status,head.consumer,head.`key`,head.arrival])
  ORDER BY next_attempt_at, arrival
@@ -454,47 +458,8 @@ SELECT [text soon.consumer], TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), soon.d
           FROM (SELECT MIN(available_at) AS due_at FROM txbox_outbox
                  WHERE status = 'pending' AND route IN ({:rows.route}) GROUP BY route) AS next
          UNION ALL
-        SELECT '', UTC_TIMESTAMP(6) FROM DUAL
-         WHERE EXISTS (SELECT 1 FROM txbox_outbox
-                       WHERE status = 'pending' AND route >= 'local' AND route < :local)
-            OR EXISTS (SELECT 1 FROM txbox_outbox
-                        WHERE status = 'pending' AND route > :local AND route < 'local;')) AS soon
+        [stray_routes]) AS soon
  WHERE soon.due_at <= UTC_TIMESTAMP(6) + INTERVAL :ahead_s SECOND
-
--- name: work_left
--- What keeps `run --once` running: due rows, leased rows, and versions whose turn it is, which are looked at again
--- within two seconds.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
-                          WHERE consumer = :consumer AND has_payload = TRUE AND starts = 0
-                            AND next_attempt_at <= UTC_TIMESTAMP(6) AND status IN ('pending', 'failed'))
-              OR EXISTS (SELECT 1 FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
-                          WHERE consumer = :consumer AND has_payload = TRUE AND starts > 0
-                            AND next_attempt_at <= UTC_TIMESTAMP(6) AND status IN ('pending', 'failed'))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL)
-              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
-                            AND own.next_attempt_at <= UTC_TIMESTAMP(6) + INTERVAL 3 SECOND
-                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
-                                         WHERE done.consumer = own.consumer AND done.`key` = own.`key`
-                                           AND own.sequence = done.last + 1))
-            THEN 1 ELSE 0 END
-
--- name: work_left_ordered
--- work_left for ordered consumers: rows that wait for a dead row, or for one not yet due, do not count.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed'
-                            AND own.status IN ('pending', 'failed')
-                            AND own.has_payload AND own.next_attempt_at <= UTC_TIMESTAMP(6)
-                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                                           WHERE earlier.consumer = own.consumer AND earlier.`key` = own.`key`
-                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                                             AND (earlier.status IN ('pending', 'failed', 'processing')
-                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed'
-                            AND status = 'processing' AND lease_until IS NOT NULL)
-            THEN 1 ELSE 0 END
 
 -- ---- schema.py ------------------------------------------------------------------------------------------------------
 
@@ -672,17 +637,10 @@ SELECT count(*), [age min(own.staged_at)]
 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 
--- name: explain_consumers
--- The next consumer that has rows: min() of a range is read from the key; DISTINCT would read all of it.
+-- fragment: consumers_of table
+-- The next one: min() of a range is read from the key; DISTINCT would read all of it.
 SELECT [text own.consumer]
-  FROM (SELECT min(consumer) AS consumer FROM txbox_inbox WHERE consumer > :after) AS own
- WHERE own.consumer IS NOT NULL
- LIMIT :limit
-
--- name: explain_aside
--- The same of the quarantine.
-SELECT [text own.consumer]
-  FROM (SELECT min(consumer) AS consumer FROM txbox_quarantine WHERE consumer > :after) AS own
+  FROM (SELECT min(consumer) AS consumer FROM [table] WHERE consumer > :after) AS own
  WHERE own.consumer IS NOT NULL
  LIMIT :limit
 

@@ -52,6 +52,9 @@ txbox_inbox WHERE consumer = :consumer::text COLLATE "POSIX"
 -- fragment: outbox_by_due
 txbox_outbox
 
+-- fragment: inbox_by_due
+txbox_inbox
+
 -- fragment: look
 SELECT
 
@@ -338,6 +341,9 @@ consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
   ORDER BY head.arrival
   LIMIT 1)
 
+-- fragment: is_head
+(own.key IS NULL OR own.arrival = [head arrival, own.consumer, own.key])
+
 -- fragment: take
 -- Takes rows that `due` has locked, so their ctids are stable. With an array of ctids, or behind CASE, even stale
 -- statistics cannot lead to another plan. Each partition has ctids of its own.
@@ -381,8 +387,7 @@ WITH due AS MATERIALIZED (
 WITH due AS MATERIALIZED (
        SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
         WHERE [is_due starts > 0]
-          AND (NOT :heads_only::boolean OR own.key IS NULL
-               OR own.arrival = [head arrival, own.consumer, own.key])
+          AND (NOT :heads_only::boolean OR [is_head])
         ORDER BY starts, next_attempt_at, arrival
         LIMIT 1
           FOR UPDATE OF own SKIP LOCKED)
@@ -426,8 +431,7 @@ WITH RECURSIVE seen AS MATERIALIZED (
                WHERE own.consumer = :consumer::text AND own.message_id = candidate.message_id
                  AND CASE WHEN own.status IN ('pending', 'failed') AND own.has_payload
                            AND own.starts = 0 AND own.next_attempt_at <= statement_timestamp()
-                          THEN own.key IS NULL
-                               OR own.arrival = [head arrival, own.consumer, own.key] END
+                          THEN [is_head] END
                  FOR UPDATE OF own SKIP LOCKED) AS free
         LIMIT :limit::integer)
 [take]
@@ -609,39 +613,8 @@ SELECT soon.consumer, extract(epoch FROM soon.at - clock_timestamp())::double pr
                                     WHERE status = 'pending' AND route = asked.route
                                     ORDER BY available_at LIMIT 1) AS next
          UNION ALL
-        SELECT '', clock_timestamp()
-         WHERE EXISTS (SELECT 1 FROM txbox_outbox
-                       WHERE status = 'pending' AND route >= 'local' AND route < :local::text)
-            OR EXISTS (SELECT 1 FROM txbox_outbox
-                        WHERE status = 'pending' AND route > :local::text AND route < 'local;')) AS soon
+        [stray_routes]) AS soon
  WHERE soon.at <= [in :ahead_s]
-
--- name: work_left
--- What keeps `run --once` running: due rows, leased rows, and versions whose turn it is, which are looked at again
--- within two seconds.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox WHERE [is_due starts = 0])
-              OR EXISTS (SELECT 1 FROM txbox_inbox WHERE [is_due starts > 0])
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer::text AND status = 'processing' AND lease_until IS NOT NULL)
-              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer::text AND own.status <> 'processed' AND own.status = 'pending'
-                            AND own.next_attempt_at <= clock_timestamp() + interval '3 seconds'
-                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
-                                         WHERE done.consumer = own.consumer AND done.key = own.key
-                                           AND own.sequence = done.last + 1))
-            THEN 1 ELSE 0 END
-
--- name: work_left_ordered
--- work_left for ordered consumers: rows that wait for a dead row, or for one not yet due, do not count.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer::text AND own.status <> 'processed'
-                            AND own.status IN ('pending', 'failed')
-                            AND own.has_payload AND own.next_attempt_at <= clock_timestamp()
-                            AND (own.key IS NULL OR own.arrival = [head arrival, own.consumer, own.key]))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer::text AND status <> 'processed'
-                            AND status = 'processing' AND lease_until IS NOT NULL)
-            THEN 1 ELSE 0 END
 
 -- ---- partitions.py --------------------------------------------------------------------------------------------------
 
@@ -944,22 +917,12 @@ SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit::integer
 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 
--- name: explain_consumers
--- The consumers that have rows, from one to the next in the index of the key: no look at all rows.
+-- fragment: consumers_of table
+-- From one to the next in the index of the key: no look at all rows.
 WITH RECURSIVE known(consumer) AS (
-       (SELECT consumer FROM txbox_inbox WHERE consumer > :after::text ORDER BY consumer LIMIT 1)
+       (SELECT consumer FROM [table] WHERE consumer > :after::text ORDER BY consumer LIMIT 1)
         UNION ALL
-       SELECT (SELECT next.consumer FROM txbox_inbox AS next
-                WHERE next.consumer > known.consumer ORDER BY next.consumer LIMIT 1)
-         FROM known WHERE known.consumer IS NOT NULL)
-SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit::integer
-
--- name: explain_aside
--- The same of the quarantine.
-WITH RECURSIVE known(consumer) AS (
-       (SELECT consumer FROM txbox_quarantine WHERE consumer > :after::text ORDER BY consumer LIMIT 1)
-        UNION ALL
-       SELECT (SELECT next.consumer FROM txbox_quarantine AS next
+       SELECT (SELECT next.consumer FROM [table] AS next
                 WHERE next.consumer > known.consumer ORDER BY next.consumer LIMIT 1)
          FROM known WHERE known.consumer IS NOT NULL)
 SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit::integer

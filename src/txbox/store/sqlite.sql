@@ -53,6 +53,9 @@ txbox_inbox WHERE consumer = :consumer
 -- fragment: outbox_by_due
 txbox_outbox INDEXED BY txbox_outbox_due
 
+-- fragment: inbox_by_due
+txbox_inbox
+
 -- fragment: look
 SELECT
 
@@ -414,44 +417,8 @@ SELECT soon.consumer, (julianday(soon.at) - julianday('now')) * 86400.0
                          ORDER BY available_at LIMIT 1))
           FROM (VALUES {(:rows.route)}) AS asked
          UNION ALL
-        SELECT '', [now]
-         WHERE EXISTS (SELECT 1 FROM txbox_outbox
-                       WHERE status = 'pending' AND route >= 'local' AND route < :local)
-            OR EXISTS (SELECT 1 FROM txbox_outbox
-                        WHERE status = 'pending' AND route > :local AND route < 'local;')) AS soon
+        [stray_routes]) AS soon
  WHERE soon.at <= [in :ahead_s]
-
--- name: work_left
--- What keeps `run --once` running: due rows, leased rows, and versions whose turn it is, which are looked at again
--- within two seconds.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox WHERE [is_due starts = 0])
-              OR EXISTS (SELECT 1 FROM txbox_inbox WHERE [is_due starts > 0])
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed'
-                            AND status = 'processing' AND lease_until IS NOT NULL)
-              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed' AND own.status = 'pending'
-                            AND own.next_attempt_at <= strftime('%Y-%m-%d %H:%M:%f', 'now', '+3 seconds')
-                            AND EXISTS (SELECT 1 FROM txbox_sequence AS done
-                                         WHERE done.consumer = own.consumer AND done.key = own.key
-                                           AND own.sequence = done.last + 1))
-            THEN 1 ELSE 0 END
-
--- name: work_left_ordered
--- work_left for ordered consumers: rows that wait for a dead row, or for one not yet due, do not count.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer AND own.status <> 'processed'
-                            AND own.status IN ('pending', 'failed')
-                            AND own.has_payload AND own.next_attempt_at <= [now]
-                            AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
-                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
-                                             AND (earlier.status IN ('pending', 'failed', 'processing')
-                                                  OR (:dead_blocks AND earlier.status = 'dead'))))
-              OR EXISTS (SELECT 1 FROM txbox_inbox
-                          WHERE consumer = :consumer AND status <> 'processed'
-                            AND status = 'processing' AND lease_until IS NOT NULL)
-            THEN 1 ELSE 0 END
 
 -- ---- schema.py ------------------------------------------------------------------------------------------------------
 
@@ -604,21 +571,12 @@ SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit
 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 
--- name: explain_consumers
--- The consumers that have rows, from one to the next in the index of the key: no look at all rows.
+-- fragment: consumers_of table
+-- From one to the next in the index of the key: no look at all rows.
 WITH RECURSIVE known(consumer) AS (
-       SELECT min(consumer) FROM txbox_inbox WHERE consumer > :after
+       SELECT min(consumer) FROM [table] WHERE consumer > :after
         UNION ALL
-       SELECT (SELECT min(next.consumer) FROM txbox_inbox AS next WHERE next.consumer > known.consumer)
-         FROM known WHERE known.consumer IS NOT NULL)
-SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit
-
--- name: explain_aside
--- The same of the quarantine.
-WITH RECURSIVE known(consumer) AS (
-       SELECT min(consumer) FROM txbox_quarantine WHERE consumer > :after
-        UNION ALL
-       SELECT (SELECT min(next.consumer) FROM txbox_quarantine AS next WHERE next.consumer > known.consumer)
+       SELECT (SELECT min(next.consumer) FROM [table] AS next WHERE next.consumer > known.consumer)
          FROM known WHERE known.consumer IS NOT NULL)
 SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit
 
