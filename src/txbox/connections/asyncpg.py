@@ -18,6 +18,9 @@ import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
 from txbox.connections.base import (
+    RELEASE,
+    ROLLBACK_TO,
+    SAVEPOINT,
     Executor,
     Pool,
     check_committed,
@@ -189,19 +192,13 @@ class AsyncpgConnection(Connection):
     read = execute
 
     async def savepoint(self) -> None:
-        await self._command("SAVEPOINT txbox_handler")
+        await self.execute(SAVEPOINT)
 
     async def release_savepoint(self) -> None:
-        await self._command("RELEASE SAVEPOINT txbox_handler")
+        await self.execute(RELEASE)
 
     async def rollback_to_savepoint(self) -> None:
-        await self._command("ROLLBACK TO SAVEPOINT txbox_handler")
-
-    async def _command(self, sql: str) -> None:
-        try:
-            await self.native.execute(sql)
-        except _ERRORS as error:
-            raise self._failure(error) from error
+        await self.execute(ROLLBACK_TO)
 
     async def begin(self, statements: Statements) -> list[Result]:
         transaction = self.native.transaction(isolation="read_committed")

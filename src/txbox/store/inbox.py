@@ -132,7 +132,7 @@ class InboxStore:
         Args:
             delay_s: until they are due.
         """
-        params = {"consumer": consumer, "token": token, "delay_s": delay_s}
+        params: dict[str, Any] = {"consumer": consumer, "token": token, "delay_s": delay_s}
         params["key_id"] = self.columns.key_id
         return self.dialect.statement("store", params, self.columns.whole(arrivals))
 

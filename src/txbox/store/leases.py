@@ -112,8 +112,8 @@ async def lease_next(
     dead_blocks: bool,
 ) -> Leased | None:
     """Lease the row of a key whose turn it is, if it is due and no earlier run of it is unfinished."""
-    params = {"consumer": consumer, "key": key, "token": token, "dead_blocks": dead_blocks}
-    params["lease_s"] = lease.duration.total_seconds()
+    params: dict[str, Any] = {"consumer": consumer, "key": key, "token": token}
+    params |= {"lease_s": lease.duration.total_seconds(), "dead_blocks": dead_blocks}
     await db.begin()
     leased = _read(store, consumer, await store.dialect.take(db, "lease_next", params))
     await db.commit()
@@ -130,8 +130,8 @@ def storing(
     """
     if not store.dialect.has("store_leased"):
         return store.storing(consumer, arrivals, token=token)
-    params = {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()}
-    params["key_id"] = store.columns.key_id
+    params: dict[str, Any] = {"consumer": consumer, "token": token}
+    params |= {"lease_s": lease.duration.total_seconds(), "key_id": store.columns.key_id}
     statement = store.dialect.statement("store_leased", params, store.columns.whole(arrivals))
     # one crash point, whichever form the storing takes
     return statement._replace(name="store")
