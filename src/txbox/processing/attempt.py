@@ -217,9 +217,10 @@ class InboxProtocol:
         batch_size, consumer = self.batch_sizes.of(handler), handler.consumer
         settled: dict[str, Answer] = {}
         unsettled, tries, known, group = arrivals, 0, claim is not NEW, 0
-        if len(arrivals) > 1:
+        alone = len(arrivals) == 1
+        if not alone:
             group = self.batch_sizes.group(handler, batch_size)
-        if not known and batch_size.looks_first and self._can_look_up(handler, unsettled):
+        if not (known or alone) and batch_size.looks_first and self._can_look_up(handler, arrivals):
             known, settled = True, await self._finished_before(db, handler, batch_size, unsettled)
             unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
         while unsettled:
