@@ -346,7 +346,7 @@ class _Saying:
         message, ahead = row.message, row.ahead
         if what.message_id is None:
             then = ""
-            if handler is not None and handler.options.gaps.wait is not None:
+            if handler is not None:
                 until = self.when(message.received_at + handler.options.gaps.wait)
                 then = (
                     f" If it has not come by {until} (GapPolicy.wait), this one is processed without it, and the "

@@ -564,7 +564,7 @@ def place_of(row: InboxRow | OutboxRow | QuarantineRow) -> int | str:
     return row.arrival if isinstance(row, InboxRow) else row.number
 
 
-def mark_params(key: Any) -> dict[str, Any]:
+def mark_params(key: tuple[Any, ...] | int | None) -> dict[str, Any]:
     """Where a page or a batch continues: behind the row with this key, in a table without a number for that."""
     mark = key if isinstance(key, tuple) else (None, None, None)
     return dict(zip(("mark_consumer", "mark_id", "mark_hash"), mark, strict=True))
