@@ -6,11 +6,16 @@ import re
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
 from importlib.resources import files
 
 import pytest
 
+from txbox import Message
+from txbox.store import claims
+from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Style, dialect, native
+from txbox.store.inbox import InboxStore
 
 REFERENCE = "postgresql"
 TWINS = ("sqlite", "mysql")
@@ -170,14 +175,18 @@ def test_regions_repeat_for_each_row(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", [REFERENCE, *TWINS])
-def test_the_canary_is_an_identifier(name: str) -> None:
-    queries = dialect(name)
-    for query in queries.queries:
-        if queries.has(query):
-            sql = queries.statement(query, {}, None, canary="0" * 32).sql
-            assert "[canary]" not in sql
-    if not queries.refuses_commit:
-        assert queries.statement("close", canary="ab").sql == "RELEASE SAVEPOINT txbox_ab"
+def test_a_guard_that_is_a_savepoint_is_named_after_its_token(name: str) -> None:
+    store = InboxStore(dialect(name), Columns())
+    arrivals = [Arrival(Message(id=each, topic="t"), each, None) for each in ("a", "b")]
+    claimed = claims.claim(
+        store, "c", arrivals, token="ab", lock_timeout=timedelta(seconds=1), idle_s=1.0, keep=False
+    )
+    guards = [*claimed, claims.close(store, "ab"), claims.still_claimed(store, "ab")]
+    assert not any("[canary]" in statement.sql for statement in guards)
+    if not store.dialect.refuses_commit:
+        sql = [statement.sql for statement in guards]
+        assert "SAVEPOINT txbox_ab" in sql
+        assert sql[-2:] == ["RELEASE SAVEPOINT txbox_ab"] * 2
 
 
 def test_a_database_that_cannot_refuse_a_commit_completes_its_claims() -> None:

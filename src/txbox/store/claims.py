@@ -58,7 +58,12 @@ def claim(
             store.columns.whole(arrivals),
         )
     elif len(arrivals) == 1 and (single := store.dialect.queries["claim_single"]):
-        params |= store.columns.row(arrivals[0])
+        # as `Columns.row` has it, without the call: nearly every message comes this way
+        arrival, message = arrivals[0], arrivals[0].message
+        params |= {
+            "message_id": arrival.message_id, "topic": message.topic, "type": message.type, "key": message.key,
+            "sequence": message.sequence, "payload_hash": arrival.hash,
+        }  # fmt: skip
         # one crash point, whichever form the claim takes; it bounds its wait by itself
         return _armed(store, [Statement("claim", single, params)], token)
     else:
@@ -112,7 +117,7 @@ def _armed(store: InboxStore, statements: list[Statement], token: str) -> tuple[
     """Arm the guard and mark the transaction, where the claim itself has not."""
     queries = store.dialect.queries
     if queries["arm"]:
-        statements.append(store.dialect.statement("arm", {"token": token}, canary=token))
+        statements.append(_guard(store, "arm", token))
     if mark := queries["savepoint_claim"]:
         statements.append(Statement("savepoint_claim", mark, _NOTHING))
     return tuple(statements)
@@ -174,10 +179,13 @@ def complete(
 
 def close(store: InboxStore, token: str) -> Statement:
     """Return the statement that fails unless this is still the claiming transaction."""
-    if store.dialect.refuses_commit:
-        # identified by the token alone; no savepoint is named
-        return Statement("close", store.dialect.queries["close"], {"token": token})
-    return store.dialect.statement("close", {"token": token}, canary=token)
+    return _guard(store, "close", token)
+
+
+def _guard(store: InboxStore, name: Literal["arm", "close"], token: str) -> Statement:
+    """A statement of the guard, which on MySQL and MariaDB is a savepoint named after the token."""
+    sql = store.dialect.queries[name].replace("[canary]", f"txbox_{token}")
+    return Statement(name, sql, {"token": token})
 
 
 def still_claimed(store: InboxStore, token: str) -> Statement:

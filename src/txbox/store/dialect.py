@@ -66,7 +66,6 @@ class Dialect:
         name: str,
         params: Mapping[str, Any] | None = None,
         rows: Mapping[str, Sequence[Any]] | None = None,
-        canary: str | None = None,
     ) -> Statement:
         """Build a statement.
 
@@ -74,12 +73,9 @@ class Dialect:
             name: of the query; also the statement's crash point.
             params: may contain more than the query uses.
             rows: columns of equal length, one element per row.
-            canary: a random identifier, for databases whose guard is a savepoint.
         """
         sql = self.queries[name]
         bound: dict[str, Any] = dict(params or ())
-        if canary is not None:
-            sql = sql.replace("[canary]", f"txbox_{canary}")
         if rows is not None:
             if self.arrays:
                 for column, values in rows.items():
