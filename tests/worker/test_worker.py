@@ -18,7 +18,9 @@ from txbox import App, Batching, Lease, Message, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
+from txbox.relay.relay import Relay, Relays
 from txbox.session import Transaction
+from txbox.store import jobs
 from txbox.worker.lane import Lane
 
 
@@ -90,6 +92,48 @@ def test_a_failed_message_is_settled_and_retried_from_the_table(shop: Shop) -> N
     assert statuses(shop.raw) == {"processed": 2}
     assert shop.effects() == 2
     assert shop.calls.count("m1") == 3
+
+
+def test_once_does_not_leave_what_a_handler_stages_while_the_tables_are_read(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outbox is read, then a row of the inbox becomes one of the outbox, then the inbox is read."""
+    left, turn, work_left = Relays.left, Relay.turn, jobs.work_left
+    reads: list[bool] = []
+    inbox_read = threading.Event()
+
+    def stage(message: Message[Any], tx: Any) -> None:
+        shop.app.outbox.stage(tx, "invoices", {}, cause=message)
+
+    def relay_later(relay: Relay) -> bool:
+        assert not reads or inbox_read.wait(DEADLINE_S)
+        return turn(relay)
+
+    async def inbox(*args: Any, **options: Any) -> bool:
+        found = await work_left(*args, **options)
+        if reads and options["consumer"] == "invoices":
+            inbox_read.set()
+        return found
+
+    def outbox(relays: Relays) -> bool:
+        found = left(relays)
+        reads.append(found)
+        if len(reads) == 1:
+            shop.app.send(paid("m"))
+            eventually(lambda: shop.raw.value("SELECT count(*) FROM txbox_outbox") == 1)
+        return found
+
+    shop.handler(stage)
+    shop.app.handler("invoices", consumer="invoices")(_nothing)
+    monkeypatch.setattr(Relays, "left", outbox)
+    monkeypatch.setattr(Relay, "turn", relay_later)
+    monkeypatch.setattr(jobs, "work_left", inbox)
+    assert worker(shop.app, once=True).run() == 0
+    assert statuses(shop.raw) == {"processed": 2}
+    assert reads[0] is False
+
+
+def _nothing(_message: Message[Any], _tx: Any) -> None: ...
 
 
 def test_once_does_not_wait_for_a_retry_in_the_future(shop: Shop) -> None:

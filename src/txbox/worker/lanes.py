@@ -171,6 +171,8 @@ class Lanes:
         self._poll: Poll | None = None
         self._lock = threading.Lock()
         self._busy = 0
+        #: How many turns have begun.
+        self.begun = 0
         #: By consumer.
         self.tables: dict[str, Table] = {}
         #: By consumer, and whether they run async handlers.
@@ -242,6 +244,7 @@ class Lanes:
     def _turns(self, threads: Threads | None, lane: Lane) -> None:
         with self._lock:
             self._busy += 1
+            self.begun += 1
         if threads is None:
             self._driver.task(self._turn_async(lane)).add_done_callback(self._task_ended)
         else:

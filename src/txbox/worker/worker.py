@@ -312,10 +312,13 @@ class Worker:
 
     def _work_left(self) -> bool:
         """Say whether rows of the outbox or of these consumers are due or leased."""
+        begun = self._lanes.begun
+        if self._lanes.busy:
+            return True
         try:
             with self._health.asking_the_database():
                 # the outbox first: what it holds may be rows of these tables a moment later
-                return (self._relays is not None and self._relays.left()) or any(
+                left = (self._relays is not None and self._relays.left()) or any(
                     self._driver.perform(
                         jobs.work_left,
                         self._app.store.dialect,
@@ -325,6 +328,8 @@ class Worker:
                     for consumer, table in self._lanes.tables.items()
                     if not table.paused
                 )
+                # a handler that ran meanwhile may have staged a message behind the look at the outbox
+                return left or self._lanes.begun != begun
         except StoreError as error:
             if error.fault not in CURABLE:
                 raise
