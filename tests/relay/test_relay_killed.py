@@ -104,8 +104,9 @@ def test_relay_republishes(
     points += [("before:commit", 2), ("after:commit", 2)]
     plan = Plan(url, LEASE_S, redis=redis_url, batch=10)
     ids = killed_again_and_again(plan, points, stream, plain_connection)
+    view = raw(url)
     with started(plan):
-        eventually(lambda: raw(url).value("SELECT count(*) FROM txbox_outbox") == 0, "no row left")
+        eventually(lambda: view.value("SELECT count(*) FROM txbox_outbox") == 0, "no row left")
 
     with redis.Redis.from_url(redis_url) as client:
         entries: Any = client.xrange(stream)
@@ -147,9 +148,10 @@ def test_relay_republishes_to_its_own_app(
         ("after:commit", 2),
     ]
     ids = killed_again_and_again(plan, points, "out", plain_connection)
+    view = raw(url)
     with started(plan):
-        eventually(lambda: raw(url).value("SELECT count(*) FROM txbox_outbox") == 0, "no row left")
-    stored = raw(url).rows("SELECT message_id, payload FROM txbox_inbox ORDER BY arrival")
+        eventually(lambda: view.value("SELECT count(*) FROM txbox_outbox") == 0, "no row left")
+    stored = view.rows("SELECT message_id, payload FROM txbox_inbox ORDER BY arrival")
     assert sorted(row for row, _ in stored) == sorted(ids)
     assert keys_in_order([int(payload) for _, payload in stored])
     with App(url) as app:
@@ -205,12 +207,12 @@ def caught_publishing(relay: BaseProcess, log: Path) -> bool:
 def test_two_relays_never_publish_one_row_and_one_takes_over_from_the_other(
     database_url: str, plain_connection: Connect, raw: Look, tmp_path: Path
 ) -> None:
-    log, lease_s = tmp_path / "log", 3.0
+    log, lease_s, view = tmp_path / "log", 3.0, raw(database_url)
     plan = Plan(database_url, lease_s, log=log, publish_s=0.05)
     with started(plan) as one, started(plan) as two:
         eventually(lambda: len(Calls(log).ready) == 2, "both relays")
         ids = stage(database_url, plain_connection, "out", 0, 600)
-        eventually(lambda: raw(database_url).value(OPEN) == 0, "no row left")
+        eventually(lambda: view.value(OPEN) == 0, "no row left")
         calls = Calls(log)
         assert calls.processes == {one.pid, two.pid}, "both have worked"
         assert set(calls.by_row()) == set(ids)
@@ -222,7 +224,7 @@ def test_two_relays_never_publish_one_row_and_one_takes_over_from_the_other(
         one.kill()
         one.join(DEADLINE_S)
         died = time.monotonic()
-        eventually(lambda: raw(database_url).value(OPEN) == 0, "what the dead one had leased")
+        eventually(lambda: view.value(OPEN) == 0, "what the dead one had leased")
     calls = Calls(log)
     assert set(calls.by_row()) == {*ids, *more}
     again = {each: sent for each, sent in calls.by_row().items() if len(sent) > 1}
@@ -244,7 +246,7 @@ def test_rows_that_commit_late_are_not_skipped_under_load(
 ) -> None:
     if database_url.startswith("sqlite"):
         pytest.skip("SQLite has one writer: nobody can commit in between")
-    log = tmp_path / "log"
+    log, view = tmp_path / "log", raw(database_url)
     plan = Plan(database_url, 5.0, log=log, batch=50)
     committed: list[str] = []
     late: list[str] = []
@@ -264,11 +266,11 @@ def test_rows_that_commit_late_are_not_skipped_under_load(
                 ]
                 committed += later
                 # all that was committed later leaves, and is marked, while the early ones are open
-                eventually(lambda: raw(database_url).value(OPEN) == 0, "no later row left")
+                eventually(lambda: view.value(OPEN) == 0, "no later row left")
                 assert set(committed) <= set(Calls(log).by_row())
                 assert not set(late[-5:]) & set(Calls(log).by_row())
                 early.commit()
-        eventually(lambda: raw(database_url).value(OPEN) == 0, "no row left")
+        eventually(lambda: view.value(OPEN) == 0, "no row left")
     sent = Calls(log).by_row()
     assert set(sent) == {*committed, *late}
     assert all(len(message) == 1 for message in sent.values())
