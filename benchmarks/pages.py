@@ -197,6 +197,9 @@ def scans(view: Raw, dialect: str, statement: Statement) -> Iterator[str]:
         return
     sql, names = native(statement.sql, "qmark")
     params = [statement.params[name] for name in names]
+    if dialect != "sqlite":
+        # to their drivers a % begins a parameter
+        sql = sql.replace("%", "%%")
     if dialect == "sqlite":
         steps = [str(step) for *_, step in view.rows(f"EXPLAIN QUERY PLAN {sql}", params)]
         made = {step.split()[1] for step in steps if step.startswith(("CO-ROUTINE", "MATERIALIZE"))}

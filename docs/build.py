@@ -58,7 +58,11 @@ _ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#\s]+)\)(.*)$")
 def stage() -> None:
     """Copy the pages to build/pages, and beside them what they link outside of docs/."""
     shutil.rmtree(PAGES, ignore_errors=True)
-    todo = [path for path in sorted(DOCS.rglob("*")) if path.is_file() and path.suffix != ".py"]
+    todo = [
+        path
+        for path in sorted(DOCS.rglob("*"))
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
     todo += [ROOT / name for name in TOP]
     done: set[Path] = set()
     while todo:
