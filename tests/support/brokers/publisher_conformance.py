@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, ClassVar
 
 import pytest
@@ -237,15 +236,16 @@ class PublisherConformance:
         with publisher_of(rig) as publisher:
             confirmed(publisher, [message(rig, "first")])
             confirmed(publisher, several(rig, self.many), THOUSANDS_S)
-            sent, gains = self.many, []
-            for _ in range(5):  # side by side: what else runs on the machine slows both down
-                together = took_s(publisher, [several(rig, 200, first=sent)])
+            sent, together_s, singly_s = self.many, [], []
+            for _ in range(7):
+                together_s.append(took_s(publisher, [several(rig, 200, first=sent)]))
                 singles = [[single] for single in several(rig, 20, first=sent + 200)]
-                gains.append(took_s(publisher, singles) * 10 / together)
+                singly_s.append(took_s(publisher, singles))
                 sent += 220
-            print(
-                f"\n{publisher.name}: times faster together: {', '.join(map('{:.1f}'.format, gains))}"
-            )
+            # What else runs on the machine only ever adds, and 200 together take a few ms: one
+            # interruption would decide. The fastest of each are those that nobody interrupted.
+            gain = min(singly_s) * 10 / min(together_s)
+            print(f"\n{publisher.name}: {gain:.1f} times faster together")
         found = arrived(rig, sent + 1)
         assert len(found) == sent + 1
         of_key: dict[str | None, list[int]] = defaultdict(list)
@@ -254,7 +254,7 @@ class PublisherConformance:
                 of_key[got.key].append(int(got.payload or b""))
         assert len(of_key) == KEYS
         assert all(numbers == list(range(len(numbers))) for numbers in of_key.values())
-        assert median(gains) > self.faster
+        assert gain > self.faster
 
     def test_an_outage_is_said_in_time_and_what_was_confirmed_survives_it(
         self, throwaway_rig: Rig
