@@ -28,8 +28,8 @@ from txbox.observers.counters import Counters
 from txbox.policy import Retention
 from txbox.relay import Relay
 from txbox.session import drive
+from txbox.store.order import Waits
 from txbox.store.outbox import OutboxStore, Taken
-from txbox.store.waits import Waits
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]

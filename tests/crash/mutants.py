@@ -30,7 +30,7 @@ from txbox.processing.calls import handled
 from txbox.processing.failure import Recorder
 from txbox.processing.transaction import Claim, End, HandlerTransaction, TransactionResult
 from txbox.session import Session, Statement, at, drive
-from txbox.store import claims, failures, leases
+from txbox.store import claims, leases
 from txbox.store.codec import Arrival
 from txbox.store.inbox import InboxStore
 from txbox.testing import another_process, drain, meanwhile
@@ -254,7 +254,7 @@ def _late_failure(job: Job, *, unconditional: bool) -> None:
     with service(job, fail_first) as app:
         if job.acked:
             return
-        wrong = patch.object(failures, "record", _record_unconditionally)
+        wrong = patch.object(InboxStore, "record_failure", _record_unconditionally)
         moment = meanwhile("before:begin", overtake, nth=_passes_before_record(app))
         with wrong if unconditional else nullcontext(), moment:
             job.note(f"outcome {app.process(job.message)}")
@@ -271,8 +271,8 @@ def _passes_before_record(app: App) -> int:
 
 
 async def _record_unconditionally(
-    db: Session,
     store: InboxStore,
+    db: Session,
     consumer: str,
     arrival: Arrival,
     failure: Any,

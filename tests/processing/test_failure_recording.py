@@ -13,9 +13,8 @@ from tests.support.meddling import Verb, drive_meddled
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, add_effect, execute, paid
 from txbox import App, Limits, Message, Outcome, RetryPolicy
 from txbox.session import Statements, drive
-from txbox.store import failures
 from txbox.store.codec import Arrival
-from txbox.store.failures import Failure
+from txbox.store.inbox import Failure
 
 pytestmark = pytest.mark.every_database
 
@@ -29,8 +28,7 @@ def recorded(shop: Shop, payload: bytes = b"{}", token: str = "") -> Any:
     arrival: Arrival = handler.arrival(message, shop.app.limits)
     return drive(
         shop.app._any_sync(),
-        failures.record,
-        shop.app.store,
+        shop.app.store.record_failure,
         CONSUMER,
         arrival,
         FAILURE,

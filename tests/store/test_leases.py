@@ -12,8 +12,8 @@ from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, paid, quarantined
 from txbox import Lease, Limits, Message, Outcome
 from txbox.maintenance import Task, run_once
 from txbox.session import Result, Statements, drive
-from txbox.store import failures, leases
-from txbox.store.failures import Failure
+from txbox.store import leases
+from txbox.store.inbox import Failure
 
 pytestmark = pytest.mark.every_database
 
@@ -37,8 +37,7 @@ def test_failed_row_without_payload_gets_that_of_the_redelivery(shop: Shop) -> N
     handler = shop.handler()
     drive(
         shop.app._any_sync(),
-        failures.record,
-        shop.app.store,
+        shop.app.store.record_failure,
         CONSUMER,
         handler.arrival(paid("a", b"{}"), Limits()),
         Failure(error_type="ValueError", error="late", fingerprint="f", delay_s=0.0),

@@ -41,11 +41,10 @@ from txbox.message import Headers, Message
 from txbox.outcome import Status
 from txbox.policy import HIDDEN, Limits
 from txbox.processing.failure import BROKEN
-from txbox.store import partitions, pauses
+from txbox.store import partitions
 from txbox.store import schema as schemas
-from txbox.store.activity import workers
+from txbox.store.activity import Pause, pause, pauses, resume, workers
 from txbox.store.codec import Arrival
-from txbox.store.pauses import Pause
 
 _SAMPLE = 10
 #: What is more than this is not counted for a page.
@@ -229,7 +228,7 @@ class Admin(Reader):
 
     def pauses(self) -> Sequence[Pause]:
         """List the paused consumers: since when, by whom and why."""
-        return self.on_database(pauses.read, self.dialect)[1]
+        return self.on_database(pauses, self.dialect)[1]
 
     def doctor(self, *, grace: timedelta | None = None) -> Diagnosis:
         """Find what is wrong, or soon will be: settings, tables, rows that wait and, with an App, its brokers.
@@ -586,14 +585,14 @@ class Admin(Reader):
 
         Guarantee: the pause and its audit row are one commit.
         """
-        return self._paused("pause", pauses.pause, consumer, how)
+        return self._paused("pause", pause, consumer, how)
 
     def resume(self, consumer: str, **how: Unpack[How]) -> bool:
         """Let workers run a consumer again, within a few seconds; returns False when it is not paused.
 
         Guarantee: the end of the pause and its audit row are one commit.
         """
-        return self._paused("resume", pauses.resume, consumer, how)
+        return self._paused("resume", resume, consumer, how)
 
     def _paused(
         self, action: str, change: Callable[..., Coroutine[Any, Any, bool]], consumer: str, how: How

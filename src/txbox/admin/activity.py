@@ -10,9 +10,8 @@ from math import gcd
 from txbox.errors import ConfigurationError
 from txbox.session import Session
 from txbox.store import activity
-from txbox.store.activity import Counts, Identity, Kind
+from txbox.store.activity import Counts, Identity, Kind, Pause
 from txbox.store.dialect import Dialect
-from txbox.store.pauses import Pause
 
 _MINUTE = timedelta(minutes=1)
 #: A process without a sign of life for so long has died, hangs, or cannot reach the database.

@@ -19,7 +19,7 @@ from txbox.effects import PREFIX
 from txbox.handlers import Handler
 from txbox.outcome import Status
 from txbox.processing.failure import BROKEN
-from txbox.store.waits import Waits
+from txbox.store.order import Waits
 
 #: For information; done; goes on by itself; needs somebody; or could not be found out.
 Severity = Literal["info", "ok", "waits", "stuck", "unchecked"]

@@ -25,10 +25,8 @@ from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.identity import derived_id
 from txbox.outbox import letter_id
 from txbox.session import Session, Statement
-from txbox.store import pauses
-from txbox.store.activity import workers
+from txbox.store.activity import Pause, pauses, workers
 from txbox.store.dialect import as_time
-from txbox.store.pauses import Pause
 
 _ASIDE_MAX = 20
 _CONSUMERS_MAX = 1_000
@@ -143,7 +141,7 @@ def look(reader: Reader, message_id: str, consumer: str | None) -> Found:
     ((now,),) = reader.rows("database_clock")
     at = as_time(now)
     assert at is not None
-    _, paused = reader.on_database(pauses.read, reader.dialect)
+    _, paused = reader.on_database(pauses, reader.dialect)
     consumers = _consumers(reader, "explain_consumers")
     present = _inbox_links(reader, consumers if consumer is None else [consumer], [message_id])
     inbox = [row for link in present if (row := _in_inbox(reader, link, consumers)) is not None]

@@ -20,11 +20,11 @@ from txbox.outcome import Status
 from txbox.policy import Lease, Limits, RelayPolicy, Retention
 from txbox.processing.attempt import InboxProtocol
 from txbox.session import Operation, Result, Session, Statement, drive, drive_async
-from txbox.store import schema, waits
+from txbox.store import order, schema
 from txbox.store.codec import Columns, Leased
 from txbox.store.dialect import Dialect, dialect
 from txbox.store.inbox import InboxStore
-from txbox.store.waits import Waits
+from txbox.store.order import Waits
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -261,9 +261,9 @@ class Reader:
                 continue
             options, args = in_order[0], (self.dialect, consumer, ids)
             found = (
-                self.on_database(waits.by_arrival, *args, dead_blocks=options.dead_blocks)
+                self.on_database(order.waits_by_arrival, *args, dead_blocks=options.dead_blocks)
                 if options.ordered
-                else self.on_database(waits.by_version, *args, first=options.gaps.first)
+                else self.on_database(order.waits_by_version, *args, first=options.gaps.first)
             )
             waiting |= {(consumer, message_id): what for message_id, what in found.items()}
         return [

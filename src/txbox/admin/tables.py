@@ -15,7 +15,7 @@ from txbox.message import Message
 from txbox.outcome import Status
 from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
 from txbox.store.dialect import as_time
-from txbox.store.waits import Waits
+from txbox.store.order import Waits
 
 #: What operators do to rows.
 Verb = Literal["retry", "discard", "reroute", "accept"]

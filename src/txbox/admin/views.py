@@ -21,7 +21,7 @@ from txbox.admin.tables import (
     Verb,
 )
 from txbox.outcome import Status
-from txbox.store.pauses import Pause
+from txbox.store.activity import Pause
 
 if TYPE_CHECKING:
     from txbox.admin.explain import Explanation

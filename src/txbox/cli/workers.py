@@ -18,7 +18,7 @@ from txbox.cli.options import add_audit, duration
 from txbox.cli.output import clipped, print_json, print_line, print_table, shown
 from txbox.cli.parser import add_command, add_flags
 from txbox.errors import ConfigurationError, StoreUnavailable
-from txbox.store.pauses import Pause
+from txbox.store.activity import Pause
 
 _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 # another screen, and no cursor; and back

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from txbox.events import ConsumerPaused, ConsumerResumed, Event, MessageDead, MessageFailed
 from txbox.session import Session
-from txbox.store import pauses
+from txbox.store import activity
+from txbox.store.activity import Pause
 from txbox.store.dialect import Dialect
-from txbox.store.pauses import Pause
 
 #: Who pauses a consumer that fails again and again.
 ACTOR = "txbox"
@@ -94,7 +94,7 @@ class Pauses:
 
     async def look(self, db: Session, dialect: Dialect) -> frozenset[str]:
         """Ask the database who is paused; returns who is not any more."""
-        _, paused = await pauses.read(db, dialect)
+        _, paused = await activity.pauses(db, dialect)
         return self.heard(paused)
 
     async def look_now_and_then(self, db: Session, dialect: Dialect) -> None:
@@ -112,7 +112,7 @@ class Pauses:
         crash its failures are counted anew.
         """
         for consumer, reason in self.unwritten.items():
-            await pauses.pause(db, dialect, consumer, actor=ACTOR, reason=reason)
+            await activity.pause(db, dialect, consumer, actor=ACTOR, reason=reason)
             with self._lock:
                 self.unwritten = {
                     name: why for name, why in self.unwritten.items() if name != consumer

@@ -35,7 +35,7 @@ from txbox.processing.failure import BROKEN, Letters, Recorder, message_fields
 from txbox.processing.transaction import NEW, Claim, End, HandlerTransaction, TransactionResult
 from txbox.processing.waiting import Holder, Waiting
 from txbox.session import Raised, Session
-from txbox.store import claims, failures, leases
+from txbox.store import claims, leases
 from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import dialect
@@ -536,8 +536,8 @@ class InboxProtocol:
             # a handler that loses its connection every time, although the next one works, has failed too
             failure = self._recorder.described(handler, ran.error, ran.database_error)
         if claim.replay:
-            attempt = failures.attempt(
-                self.store, handler.consumer, arrival, failure, status="replay failed"
+            attempt = self.store.failed_attempt(
+                handler.consumer, arrival, failure, status="replay failed"
             )
             await db.begin((attempt,))
             await db.commit()

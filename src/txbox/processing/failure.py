@@ -18,11 +18,9 @@ from txbox.message import Message
 from txbox.outcome import Answer, Outcome, Status
 from txbox.policy import Limits, Redaction
 from txbox.session import Raised, Session, Transaction
-from txbox.store import failures
 from txbox.store.codec import Arrival
 from txbox.store.dialect import Dialect
-from txbox.store.failures import Failure
-from txbox.store.inbox import InboxStore
+from txbox.store.inbox import Failure, InboxStore
 
 # the whole package
 _HERE = str(Path(__file__).parents[1])
@@ -209,10 +207,9 @@ class Recorder:
         self, db: Session, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
     ) -> Answer | None:
         """Record a failure in a transaction of its own; None when the row is not ours to write."""
-        failure = failures.drawn(failure, arrival, handler.options.retry)
-        row = await failures.record(
+        failure = failure.drawn(arrival, handler.options.retry)
+        row = await self._store.record_failure(
             db,
-            self._store,
             handler.consumer,
             arrival,
             failure,
@@ -232,9 +229,9 @@ class Recorder:
         """Record a failure in the transaction that has claimed the message under `token`."""
         retry = handler.options.retry
         failure = self.described(handler, raised.error, raised.database_error)
-        failure = failures.drawn(failure, arrival, retry)
-        dead, attempts = await failures.record_own(
-            db, self._store, handler.consumer, arrival, failure, retry, token=token
+        failure = failure.drawn(arrival, retry)
+        dead, attempts = await self._store.record_failure_of_claimed(
+            db, handler.consumer, arrival, failure, retry, token=token
         )
         if dead:
             await self._dying(db, handler, arrival, failure, attempts)

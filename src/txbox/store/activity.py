@@ -1,6 +1,6 @@
-"""Worker heartbeats and per-minute message counts.
+"""What worker processes write every few seconds, heartbeats and per-minute counts, and what they read: pauses.
 
-Source: docs/decisions/0034-activity.md
+Source: docs/decisions/0034-activity.md, docs/decisions/0039-pauses.md
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from itertools import zip_longest
 from operator import add
 from typing import Any, Literal, NamedTuple
 
-from txbox.session import Session
-from txbox.store import pauses
+from txbox.errors import Fault, StoreError
+from txbox.session import Result, Session
 from txbox.store.dialect import Dialect, as_time
-from txbox.store.pauses import Pause
 
 #: Upper bounds of the histogram buckets, in seconds; the last bucket, above them, has none.
 BOUNDS_S = (
@@ -223,7 +222,7 @@ async def write(
     if ages:
         statements.append(dialect.statement("outbox_ages", {}, {"route": list(ages)}))
     results = await db.begin(tuple(statements))
-    clock_s, paused = pauses.found_in(results[0])
+    clock_s, paused = pauses_in(results[0])
     heard(paused)
     if ages:
         for route, age_s in results[-1].rows:
@@ -361,3 +360,102 @@ def _flat(identity: Identity) -> dict[str, Any]:
 
 def _fields(value: Identity | Doing) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__slots__}
+
+
+# -- paused consumers -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A consumer that no worker serves until it is resumed."""
+
+    consumer: str
+    actor: str
+    reason: str | None
+    paused_at: datetime
+
+
+async def pauses(db: Session, dialect: Dialect) -> tuple[float, list[Pause]]:
+    """Read which consumers are paused, in one statement that takes no locks.
+
+    Returns:
+        The database's clock in seconds since the epoch, and the pauses by consumer.
+    """
+    return pauses_in(await db.read(dialect.statement("pauses")))
+
+
+def pauses_in(result: Result) -> tuple[float, list[Pause]]:
+    """Read the result of the statement `pauses`, as `pauses` returns it."""
+    paused: list[Pause] = []
+    for _, consumer, actor, reason, paused_at in result.rows:
+        at = as_time(paused_at)
+        if at is not None:
+            paused.append(
+                Pause(consumer=str(consumer), actor=str(actor), reason=reason, paused_at=at)
+            )
+    return float(result.rows[0][0]), paused
+
+
+async def pause(
+    db: Session,
+    dialect: Dialect,
+    consumer: str,
+    *,
+    actor: str,
+    reason: str | None,
+    dry_run: bool = False,
+) -> bool:
+    """Pause a consumer; False if it is already paused.
+
+    Guarantee: the pause and its audit row are one commit.
+    """
+    params = {"consumer": consumer, "actor": actor, "reason": reason}
+    await db.begin()
+    try:
+        await db.execute(dialect.statement("pause", params))
+    except StoreError as error:
+        await db.rollback()
+        if error.fault is not Fault.DUPLICATE:
+            raise
+        return False
+    return await _audited(db, dialect, "pause", consumer, actor, reason, dry_run=dry_run)
+
+
+async def resume(
+    db: Session,
+    dialect: Dialect,
+    consumer: str,
+    *,
+    actor: str,
+    reason: str | None,
+    dry_run: bool = False,
+) -> bool:
+    """Resume a consumer; False if it was not paused. Same guarantee as `pause`."""
+    await db.begin()
+    gone = await db.execute(dialect.statement("resume", {"consumer": consumer}))
+    if not gone.count:
+        await db.rollback()
+        return False
+    return await _audited(db, dialect, "resume", consumer, actor, reason, dry_run=dry_run)
+
+
+async def _audited(
+    db: Session,
+    dialect: Dialect,
+    action: str,
+    consumer: str,
+    actor: str,
+    reason: str | None,
+    *,
+    dry_run: bool,
+) -> bool:
+    if dry_run:
+        await db.rollback()
+        return True
+    audit = {
+        "actor": actor, "action": action, "filter": json.dumps({"consumer": consumer}), "affected": 1,
+        "reason": reason,
+    }  # fmt: skip
+    await db.execute(dialect.statement("audit", audit))
+    await db.commit()
+    return True

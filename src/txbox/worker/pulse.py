@@ -16,9 +16,8 @@ from txbox.errors import StoreError
 from txbox.processing.failure import printable
 from txbox.processing.waiting import CURABLE
 from txbox.session import Operation, Session
-from txbox.store import activity, pauses
-from txbox.store.activity import Doing, Identity
-from txbox.store.pauses import Pause
+from txbox.store import activity
+from txbox.store.activity import Doing, Identity, Pause
 from txbox.worker.driving import Driver, thread
 from txbox.worker.table import Table
 
@@ -121,7 +120,7 @@ class Pulse:
         await self._app.pauses.write(db, self._app.store.dialect)
 
     async def _look(self, db: Session) -> None:
-        _, paused = await pauses.read(db, self._app.store.dialect)
+        _, paused = await activity.pauses(db, self._app.store.dialect)
         self._heard(paused)
 
     async def _beat(self, db: Session) -> None:

@@ -11,7 +11,7 @@ from txbox.admin.doctor.finding import Finding
 from txbox.connections.base import Database
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.session import Connection, Connections
-from txbox.store import catalogue, partitions, schema
+from txbox.store import partitions, schema
 from txbox.store.dialect import dialect as load_dialect
 
 _SKEW_S = 2.0
@@ -59,12 +59,12 @@ async def tables(case: Case) -> AsyncIterator[Finding]:
 
 
 async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
-    wanted = catalogue.expected(case.dialect.name, min(version, schema.VERSION))
+    wanted = schema.expected(case.dialect.name, min(version, schema.VERSION))
     await case.db.begin()
-    found, invalid = await catalogue.read(case.db, case.dialect)
+    found, invalid = await schema.catalogue(case.db, case.dialect)
     await case.db.commit()
     print_it = f"Restore it: `txbox schema print --dialect {case.dialect.name}` has its SQL."
-    if lacking := catalogue.missing(wanted, found):
+    if lacking := schema.missing(wanted, found):
         # a missing table or column would only be found again, by each statement that fails
         case.usable = not any(part.startswith(("table", "column")) for part in lacking)
         problem = (
@@ -77,7 +77,7 @@ async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
             f"The index {index} of {table} is not valid: its making or rebuilding was cut off, and nothing uses it.",
             f"`REINDEX INDEX CONCURRENTLY {index}`.",
         )
-    if other := catalogue.changed(wanted, found):
+    if other := schema.changed(wanted, found):
         problem = f"The text of {_named(other)} is not that of version {version}: the guard may let half a message in."
         yield Finding("guard-changed", problem, print_it)
 

@@ -13,7 +13,7 @@ from txbox.admin.doctor.case import Case, lasting
 from txbox.admin.doctor.finding import Finding
 from txbox.admin.reader import Application
 from txbox.admin.views import UNMATCHED, counted
-from txbox.store import pauses
+from txbox.store import activity
 
 # rows are counted up to this, and of each consumer and status so many are looked at: each may be a page of its own
 _COUNTED, _LOOKED = 1_000, 100
@@ -47,7 +47,7 @@ def _at_least(count: int, most: int) -> str:
 
 async def inbox(case: Case) -> AsyncIterator[Finding]:
     """Messages that wait for a decision, for a worker, or for a handler that is not there."""
-    clock_s, paused = await pauses.read(case.db, case.dialect)
+    clock_s, paused = await activity.pauses(case.db, case.dialect)
     for pause in paused:
         yield _paused(pause, clock_s)
     held = {pause.consumer for pause in paused}
@@ -70,7 +70,7 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
                 yield finding
 
 
-def _paused(pause: pauses.Pause, clock_s: float) -> Finding:
+def _paused(pause: activity.Pause, clock_s: float) -> Finding:
     why = f": {pause.reason}" if pause.reason else ""
     return Finding(
         "consumer-paused",

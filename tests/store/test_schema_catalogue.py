@@ -8,9 +8,9 @@ import pytest
 
 from txbox import App
 from txbox.session import Session, blocking
-from txbox.store import catalogue
-from txbox.store.catalogue import Catalogue
+from txbox.store import schema
 from txbox.store.dialect import dialect
+from txbox.store.schema import Catalogue
 
 pytestmark = pytest.mark.every_database
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.every_database
 def _read(app: App) -> tuple[Catalogue, list[tuple[str, str]]]:
     async def read(db: Session) -> Any:
         await db.begin()
-        found = await catalogue.read(db, dialect(app.store.dialect.name))
+        found = await schema.catalogue(db, dialect(app.store.dialect.name))
         await db.commit()
         return found
 
@@ -34,7 +34,7 @@ def _read(app: App) -> tuple[Catalogue, list[tuple[str, str]]]:
 def test_a_fresh_database_has_what_the_migrations_are_read_to_make(database_url: str) -> None:
     with App(database_url) as app:
         found, invalid = _read(app)
-    wanted = catalogue.expected(app.store.dialect.name)
+    wanted = schema.expected(app.store.dialect.name)
     assert invalid == []
     assert set(found.columns) == set(wanted.columns)
     # of a view the columns are not read
@@ -52,8 +52,8 @@ def test_a_partitioned_inbox_lacks_nothing(new_database: Any, kind: Any) -> None
     with App(new_database("postgresql", schema=False)) as app:
         app.init(partition=kind)
         found, invalid = _read(app)
-    wanted = catalogue.expected("postgresql")
-    assert (invalid, catalogue.missing(wanted, found), catalogue.changed(wanted, found)) == (
+    wanted = schema.expected("postgresql")
+    assert (invalid, schema.missing(wanted, found), schema.changed(wanted, found)) == (
         [],
         [],
         [],
