@@ -75,7 +75,7 @@ docs: .venv/.docs ## Build the documentation site into build/site: open index.ht
 	@touch $@
 
 test-docs: dev ## Check that the documentation says what the code does
-	$(BIN)/pytest tests/docs $(ARGS)
+	@$(PY) -m tests.support.servers run --databases -- $(BIN)/pytest tests/docs $(ARGS)
 
 dist: dev ## Build wheel, sdist, SBOM and sums into dist/; check them, in an empty environment and unpacked
 	@.ci/dist $(ARGS)

@@ -3,31 +3,34 @@
 Lambda receives and deletes; txbox makes each message's effect happen once. In the event source mapping
 switch on `ReportBatchItemFailures`: what this function names is delivered again, the rest is deleted.
 
-    python examples/aws_lambda_sqs.py      # a fake event, as Lambda would pass it
+    pip install 'txbox[postgresql]'
+    export TXBOX_DATABASE_URL=postgresql://localhost/shop
+    python aws_lambda_sqs.py      # a fake event, as Lambda would pass it
 """
 
 from __future__ import annotations
 
 import os
-import sqlite3
 from datetime import timedelta
 from typing import Any
+
+import psycopg
 
 from txbox import App, Limits, Message
 from txbox.integrations.aws_lambda import sqs
 
 # made once for each execution environment, outside the function
 app = App(
-    os.environ.get("DATABASE_URL", "sqlite:///lambda.db"),
+    os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop"),
     limits=Limits(unavailable_for=timedelta(seconds=3)),  # less than the function's time-out
 )
 
 
 @app.handler("orders", consumer="billing")
-def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+def book(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
     order = message.body
     tx.execute(
-        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+        "INSERT INTO booking (order_id, amount) VALUES (%s, %s)", (order["id"], order["amount"])
     )
 
 
@@ -41,8 +44,8 @@ def lambda_handler(event: dict[str, Any], _context: object) -> dict[str, Any]:
 
 def main() -> None:
     app.init()  # once, at deployment
-    database = sqlite3.connect("lambda.db")
-    database.execute("CREATE TABLE IF NOT EXISTS booking (order_id INTEGER, amount INTEGER)")
+    with app.transaction() as tx:
+        tx.execute("CREATE TABLE IF NOT EXISTS booking (order_id int, amount int)")
 
     def record(number: int, own_id: str | None, body: str) -> dict[str, Any]:
         attributes = (
@@ -65,8 +68,8 @@ def main() -> None:
         ]
     }
     print(lambda_handler(event, None))
-    print(database.execute("SELECT order_id, amount FROM booking").fetchall())
-    database.close()
+    with app.transaction() as tx:
+        print(tx.execute("SELECT order_id, amount FROM booking").fetchall())
     app.close()
 
 

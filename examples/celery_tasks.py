@@ -1,10 +1,10 @@
 """Celery runs the task, txbox makes its effect happen once, however often Celery runs it.
 
 pip install 'txbox[celery,sqlalchemy,postgresql]'
-txbox init --database postgresql://…
+txbox init --database postgresql://localhost/shop
 celery -A celery_tasks worker
 
-python examples/celery_tasks.py      # both in one process, on SQLite and a broker in memory
+python celery_tasks.py      # both in one process, on a broker in memory
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sqlalchemy import Connection, create_engine, text
 from txbox import App, Inbox
 from txbox.integrations.celery import once
 
-engine = create_engine(os.environ.get("DATABASE_URL", "sqlite:///celery.db"))
+engine = create_engine(os.environ.get("DATABASE_URL", "postgresql+psycopg://localhost/shop"))
 app = Celery("shop", broker=os.environ.get("BROKER_URL", "memory://"))
 app.conf.task_always_eager = "BROKER_URL" not in os.environ
 

@@ -1,7 +1,13 @@
-"""Handlers whose repository and settings come from a dishka container: python dishka_handlers.py"""
+"""Handlers whose repository and settings come from a dishka container.
 
-import sqlite3
+pip install 'txbox[postgresql]' dishka
+export TXBOX_DATABASE_URL=postgresql://localhost/shop
+python dishka_handlers.py
+"""
 
+import os
+
+import psycopg
 from dishka import Provider, Scope, from_context, make_container, provide
 
 from txbox import App, Message
@@ -15,26 +21,29 @@ class Fees:
 class Ledger:
     """Writes in the handler's own transaction."""
 
-    def __init__(self, tx: sqlite3.Connection, fees: Fees) -> None:
+    def __init__(self, tx: psycopg.Connection, fees: Fees) -> None:
         self.tx, self.fees = tx, fees
 
     def book(self, amount: int) -> None:
         fee = amount * self.fees.percent // 100
-        self.tx.execute("INSERT INTO ledger VALUES (?)", (amount + fee,))
+        self.tx.execute("INSERT INTO ledger VALUES (%s)", (amount + fee,))
 
 
 class Shop(Provider):
-    tx = from_context(sqlite3.Connection, scope=Scope.REQUEST)
+    tx = from_context(psycopg.Connection, scope=Scope.REQUEST)
     ledger = provide(Ledger, scope=Scope.REQUEST)
     fees = provide(Fees, scope=Scope.APP)
 
 
 container = make_container(Shop())
-app = App("sqlite:///dishka.db", resolver=resolver(container))
+app = App(
+    os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop"),
+    resolver=resolver(container),
+)
 
 
 @app.handler("orders", consumer="billing")
-def bill(message: Message[int], tx: sqlite3.Connection, ledger: Ledger) -> None:
+def bill(message: Message[int], tx: psycopg.Connection, ledger: Ledger) -> None:
     ledger.book(message.body)
 
 

@@ -1,10 +1,10 @@
 """Dramatiq runs the actor, txbox makes its effect happen once, however often Dramatiq runs it.
 
 pip install 'txbox[dramatiq,sqlalchemy,postgresql]' 'dramatiq[rabbitmq]'
-txbox init --database postgresql://…
+txbox init --database postgresql://localhost/shop
 dramatiq dramatiq_actors
 
-python examples/dramatiq_actors.py      # both in one process, on SQLite and a broker in memory
+python dramatiq_actors.py      # both in one process, on a broker in memory
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sqlalchemy import Connection, create_engine, text
 from txbox import App, Inbox
 from txbox.integrations.dramatiq import once
 
-engine = create_engine(os.environ.get("DATABASE_URL", "sqlite:///dramatiq.db"))
+engine = create_engine(os.environ.get("DATABASE_URL", "postgresql+psycopg://localhost/shop"))
 broker = StubBroker()  # RabbitmqBroker(url=…), RedisBroker(url=…)
 broker.add_middleware(CurrentMessage())  # the message's id
 dramatiq.set_broker(broker)

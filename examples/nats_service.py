@@ -2,32 +2,36 @@
 
 From this directory, with the server's address in NATS_URL:
 
-    txbox init --database sqlite:///service.db
+    pip install 'txbox[nats,postgresql]'
+    export TXBOX_DATABASE_URL=postgresql://localhost/shop
+    psql $TXBOX_DATABASE_URL -c 'CREATE TABLE booking (order_id int, amount int)'
+    txbox init
     txbox run nats_service:app
 """
 
 from __future__ import annotations
 
 import os
-import sqlite3
 from typing import Any
+
+import psycopg
 
 from txbox import App, Message, Reject
 from txbox.brokers.nats import Nats
 
 SUBJECT = os.environ.get("ORDERS_SUBJECT", "orders.paid")
 
-app = App(os.environ.get("TXBOX_DATABASE_URL", "sqlite:///service.db"))
+app = App(os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop"))
 
 
 @app.handler(SUBJECT, type="order.paid", consumer="billing")
-def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
+def book(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
     """Book an order; what is written through `tx` commits together with the inbox row."""
     order = message.body
     if order["amount"] <= 0:
         raise Reject("an order of nothing")  # a dead letter at once
     tx.execute(
-        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+        "INSERT INTO booking (order_id, amount) VALUES (%s, %s)", (order["id"], order["amount"])
     )
 
 

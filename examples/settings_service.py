@@ -1,6 +1,8 @@
-"""A service that is told everything by its environment: python settings_service.py
+"""A service that takes all its settings from the environment.
 
-SHOP_DATABASE_URL=sqlite:///shop.db SHOP_LEASE__DURATION=PT10M SHOP_FEE=3
+pip install 'txbox[settings,postgresql]'
+export SHOP_DATABASE_URL=postgresql://localhost/shop SHOP_LEASE__DURATION=PT10M SHOP_FEE=3
+python settings_service.py
 """
 
 from pydantic import NonNegativeInt

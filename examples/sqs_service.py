@@ -2,7 +2,10 @@
 
 From this directory, with AWS's credentials and region in the environment:
 
-    txbox init --database sqlite:///service.db
+    pip install 'txbox[sqs,postgresql]'
+    export TXBOX_DATABASE_URL=postgresql://localhost/shop
+    psql $TXBOX_DATABASE_URL -c 'CREATE TABLE booking (order_id int, amount int)'
+    txbox init
     txbox run sqs_service:app
 
 Against a server of your own (ElasticMQ, LocalStack) set AWS_ENDPOINT_URL_SQS.
@@ -11,27 +14,26 @@ Against a server of your own (ElasticMQ, LocalStack) set AWS_ENDPOINT_URL_SQS.
 from __future__ import annotations
 
 import os
-import sqlite3
 from typing import Any
+
+import psycopg
 
 from txbox import App, Message, Reject
 from txbox.brokers.sqs import SQS
 
 QUEUE = os.environ.get("ORDERS_QUEUE", "orders")
 
-app = App(os.environ.get("TXBOX_DATABASE_URL", "sqlite:///service.db"))
+app = App(os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop"))
 
 
 @app.handler(QUEUE, type="order.paid", consumer="billing")
-def book(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
-    """Book an order; its row, the inbox's row and the deletion from the queue follow each other."""
+def book(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
+    """Book an order; what is written through `tx` commits together with the inbox row."""
     order = message.body
     if order["amount"] <= 0:
-        raise Reject(
-            "an order of nothing"
-        )  # a dead letter in the database; the queue is done with it
+        raise Reject("an order of nothing")  # a dead letter at once
     tx.execute(
-        "INSERT INTO booking (order_id, amount) VALUES (?, ?)", (order["id"], order["amount"])
+        "INSERT INTO booking (order_id, amount) VALUES (%s, %s)", (order["id"], order["amount"])
     )
 
 

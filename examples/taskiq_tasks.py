@@ -1,10 +1,10 @@
 """taskiq runs the task, txbox makes its effect happen once, however often taskiq runs it.
 
-pip install 'txbox[taskiq,sqlalchemy,sqlite]' taskiq-aio-pika
-txbox init --database sqlite:///taskiq.db
+pip install 'txbox[taskiq,sqlalchemy,asyncpg]' taskiq-aio-pika
+txbox init --database postgresql+asyncpg://localhost/shop
 taskiq worker taskiq_tasks:broker
 
-python examples/taskiq_tasks.py      # both in one process, on a broker in memory
+python taskiq_tasks.py      # both in one process, on a broker in memory
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from taskiq import InMemoryBroker, SimpleRetryMiddleware
 from txbox import App, Inbox
 from txbox.integrations.taskiq import once
 
-engine = create_async_engine(os.environ.get("DATABASE_URL", "sqlite+aiosqlite:///taskiq.db"))
+engine = create_async_engine(os.environ.get("DATABASE_URL", "postgresql+asyncpg://localhost/shop"))
 broker = InMemoryBroker(await_inplace=True)  # AioPikaBroker(…)
 broker.add_middlewares(SimpleRetryMiddleware())
 

@@ -1,6 +1,8 @@
-"""Door 2: one message, one call; for a webhook, a Lambda function, any framework.
+"""One message, one call: for a webhook, a Lambda function, any framework.
 
-`python examples/webhook_function.py`
+    pip install 'txbox[postgresql]'
+    export TXBOX_DATABASE_URL=postgresql://localhost/shop
+    python webhook_function.py
 
 `receive` is the function that your web framework calls with headers and body. It answers 200 as soon
 as txbox has the message in the database, processed or parked; the sender's redeliveries are harmless.
@@ -9,13 +11,14 @@ as txbox has the message in the database, processed or parked; the sender's rede
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psycopg
+
 from txbox import App, Message, StoreUnavailable
 
-app = App(os.environ.get("DATABASE_URL", "sqlite:///webhook.db"))
+app = App(os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop"))
 
 
 @dataclass
@@ -25,10 +28,10 @@ class Paid:
 
 
 @app.handler("orders", type="order.paid", consumer="shipping")
-def ship(message: Message[Paid], tx: sqlite3.Connection) -> None:
+def ship(message: Message[Paid], tx: psycopg.Connection) -> None:
     if message.body.amount <= 0:
         raise ValueError("nothing was paid")
-    tx.execute("INSERT INTO shipment (paid_order) VALUES (?)", (message.body.order,))
+    tx.execute("INSERT INTO shipment (paid_order) VALUES (%s)", (message.body.order,))
 
 
 def receive(headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
@@ -45,17 +48,15 @@ def receive(headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
 
 def main() -> None:
     app.init()  # once, at deployment
-    database = sqlite3.connect("webhook.db")
-    database.execute("CREATE TABLE IF NOT EXISTS shipment (paid_order INTEGER)")
-    database.close()
+    with app.transaction() as tx:
+        tx.execute("CREATE TABLE IF NOT EXISTS shipment (paid_order int)")
     paid = {"x-event-id": "evt-1", "x-event-type": "order.paid"}
     print(receive(paid, b'{"order": 7, "amount": 30}'))
     print(receive(paid, b'{"order": 7, "amount": 30}'))  # redelivered
     print(receive(paid, b'{"order": 7, "amount": 31}'))  # altered: set aside
     failing = {"x-event-id": "evt-2", "x-event-type": "order.paid"}
-    print(
-        receive(failing, b'{"order": 8, "amount": 0}')
-    )  # parked; `txbox run` or `drain` retries it
+    # parked: `txbox run` retries it
+    print(receive(failing, b'{"order": 8, "amount": 0}'))
     print(receive({}, b"{}"))  # no type that anybody consumes
     app.close()
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,11 +226,11 @@ def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> Non
     assert (source.redelivery_s, source.tend_every_s) == (6, 2)
 
 
-def test_the_example(stream: Stream, tmp_path: Path) -> None:
+def test_the_example(stream: Stream, postgresql_url: str) -> None:
     paid = (("type", "order.paid"),)
     stream.publish(Note("o-1", b'{"id": 1, "amount": 5}', paid))
     with example(
-        "nats_service:app", tmp_path, NATS_URL=stream.address, ORDERS_SUBJECT=stream.topic
+        "nats_service:app", postgresql_url, NATS_URL=stream.address, ORDERS_SUBJECT=stream.topic
     ):
-        eventually(lambda: booked(tmp_path) == [(1, 5)])
+        eventually(lambda: booked(postgresql_url) == [(1, 5)])
         eventually(lambda: not stream.outstanding("billing"))

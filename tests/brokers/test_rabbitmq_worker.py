@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from tests.support.brokers.rabbitmq import (
     publish_plain,
     shop_on,
 )
-from tests.support.databases import Raw
+from tests.support.databases import NewDatabase, Raw
 from tests.support.servers import ROOT
 from tests.support.servers.control import ThrowawayRabbitMQ
 from tests.support.shop import quarantined, statuses
@@ -107,13 +105,12 @@ def test_a_server_that_is_away_at_the_start_is_waited_for(
         assert codes == []
 
 
-def test_the_example(rabbitmq_url: str, tmp_path: Path) -> None:
+def test_the_example(rabbitmq_url: str, new_database: NewDatabase, tmp_path: Path) -> None:
     queue = f"txbox-{secrets.token_hex(6)}"
-    with closing(sqlite3.connect(tmp_path / "rabbitmq.db")) as database:
-        database.execute("CREATE TABLE ledger (payment INTEGER, amount INTEGER)")
+    url = new_database("postgresql", schema=False)
     environment = {
         **os.environ, "AMQP_URL": rabbitmq_url, "PAYMENTS_QUEUE": queue,
-        "PYTHONPATH": str(ROOT / "examples"),
+        "TXBOX_DATABASE_URL": url, "PYTHONPATH": str(ROOT / "examples"),
     }  # fmt: skip
 
     def command(*words: str) -> subprocess.Popen[bytes]:
@@ -121,11 +118,11 @@ def test_the_example(rabbitmq_url: str, tmp_path: Path) -> None:
 
     example = str(ROOT / "examples" / "rabbitmq_service.py")
     assert command(example, "declare").wait(30) == 0
-    assert command("-m", "txbox", "init", "--database", "sqlite:///rabbitmq.db").wait(30) == 0
+    assert command("-m", "txbox", "init").wait(30) == 0
     assert command(example, "publish", "3").wait(30) == 0
     service = command("-m", "txbox", "run", "rabbitmq_service:app")
     try:
-        with Raw(f"sqlite:///{tmp_path / 'rabbitmq.db'}") as raw:
+        with Raw(url) as raw:
             eventually(lambda: raw.value("SELECT count(*) FROM ledger") >= 3)
             eventually(lambda: left(rabbitmq_url, queue) == 0)
             service.terminate()

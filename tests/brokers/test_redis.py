@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,10 +260,10 @@ def test_what_can_never_work_is_refused(stream: Stream) -> None:
     assert issubclass(BrokerUnavailable, BrokerError)
 
 
-def test_the_example(stream: Stream, tmp_path: Path) -> None:
+def test_the_example(stream: Stream, postgresql_url: str) -> None:
     stream.add("o-1", b'{"id": 1, "amount": 5}', type="order.paid")
     with example(
-        "redis_service:app", tmp_path, REDIS_URL=stream.address, ORDERS_STREAM=stream.topic
+        "redis_service:app", postgresql_url, REDIS_URL=stream.address, ORDERS_STREAM=stream.topic
     ):
-        eventually(lambda: booked(tmp_path) == [(1, 5)])
+        eventually(lambda: booked(postgresql_url) == [(1, 5)])
         eventually(lambda: stream.client.xpending(stream.topic, "billing")["pending"] == 0)

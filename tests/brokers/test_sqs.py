@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -13,10 +11,9 @@ from typing import Any, cast
 import pytest
 from botocore.awsrequest import AWSResponse
 
+from tests.support.brokers.example_runs import booked, example
 from tests.support.brokers.rigs import Note, Pairs
 from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
-from tests.support.databases import Raw
-from tests.support.servers import ROOT
 from tests.support.shop import CONSUMER, Shop, add_effect, opened
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
@@ -382,33 +379,18 @@ def test_groups_keep_their_order(sqs_url: str, lite: Shop) -> None:
         assert messages == sorted(messages)
 
 
-def test_the_example(sqs_url: str, sqlite_url: str, raw: Callable[[str], Raw]) -> None:
+def test_the_example(sqs_url: str, postgresql_url: str) -> None:
     queue = Queue(sqs_url)
-    database = raw(sqlite_url)
-    database.execute("CREATE TABLE booking (order_id INTEGER, amount INTEGER)")
-    for own_id, body in (("o-1", '{"id": 1, "amount": 5}'), ("o-1", '{"id": 1, "amount": 5}')):
-        queue.add(own_id, body, headers=(("type", "order.paid"),))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "txbox", "run", "sqs_service:app"],
-        cwd=ROOT / "examples",
-        env={
-            **os.environ,
-            "AWS_ENDPOINT_URL_SQS": sqs_url,
-            "AWS_DEFAULT_REGION": "elasticmq",
-            "AWS_ACCESS_KEY_ID": "any",
-            "AWS_SECRET_ACCESS_KEY": "any",
-            "ORDERS_QUEUE": queue.topic,
-            "TXBOX_DATABASE_URL": sqlite_url,
-        },
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        eventually(lambda: effects_of_example(database) and queue.counts() == (0, 0))
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0
-    assert effects_of_example(database) == [(1, 5)]
-
-
-def effects_of_example(database: Raw) -> list[Any]:
-    return list(database.rows("SELECT order_id, amount FROM booking"))
+    for body in ('{"id": 1, "amount": 5}',) * 2:
+        queue.add("o-1", body, headers=(("type", "order.paid"),))
+    with example(
+        "sqs_service:app",
+        postgresql_url,
+        AWS_ENDPOINT_URL_SQS=sqs_url,
+        AWS_DEFAULT_REGION="elasticmq",
+        AWS_ACCESS_KEY_ID="any",
+        AWS_SECRET_ACCESS_KEY="any",
+        ORDERS_QUEUE=queue.topic,
+    ):
+        eventually(lambda: booked(postgresql_url) and queue.counts() == (0, 0))
+    assert booked(postgresql_url) == [(1, 5)]

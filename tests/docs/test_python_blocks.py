@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, page by page, in a process of its own, on SQLite."""
+"""Every Python block of the documentation runs, page by page, in a process of its own, on the database it names."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import Page, all_pages
-
-# what a page may take for granted: a shop with its tables, in the working directory
-_SHOP = """
-import sqlite3
+from tests.support.databases import NewDatabase, Raw
 from txbox import App
-with App("sqlite:///shop.db") as app: app.init()
-with sqlite3.connect("shop.db") as database:
-    database.execute("CREATE TABLE account (id INTEGER PRIMARY KEY, balance INTEGER NOT NULL)")
-    database.execute("CREATE TABLE orders (number INTEGER PRIMARY KEY, account INTEGER, amount INTEGER)")
-    database.execute("INSERT INTO account VALUES (7, 100)")
-database.close()
-"""
+
+# What a page may take for granted: a shop with its tables, at the URL that its blocks name.
+_TABLES = (
+    "CREATE TABLE account (id INTEGER PRIMARY KEY, balance INTEGER NOT NULL)",
+    "CREATE TABLE orders (number {serial} PRIMARY KEY, account INTEGER, amount INTEGER)",
+    "INSERT INTO account VALUES (7, 100)",
+)
+_SERVER = "://localhost/shop"
 _DJANGO = """
 import django
 from django.conf import settings
@@ -47,10 +45,19 @@ _PAGES = [page for page in all_pages() if _python(page) and page.name != _TYPED]
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page: Page, tmp_path: Path) -> None:
+def test_python_blocks_run(page: Page, tmp_path: Path, new_database: NewDatabase) -> None:
+    text = _python(page)
+    if _SERVER in text:
+        url = new_database("postgresql")
+        _shop(url)
+        text = text.replace(_SERVER, url.removeprefix("postgresql"))
+    else:
+        with App(f"sqlite:///{tmp_path / 'shop.db'}") as app:
+            app.init()
+        _shop(f"sqlite:///{tmp_path / 'shop.db'}")
     script = tmp_path / f"page_{page.path.stem.replace('-', '_')}.py"
-    script.write_text(_python(page))
-    setup = _SHOP + (_DJANGO if "django" in page.path.name else "")
+    script.write_text(text)
+    setup = _DJANGO if "django" in page.path.name else ""
     run = f"import runpy; runpy.run_path({script.name!r}, run_name='page')"
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "ignore::ResourceWarning", "-c", setup + run],
@@ -61,6 +68,14 @@ def test_python_blocks_run(page: Page, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{page.name} (line numbers are those of the page):\n{done.stderr}"
+
+
+def _shop(url: str) -> None:
+    with Raw(url) as raw:
+        for statement in _TABLES:
+            raw.execute(
+                statement.format(serial="serial" if raw.product == "postgresql" else "INTEGER")
+            )
 
 
 def test_blocks_say_their_language() -> None:

@@ -1,4 +1,4 @@
-"""The README's shop and its third door, pasted by a reader: one file, the commands, their output."""
+"""The README's shop and its whole service, pasted by a reader: one file, the commands, their output."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ import sys
 from pathlib import Path
 
 from tests.docs.pages import page
+from tests.support.databases import NewDatabase
 
-_DOOR = "**Your whole service**"
+_URL = "postgresql://localhost/shop"
+_SERVICE = "**Your whole service**"
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
 
 
-def test_the_whole_service_prints_what_the_readme_says(tmp_path: Path) -> None:
+def test_the_whole_service_prints_what_the_readme_says(
+    tmp_path: Path, new_database: NewDatabase
+) -> None:
+    url = new_database("postgresql", schema=False)
     readme = page("README.md")
-    line = readme.text.count("\n", 0, readme.text.index(_DOOR))
+    line = readme.text.count("\n", 0, readme.text.index(_SERVICE))
     blocks = list(readme.blocks())
     shop = next(block.text for block in blocks if "CREATE TABLE" in block.text)
     service, commands, output = [block for block in blocks if block.line > line][:3]
     assert [service.language, commands.language, output.language] == ["python", "sh", "text"]
-    subprocess.run([sys.executable, "-c", shop], cwd=tmp_path, check=True, timeout=60)
-    (tmp_path / "shop.py").write_text(service.text)
+    subprocess.run(
+        [sys.executable, "-c", shop.replace(_URL, url)], cwd=tmp_path, check=True, timeout=60
+    )
+    (tmp_path / "shop.py").write_text(service.text.replace(_URL, url))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         ["sh", "-e", "-c", commands.text],
@@ -35,7 +42,7 @@ def test_the_whole_service_prints_what_the_readme_says(tmp_path: Path) -> None:
 
 def test_importing_the_service_does_nothing(tmp_path: Path) -> None:
     readme = page("README.md")
-    line = readme.text.count("\n", 0, readme.text.index(_DOOR))
+    line = readme.text.count("\n", 0, readme.text.index(_SERVICE))
     service = next(
         block.text for block in readme.blocks() if block.line > line and block.language == "python"
     )

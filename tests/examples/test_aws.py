@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from tests.docs.pages import ROOT
+from tests.support.databases import NewDatabase
 from txbox import Inbox
 
 
-def test_lambda_reports_what_is_to_come_again(tmp_path: Path) -> None:
+def test_lambda_reports_what_is_to_come_again(new_database: NewDatabase) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "aws_lambda_sqs.py")],
-        cwd=tmp_path,
+        env={**os.environ, "TXBOX_DATABASE_URL": new_database("postgresql", schema=False)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -27,7 +28,7 @@ def test_lambda_reports_what_is_to_come_again(tmp_path: Path) -> None:
 # the database is away: the whole FIFO group and the lone message come again, in their order
 _AWAY = """
 import os
-os.environ["DATABASE_URL"] = "postgresql://nobody@127.0.0.1:9/nothing"
+os.environ["TXBOX_DATABASE_URL"] = "postgresql://nobody@127.0.0.1:9/nothing"
 import aws_lambda_sqs as function
 from datetime import timedelta
 from txbox import Limits
@@ -76,9 +77,7 @@ def test_lambda_keeps_the_order_of_a_group(tmp_path: Path, postgresql_url: str) 
 
     script = tmp_path / "held.py"
     example = (ROOT / "examples" / "aws_lambda_sqs.py").read_text()
-    text = example.replace("VALUES (?, ?)", "VALUES (%s, %s)").replace(
-        '"orders", c', '"orders.fifo", c'
-    )
+    text = example.replace('"orders", c', '"orders.fifo", c')
     (tmp_path / "aws_lambda_sqs.py").write_text(text)
     script.write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + _HELD)
     with psycopg.connect(postgresql_url) as other:
@@ -88,7 +87,7 @@ def test_lambda_keeps_the_order_of_a_group(tmp_path: Path, postgresql_url: str) 
         done = subprocess.run(
             [sys.executable, str(script)],
             cwd=tmp_path,
-            env={**os.environ, "DATABASE_URL": postgresql_url},
+            env={**os.environ, "TXBOX_DATABASE_URL": postgresql_url},
             capture_output=True,
             text=True,
             timeout=60,

@@ -40,7 +40,10 @@ def test_own_loop(tmp_path: Path, new_database: NewDatabase) -> None:
     ]
 
 
-def test_webhook_function(tmp_path: Path) -> None:
+def test_webhook_function(
+    tmp_path: Path, new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TXBOX_DATABASE_URL", new_database("postgresql", schema=False))
     printed = _run(str(EXAMPLES / "webhook_function.py"), cwd=tmp_path).splitlines()
     assert printed == [
         "(200, 'processed')",
@@ -81,7 +84,10 @@ def _statuses(url: str) -> dict[str, str]:
     return dict(rows(url, "SELECT message_id, status FROM txbox_inbox"))
 
 
-def test_dishka_handlers(tmp_path: Path) -> None:
+def test_dishka_handlers(
+    tmp_path: Path, new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TXBOX_DATABASE_URL", new_database("postgresql", schema=False))
     printed = _run(str(EXAMPLES / "dishka_handlers.py"), cwd=tmp_path).splitlines()
     assert printed == ["processed", "duplicate", "[(55,)]"]
 
@@ -94,8 +100,10 @@ def test_pytest_billing(tmp_path: Path) -> None:
     assert "3 passed" in printed
 
 
-def test_settings_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOP_DATABASE_URL", "sqlite:///shop.db")
+def test_settings_service(
+    tmp_path: Path, new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOP_DATABASE_URL", new_database("postgresql", schema=False))
     monkeypatch.setenv("SHOP_LEASE__DURATION", "PT10M")
     monkeypatch.setenv("SHOP_FEE", "3")
     printed = _run(str(EXAMPLES / "settings_service.py"), cwd=tmp_path).splitlines()
@@ -106,10 +114,6 @@ _ORDERS = """
 import hashlib, hmac
 import flask_shop
 
-flask_shop.app.init()
-with flask_shop.app.transaction() as tx:
-    for table in ("orders", "invoices", "builds"):
-        tx.execute(f"CREATE TABLE {table} (what)")
 client = flask_shop.api.test_client()
 print([client.post(f"/orders/{number}").status_code for number in (1, 2000)])
 body = b'{"after": "c0ffee"}'
@@ -117,12 +121,19 @@ signed = "sha256=" + hmac.new(b"the secret", body, hashlib.sha256).hexdigest()
 headers = {"x-hub-signature-256": signed, "x-github-event": "push", "x-github-delivery": "d-1"}
 print([client.post("/webhooks/github", data=body, headers=headers).text for _ in range(2)])
 with flask_shop.app.transaction() as tx:
-    print([tx.execute(f"SELECT what FROM {table}").fetchall() for table in ("orders", "builds")])
+    print([tx.execute(f"SELECT * FROM {table}").fetchall() for table in ("orders", "builds")])
     print(tx.execute("SELECT count(*) FROM txbox_outbox").fetchone())
 """
 
 
-def test_flask_shop(tmp_path: Path) -> None:
+def test_flask_shop(tmp_path: Path, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables(
+        postgresql_url,
+        "CREATE TABLE orders (number int)",
+        "CREATE TABLE invoices (number int)",
+        "CREATE TABLE builds (commit_id text)",
+    )
+    monkeypatch.setenv("TXBOX_DATABASE_URL", postgresql_url)
     assert _run("-c", _ORDERS, cwd=tmp_path, path=EXAMPLES).splitlines() == [
         "[201, 409]",
         "['processed\\n', 'duplicate\\n']",

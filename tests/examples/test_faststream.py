@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import aio_pika
+import psycopg
 import pytest
 from pamqp.commands import Basic
 
@@ -28,8 +27,8 @@ def queue(rabbitmq_url: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def url(sqlite_url: str) -> str:
-    return tables(sqlite_url, "CREATE TABLE ledger (payment INTEGER, amount INTEGER)")
+def url(postgresql_url: str) -> str:
+    return tables(postgresql_url, "CREATE TABLE ledger (payment INTEGER, amount INTEGER)")
 
 
 @pytest.fixture
@@ -73,15 +72,15 @@ def test_each_payment_is_booked_once(
 def test_nothing_is_acknowledged_before_the_commit(
     rabbitmq_url: str, queue: str, env: dict[str, str], url: str, tmp_path: Path
 ) -> None:
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")  # nobody else can write
+    with psycopg.connect(url) as other:
+        other.execute("LOCK TABLE ledger")  # nobody else can book
         publish(rabbitmq_url, queue, _payment(1))
         with started(tmp_path, "faststream_rabbitmq", env=env) as process:
             eventually(lambda: left(rabbitmq_url, queue) == 0)
             process.kill()
             process.wait(30)
         eventually(lambda: left(rabbitmq_url, queue) == 1)
-        other.execute("ROLLBACK")
+        other.rollback()
     with started(tmp_path, "faststream_rabbitmq", env=env) as process:
         eventually(lambda: rows(url, BOOKED) == [(1, 5)])
         process.terminate()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.support.databases import NewDatabase
 
 
 @pytest.mark.parametrize(
@@ -19,10 +20,12 @@ from tests.docs.pages import ROOT
         ("taskiq_tasks", ["charged", "charged", "[(1, 5)]"]),
     ],
 )
-def test_task_queue(example: str, printed: list[str], tmp_path: Path) -> None:
+def test_task_queue(example: str, printed: list[str], new_database: NewDatabase) -> None:
+    driver = "asyncpg" if example == "taskiq_tasks" else "psycopg"
+    url = new_database("postgresql", schema=False).replace("://", f"+{driver}://", 1)
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{example}.py")],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "DATABASE_URL": url}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == printed

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import sqlite3
-from contextlib import closing
 
 import pytest
 
+from tests.examples.programs import rows, tables
 from tests.support.servers import ROOT
 from tests.support.webhook.senders import SECRET, github, serving
 
 
-def test_webhook_service(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TXBOX_DATABASE_URL", sqlite_url)
+def test_webhook_service(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TXBOX_DATABASE_URL", postgresql_url)
     monkeypatch.setenv("WEBHOOK_SECRET", SECRET)
-    path = sqlite_url.removeprefix("sqlite:///")
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("CREATE TABLE build (commit_id TEXT)")
+    tables(postgresql_url, "CREATE TABLE build (commit_id TEXT)")
     spec = importlib.util.spec_from_file_location(
         "webhook_service", ROOT / "examples" / "webhook_service.py"
     )
@@ -31,5 +28,4 @@ def test_webhook_service(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert endpoint.post(github("d2", body, event="star"), body).text == "unmatched"
     assert texts == ["processed", "duplicate"]
     module.app.close()
-    with closing(sqlite3.connect(path)) as database:
-        assert database.execute("SELECT commit_id FROM build").fetchall() == [("abc123",)]
+    assert rows(postgresql_url, "SELECT commit_id FROM build") == [("abc123",)]

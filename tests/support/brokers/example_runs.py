@@ -1,30 +1,28 @@
-"""Runs an example that books orders, as its users do, on a database of its own."""
+"""Runs an example that books orders, as its users do, on a database of the test's."""
 
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
+from tests.support.databases import Raw
 from tests.support.servers import ROOT
 from tests.support.waiting import DEADLINE_S
 
 
 @contextmanager
-def example(app: str, directory: Path, **variables: str) -> Iterator[None]:
-    """Run an example by `txbox run` on a database of its own; afterwards it was drained."""
-    with closing(sqlite3.connect(directory / "service.db")) as database:
-        database.execute("CREATE TABLE booking (order_id INTEGER, amount INTEGER)")
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "examples")}
-    command = [sys.executable, "-m", "txbox"]
-    initialise = [*command, "init", "--database", "sqlite:///service.db"]
-    subprocess.run(initialise, cwd=directory, env=environment, check=True, capture_output=True)
+def example(app: str, url: str, **variables: str) -> Iterator[None]:
+    """Run an example by `txbox run` on a database that has txbox's tables; afterwards it was drained."""
+    with Raw(url) as raw:
+        raw.execute("CREATE TABLE booking (order_id INTEGER, amount INTEGER)")
     process = subprocess.Popen(
-        [*command, "run", app], cwd=directory, env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "txbox", "run", app],
+        cwd=ROOT / "examples",
+        env={**os.environ, **variables, "TXBOX_DATABASE_URL": url},
+        stdout=subprocess.DEVNULL,
     )
     try:
         yield
@@ -36,6 +34,8 @@ def example(app: str, directory: Path, **variables: str) -> Iterator[None]:
             process.wait()
 
 
-def booked(directory: Path) -> list[tuple[int, int]]:
-    with closing(sqlite3.connect(directory / "service.db")) as database:
-        return list(database.execute("SELECT order_id, amount FROM booking ORDER BY 1"))
+def booked(url: str) -> list[tuple[int, int]]:
+    with Raw(url) as raw:
+        return [
+            (row[0], row[1]) for row in raw.rows("SELECT order_id, amount FROM booking ORDER BY 1")
+        ]
