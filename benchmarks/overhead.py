@@ -50,8 +50,8 @@ _STAGES = {
     # Python looks at signals when it is back from the kernel: what sends and receives cannot be told
     # from what encodes
     _DRIVER: (
-        "connections/libpq", "connections/psycopg/__init__", "connections/psycopg/connection",
-        "connections/psycopg/piped", "connections/base",
+        "connections/libpq", "connections/psycopg",
+        "connections/base",
     ),
 }  # fmt: skip
 _STAGE_OF = {f"txbox/{file}.py": stage for stage, files in _STAGES.items() for file in files}

@@ -23,7 +23,7 @@ from txbox import App, Message, Outcome
 from txbox.connections import asyncpg as asyncpg_adapter
 from txbox.connections import base, libpq
 from txbox.connections import django as django_adapter
-from txbox.connections.sqlalchemy import driver as sqlalchemy_driver
+from txbox.connections import sqlalchemy as sqlalchemy_driver
 from txbox.session import Statement
 
 pytestmark = pytest.mark.every_database

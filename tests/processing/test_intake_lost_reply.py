@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from txbox import App, Message, Outcome
-from txbox.connections.psycopg.connection import PsycopgConnection
+from txbox.connections.psycopg import PsycopgConnection
 from txbox.errors import Fault, StoreUnavailable
 from txbox.processing.intake import Leasing
 from txbox.session import Result, Statement, drive

@@ -12,7 +12,7 @@ import pytest
 from tests.support.databases import NewDatabase
 from tests.support.shop import CONSUMER, Shop, opened, paid
 from txbox import App, Inbox, Message, Outcome
-from txbox.connections.psycopg.connection import PsycopgConnection
+from txbox.connections.psycopg import PsycopgConnection
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
 from txbox.policy import Batching

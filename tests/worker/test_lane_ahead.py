@@ -19,7 +19,7 @@ from tests.support.workers import running, worker
 from tests.worker.test_lane import at_pace
 from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
 from txbox.brokers.base import Delivery
-from txbox.connections.psycopg.connection import PsycopgConnection
+from txbox.connections.psycopg import PsycopgConnection
 from txbox.events import MessageDuplicate, MessageFailed
 from txbox.session import Statements
 from txbox.store import leases
