@@ -13,6 +13,9 @@ from typing import Literal, cast
 from txbox.errors import ConfigurationError
 from txbox.message import parsed
 
+#: How long a process that stops may drain: Kubernetes kills what has not ended 30 s after SIGTERM.
+GRACE = timedelta(seconds=25)
+
 
 def _check(condition: bool, policy: object, field: str, allowed: str) -> None:
     if not condition:

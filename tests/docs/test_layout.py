@@ -25,15 +25,9 @@ LARGE = 100  # lines; what is smaller is guarded by its caller's test
 #: What fails when one of these breaks; the reader's first guess would have been another file.
 ELSEWHERE = {
     "admin/found": "admin/test_explain.py",
-    "admin/changes": "admin/test_admin.py",
-    "admin/replay": "admin/test_admin.py",
     "admin/tables": "cli/test_cli_commands.py",
     "admin/views": "cli/test_cli_commands.py",
     "cli/change": "cli/test_cli_commands.py",
-    "cli/options": "cli/test_cli_help.py",
-    "cli/run": "relay/test_relay_apps_processes.py",
-    "cli/ui": "ui/test_app_access.py",
-    "cli/work": "cli/test_cli_commands.py",
     "errors": "connections/test_base_errors.py",
     "events": "observers/test_logging.py",
     "observers/activity": "worker/test_pulse.py",
@@ -42,7 +36,6 @@ ELSEWHERE = {
     "store/inbox": "processing/test_intake.py",
     "store/jobs": "maintenance/test_maintenance.py",
     "store/outbox": "relay/test_relay.py",
-    "testing/crash": "testing/test_deliveries.py",
     "ui/operations": "ui/test_pages.py",
     "ui/security": "ui/test_app_access.py",
     "worker/driving": "worker/test_worker.py",

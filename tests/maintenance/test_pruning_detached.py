@@ -30,7 +30,7 @@ _PRUNE = """
 from datetime import timedelta
 from txbox import App, Retention
 from txbox.maintenance import run_once
-from txbox.testing.crash import install_from_environment
+from txbox.testing import install_from_environment
 with App({url!r}, retention=Retention(processed=timedelta(days=7))) as app:
     install_from_environment()
     run_once(app, "prune")

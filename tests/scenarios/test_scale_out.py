@@ -23,7 +23,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from tests.cli.test_ui import TOKEN
+from tests.cli.test_run_ui import TOKEN
 from tests.docs.pages import ROOT, page
 from tests.support.command import Command, command
 from tests.support.databases import Raw

@@ -19,7 +19,7 @@ from txbox.brokers.redis import RedisStreams
 from txbox.errors import BrokerError
 from txbox.relay import Relay
 from txbox.session import drive
-from txbox.testing.crash import kill_at
+from txbox.testing import kill_at
 
 _ITSELF = "tests.support.relay_process"
 

@@ -12,15 +12,14 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, Literal, TypedDict, Unpack, cast
 
-from txbox.admin import activity, canary, changes, rehearse, tables
+from txbox.admin import activity, changes, replay, tables
 from txbox.admin.activity import Activities, Snapshot, WorkerStatus
 from txbox.admin.changes import Audit, Key, Matching, again
 from txbox.admin.doctor import Diagnosis, examine, examine_app
 from txbox.admin.explain import Explanation, explained
 from txbox.admin.found import look
 from txbox.admin.reader import Reader, says_anything
-from txbox.admin.rehearse import Rehearsed
-from txbox.admin.replay import Progress, Replay, Replayed
+from txbox.admin.replay import Progress, Rehearsed, Replay, Replayed
 from txbox.admin.tables import (
     INBOX,
     OUTBOX,
@@ -371,10 +370,10 @@ class Admin(Reader):
         self,
         where: InboxFilter,
         *,
-        patience: timedelta = canary.PATIENCE,
-        on_step: Callable[[canary.Step], None] | None = None,
+        patience: timedelta = changes.PATIENCE,
+        on_step: Callable[[changes.Step], None] | None = None,
         **how: Unpack[How],
-    ) -> canary.Redriven:
+    ) -> changes.Redriven:
         """Retry dead messages one, then ten, then five hundred at a time, as long as their failure does not return.
 
         Workers run them, and each step waits for the one before. It stops when a message fails with the
@@ -390,17 +389,17 @@ class Admin(Reader):
 
         Guarantee: that of `retry`; after a crash the released messages are retried, the rest stay dead.
         """
-        canary.check(where)
+        changes.check_canary(where)
         where = replace(where, status=Status.DEAD)
         total = self.retry(where, dry_run=True).count
         most = how.get("most")
         total = total if most is None else min(most, total)
         if how.get("dry_run"):
-            return canary.Redriven(steps=(), count=0, left=total, stopped=None)
+            return changes.Redriven(steps=(), count=0, left=total, stopped=None)
         report, reason, done = how.get("progress"), how.get("reason"), 0
         who = {"actor": how.get("actor"), "reason": f"canary: {reason}" if reason else "canary"}
 
-        def release(size: int) -> Sequence[canary.Named]:
+        def release(size: int) -> Sequence[changes.Named]:
             nonlocal done
             given = cast("How", {**who, "most": size})
             changed = self._change("retry", where, given, named_max=size)
@@ -409,7 +408,7 @@ class Admin(Reader):
                 report(done)
             return [(key["consumer"], key["message_id"]) for key in changed.sample]
 
-        return canary.redriven(
+        return changes.redriven(
             self,
             where.fingerprint,
             total=total,
@@ -629,8 +628,9 @@ class Admin(Reader):
             announced in `txbox_audit` before it runs; with `as_consumer` it is one commit with its rows.
         """
         audit = _audit(how)
-        replay = Replay(reader=self, where=where, as_consumer=as_consumer, audit=audit)
-        done = replay.carried_out(how.get("progress"))
+        done = Replay(reader=self, where=where, as_consumer=as_consumer, audit=audit).carried_out(
+            how.get("progress")
+        )
         self._emit("replay", done.processed + done.stored, audit)
         return done
 
@@ -672,10 +672,10 @@ class Admin(Reader):
             raise ConfigurationError(
                 f"{consumer} has no handler for topic {message.topic!r} with type {message.type!r}."
             )
-        rehearse.check(self.app, matching[0])
+        replay.check_rehearsal(self.app, matching[0])
         self._announce("rehearse", where, actor, reason, 1)
         return self.on_handlers_database(
-            matching[0], rehearse.rehearsed, self.app, matching[0], arrival
+            matching[0], replay.rehearsed, self.app, matching[0], arrival
         )
 
     def _announce(

@@ -1,20 +1,35 @@
-"""Replaying kept messages: through their own handler once more, or into the inbox of another consumer."""
+"""Handlers that an operator runs: a replay runs kept messages again, or copies them to another consumer; a rehearsal
+runs one in a guarded transaction that is never committed (promise 7.5).
+
+Source: docs/decisions/0040-rehearsals.md
+"""
 
 from __future__ import annotations
 
+import re
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from os import urandom
+from typing import Any, Literal
 
 from txbox.admin import changes
 from txbox.admin.changes import Audit, again
-from txbox.admin.reader import Reader
+from txbox.admin.found import Link
+from txbox.admin.reader import Application, Reader
 from txbox.admin.tables import InboxFilter
-from txbox.errors import ConfigurationError, UnusableMessage
+from txbox.effects import PREFIX
+from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
 from txbox.handlers import Handler
-from txbox.identity import payload_hash
+from txbox.identity import derived_id, payload_hash
 from txbox.outcome import Outcome, Status
+from txbox.processing.calls import handled
+from txbox.processing.failure import failure_of
+from txbox.session import Raised, Session
+from txbox.store import claims
 from txbox.store.codec import Arrival
 
 #: Called after each batch with the number of messages done so far.
@@ -183,3 +198,223 @@ class Replay:
         message = arrival.message
         found = self.reader.app.handlers.matching(message.topic, message.type, consumer)
         return found[0] if found else None
+
+
+# neither waits long for others, nor lets others wait
+_LOCK_TIMEOUT = timedelta(seconds=2)
+_STATEMENTS_MAX = 200
+_STATEMENT_CHARACTERS = 2_000
+_STAGED_MAX = 200
+# what ends a transaction; a savepoint's ROLLBACK TO does not
+_ENDS = re.compile(
+    r"(?:^|;)\s*(?:/\*.*?\*/\s*|--[^\n]*\n\s*)*"
+    r"(?:commit|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b"
+    # behind a semicolon it may end a block
+    r"|^\s*end\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What a handler would have done; nothing of it was committed.
+
+    Attributes:
+        outcome: what would have become of the message: "processed", "failed" (and tried again), "dead", or
+            "broken" when the handler tried to end the transaction, or has left it.
+        statements: what it sent to the database, in its order, without values; the first 200.
+        staged: what it would have staged: outgoing messages, and effects.
+        result: what it returned, as JSON, where the handler keeps its results.
+    """
+
+    consumer: str
+    message_id: str
+    outcome: Literal["processed", "failed", "dead", "broken"]
+    error_type: str | None = None
+    error: str | None = None
+    duration_s: float
+    statements: tuple[str, ...] = ()
+    staged: tuple[Link, ...] = ()
+    result: bytes | None = None
+
+
+class _Refused(Exception):
+    """The handler was about to end the transaction."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Sees each statement of a handler before it is sent, and refuses what would end the transaction."""
+
+    active: bool = True
+    left: bool = False
+    statements: list[str] = field(default_factory=list[str])
+
+    def check(self, sql: str) -> None:
+        if not self.active:
+            return
+        if _ENDS.search(sql):
+            self.left = True
+            raise _Refused(
+                "a rehearsal is never committed: its handler must not end the transaction"
+            )
+        # what txbox itself writes for the handler is in `staged`
+        if len(self.statements) < _STATEMENTS_MAX and "txbox_" not in sql:
+            self.statements.append(" ".join(sql.split())[:_STATEMENT_CHARACTERS])
+
+
+def check_rehearsal(app: Application, handler: Handler) -> None:
+    """Check that a handler can be rehearsed.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not app.store.dialect.refuses_commit:
+        raise ConfigurationError(
+            "MySQL and MariaDB cannot refuse the COMMIT of a handler, so a rehearsal might leave something behind: "
+            "rehearse on a copy in SQLite or PostgreSQL, or retry the message."
+        )
+    if not handler.options.transactional:
+        raise ConfigurationError(
+            f"{handler.consumer} works outside a transaction: it cannot be rolled back."
+        )
+
+
+async def rehearsed(db: Session, app: Application, handler: Handler, arrival: Arrival) -> Rehearsed:
+    """Run a handler for a message whose row is there, and roll back.
+
+    Raises:
+        ConfigurationError: its row is being processed, or held by another transaction.
+
+    Guarantee: the database refuses COMMIT, and the connection refuses what ends a transaction and is thrown
+        away. What the handler does outside its transaction really happens.
+    """
+    watch, started = _Watch(), time.monotonic()
+    try:
+        await _claimed(db, app, handler, arrival, token := urandom(16).hex())
+        before = await _staged(db, app, handler, arrival)
+        faults = await _broken_references(db, app)
+        assert db.connection is not None
+        db.connection.watch(watch.check)
+        raised: Raised | None = None
+        answers: list[Any] = []
+        try:
+            answers = await handled(db, handler, [arrival])
+        except Raised as error:
+            raised = error
+        watch.active = False
+        staged: list[Link] = []
+        if raised is None and not watch.left:
+            try:
+                staged = await _staged(db, app, handler, arrival)
+                await db.execute(claims.close(app.store, token))
+                if await _broken_references(db, app) - faults:
+                    broken = StoreError("SQLite: a foreign key would refuse the COMMIT.")
+                    raised = Raised(broken, broken, False)
+                if app.store.dialect.has("rehearse_constraints"):
+                    await db.execute(app.store.dialect.statement("rehearse_constraints"))
+            except StoreError as error:
+                watch.left = error.fault is Fault.GUARD
+                raised = Raised(error, error, False)
+    finally:
+        watch.active = False
+        db.discard()
+    done = Rehearsed(
+        consumer=handler.consumer,
+        message_id=arrival.message_id,
+        outcome="processed",
+        duration_s=time.monotonic() - started,
+        statements=tuple(watch.statements),
+        staged=tuple(link for link in staged if link not in before),
+        result=answers[0] if answers and handler.options.keep_result else None,
+    )
+    return (
+        done
+        if raised is None and not watch.left
+        else _rehearsal_failed(app, handler, arrival, done, raised, watch)
+    )
+
+
+def _rehearsal_failed(
+    app: Application, handler: Handler, arrival: Arrival, done: Rehearsed, raised: Raised | None, watch: _Watch
+) -> Rehearsed:  # fmt: skip
+    if watch.left or raised is None:
+        return replace(
+            done,
+            outcome="broken",
+            error_type="TransactionBroken",
+            error="the handler ended the transaction that txbox began, or tried to: a worker would reject it for good",
+            staged=(),
+        )
+    failure = failure_of(
+        raised.error, raised.database_error, handler.options, app.limits, app.store.columns.redact
+    )
+    retry = handler.options.retry
+    dead = failure.final or arrival.message.attempt >= retry.max_attempts
+    return replace(
+        done,
+        outcome="dead" if dead else "failed",
+        error_type=failure.error_type,
+        error=failure.error,
+        staged=(),
+    )
+
+
+async def _claimed(
+    db: Session, app: Application, handler: Handler, arrival: Arrival, token: str
+) -> None:
+    timeout = handler.options.timeout
+    claim = claims.claim_known(
+        app.store,
+        "claim_rehearsal",
+        handler.consumer,
+        [arrival.message_id],
+        token=token,
+        lock_timeout=_LOCK_TIMEOUT,
+        idle_s=max(app.lease.duration.total_seconds(), timeout.total_seconds() if timeout else 0.0),
+    )
+    try:
+        # first for all of the transaction: the claim puts back what it finds
+        results = await db.begin(app.store.begin_bounded(_LOCK_TIMEOUT, *claim))
+    except StoreError as error:
+        if error.fault is not Fault.LOCK_TIMEOUT:
+            raise
+        raise ConfigurationError(
+            f"{handler.consumer} {arrival.message_id} is held by another transaction: try again."
+        ) from None
+    won = claims.claimed(app.store, claim, results[-len(claim) :])
+    if won is None or not won.ids:
+        raise ConfigurationError(
+            f"{handler.consumer} {arrival.message_id} is being processed, or gone: `txbox explain` says which."
+        )
+
+
+async def _staged(db: Session, app: Application, handler: Handler, arrival: Arrival) -> list[Link]:
+    """What the message has staged: the ids are derived from its own."""
+    ids = [
+        derived_id(handler.consumer, arrival.message_id, ordinal) for ordinal in range(_STAGED_MAX)
+    ]
+    dialect = app.store.dialect
+    outgoing = await db.execute(dialect.statement("explain_outbox", {}, {"message_id": ids}))
+    links = [
+        Link(consumer=None, message_id=staged_id, status=state, topic=topic)
+        for staged_id, state, topic in outgoing.rows
+    ]
+    for consumer in app.handlers.consumers():
+        if consumer.startswith(PREFIX):
+            keys = {"consumer": [consumer] * len(ids), "message_id": ids}
+            effects = await db.execute(dialect.statement("explain_inbox", {}, keys))
+            links += [
+                Link(consumer=name, message_id=staged_id, status=status, topic=topic)
+                for name, staged_id, status, topic in effects.rows
+            ]
+    return sorted(links, key=lambda link: ids.index(link.message_id))
+
+
+async def _broken_references(db: Session, app: Application) -> set[Sequence[Any]]:
+    """Rows with a dangling reference, on databases that check these only at COMMIT."""
+    dialect = app.store.dialect
+    if not dialect.has("rehearse_references"):
+        return set()
+    found = await db.execute(dialect.statement("rehearse_references"))
+    return {tuple(row) for row in found.rows}

@@ -1,93 +1,95 @@
-"""The `txbox` command. Exit status: 0 done, 1 failed, 2 wrong configuration (nothing was consumed)."""
+"""The `txbox` command: its commands, and what all of them share. `txbox --help` imports nothing else of txbox.
+
+Exit status: 0 done, 1 failed, 2 wrong configuration (nothing was consumed).
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import textwrap
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import txbox
-from txbox.cli.parser import HelpFormatter, Parser, common, print_error
-from txbox.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailable, TxboxError
+from txbox.errors import (
+    ConfigurationError,
+    SchemaError,
+    StoreError,
+    StoreUnavailable,
+    TxboxError,
+    redacted,
+)
 
 _EPILOG = """\
 All but demo and completion take --app MODULE:APP (or TXBOX_APP) or, where
 no handler is needed, --database URL (or TXBOX_DATABASE_URL), and --json.
-The working directory is importable.
-Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database.
-`txbox COMMAND --help` says more."""
+The working directory is importable. `txbox COMMAND --help` says more.
 
-#: The commands in the order of help: the module that adds each, and its line there.
-_COMMANDS = {
-    "init": ("schema", "create the tables, or bring them to this release's version"),
+Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database."""
+
+#: The commands in the order of help: the module that adds each, its line there, and examples.
+_COMMANDS: dict[str, tuple[str, ...]] = {
+    "init": ("schema", "create the tables, or bring them to this release's version",
+             "init --app shop:app", "init --database sqlite:///shop.db"),
     "schema": ("schema", "print, check or apply the SQL of the tables"),
-    "run": ("run", "consume: sources, retries from the table, relay, maintenance"),
-    "maintain": ("run", "rescue and prune, again and again or --once"),
-    "demo": ("run", "a payment service under kill -9, beside a naive consumer"),
-    "relay": ("run", "send staged messages from the outbox to where they go"),
-    "status": ("look", "count messages by consumer and status; oldest unfinished age"),
-    "doctor": ("doctor", "find what is wrong: settings, tables, rows nobody takes, brokers"),
-    "list": ("look", "list messages, newest first, with filters"),
-    "show": ("look", "show one message with everything that is known of it"),
-    "explain": ("look", "say where a message stands, why, and what would let it go on"),
-    "retry": ("change", "give dead or failed messages a new budget of attempts, due at once"),
-    "discard": ("change", "give messages up for good"),
-    "edit": ("change", "correct the payload or headers of a dead or failed message, and retry it"),
-    "rehearse": ("change", "run a message's handler in a transaction that is always rolled back"),
-    "replay": ("change", "run processed messages once more, or feed them to another consumer"),
-    "outbox": ("tables", "list, show, retry, discard or reroute outgoing messages"),
-    "quarantine": ("tables", "look at messages that were set aside, and accept or discard them"),
-    "prune": ("work", "delete finished messages past the retention"),
-    "rescue": ("work", "put messages whose worker went away back to work"),
-    "send": ("work", "store a message for every consumer of its topic"),
-    "workers": ("workers", "list who is at work: host, consumers, what each does, since when"),
-    "pause": ("workers", "have no worker run a consumer until it is resumed"),
-    "resume": ("workers", "have workers run a paused consumer again"),
-    "top": ("workers", "watch rates, times, failures and workers"),
-    "ui": ("ui", "serve the dashboard"),
-    "asyncapi": ("asyncapi", "print an AsyncAPI document of the handlers and routes"),
-    "completion": ("completion", "print a script that completes commands and options in a shell"),
+    "run": ("run", "consume: sources, retries from the table, relay, maintenance",
+            "run shop:app", "run shop:app --processes 4 --health-port 8080", "run shop:app --once"),
+    "maintain": ("run", "rescue and prune, again and again or --once", "maintain --app shop:app --once"),
+    "demo": ("", "a payment service under kill -9, beside a naive consumer"),
+    "relay": ("run", "send staged messages from the outbox to where they go", "relay shop:app"),
+    "status": ("look", "count messages by consumer and status; oldest unfinished age", "status --app shop:app"),
+    "doctor": ("look", "find what is wrong: settings, tables, stuck rows, brokers",
+               "doctor --app shop:app", "doctor --app shop:app --json --fail-on warning"),
+    "list": ("look", "list messages, newest first, with filters", "list --app shop:app --status dead --older-than 1h"),
+    "show": ("look", "show one message with everything that is known of it",
+             "show billing evt-1 --app shop:app", "show billing '/shop e3' --app shop:app --reveal"),
+    "explain": ("look", "say where a message stands, why, and what would help", "explain evt-1 --app shop:app"),
+    "retry": ("change", "give dead or failed messages a new budget of attempts",
+              "retry billing evt-1 --app shop:app", "retry --error-type TimeoutError --app shop:app"),
+    "discard": ("change", "give messages up for good", "discard billing evt-1 --reason 'test data' --app shop:app"),
+    "edit": ("change", "correct a dead or failed message, and retry it",
+             "edit billing evt-1 --payload fixed.json --reason 'wrong currency' --app shop:app"),
+    "rehearse": ("change", "run a message's handler, and roll back whatever it does",
+                 "rehearse billing evt-1 --payload fixed.json --app shop:app"),
+    "replay": ("change", "run processed messages again, or feed another consumer",
+               "replay billing evt-1 --app shop:app"),
+    "outbox": ("change", "list, show, retry, discard or reroute outgoing messages"),
+    "quarantine": ("change", "list messages that were set aside; accept or discard them"),
+    "prune": ("change", "delete finished messages past the retention", "prune --dry-run --app shop:app"),
+    "rescue": ("change", "put messages whose worker is gone back to work", "rescue --app shop:app"),
+    "send": ("change", "store a message for every consumer of its topic",
+             "send orders --data '{\"cents\": 100}' --app shop:app"),
+    "workers": ("workers", "list who is at work: host, consumers, load, since when", "workers --app shop:app"),
+    "pause": ("workers", "have no worker run a consumer until it is resumed",
+              "pause billing --reason 'the bank is down' --app shop:app"),
+    "resume": ("workers", "have workers run a paused consumer again", "resume billing --app shop:app"),
+    "top": ("workers", "watch rates, times, failures and workers",
+            "top --app shop:app", "top --once --json --app shop:app"),
+    "ui": ("run", "serve the dashboard",
+           "ui --app shop:app --users users.txt", "ui --database sqlite:///shop.db --grant change"),
+    "asyncapi": ("asyncapi", "print an AsyncAPI document of the handlers and routes",
+                 "asyncapi shop:app", "asyncapi --app shop:app --title Shop --service-version 1.4"),
+    "completion": ("", "print a script that completes commands in a shell", "completion bash", "completion zsh"),
 }  # fmt: skip
 _EXAMPLES = {
-    "init": ["init --app shop:app", "init --database sqlite:///shop.db"],
-    "run": ["run shop:app", "run shop:app --processes 4 --health-port 8080", "run shop:app --once"],
-    "relay": ["relay shop:app"],
-    "maintain": ["maintain --app shop:app --once"],
-    "status": ["status --app shop:app"],
-    "doctor": ["doctor --app shop:app", "doctor --app shop:app --json --fail-on warning"],
-    "list": ["list --app shop:app --status dead --older-than 1h"],
-    "show": ["show billing evt-1 --app shop:app", "show billing '/shop e3' --app shop:app --reveal"],
-    "explain": ["explain evt-1 --app shop:app"],
-    "retry": ["retry billing evt-1 --app shop:app", "retry --error-type TimeoutError --app shop:app"],
-    "edit": ["edit billing evt-1 --payload fixed.json --reason 'wrong currency' --app shop:app"],
-    "discard": ["discard billing evt-1 --reason 'test data' --app shop:app"],
-    "rehearse": ["rehearse billing evt-1 --payload fixed.json --app shop:app"],
-    "replay": ["replay billing evt-1 --app shop:app"],
-    "prune": ["prune --dry-run --app shop:app"],
-    "rescue": ["rescue --app shop:app"],
-    "send": ["send orders --data '{\"cents\": 100}' --app shop:app"],
-    "workers": ["workers --app shop:app"],
-    "pause": ["pause billing --reason 'the bank is down' --app shop:app"],
-    "resume": ["resume billing --app shop:app"],
-    "top": ["top --app shop:app", "top --once --json --app shop:app"],
+    **{name: examples for name, (_, _, *examples) in _COMMANDS.items() if examples},
     "outbox list": ["outbox list --status dead --app shop:app"],
     "outbox show": ["outbox show 0192f0c1 --app shop:app"],
     "outbox retry": ["outbox retry --topic letters --app shop:app"],
     "outbox discard": ["outbox discard 0192f0c1 --app shop:app"],
+    "outbox reroute": ["outbox reroute --topic letters --to kafka --app shop:app"],
     "quarantine list": ["quarantine list --app shop:app"],
     "quarantine show": ["quarantine show billing evt-1 --app shop:app"],
     "quarantine accept": ["quarantine accept billing evt-1 --app shop:app"],
     "quarantine discard": ["quarantine discard billing evt-1 --app shop:app"],
-    "ui": ["ui --app shop:app --users users.txt", "ui --database sqlite:///shop.db --grant change"],
-    "asyncapi": ["asyncapi shop:app", "asyncapi --app shop:app --title Shop --service-version 1.4"],
-    "completion": ["completion bash", "completion zsh"],
     "schema check": ["schema check --app shop:app"],
     "schema apply": ["schema apply --app shop:app"],
     "schema print": ["schema print --dialect postgresql"],
-}  # fmt: skip
+}
 _INTERRUPTED = 130
 # insufficient_privilege; access denied to a database, a table, a column, a routine
 _NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
@@ -153,32 +155,57 @@ def make_parser(wanted: str | None = None) -> Parser:
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"txbox {txbox.__version__}")
-    commands = _Commands(
-        parser.add_subparsers(
-            dest="command", metavar="COMMAND", title="commands", parser_class=_Command
-        )
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", parser_class=_Command
     )
     if wanted is not None and wanted not in _COMMANDS:
         for name in _COMMANDS:
-            commands.add_parser(name)
+            add_command(commands, name)
         return parser
     shared = common()
-    for module in dict.fromkeys(
-        module for name, (module, _) in _COMMANDS.items() if wanted in (None, name)
-    ):
-        import_module(f"txbox.cli.{module}").add(commands, shared)
+    modules = [module for name, (module, *_) in _COMMANDS.items() if wanted in (None, name)]
+    for module in dict.fromkeys(modules):
+        (import_module(f"txbox.cli.{module}").add if module else _add)(commands, shared)
     return parser
 
 
-class _Commands:
-    """Gives each command its line of help."""
+def _add(commands: Any, _shared: argparse.ArgumentParser) -> None:
+    """Add the commands that need no App and no database."""
+    add_command(commands, "demo", add_help=False)
+    completion = add_command(commands, "completion", _completion)
+    completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
-    def __init__(self, parsers: Any) -> None:
-        self._parsers = parsers
 
-    def add_parser(self, name: str, **options: Any) -> Parser:
-        added: Parser = self._parsers.add_parser(name, **options | {"help": _COMMANDS[name][1]})
-        return added
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors quote no password."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        print_error(f"{redacted(message)}. See `{self.prog} --help`.")
+        raise SystemExit(2)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills each paragraph of a description by itself; examples stay as they are written."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if action.nargs == argparse.PARSER:
+            # argparse forgets that commands are indented once more
+            self._action_max_length += self._indent_increment
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            textwrap.fill(
+                " ".join(paragraph.split()), width, initial_indent=indent, subsequent_indent=indent
+            )
+            if not paragraph.startswith("examples:")
+            else paragraph
+            for paragraph in text.split("\n\n")
+        )
 
 
 class _Command(Parser):
@@ -189,3 +216,94 @@ class _Command(Parser):
                 ("examples:", *(f"txbox {example}" for example in examples))
             )
         super().__init__(prog=prog, formatter_class=HelpFormatter, **options)  # type: ignore[arg-type]
+
+
+def common() -> argparse.ArgumentParser:
+    """The options of every command."""
+    parent = Parser(add_help=False)
+    group = parent.add_argument_group("which inbox (--app or --database)")
+    option = group.add_argument
+    option("--app", metavar="MODULE:APP", help="the App, importable from here (or TXBOX_APP)")
+    option(
+        "--database", metavar="URL",
+        help="its database, where no App is needed; if it has a password, use TXBOX_DATABASE_URL: arguments are public",
+    )  # fmt: skip
+    option("--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables")
+    add_flags(parent, {"--json": "print JSON instead of text and tables"})
+    return parent
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[Namespace], int] | None = None,
+    common: argparse.ArgumentParser | None = None,
+    **options: Any,
+) -> argparse.ArgumentParser:
+    """Add a command, or with another `help` a part of one. Its description is the docstring of what runs it."""
+    options = {
+        "help": _COMMANDS[name][1] if name in _COMMANDS else None,
+        "description": None if run is None else run.__doc__,
+        "parents": [] if common is None else [common],
+        **options,
+    }
+    command: argparse.ArgumentParser = commands.add_parser(name, **options)
+    command.set_defaults(run=run)
+    return command
+
+
+def add_flags(parser: Any, flags: Mapping[str, str]) -> None:
+    """Add options without a value: their names, and their lines of help."""
+    for name, text in flags.items():
+        parser.add_argument(name, action="store_true", help=text)
+
+
+def print_error(text: str) -> None:
+    print(f"txbox: {redacted(text)}", file=sys.stderr)
+
+
+# -- completion -----------------------------------------------------------------------------------
+
+# what these metavars stand for is a file, and the shell completes its name
+_FILES = frozenset({"FILE", "PATH"})
+
+
+def _completion(args: Namespace) -> int:
+    """Prints a script for the shell; once it is loaded, TAB completes commands, options and their values. Print it
+    again after an upgrade of txbox.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"Completion needs {error.name}: run pip install 'txbox[cli]'."
+        ) from error
+    from txbox.demo import make_parser as make_demo_parser
+
+    parser = make_parser()
+    for commands in _commands(parser):
+        commands["demo"] = make_demo_parser()  # it is parsed by itself
+    _complete_files(parser, shtab.FILE)
+    print(shtab.complete(parser, shell=args.shell))
+    return 0
+
+
+def _complete_files(parser: argparse.ArgumentParser, files: Any) -> None:
+    for commands in _commands(parser):
+        for below in commands.values():
+            _complete_files(below, files)
+    for action in _actions(parser):
+        if action.metavar in _FILES:
+            action.complete = files
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[dict[str, argparse.ArgumentParser]]:
+    """The commands below this one, by name."""
+    for action in _actions(parser):
+        if action.nargs == argparse.PARSER:
+            yield action.choices
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[Any]:
+    # argparse has no other way to walk a parser
+    return parser._actions  # noqa: SLF001

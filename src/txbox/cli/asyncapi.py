@@ -13,9 +13,9 @@ from inspect import getdoc, unwrap
 from typing import Any, cast
 
 from txbox.app import App
-from txbox.cli.application import opened
+from txbox.cli import add_command
+from txbox.cli.options import opened
 from txbox.cli.output import print_json
-from txbox.cli.parser import add_command
 from txbox.effects import PREFIX
 from txbox.handlers import Handler
 from txbox.message import Message

@@ -1,21 +1,36 @@
-"""retry, discard, reroute, accept, edit, rehearse and replay: targets, dry runs, consent, audit."""
+"""What changes rows: retry, discard, reroute, accept, edit, replay and rehearse; prune, rescue and send."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
+import json
 import sys
+import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from txbox.admin import Changed, views
+from txbox.admin import Changed, OutboxFilter, QuarantineFilter, views
 from txbox.admin.replay import Replayed
 from txbox.admin.tables import Filter, InboxFilter, Table
-from txbox.admin.views import counted
-from txbox.cli.application import admin_of
-from txbox.cli.options import add_audit, add_filter, filter_of, header_of, route
+from txbox.admin.views import age, counted
+from txbox.app import App
+from txbox.cli import add_command, add_flags, look, print_error
+from txbox.cli.options import (
+    add_audit,
+    add_filter,
+    admin_of,
+    duration,
+    filter_of,
+    header_of,
+    opened,
+    perform,
+    route,
+)
 from txbox.cli.output import (
     as_json,
     confirmed,
@@ -27,15 +42,16 @@ from txbox.cli.output import (
     progress,
     shown,
 )
-from txbox.cli.parser import print_error
 from txbox.errors import ConfigurationError
-from txbox.outcome import Status
+from txbox.maintenance import Report, Task, run_once
+from txbox.message import Headers, Message
+from txbox.outcome import Outcome, Status
 
 _ASKED = """\
-Message ids are changed at once. A filter is counted first and asked about;
-without a terminal it needs --yes. --dry-run changes nothing and asks nothing."""
+Messages named by id are changed at once. What a filter matches is counted first, and you are asked; without a
+terminal it needs --yes. --dry-run changes nothing and asks nothing."""
 _CONSENT = f"""\
-What is changed must be said: message ids, at least one filter, or --all.
+Say what to change: message ids, at least one filter, or --all.
 {_ASKED}"""
 #: By verb: help in a list of commands, and the description.
 _HELP = {
@@ -60,8 +76,8 @@ _ALSO = {
     (
         "inbox",
         "retry",
-    ): """Messages whose handler broke the transaction (what they wrote is unknown) are left alone
-        unless named by id or with --error-type TransactionBroken.""",
+    ): "Messages whose handler broke the transaction (what they wrote is unknown) are left alone unless "
+    "named by id or with --error-type TransactionBroken.",
     ("inbox", "discard"): "A copy that arrives later is a duplicate.",
     ("outbox", "discard"): "What a relay has leased is left to it.",
     (
@@ -69,13 +85,100 @@ _ALSO = {
         "discard",
     ): "Their payload is dropped, their row stays for Retention.quarantine.",
 }
+_REPLAY = """\
+Runs processed messages through their handler once more, here and now; their payload must have been kept
+(keep_payload=). A replay that fails leaves its message processed, and is reported. With --as, stores the messages in
+arrival order as pending ones of another consumer instead. Needs --app; with --as, --database is enough.
+
+A replay is for one consumer: CONSUMER and message ids, or --consumer with any other filter."""
+_DESCRIBED = {
+    "outbox": "What list, show, retry and discard do for the inbox, for outgoing messages: due, delayed (staged for "
+    "later), leased (by a relay), failed (waits for its next attempt), dead, sent (where RelayPolicy.keep_sent keeps "
+    "them), discarded. `txbox status` counts them.",
+    "quarantine": "Messages that were set aside: without a usable id, too large, or a known id with another payload. "
+    "Nobody processes them until they are accepted.",
+}  # fmt: skip
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     add_table(commands, common, InboxFilter)
-    _add_edit(commands, common)
-    _add_rehearse(commands, common)
-    _add_replay(commands, common)
+    edit = add_command(commands, "edit", _edit, common)
+    rehearse = add_command(commands, "rehearse", _rehearse, common)
+    for command in (edit, rehearse):
+        command.add_argument("of", metavar="CONSUMER", help="the consumer of the message")
+        command.add_argument("message_id", metavar="ID", help="its id")
+    rehearse.add_argument(
+        "--payload", metavar="FILE", help="with this payload, as for edit; - is standard input"
+    )
+    option = edit.add_argument
+    option("--payload", metavar="FILE", help="the new payload; - is standard input")
+    option("--content-type", metavar="TYPE", help="the new content type")
+    option(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="instead of those of that name",
+    )
+    option("--without-header", action="append", default=[], metavar="NAME", help="may be repeated")
+    option("--dry-run", action="store_true", help="check it, and change nothing")
+    option(
+        "--expect",
+        metavar="VERSION",
+        help="only if it is still what --dry-run looked at, which prints this",
+    )
+    for command in (edit, rehearse):
+        add_audit(command)
+    replay = add_command(commands, "replay", _change, common, description=f"{_REPLAY}\n\n{_ASKED}")
+    # a replay is of one consumer, which is a filter
+    names = ("consumer", "status", "topic", "type", "key")
+    _add_targets(replay, InboxFilter, names, statuses=tuple(Status))
+    replay.add_argument(
+        "--as", dest="as_consumer", metavar="CONSUMER", help="store them for this consumer instead"
+    )
+    replay.set_defaults(kind=InboxFilter, verb="replay", all=False)
+    for kind in (OutboxFilter, QuarantineFilter):
+        table = kind.table
+        group = add_command(commands, table.name, description=_DESCRIBED[table.name])
+        below = group.add_subparsers(
+            dest="verb", required=True, metavar="COMMAND", title="commands"
+        )
+        look.add_table(below, common, kind)
+        add_table(below, common, kind)
+    prune = add_command(commands, "prune", _prune, common)
+    rescue = add_command(commands, "rescue", _rescue, common)
+    for command in (prune, rescue):
+        command.add_argument("--consumer", metavar="TEXT", help="messages of this consumer only")
+    prune.add_argument(
+        "--older-than", type=duration, metavar="AGE", help="instead of the retention (30d, 12h)"
+    )
+    add_flags(
+        prune,
+        {
+            "--outbox": "sent and discarded outgoing messages instead",
+            "--dry-run": "count, and delete nothing",
+            "--yes": "do not ask",
+        },
+    )
+    send = add_command(commands, "send", _send, common)
+    option = send.add_argument
+    option("topic", metavar="TOPIC", help="a topic that a handler of the App consumes")
+    option(
+        "--id", dest="message_id", metavar="ID", help="the message id, by which copies are known"
+    )
+    option("--type", metavar="TEXT", help="its type, by which handlers select")
+    option("--key", metavar="TEXT", help="its ordering key")
+    option("--header", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    option(
+        "--content-type", metavar="TEXT", help="default: application/json when the payload is JSON"
+    )
+    source = send.add_mutually_exclusive_group()
+    source.add_argument(
+        "--data", metavar="JSON", help="the payload; JSON unless --content-type says otherwise"
+    )
+    source.add_argument(
+        "--file", metavar="PATH", help="a file with the payload; - is standard input"
+    )
 
 
 def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
@@ -87,9 +190,8 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
             meant = " or ".join(change.meant)
             described += f" A filter means those that are {meant}, unless --status names others."
         also = _ALSO.get((table.name, verb), "")
-        command = commands.add_parser(
-            verb, parents=[common], help=told, description=f"{described} {also}\n\n{_CONSENT}"
-        )
+        description = f"{described} {also}\n\n{_CONSENT}"
+        command = add_command(commands, verb, _change, common, help=told, description=description)
         _add_targets(command, kind, statuses=change.statuses)
         command.add_argument(
             "--all",
@@ -111,36 +213,15 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
             command.add_argument(
                 "--id", dest="message_id", metavar="ID", help="the id to process it under; for one message"
             )  # fmt: skip
-        command.set_defaults(run=_change, kind=kind, verb=verb)
-
-
-def _add_edit(commands: Any, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "edit", parents=[common],
-        description="Gives one dead or failed message another payload or other headers, and a full new budget of "
-        "attempts, due at once. It keeps its id, its place and the hash of what came: a copy of that is a duplicate. "
-        "What was there before stays readable, as long as the message: `txbox quarantine show CONSUMER ID --reveal`. "
-        "With --app, a payload that the handler cannot read, or that has another id or version, is refused.",
-    )  # fmt: skip
-    command.add_argument("of", metavar="CONSUMER", help="the consumer of the message")
-    command.add_argument("message_id", metavar="ID", help="its id")
-    command.add_argument("--payload", metavar="FILE", help="the new payload; - is standard input")
-    command.add_argument("--content-type", metavar="TYPE", help="the new content type")
-    command.add_argument(
-        "--header", action="append", default=[], metavar="NAME=VALUE", help="instead of those of that name"
-    )  # fmt: skip
-    command.add_argument(
-        "--without-header", action="append", default=[], metavar="NAME", help="may be repeated"
-    )
-    command.add_argument("--dry-run", action="store_true", help="check it, and change nothing")
-    command.add_argument(
-        "--expect", metavar="VERSION", help="only if it is still what --dry-run looked at, which prints this"
-    )  # fmt: skip
-    add_audit(command)
-    command.set_defaults(run=_edit)
+        command.set_defaults(kind=kind, verb=verb)
 
 
 def _edit(args: argparse.Namespace) -> int:
+    """Gives one dead or failed message another payload or other headers, and a full new budget of attempts, due at
+    once. It keeps its id, its place and the hash of what came: a copy of that is a duplicate. What was there before
+    stays readable as long as the message: `txbox quarantine show CONSUMER ID --reveal`. With --app, a payload that the
+    handler cannot read, or that has another id or version, is refused.
+    """
     headers: dict[str, str | None] = dict.fromkeys(args.without_header)
     headers.update(header_of(pair) for pair in args.header)
     with admin_of(args) as admin:
@@ -172,25 +253,14 @@ def _edit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_rehearse(commands: Any, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "rehearse", parents=[common],
-        description="Runs the handler of one message, of whatever status, in a transaction that is never committed, on "
-        "a connection that is thrown away, with deferred constraints checked; tells what would have become of the "
-        "message, what its handler sent to the database and what it would have staged. What the handler does "
-        "elsewhere (HTTP, files, other connections) is done. Takes --app; not on MySQL and MariaDB, where no COMMIT "
-        "can be refused. Exit status: 0 it would be processed, 1 it would not.",
-    )  # fmt: skip
-    command.add_argument("of", metavar="CONSUMER", help="the consumer of the message")
-    command.add_argument("message_id", metavar="ID", help="its id")
-    command.add_argument(
-        "--payload", metavar="FILE", help="with this payload, as for edit; - is standard input"
-    )
-    add_audit(command)
-    command.set_defaults(run=_rehearse)
-
-
 def _rehearse(args: argparse.Namespace) -> int:
+    """Runs the handler of one message, whatever its status, in a transaction that is never committed, on a connection
+    that is thrown away, with deferred constraints checked. Reports what would have become of the message, what its
+    handler sent to the database and what it would have staged. What the handler does elsewhere (HTTP, files, other
+    connections) really happens. Needs --app; not on MySQL and MariaDB, where no COMMIT can be refused.
+
+    Exit status: 0 it would be processed, 1 it would not.
+    """
     payload = None if args.payload is None else payload_of(args.payload)
     with admin_of(args, handlers="runs a handler") as admin:
         done = admin.rehearse(
@@ -226,24 +296,6 @@ def payload_of(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def _add_replay(commands: Any, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "replay", parents=[common],
-        description="Runs processed messages through their handler once more, here and now; their payload must have "
-        "been kept (keep_payload=). A replay that fails leaves its message processed, and is reported. "
-        "With --as, stores the messages in arrival order as pending ones of another consumer instead. "
-        "Takes --app; with --as, --database is enough.\n\n"
-        f"A replay is for one consumer: CONSUMER and message ids, or --consumer with any other filter. {_ASKED}",
-    )  # fmt: skip
-    names = ("consumer", "status", "topic", "type", "key")
-    _add_targets(command, InboxFilter, names, statuses=tuple(Status))
-    command.add_argument(
-        "--as", dest="as_consumer", metavar="CONSUMER", help="store them for this consumer instead"
-    )
-    # a replay is of one consumer, which is a filter
-    command.set_defaults(run=_change, kind=InboxFilter, verb="replay", all=False)
 
 
 def _add_targets(
@@ -315,7 +367,7 @@ def _change(args: argparse.Namespace) -> int:
             results = [change(where, **who) for where in targets]
         else:
             expected = change(targets[0], dry_run=True).count
-            if not _agreed(args, expected, targets[0]):
+            if not _agreed_to_change(args, expected, targets[0]):
                 print_error("Nothing was changed.")
                 return 1
             with progress(args.verb, expected or None) as bar:
@@ -341,7 +393,7 @@ def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -
         expected = admin.canary(where, dry_run=True).left
         if args.dry_run:
             redriven = admin.canary(where, dry_run=True)
-        elif not _agreed(args, expected, where):
+        elif not _agreed_to_change(args, expected, where):
             print_error("Nothing was changed.")
             return 1
         else:
@@ -358,24 +410,33 @@ def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -
     return 0 if redriven.stopped is None else 1
 
 
-def _agreed(args: argparse.Namespace, count: int, where: Filter[Any, Any]) -> bool:
+def _agreed(args: argparse.Namespace, question: str, refusal: str) -> bool:
     """Whether a change in bulk may go on.
+
+    Args:
+        refusal: said where nobody can be asked; ends with what --yes would do.
 
     Raises:
         ConfigurationError: nobody can be asked and --yes is missing.
     """
-    if args.yes or count == 0:
+    if args.yes:
         return True
     if not interactive():
-        raise ConfigurationError(
-            f"This would {args.verb} {counted(count)}: add --yes to do it without being asked, or --dry-run."
-        )
-    noun = (
-        f"{args.consumer} {where.table.noun}"
-        if args.verb == "replay"
-        else views.noun_of(where.table, args.verb, where.status)
+        raise ConfigurationError(refusal)
+    return confirmed(question)
+
+
+def _agreed_to_change(args: argparse.Namespace, count: int, where: Filter[Any, Any]) -> bool:
+    if count == 0:
+        return True
+    noun = f"{args.consumer} {where.table.noun}"
+    if args.verb != "replay":
+        noun = views.noun_of(where.table, args.verb, where.status)
+    return _agreed(
+        args,
+        f"{args.verb.capitalize()} {counted(count, noun)}?",
+        f"This would {args.verb} {counted(count)}: add --yes to do it without being asked, or --dry-run.",
     )
-    return confirmed(f"{args.verb.capitalize()} {counted(count, noun)}?")
 
 
 def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool:
@@ -430,3 +491,123 @@ def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> bo
             f"{sums['skipped']} skipped: no handler takes their topic and type, or a transaction holds them."
         )
     return well
+
+
+def _prune(args: argparse.Namespace) -> int:
+    """Deletes processed and discarded messages, with their attempts, that were finished longer ago than the retention;
+    never what is unfinished, dead or quarantined. Small batches; live traffic is not blocked. A copy of a deleted
+    message that comes later is processed again, so less than the retention of the App (or 30d with --database) is asked
+    about, or needs --yes. With --outbox, deletes outgoing messages instead: sent ones that were kept for
+    RelayPolicy.keep_sent, and discarded ones.
+    """
+    if args.outbox and args.consumer is not None:
+        raise ConfigurationError(
+            "Outgoing messages have no consumer: leave --consumer or --outbox out."
+        )
+    job, what = ("prune-outbox", "outgoing message") if args.outbox else ("prune", "message")
+    with opened(args) as app:
+        perform(app, app.check_schema)
+        kept = (args.outbox and app.relaying.keep_sent) or app.retention.processed
+        wanted: timedelta | None = args.older_than
+        count = None
+        if args.dry_run or (wanted is not None and wanted < kept):
+            task = Task(consumer=args.consumer, older_than=wanted, dry_run=True)
+            count = run_once(app, job, task).rows
+            if args.dry_run:
+                return _reported(args, Report(job, count), "would be deleted", what)
+            number = counted(count, what)
+            shorter, usual = (age(each.total_seconds()) for each in (wanted or kept, kept))
+            if count and not _agreed(
+                args,
+                f"Delete {number} before the retention of {usual} is over?",
+                f"{shorter} is less than the retention of {usual}: add --yes to delete {number} all the same, "
+                "or --dry-run.",
+            ):
+                print_error("Nothing was deleted.")
+                return 1
+        with progress("prune", count) as bar:
+            report = run_once(
+                app,
+                job,
+                Task(consumer=args.consumer, older_than=wanted, at_any_time=True, on_progress=bar),
+            )
+    return _reported(args, report, "deleted", what)
+
+
+def _rescue(args: argparse.Namespace) -> int:
+    """Puts messages whose worker's lease has run out back to failed (and due), or to dead when too many runs never
+    ended. `txbox run` and `txbox maintain` do this all the time.
+    """
+    with opened(args) as app, progress("rescue") as bar:
+        perform(app, app.check_schema)
+        report = run_once(app, "rescue", Task(consumer=args.consumer, on_progress=bar))
+    return _reported(args, report, "put back to work")
+
+
+def _reported(args: argparse.Namespace, report: Report, verb: str, what: str = "message") -> int:
+    if args.json:
+        print_json(
+            {
+                "job": report.job, "dry_run": getattr(args, "dry_run", False), "rows": report.rows,
+                "dead": report.dead, "skipped": report.skipped,
+            }
+        )  # fmt: skip
+    elif report.skipped:
+        print_line(f"Another process runs {report.job} right now: nothing to do.")
+    else:
+        dead = f", {report.dead} of them dead" if report.dead else ""
+        print_line(f"{counted(report.rows, what)} {verb}{dead}.")
+    return 0
+
+
+def _send(args: argparse.Namespace) -> int:
+    """Stores a message as pending for every consumer of its topic and type; a worker then processes it. The payload is
+    --data, the bytes of --file, or standard input. Without --id it gets a random one, which no second `txbox send`
+    repeats.
+    """
+    message = _message(args)
+    with opened(args, handlers="stores a message for the consumers of its topic") as app:
+        outcomes = app.send(message) if app.database.sync else asyncio.run(_sent(app, message))
+    if args.json:
+        print_json({"id": message.id, "topic": message.topic, "outcomes": outcomes})
+    else:
+        names = {Outcome.DEFERRED: "stored"}
+        rows = [
+            [name, str(message.id), names.get(done, str(done))] for name, done in outcomes.items()
+        ]
+        print_table(["consumer", "id", "outcome"], rows)
+    return 1 if Outcome.QUARANTINED in outcomes.values() else 0
+
+
+async def _sent(app: App, message: Message[Any]) -> dict[str, Outcome]:
+    async with app:
+        return await app.send_async(message)
+
+
+def _message(args: argparse.Namespace) -> Message[Any]:
+    headers = [header_of(pair) for pair in args.header]
+    if args.data is None and args.file is None and sys.stdin.isatty():
+        raise ConfigurationError("Which payload? Give --data or --file, or pipe it in.")
+    if args.data is not None:
+        payload = str(args.data).encode("utf-8", "surrogateescape")
+    else:
+        payload = payload_of(args.file or "-")
+    content_type = args.content_type
+    if content_type is None:
+        try:
+            json.loads(payload)
+            content_type = "application/json"
+        except ValueError:
+            if args.data is not None:
+                raise ConfigurationError(
+                    "--data is not JSON: quote it for the shell, or give --content-type text/plain for other data."
+                ) from None
+    return Message(
+        topic=args.topic,
+        id=args.message_id or str(uuid.uuid4()),
+        type=args.type,
+        key=args.key,
+        headers=Headers(headers),
+        payload=payload,
+        content_type=content_type,
+    )

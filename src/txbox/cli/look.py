@@ -1,4 +1,4 @@
-"""status, explain, and list and show of each table: they change nothing."""
+"""status, doctor, explain, and list and show of each table: they change nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from txbox.admin import Admin, views
+from txbox.admin.doctor import SEVERITIES, Diagnosis
 from txbox.admin.explain import Explanation
 from txbox.admin.tables import (
     INBOX,
@@ -21,8 +22,9 @@ from txbox.admin.tables import (
     TopicStatus,
     place_of,
 )
-from txbox.cli.application import admin_of
-from txbox.cli.options import add_filter, count, filter_of
+from txbox.admin.views import counted
+from txbox.cli import add_command, print_error
+from txbox.cli.options import add_filter, add_grace, admin_of, count, filter_of
 from txbox.cli.output import (
     as_json,
     print_json,
@@ -33,7 +35,6 @@ from txbox.cli.output import (
     readable,
     shown,
 )
-from txbox.cli.parser import print_error
 from txbox.errors import ConfigurationError
 
 _WORTH_A_LINE = 1024 * 1024
@@ -51,24 +52,27 @@ _LIST = {
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    status = commands.add_parser(
-        "status", parents=[common],
-        description="Counts the messages of every consumer by status, what is quarantined, and says how long ago the "
-        "oldest unfinished one (pending, processing, failed) was received. Counts the outgoing messages of "
-        "every topic and route by status, if there are any, and says how long ago the oldest was staged that a relay "
-        "should have sent. Tells the size of tables and of their indexes, and until when partitions are made.",
+    add_command(commands, "status", _status, common)
+    doctor = add_command(commands, "doctor", _doctor, common)
+    doctor.add_argument(
+        "--fail-on", choices=SEVERITIES[:2], default=SEVERITIES[0],
+        help="how bad a finding must be for exit status 1 (default error)",
     )  # fmt: skip
-    status.set_defaults(run=_status)
+    add_grace(doctor)
     add_table(commands, common, InboxFilter)
-    _add_explain(commands, common)
+    explain = add_command(commands, "explain", _explain, common)
+    explain.add_argument("message_id", metavar="ID", help=_KEY["message_id"][1])
+    explain.add_argument(
+        "--consumer", metavar="TEXT", help="only its inbox and quarantine; else all, and the outbox"
+    )
 
 
 def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
     """Add list and show of the table that the filter is for."""
     table = kind.table
-    listed = commands.add_parser(
-        "list", parents=[common], help=f"list {table.noun}s, newest first, with filters",
-        description=f"Lists {table.noun}s, newest first, without payloads. {_LIST.get(table.name, '')}",
+    listed = add_command(
+        commands, "list", _list, common, help=f"list {table.noun}s, newest first, with filters",
+        description=f"Lists {table.noun}s, newest first, without payloads. {_LIST[table.name]}",
     )  # fmt: skip
     if table is QUARANTINE:
         add_filter(listed, kind, statuses=(*table.statuses, "all"))
@@ -90,9 +94,9 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
             action="store_true",
             help="what was set aside instead; filters: --consumer",
         )
-    listed.set_defaults(run=_list, kind=kind)
-    show = commands.add_parser(
-        "show", parents=[common], help=f"show one {table.noun} with everything that is known of it",
+    listed.set_defaults(kind=kind)
+    show = add_command(
+        commands, "show", _show, common, help=f"show one {table.noun} with everything that is known of it",
         description=f"Shows one {table.noun} with its attempts, its last error and what it waits for. The payload and "
         "the values of headers stay hidden (size and hash are shown) unless --reveal.",
     )  # fmt: skip
@@ -106,26 +110,17 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
     show.add_argument(
         "--reveal", action="store_true", help="print the payload and header values too"
     )
-    show.set_defaults(run=_show, kind=kind)
-
-
-def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
-    explain = commands.add_parser(
-        "explain", parents=[common],
-        description="Says of one message where it stands and why, in sentences: in the inbox of every consumer, the "
-        "outbox and the quarantine; what it waits for (a message of its key, a version, its time, a lease, an open "
-        "transaction, a relay), what it follows from and what it has caused, and the command that lets it go on. "
-        "Changes nothing and waits for nothing. What depends on handlers and routes takes --app; what could not be "
-        "checked is said.\n\nExit status: 0 all is well or goes on by itself, 1 it is nowhere, or needs somebody.",
-    )  # fmt: skip
-    explain.add_argument("message_id", metavar="ID", help=_KEY["message_id"][1])
-    explain.add_argument(
-        "--consumer", metavar="TEXT", help="only its inbox and quarantine; else all, and the outbox"
-    )
-    explain.set_defaults(run=_explain)
+    show.set_defaults(kind=kind)
 
 
 def _explain(args: argparse.Namespace) -> int:
+    """Says where one message stands and why: in the inbox of every consumer, the outbox and the quarantine; what it
+    waits for (a message of its key, a version, its time, a lease, an open transaction, a relay), what it follows from
+    and what it has caused, and the command that lets it go on. Changes nothing and waits for nothing. What depends on
+    handlers and routes needs --app; it lists what it could not check.
+
+    Exit status: 0 all is well or goes on by itself, 1 it is nowhere, or needs somebody.
+    """
     with admin_of(args) as admin:
         told = admin.explain(args.message_id, consumer=args.consumer)
     if args.json:
@@ -145,6 +140,11 @@ def _print_explanation(told: Explanation) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
+    """Counts the messages of every consumer by status and what is quarantined, and says how long ago the oldest
+    unfinished one (pending, processing, failed) was received. Counts outgoing messages, if there are any, by topic,
+    route and status, and says how long ago the oldest unsent one was staged. Prints the size of tables and indexes,
+    and how far ahead partitions are made.
+    """
     with admin_of(args) as admin:
         consumers, topics = admin.status(), admin.topics()
         tables, partitions = admin.sizes()
@@ -303,3 +303,35 @@ def _print_message(message: Any) -> None:
 def _print_bytes(title: str, content: bytes | None) -> None:
     if content is not None:
         print_line(f"\n{title}:\n{readable(content)}")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Examines the database, its tables and the rows that wait; with --app, the App and its brokers, too. Each finding
+    has a code, a severity (error, warning, note), its evidence and its remedy. What could not be examined is listed
+    with the reason. Nothing is changed, and no table is scanned.
+
+    Exit status: 0 nothing as bad as --fail-on, 1 something, 2 wrong configuration or no database.
+    """
+    with admin_of(args) as admin:
+        diagnosis = admin.doctor(grace=args.grace)
+    if args.json:
+        names = ("code", "severity", "problem", "remedy")
+        found = [{name: getattr(one, name) for name in names} for one in diagnosis.findings]
+        print_json({"findings": found, "unchecked": diagnosis.unchecked})
+    else:
+        _print_diagnosis(diagnosis)
+    return 1 if diagnosis.at_least(args.fail_on) else 0
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    for finding in diagnosis.findings:
+        print_line(f"{finding.severity}  {finding.code}")
+        print_line(f"    {shown(finding.problem)}")
+        print_line(f"    -> {shown(finding.remedy)}")
+    for unchecked in diagnosis.unchecked:
+        print_line(f"not checked  {shown(unchecked.what)}: {shown(unchecked.why)}")
+    counts = (
+        counted(sum(one.severity == severity for one in diagnosis.findings), severity)
+        for severity in SEVERITIES
+    )
+    print_line(f"{', '.join(counts)}." if diagnosis.findings else "Nothing is wrong.")

@@ -1,34 +1,46 @@
-"""run, relay and maintain: the processes that stay."""
+"""run, relay, maintain and ui: the processes that stay, their log lines and their ports."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
+import importlib
+import json
 import logging
+import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
-from txbox.cli.application import opened, perform
-from txbox.cli.listening import inherited, listening
-from txbox.cli.logs import add_grace, log_libraries, start_logging
-from txbox.cli.options import count, port
-from txbox.cli.output import print_json, print_line, print_table
-from txbox.cli.parser import add_command, add_flags
+from txbox.cli import add_command, add_flags
+from txbox.cli.options import add_grace, count, opened, perform, port
+from txbox.cli.output import interactive, print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
 from txbox.maintenance import JOBS, Report, Task, run_once
-from txbox.worker.signals import GRACE, Stop, draining_on_signals, last_s, leave, leave_by
+from txbox.observers.logging import current_trace
+from txbox.policy import GRACE
+from txbox.worker.signals import Stop, draining_on_signals, last_s, leave, leave_by
 
 if TYPE_CHECKING:
+    from txbox.ui import Authenticator
     from txbox.worker.serving import Server
+
 
 _log = logging.getLogger("txbox")
 
-_LOOK_S = 0.2
+_LOOK_S, _UI_LOOK_S, _UI_GRACE_S = 0.2, 3600.0, 10.0
+# in the environment: arguments are public
+_SHARED, _SIGNING = "TXBOX_UI_TOKEN", "TXBOX_UI_SECRET"
+_LOGS = {"--log-json": "log lines as JSON", "--verbose": "log everything, not only trouble"}
+_BACKLOG = 2048
 _GIVEN_UP = "Dead and quarantined messages wait for you: exit status 1."
 
 
@@ -44,14 +56,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     for command in (run, relay):
         command.add_argument("path", nargs="?", metavar="MODULE:APP", help="instead of --app")
         add_grace(command)
-    logs = {"--log-json": "log lines as JSON", "--verbose": "log everything, not only trouble"}
     read = (
         "end when all sources are read to their end and nothing in the table is due: a broker and a followed file "
         "have no end, so with them it never ends; exit status 1 when a message died or was quarantined"
     )
-    add_flags(run, {"--once": read, **logs})
-    add_flags(relay, {"--once": "end when nothing is due", **logs})
-    add_flags(maintain, {"--once": "each job once, then end", **logs})
+    add_flags(run, {"--once": read, **_LOGS})
+    add_flags(relay, {"--once": "end when nothing is due", **_LOGS})
+    add_flags(maintain, {"--once": "each job once, then end", **_LOGS})
     run.add_argument(
         "--processes", type=count, default=1, metavar="N", help="worker processes (default 1)"
     )
@@ -77,7 +88,28 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
             f"--{name}-host", default="127.0.0.1", metavar="ADDRESS",
             help="on this address (default 127.0.0.1; 0.0.0.0 or :: for all)",
         )  # fmt: skip
-    commands.add_parser("demo", add_help=False).set_defaults(run=None)
+    _add_ui(commands, common)
+
+
+def _add_ui(commands: Any, common: argparse.ArgumentParser) -> None:
+    ui = add_command(commands, "ui", _ui, common)
+    option = ui.add_argument
+    option(
+        "--host", default="127.0.0.1", metavar="ADDRESS",
+        help="the address to listen on (default 127.0.0.1); put a server that speaks TLS before any other",
+    )  # fmt: skip
+    option("--port", type=port, default=8484, metavar="PORT", help="default 8484")
+    option("--users", metavar="FILE", help="who may log in, a line each")
+    option(
+        "--grant", action="append", choices=("change", "payload"), default=[],
+        help=f"what holders of {_SHARED} may do: change messages, see payloads and headers; may be repeated",
+    )  # fmt: skip
+    option(
+        "--allow-host", action="append", default=[], metavar="NAME",
+        help="a host name under which it is reached, beside localhost; may be repeated",
+    )  # fmt: skip
+    flags = {"--hash-password": "read a password, print its hash for --users, and end"}
+    add_flags(ui, {**flags, **_LOGS})
 
 
 class _Tally:
@@ -346,3 +378,202 @@ def _maintain_until_stopped(app: App) -> None:
                     app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))
                     paused_at = None
             due[job.name] = time.monotonic() + wait_s
+
+
+# -- ui -------------------------------------------------------------------------------------------
+
+
+def _ui(args: argparse.Namespace) -> int:
+    """Serves the dashboard: what is stuck, why, since when, and what to do about it. It starts only when it knows who
+    may look. Either TXBOX_UI_TOKEN is a secret of 24 bytes or more that all share, and --grant says what they may do
+    beyond reading; or --users names a file with a line for each user, NAME:HASH or NAME:HASH:change,payload, where
+    --hash-password prints the HASH. txbox_audit records who was logged in.
+    """
+    try:
+        from txbox.ui import Dashboard, hashed
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"The dashboard needs {error.name}: run pip install 'txbox[ui]'."
+        ) from error
+    if args.hash_password:
+        print_line(hashed(_password()))
+        return 0
+    authenticator = _authenticator(args)
+    start_logging(args)
+    with opened(args) as app:
+        log_libraries()
+        dashboard = Dashboard(
+            app, authenticator, hosts=args.allow_host, secret=os.environ.get(_SIGNING)
+        )
+        # wrong tables are reported now, not by the first page
+        dashboard.admin.schema()
+        listener = listening(args.host, args.port, "--port", "the dashboard")
+        from txbox.worker.serving import DASHBOARD, Server
+
+        server, stop = Server(dashboard, listener, DASHBOARD), Stop()
+        with draining_on_signals(stop.set, _UI_GRACE_S):
+            server.start()
+            while not stop.wait(_UI_LOOK_S):
+                pass
+            server.close()
+    return 0
+
+
+def _authenticator(args: argparse.Namespace) -> Authenticator:
+    """The authenticator that the options name.
+
+    Raises:
+        ConfigurationError: none, or two.
+    """
+    from txbox.ui import Token, Users
+
+    token = os.environ.get(_SHARED)
+    if args.users and (token or args.grant):
+        raise ConfigurationError(
+            f"--users or {_SHARED} with --grant, not both: the file says what each user may do."
+        )
+    if args.users:
+        try:
+            return Users.read(Path(args.users).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigurationError(
+                f"The users in {args.users!r} cannot be read: {why}."
+            ) from None
+    if token:
+        return Token(token, grants=args.grant)
+    raise ConfigurationError(f"Nobody may log in: set {_SHARED}, or give --users FILE.")
+
+
+def _password() -> str:
+    password = getpass.getpass() if interactive() else sys.stdin.readline().rstrip("\n")
+    if not password:
+        raise ConfigurationError("The password is empty.")
+    return password
+
+
+# -- logs -----------------------------------------------------------------------------------------
+
+
+#: Client libraries, which log each failed try at WARNING or ERROR, some with a traceback.
+_CLIENTS = (
+    "aio_pika", "aiormq", "nats", "redis", "botocore", "boto3", "urllib3", "psycopg", "asyncpg",
+)  # fmt: skip
+
+
+def log_libraries() -> None:
+    """Log what libraries say, unless the app has set that up."""
+    root = logging.getLogger()
+    if not root.handlers:
+        for handler in _log.handlers:
+            root.addHandler(handler)
+
+
+def start_logging(args: argparse.Namespace) -> None:
+    """Write txbox's log lines to stderr, as the options say, and everything else that would go there unformatted."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines() if args.log_json else _Lines())
+    _log.addHandler(handler)
+    _log.setLevel(logging.DEBUG if args.verbose else logging.INFO)
+    _log.propagate = False
+    if not args.verbose:
+        for name in _CLIENTS:
+            # what they report is in txbox's own lines, once and not at every try
+            client = logging.getLogger(name)
+            if client.level == logging.NOTSET:
+                client.setLevel(logging.CRITICAL)
+    # what an endpoint raised
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # until `log_libraries`: what is said while the App is imported, which may set logging up
+    logging.lastResort = handler
+    logging.captureWarnings(capture=True)
+    warned = logging.getLogger("py.warnings")
+    warned.addHandler(handler)
+    warned.propagate = False
+    threading.excepthook = _thread_failed
+    sys.unraisablehook = _unraisable
+
+
+def _thread_failed(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_type is not SystemExit:
+        name = failed.thread.name if failed.thread is not None else "?"
+        raised = failed.exc_value or failed.exc_type()
+        _log.error("The thread %s failed.", name, exc_info=raised)
+
+
+def _unraisable(failed: sys.UnraisableHookArgs) -> None:
+    if failed.exc_value is not None:
+        said = failed.err_msg or "Exception ignored in"
+        _log.error("%s %r", said, failed.object, exc_info=failed.exc_value)
+
+
+class _Lines(logging.Formatter):
+    """Time, level, the logger where it is not txbox's, and the message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._others = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record) if record.name == "txbox" else self._others.format(record)
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line: the fields of an event, or a message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, Any] = getattr(record, "txbox", None) or {"message": record.getMessage()}
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            **({} if record.name == "txbox" else {"logger": record.name}),
+            **said,
+            **current_trace(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+# -- ports ----------------------------------------------------------------------------------------
+
+
+def listening(host: str, port: int, option: str, what: str, *needs: str) -> socket.socket:
+    """Bind and listen, and say where.
+
+    Args:
+        needs: modules that it is served with, beside the server.
+
+    Raises:
+        ConfigurationError: the port is taken, this machine has no such address, or what serves it is not
+            installed.
+    """
+    try:
+        # needed later: what is missing is said now, and once
+        for module in ("txbox.worker.serving", *needs):
+            importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{what} cannot be served without {error.name}: run pip install 'txbox[http]'."
+        ) from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        # a name that does not resolve has a number of its own kind
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror
+        raise ConfigurationError(
+            f"Port {port} of {host} cannot be listened on ({why}): "
+            f"free it, or give another {option}."
+        ) from error
+    shown = f"[{host}]" if ":" in host else host
+    _log.info("Listening on http://%s:%d for %s", shown, listener.getsockname()[1], what)
+    return listener
+
+
+def inherited(name: str) -> socket.socket | None:
+    """The listening socket that the parent process has bound, if it has."""
+    # not for processes that a handler starts: the descriptor is not theirs
+    fd = os.environ.pop(name, None)
+    return None if fd is None else socket.socket(fileno=int(fd))

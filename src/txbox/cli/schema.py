@@ -9,10 +9,9 @@ import re
 from typing import Any
 
 from txbox.app import App
-from txbox.cli.application import opened, perform
-from txbox.cli.options import count
+from txbox.cli import add_command, print_error
+from txbox.cli.options import count, opened, perform
 from txbox.cli.output import print_json, print_line
-from txbox.cli.parser import add_command, print_error
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError
 from txbox.policy import Retention
@@ -27,15 +26,13 @@ _ACCOUNT = re.compile(r"['`\"]?([^'`\"@]*)['`\"]?@['`\"]?([^'`\"@]+)['`\"]?")
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    init = add_command(
-        commands, "init", _apply, common,
-        description="Creates the tables, or brings them to this release's version. Harmless when they are there. "
-        "It needs a role that may create tables; `txbox schema print` gives the same SQL for somebody else to run.",
-    )  # fmt: skip
-    schema = commands.add_parser(
-        "schema", description="The SQL of the tables: print it, check it, apply it."
+    init = add_command(commands, "init", _apply, common)
+    schema = add_command(
+        commands, "schema", description="The SQL of the tables: print it, check it, apply it."
     )
-    actions = schema.add_subparsers(dest="action", required=True, metavar="print|check|apply")
+    actions = schema.add_subparsers(
+        dest="action", required=True, metavar="COMMAND", title="commands"
+    )
     shown = add_command(actions, "print", _print, common, help="print the SQL, without connecting")
     add_command(
         actions, "check", _check, common,
@@ -72,7 +69,9 @@ def _version(text: str) -> int:
 
 
 def _apply(args: argparse.Namespace) -> int:
-    """Creates the tables, or brings them to this release's version."""
+    """Creates the tables, or brings them to this release's version; harmless when they are up to date. It needs a role
+    that may create tables; `txbox schema print` prints the same SQL for somebody else to run.
+    """
     with opened(args) as app:
         if app.database.sync:
             before, after = app.init(partition=args.partition)

@@ -13,10 +13,9 @@ from typing import Any, Literal
 from txbox.admin import Admin, views
 from txbox.admin.activity import Snapshot
 from txbox.admin.views import age, counted
-from txbox.cli.application import admin_of
-from txbox.cli.options import add_audit, duration
+from txbox.cli import add_command, add_flags
+from txbox.cli.options import add_audit, admin_of, duration
 from txbox.cli.output import clipped, print_json, print_line, print_table, shown
-from txbox.cli.parser import add_command, add_flags
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.store.activity import Pause
 

@@ -33,10 +33,10 @@ from txbox.brokers.webhook import Receive, Scope, Send
 from txbox.errors import ConfigurationError
 from txbox.events import Event, Observer, WorkerStarted
 from txbox.handlers import Opened
+from txbox.policy import GRACE
 from txbox.session import blocking
 from txbox.worker import Worker
 from txbox.worker.health import Health
-from txbox.worker.signals import GRACE
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute

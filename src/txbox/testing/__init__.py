@@ -1,23 +1,31 @@
-"""For testing handlers: deliver, race, drain, crash at named points; in their own transactions or inside the test's."""
+"""For testing handlers: deliver, race, drain, crash at named points, stop the clock; in their own transactions or
+inside the test's."""
 
-from txbox.session import Crashed
-from txbox.testing.clock import Clock, frozen_clock
-from txbox.testing.crash import (
-    crash_at,
-    install_from_environment,
-    kill_at,
-    meanwhile,
-)
-from txbox.testing.deliveries import (
-    crash_points,
-    deliver,
-    deliver_async,
-    drain,
-    drain_async,
-    race,
-    race_async,
-)
-from txbox.testing.inside import another_process, inside
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from txbox import session
+from txbox.app import App
+from txbox.errors import ConfigurationError
+from txbox.handlers import Handler
+from txbox.message import Message
+from txbox.outcome import Outcome
+from txbox.session import Connections, Crashed, Session, Statement, drive, drive_async, twin_of
+from txbox.store import leases
+from txbox.store.dialect import Dialect, qualified
+from txbox.testing.inside import Savepoints, another_process, inside
 
 __all__ = [
     "Clock",
@@ -37,3 +45,362 @@ __all__ = [
     "race",
     "race_async",
 ]
+
+# for tests only, in SQL that every dialect understands
+_FORGET_DATES = (
+    "UPDATE txbox_inbox SET next_attempt_at = received_at"
+    " WHERE consumer = :consumer AND status IN ('pending', 'failed')"
+)
+_FORGET_LEASES = (
+    "UPDATE txbox_inbox SET lease_until = received_at"
+    " WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL"
+)
+_RESCUED_AT_ONCE = 1000
+
+
+def deliver(
+    app: App, message: Message[Any], *, consumer: str | None = None, tx: Any = None
+) -> Outcome:
+    """Deliver a message once, through the real protocol. For a retry, call `deliver` again, or `drain`.
+
+    Args:
+        tx: work inside this transaction of the test; see `inside`.
+
+    It raises whatever `App.process` raises. For an async handler use `deliver_async`.
+    """
+    return _within(app, tx).process(message, consumer=consumer)
+
+
+@twin_of(deliver)
+async def deliver_async(app: App, message: Any, *, tx: Any = None, **named: Any) -> Outcome:
+    """`deliver` for async handlers."""
+    async with _settled(_within(app, tx)) as app_within:
+        return await app_within.process_async(message, **named)
+
+
+def drain(app: App, *, ignore_dates: bool = False, tx: Any = None) -> list[Outcome]:
+    """Process everything due in the table, for every consumer with a sync handler, until nothing is left.
+
+    Args:
+        ignore_dates: treat back-off delays and leases as expired, as if that much time had passed. A
+            message that always fails then runs until it is dead.
+        tx: work inside this transaction of the test; see `inside`.
+
+    Returns: the outcome of each run, in order.
+    """
+    app = _within(app, tx)
+    connections = app.database.sync
+    if connections is None:
+        raise ConfigurationError(
+            f"{app.database.name} has async connections only: use drain_async()."
+        )
+    return drive(connections, _drained, app, False, ignore_dates)
+
+
+@twin_of(drain)
+async def drain_async(app: App, *, ignore_dates: bool = False, tx: Any = None) -> list[Outcome]:
+    """`drain` for every consumer with an async handler."""
+    async with _settled(_within(app, tx)) as app_within:
+        connections = app_within.database.asynchronous
+        if connections is None:
+            raise ConfigurationError(f"{app.database.name} has sync connections only: use drain().")
+        return await drive_async(connections, _drained, app_within, True, ignore_dates)
+
+
+def race(
+    app: App, message: Message[Any], workers: int = 8, *, consumer: str | None = None
+) -> list[Outcome]:
+    """Deliver one message from many threads at the same moment, each as if in its own process.
+
+    The losers wait in the database, so it needs connections that see each other's commits. It does not
+    work with a rollback fixture or Django's TestCase.
+
+    Args:
+        workers: threads, 2 or more; your own pool must hold as many connections.
+
+    Returns: one outcome per worker. With a sound handler one is PROCESSED (or FAILED), and the others
+        are DUPLICATE, DEFERRED, or IN_PROGRESS if they waited longer than Limits.lock_timeout.
+    """
+    start = threading.Barrier(workers)
+
+    def work(app_copy: App) -> Outcome:
+        start.wait()
+        return app_copy.process(message, consumer=consumer)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, [another_process(app) for _ in range(workers)]))
+
+
+@twin_of(race)
+async def race_async(app: App, message: Any, workers: int = 8, **named: Any) -> list[Outcome]:
+    """`race` with tasks instead of threads."""
+    start = asyncio.Barrier(workers)
+
+    async def work(app_copy: App) -> Outcome:
+        await start.wait()
+        return await app_copy.process_async(message, **named)
+
+    return list(await asyncio.gather(*(work(another_process(app)) for _ in range(workers))))
+
+
+def crash_points(
+    app: App, message: Message[Any], *, consumer: str | None = None, tx: Any = None
+) -> list[str]:
+    """Deliver a message and return the crash points it passed, in order, repeats included."""
+    with recorded() as points:
+        deliver(app, message, consumer=consumer, tx=tx)
+    return points
+
+
+def _within(app: App, tx: Any) -> App:
+    return app if tx is None else inside(app, tx)
+
+
+@asynccontextmanager
+async def _settled(app: App) -> AsyncGenerator[App]:
+    try:
+        yield app
+    finally:
+        connections: Connections | None = app.database.asynchronous
+        if isinstance(connections, Savepoints):
+            await connections.settle()
+
+
+async def _drained(db: Session, app: App, is_async: bool, ignore_dates: bool) -> list[Outcome]:
+    await app.check_schema(db)
+    outcomes: list[Outcome] = []
+    while True:
+        before = len(outcomes)
+        for consumer, handlers in app.handlers.consumers().items():
+            if any(handler.is_async == is_async for handler in handlers):
+                if ignore_dates:
+                    await _dates_forgotten(db, app, consumer)
+                await leases.rescue(
+                    db,
+                    app.store,
+                    consumer=consumer,
+                    max_starts=app.lease.max_starts,
+                    limit=_RESCUED_AT_ONCE,
+                )
+                await _consumed(db, app, consumer, is_async, outcomes)
+        # looking again at a row that waits for another makes no progress
+        waits = (Outcome.IN_PROGRESS, Outcome.DEFERRED)
+        if all(outcome in waits for outcome in outcomes[before:]):
+            return outcomes
+
+
+async def _dates_forgotten(db: Session, app: App, consumer: str) -> None:
+    schema = app.database.schema
+    await db.begin()
+    for name, sql in (("forget_dates", _FORGET_DATES), ("forget_leases", _FORGET_LEASES)):
+        await db.execute(
+            Statement(name, qualified(sql, schema) if schema else sql, {"consumer": consumer})
+        )
+    await db.commit()
+
+
+async def _consumed(
+    db: Session, app: App, consumer: str, is_async: bool, outcomes: list[Outcome]
+) -> None:
+    """Lease and run the due rows one by one; give back those for the other kind of handler."""
+    heads_only, dead_blocks = app.handlers.order_of(consumer)
+    for suspect in (True, False):
+        while True:
+            token = secrets.token_hex(16)
+            leased = await leases.lease(
+                db, app.store, consumer, token=token, limit=1, lease=app.lease, suspect=suspect,
+                heads_only=heads_only, dead_blocks=dead_blocks,
+            )  # fmt: skip
+            if not leased:
+                break
+            (row,) = leased
+            handler = _handler_of(app, row.arrival.message, consumer, is_async)
+            if handler is None:
+                await leases.release(
+                    db, app.store, consumer, [row.arrival.message_id], token=token, delay_s=60.0
+                )
+                continue
+            settled = await app.protocol.run_leased(db, handler, row, token)
+            outcomes.append(settled.outcome)
+
+
+def _handler_of(app: App, message: Message[Any], consumer: str, is_async: bool) -> Handler | None:
+    found: Iterator[Handler] = iter(app.handlers.matching(message.topic, message.type, consumer))
+    return next((handler for handler in found if handler.is_async == is_async), None)
+
+
+#: The point at which `install_from_environment` kills its process.
+POINT_VARIABLE = "TXBOX_CRASH_AT"
+#: Which pass of that point counts; 1 is the first.
+NTH_VARIABLE = "TXBOX_CRASH_NTH"
+
+
+class _Nth:
+    """Calls something at the nth pass of a point, in whatever thread that happens, and only then."""
+
+    def __init__(self, point: str, call: Callable[[], object], nth: int) -> None:
+        if nth < 1:
+            raise ConfigurationError(
+                f"nth is {nth}: it must be at least 1, the first pass of a point."
+            )
+        self._point = point
+        self._call = call
+        self._left = nth
+        self._lock = threading.Lock()
+
+    def __call__(self, point: str) -> None:
+        if point != self._point:
+            return
+        with self._lock:
+            self._left -= 1
+            due = self._left == 0
+        if due:
+            self._call()
+
+
+@contextmanager
+def _installed(hook: Callable[[str], None]) -> Generator[None]:
+    outer = session.crash_point
+
+    def both(point: str) -> None:
+        if outer is not None:
+            outer(point)
+        hook(point)
+
+    session.crash_point = both
+    try:
+        yield
+    finally:
+        session.crash_point = outer
+
+
+@contextmanager
+def crash_at(point: str, nth: int = 1) -> Generator[None]:
+    """Simulate losing the process at a point: `Crashed` leaves the `with` block.
+
+    The connection is dropped; txbox rolls back, records and acknowledges nothing, and the server rolls
+    back what was not committed. Deliver again afterwards, as a broker would.
+
+    Args:
+        nth: which pass of the point counts, 1 or more.
+
+    Raises:
+        Crashed: the point was reached.
+        AssertionError: the point was not reached, so the test has tested nothing.
+    """
+    crashed = False
+
+    def crash() -> NoReturn:
+        nonlocal crashed
+        crashed = True
+        raise Crashed(f"crashed at {point}, pass {nth}")
+
+    with _installed(_Nth(point, crash, nth)):
+        yield
+    if not crashed:
+        raise AssertionError(
+            f"The point {point!r} was passed fewer than {nth} times: crash_points() lists the existing points."
+        )
+
+
+@contextmanager
+def meanwhile(point: str, call: Callable[[], object], nth: int = 1) -> Generator[None]:
+    """Call something at a point, between two statements: a race with a single outcome, without threads.
+
+    Args:
+        call: for instance another delivery of the same message, by a copy from `another_process`.
+        nth: which pass of the point counts, 1 or more.
+    """
+    with _installed(_Nth(point, call, nth)):
+        yield
+
+
+@contextmanager
+def recorded() -> Generator[list[str]]:
+    """Collect the points passed inside the `with` block, in order."""
+    passed: list[str] = []
+    with _installed(passed.append):
+        yield passed
+
+
+def kill_at(point: str, nth: int = 1) -> None:
+    """From now on, this process kills itself (SIGKILL) at a point; for worker subprocesses in tests.
+
+    Guarantee: no Python code runs after the point, just as with `kill -9` from outside.
+    """
+    session.crash_point = _Nth(point, _kill, nth)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def install_from_environment() -> None:
+    """Call `kill_at` with TXBOX_CRASH_AT and TXBOX_CRASH_NTH (default 1), if the first is set.
+
+    Raises:
+        ConfigurationError: TXBOX_CRASH_NTH is not a positive number.
+    """
+    point = os.environ.get(POINT_VARIABLE)
+    if not point:
+        return
+    nth = os.environ.get(NTH_VARIABLE, "1")
+    if not nth.isdecimal():
+        raise ConfigurationError(
+            f"{NTH_VARIABLE} is {nth!r}: it must be a whole number, 1 or more."
+        )
+    kill_at(point, int(nth))
+
+
+# how each dialect asks for the time, and how it writes one
+_NOW = {
+    "postgresql": (
+        re.compile(r"\b(?:clock_timestamp|statement_timestamp|now)\(\)"),
+        "timestamptz '{}+00'",
+    ),
+    "mysql": (re.compile(r"\bUTC_TIMESTAMP\(6\)"), "TIMESTAMP'{}'"),
+    "sqlite": (re.compile(r"'now'"), "'{}'"),
+}
+
+
+class Clock:
+    """A time that stands still.
+
+    Attributes:
+        now: aware, in whole milliseconds.
+    """
+
+    def __init__(self, at: datetime) -> None:
+        if at.tzinfo is None:
+            raise ConfigurationError(f"{at!r} has no time zone: give datetime(…, tzinfo=UTC).")
+        self.now = at.replace(microsecond=at.microsecond // 1000 * 1000)
+
+    def advance(self, by: timedelta) -> None:
+        """Move it forward, as if that much time had passed."""
+        self.now += by
+
+    def __call__(self, dialect: Dialect, statement: Statement) -> Statement:
+        asks, writes = _NOW[dialect.name]
+        at = self.now.astimezone(UTC).isoformat(" ", "milliseconds").removesuffix("+00:00")
+        return statement._replace(sql=asks.sub(writes.format(at), statement.sql))
+
+
+@contextmanager
+def frozen_clock(at: datetime | None = None) -> Generator[Clock]:
+    """Stop the clock by which txbox's statements in this process find what is due; `drain` then takes that and no more.
+
+    Back-off, delays, leases and ages are compared with it. Columns that only record a moment, as received_at,
+    staged_at and processed_at do, may keep the server's time, and so do your own statements: start from now, and
+    advance.
+
+    Args:
+        at: by default this machine's time.
+    """
+    clock = Clock(at or datetime.now(UTC))
+    statement = Dialect.statement
+
+    def at_that_time(dialect: Dialect, *args: Any, **kwargs: Any) -> Statement:
+        return clock(dialect, statement(dialect, *args, **kwargs))
+
+    with patch.object(Dialect, "statement", at_that_time):
+        yield clock

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from txbox.admin import COUNTED_MAX, Admin, Changed, MessageChanged, views
-from txbox.admin.canary import Step
+from txbox.admin.changes import Step
 from txbox.admin.explain import Explanation
 from txbox.admin.found import Link
 from txbox.admin.tables import (

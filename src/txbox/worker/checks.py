@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from txbox.admin.doctor import settings
+from txbox.admin.doctor import app as settings
 from txbox.admin.doctor.finding import Finding
 from txbox.app import App
 from txbox.brokers.base import Source

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -19,8 +18,6 @@ from typing import NoReturn
 
 _log = logging.getLogger("txbox")
 
-#: Kubernetes kills what has not ended 30 s after SIGTERM.
-GRACE = timedelta(seconds=25)
 # a standard error that nobody reads must not hold the end up
 _SAY_S = 0.2
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from txbox.worker.signals import GRACE
+from txbox.policy import GRACE
 
 if TYPE_CHECKING:
     from txbox.worker.serving import Server

@@ -16,11 +16,12 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ParamSpec
 
-from txbox.admin.doctor.settings import topics_of
+from txbox.admin.doctor.app import topics_of
 from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
 from txbox.maintenance import JOBS, Task
+from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
 from txbox.relay import Relays
 from txbox.session import Operation
@@ -33,7 +34,7 @@ from txbox.worker.lanes import Dispatch, Lanes
 from txbox.worker.progress import StoredProgress
 from txbox.worker.pulse import Pulse
 from txbox.worker.pump import Pump
-from txbox.worker.signals import GRACE, draining_on_signals, last_s
+from txbox.worker.signals import draining_on_signals, last_s
 from txbox.worker.supervisor import PARENT_FD, tell_parent
 from txbox.worker.table import Table
 

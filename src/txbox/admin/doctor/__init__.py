@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 
-from txbox.admin.doctor import brokers, database, rows, settings
-from txbox.admin.doctor.case import Case
+from txbox.admin.doctor import app as of_app
+from txbox.admin.doctor import database
 from txbox.admin.doctor.finding import (
     CODES,
     SEVERITIES,
+    Case,
     Diagnosis,
     Finding,
     Severity,
@@ -49,10 +50,10 @@ _OF_TABLES: tuple[tuple[str, str | None, Check], ...] = (
     ("who may create in the schema", "schema_creators", database.creators),
     ("dead rows and autovacuum", "doctor_storage", database.storage),
     ("partitions", "partitions", database.partitioned),
-    ("messages that wait", None, rows.inbox),
-    ("outgoing messages that wait", None, rows.outbox),
-    ("the quarantine", None, rows.quarantine),
-    ("pruning", None, rows.pruning),
+    ("messages that wait", None, database.inbox),
+    ("outgoing messages that wait", None, database.outbox),
+    ("the quarantine", None, database.quarantine),
+    ("pruning", None, database.pruning),
 )
 
 
@@ -103,9 +104,9 @@ def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None)
     Args:
         grace: how long a drain may take, if that is known.
     """
-    diagnosis.found(settings.time_outs(app))
-    diagnosis.found(settings.weak_ids(app.handlers))
+    diagnosis.found(of_app.time_outs(app))
+    diagnosis.found(of_app.weak_ids(app.handlers))
     if grace is not None:
-        diagnosis.found(settings.grace(app, grace))
-    brokers.sources(app, diagnosis)
-    brokers.destinations(app, diagnosis)
+        diagnosis.found(of_app.grace(app, grace))
+    of_app.sources(app, diagnosis)
+    of_app.destinations(app, diagnosis)

@@ -1,10 +1,15 @@
-"""What an examination finds: stable codes, how bad each is, the evidence, and the remedy."""
+"""What an examination works with and what it finds: stable codes, how bad each is, the evidence and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from txbox.admin.reader import Application, Rows
+from txbox.admin.views import age
+from txbox.session import Session, Statement
+from txbox.store.dialect import Dialect
 
 Severity = Literal["error", "warning", "note"]
 #: The worst first.
@@ -129,3 +134,36 @@ class Diagnosis:
         """The worst first; within a severity in the order of `CODES`."""
         order = {code: place for place, code in enumerate(CODES)}
         self.findings.sort(key=lambda one: (SEVERITIES.index(one.severity), order[one.code]))
+
+
+@dataclass(slots=True)
+class Case:
+    """One database that is examined.
+
+    Args:
+        app: its policies, or the defaults of a database alone.
+        known: handlers, sources and routes are those of a real App.
+        dialect: with the schema of the tables, once that is known.
+        usable: the tables are there, and of a version that this release works with.
+        settings: those of the server that matter, by their names.
+    """
+
+    db: Session
+    app: Application
+    known: bool
+    dialect: Dialect
+    diagnosis: Diagnosis
+    usable: bool = False
+    settings: dict[str, str] = field(default_factory=dict[str, str])
+
+    async def rows(self, query: str, **params: Any) -> Rows:
+        """Read in a transaction of its own."""
+        return (await self.db.read(self.statement(query, **params))).rows
+
+    def statement(self, query: str, **params: Any) -> Statement:
+        return self.dialect.statement(query, params)
+
+
+def lasting(seconds: float) -> str:
+    """Format a length of time; short ones with fractions, which matter between machines."""
+    return age(round(seconds)) if seconds >= 60 else f"{seconds:.3g} s"
