@@ -155,7 +155,7 @@ def test_a_command_imports_no_client_library_and_no_other_floor(command: Command
         others = {f"txbox.cli.{each}" for each in modules} - {f"txbox.cli.{module}"}
         # the lists of outbox and quarantine are those of `list`
         assert others & imported <= ({"txbox.cli.look"} if module == "change" else set()), name
-        assert not {"txbox.demo", "txbox.testing", "txbox.ui.app"} & imported, name
+        assert not {"txbox.demo", "txbox.testing", "txbox.ui"} & imported, name
         if module in ("look", "change", "schema", "workers"):
             assert "txbox.worker" not in imported, name
 

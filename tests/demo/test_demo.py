@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from txbox.demo import build_stream, judge
 from txbox.demo.naive import create_tables
-from txbox.demo.race import build_stream, judge
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:

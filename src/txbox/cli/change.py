@@ -429,8 +429,9 @@ def _agreed(args: argparse.Namespace, question: str, refusal: str) -> bool:
 def _agreed_to_change(args: argparse.Namespace, count: int, where: Filter[Any, Any]) -> bool:
     if count == 0:
         return True
-    noun = f"{args.consumer} {where.table.noun}"
-    if args.verb != "replay":
+    if args.verb == "replay":
+        noun = f"{args.consumer} {where.table.noun}"
+    else:
         noun = views.noun_of(where.table, args.verb, where.status)
     return _agreed(
         args,

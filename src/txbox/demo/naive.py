@@ -1,4 +1,4 @@
-"""What a payment does, and the naive consumer of payments: `python -m txbox.demo.naive DIRECTORY`.
+"""What a payment does, and the naive consumer of payments.
 
 A payment is booked in a SQLite database, then a receipt for it is sent to the next consumer. This module uses
 nothing of txbox, so that its process starts as quickly as a naive one does.
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 CUSTOMERS = 50
+#: The environment variable that says where the databases of the demo are.
+DIRECTORY = "TXBOX_DEMO_DIRECTORY"
 
 #: The moments at which a crash does harm.
 WRITTEN = "written, not yet committed"
@@ -69,13 +71,13 @@ def die_if_asked(side: Path, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def consume_naively(directory: Path) -> None:
+def consume_naively(directory: str) -> None:
     """The loop of most tutorials: one transaction a message, acknowledged after its commit.
 
     The queue is a file, and the acknowledgement an offset in it. Without an inbox, nothing remembers what was
     processed before. Without an outbox, receipts wait in memory until the producer sends them.
     """
-    side = directory / "naive"
+    side = Path(directory, "naive")
     acknowledged = side.with_suffix(".offset")
     offset = int(acknowledged.read_text()) if acknowledged.exists() else 0
     receipts: list[str] = []
@@ -111,7 +113,3 @@ def consume_naively(directory: Path) -> None:
         partial = side.with_suffix(".new")
         partial.write_text(str(offset))
         partial.rename(acknowledged)
-
-
-if __name__ == "__main__":
-    consume_naively(Path(sys.argv[1]))

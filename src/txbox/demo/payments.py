@@ -11,10 +11,8 @@ from typing import Any
 
 from txbox import App, Lease, Message, RelayPolicy, RetryPolicy, session
 from txbox.brokers.local import Local
-from txbox.demo.naive import COMMITTED, SENDING, WRITTEN, charge, die_if_asked
+from txbox.demo.naive import COMMITTED, DIRECTORY, SENDING, WRITTEN, charge, die_if_asked
 
-#: The environment variable that says where the databases of the demo are.
-DIRECTORY = "TXBOX_DEMO_DIRECTORY"
 TOPIC, CONSUMER = "payments", "billing"
 
 

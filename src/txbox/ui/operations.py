@@ -1,4 +1,4 @@
-"""Changes in bulk while they run: progress, cancelling and results, in the memory of this process."""
+"""Changes in bulk: what a form asks for, and progress, cancelling and results in the memory of this process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
 
+from txbox.admin import Admin, Changed, views
+from txbox.admin.tables import Filter, InboxFilter, Verb
 from txbox.errors import TxboxError
 
 _log = logging.getLogger("txbox")
@@ -58,8 +62,8 @@ class Operation:
         """Another thread may cancel it at any time."""
         return self.cancelling
 
-    def progress(self, done: int) -> None:
-        self.done = done
+    def progress(self, done: int, before: int = 0) -> None:
+        self.done = before + done
 
 
 #: Carries an operation out; returns its notes.
@@ -130,3 +134,96 @@ class Operations:
                 operation.state = "cancelled" if operation.is_cancelled() else "done"
         finally:
             operation.ended_at = time.time()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedChange:
+    """A change that a form asks for: of chosen messages, or of all that match a filter."""
+
+    kind: type[Filter[Any, Any]]
+    verb: Verb | Literal["replay"]
+    filters: list[Filter[Any, Any]]
+    criteria: dict[str, str]
+    picked: list[str]
+    #: Where to reroute, or the id to accept under.
+    options: dict[str, str]
+    canary: bool
+
+    def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
+        if self.verb == "replay":
+            return _replayed(admin, where, how)
+        options = dict(self.options)
+        if "to" in options:
+            options["to"] = options["to"].removeprefix("any")
+        changed: Changed = getattr(admin, self.verb)(where, **options, **how)
+        return changed
+
+    def question(self, count: int) -> str:
+        """Name the change and its extent."""
+        table, criteria, noun = self.kind.table, self.criteria, self.kind.table.noun
+        if not self.picked:
+            noun = views.noun_of(table, cast("Verb", self.verb), criteria.get("status"))
+        given = ", ".join(
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in criteria.items()
+            if name != "status"
+        )
+        of = f" of {given}" if given else ""
+        to = f" to {self.options['to'] or 'any'}" if self.verb == "reroute" else ""
+        if self.canary:
+            to = ": one, then ten, then the rest"
+        return f"{self.verb.capitalize()} {views.counted(count, noun)}{of}{to}?"
+
+    def carried_out(self, operation: Operation, admin: Admin) -> list[str]:
+        """Change at most as many messages as the operator agreed to; returns what happened, in sentences."""
+        agreed = operation.expected
+        who: dict[str, Any] = {"actor": operation.actor, "reason": operation.reason}
+        if self.canary:
+            assert isinstance(self.filters[0], InboxFilter)
+            redriven = admin.canary(
+                self.filters[0], **who, most=agreed, progress=operation.progress, cancelled=operation.is_cancelled,
+                on_step=lambda step: operation.notes.append(step.sentence),
+            )  # fmt: skip
+            if redriven.stopped not in (None, "cancelled"):
+                operation.state = "stopped"
+            return [redriven.sentence]
+        done, notes = 0, list[str]()
+        for where in self.filters:
+            if operation.is_cancelled() or done >= agreed:
+                break
+            change = self.change(
+                admin, where, **who, most=agreed - done, cancelled=operation.is_cancelled,
+                progress=partial(operation.progress, before=done),
+            )  # fmt: skip
+            done += change.count
+            operation.progress(done)
+            notes += _notes(change)
+        return [f"{views.counted(done, self.kind.table.noun)} {views.DONE[self.verb]}.", *notes]
+
+
+def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Changed:
+    """Replay one message: a single run, without batches or progress."""
+    given = {name: how[name] for name in ("actor", "reason", "dry_run") if name in how}
+    replayed = admin.replay(where, **given)
+    key = {"consumer": where.consumer or "", "message_id": where.message_id or ""}
+    failed = tuple(
+        {
+            **key,
+            "reason": f"its handler failed ({failure.error_type}), and it is processed as before",
+        }
+        for failure in replayed.failures
+    )
+    return Changed(
+        action="replay", dry_run=replayed.dry_run, spared=0, refused=failed,
+        count=replayed.count if replayed.dry_run else replayed.processed,
+        sample=(key,) if replayed.count else (),
+    )  # fmt: skip
+
+
+def _notes(change: Changed) -> list[str]:
+    notes = [f"{views.spared(change.spared)}, and retry it by itself."] if change.spared else []
+    refused = change.refused[:10]
+    notes += [f"{' '.join(list(key.values())[:-1])}: {key['reason']}." for key in refused]
+    if len(change.refused) > 10:
+        notes.append(f"And {len(change.refused) - 10} more that cannot be accepted.")
+    return notes

@@ -8,25 +8,20 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime, timedelta
-from difflib import SequenceMatcher
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
-from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlencode
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from txbox.admin import COUNTED_MAX, Admin, Changed, MessageChanged, views
-from txbox.admin.changes import Step
-from txbox.admin.explain import Explanation
-from txbox.admin.found import Link
+from txbox.admin import COUNTED_MAX, Admin, MessageChanged, views
+from txbox.admin.explain import Explanation, Sentence
 from txbox.admin.tables import (
     INBOX,
     QUARANTINE,
@@ -35,13 +30,12 @@ from txbox.admin.tables import (
     OutboxFilter,
     QuarantineFilter,
     Table,
-    Verb,
 )
 from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
 from txbox.outcome import Status
 from txbox.ui import security
-from txbox.ui.operations import Operation, Operations
-from txbox.ui.plots import plot
+from txbox.ui.operations import Operation, Operations, WantedChange
+from txbox.ui.render import differences, plot, readable, templates
 from txbox.ui.security import Access, Authenticator, Grant, Signed
 
 _log = logging.getLogger("txbox")
@@ -52,10 +46,10 @@ _PICKED_MAX = 200
 # how long a page may look for rows that no index knows
 _LOOK_S = 0.1
 _REASON_CHARACTERS = 500
-#: A payload that is longer is only offered as a file.
-_SHOWN_BYTES = 256 * 1024
-# of two payloads that are compared
-_COMPARED_LINES = 1_000
+
+T = TypeVar("T")
+#: What a template shows, by name.
+Values = dict[str, Any]
 
 STATIC = {
     "txbox.css": "text/css; charset=utf-8",
@@ -124,9 +118,16 @@ class Pages:
         self._authenticator = authenticator
         self._signed = signed
         self._version = hashlib.sha256(b"".join(self.static.values())).hexdigest()[:12]
-        self._templates = _templates()
+        self._templates = templates()
 
-    # -- pages --------------------------------------------------------------------------------
+    # -- rendering ----------------------------------------------------------------------------
+
+    def answered(self, rule: Rule, asked: Asked) -> Response:
+        """Carry a request out; a page is a template with what its method has read."""
+        found = rule.answer(self, asked)
+        if isinstance(found, Response):
+            return found
+        return self.page(asked.request, rule.template, asked.access, **found)
 
     def page(
         self, request: Request, template: str, access: Access | None = None, *, status: int = 200,
@@ -190,20 +191,21 @@ class Pages:
             sentence=sentence, code=refused.status,
         )  # fmt: skip
 
-    def overview(self, asked: Asked) -> Response:
+    # -- looking ------------------------------------------------------------------------------
+
+    def overview(self, asked: Asked) -> Values:
         consumers, topics = self.admin.overview()
         last, step = _SPANS.get(asked.query.get("last", ""), _SPANS["1h"])
         time = self.admin.activity(last, step=step)
-        return self.page(
-            asked.request, "overview.html", asked.access, consumers=consumers, topics=topics,
-            time=time, spans=_SPANS, last=asked.query.get("last", "1h"),
-            plots={each.name: plot(each, time) for each in (*time.consumers, *time.routes)},
-            paused={pause.consumer for pause in self.admin.pauses()},
-            warnings=list(views.warnings(consumers, topics)), counted_max=COUNTED_MAX,
-            unmatched=views.UNMATCHED, live=True,
-        )  # fmt: skip
+        return {
+            "consumers": consumers, "topics": topics, "time": time, "spans": _SPANS, "live": True,
+            "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in self.admin.pauses()},
+            "plots": {each.name: plot(each, time) for each in (*time.consumers, *time.routes)},
+            "warnings": list(views.warnings(consumers, topics)), "counted_max": COUNTED_MAX,
+            "unmatched": views.UNMATCHED,
+        }  # fmt: skip
 
-    def listed(self, asked: Asked, kind: type[Filter[Any, Any]]) -> Response:
+    def listed(self, asked: Asked, kind: type[Filter[Any, Any]]) -> Values:
         table = kind.table
         where = _filter(kind, asked.query)
         if table is QUARANTINE and "status" not in asked.query:
@@ -214,20 +216,18 @@ class Pages:
         found = self.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
         rows = [_legible(row, asked.access) for row in found.rows]
         view = views.filled(views.page(table, rows))
-        criteria = where.criteria()
-        return self.page(
-            asked.request, "list.html", asked.access, table=table, view=view,
-            listed=list(zip(rows, view.rows, strict=True)), criteria=criteria,
-            filters=[item.name for item in fields(where)], given=asked.query,
-            more=None if found.behind is None else {**_kept(asked.query), "before": found.behind},
-            first=before is None, at=_LIST[table.name], shown_at=_SHOW[table.name],
-            stopped=found.behind is not None and len(rows) < _ROWS,
-            live=before is None,
-        )  # fmt: skip
+        kept = {name: value for name, value in asked.query.items() if name != "before" and value}
+        return {
+            "table": table, "view": view, "listed": list(zip(rows, view.rows, strict=True)),
+            "criteria": where.criteria(), "filters": [item.name for item in fields(where)], "given": asked.query,
+            "more": None if found.behind is None else {**kept, "before": found.behind},
+            "first": before is None, "live": before is None, "at": _LIST[table.name],
+            "shown_at": _SHOW[table.name], "stopped": found.behind is not None and len(rows) < _ROWS,
+        }  # fmt: skip
 
     def shown(
         self, asked: Asked, kind: type[Filter[Any, Any]], *, reveal: bool = False
-    ) -> Response:
+    ) -> Values | Response:
         table = kind.table
         given = asked.form if reveal else {name: [value] for name, value in asked.query.items()}
         named: dict[str, Any] = {name: given[name][0] for name in table.key if given.get(name)}
@@ -244,31 +244,23 @@ class Pages:
         if table is INBOX:
             same = QuarantineFilter(consumer=named["consumer"], message_id=named["message_id"])
             aside = self.admin.show(same)
-        explanation = None
+        sentences, links = list[Sentence](), None
         if message.message_id:
-            explanation = self.admin.explain(
-                message.message_id, consumer=named.get("consumer") or None
-            )
-        places = (
-            []
-            if explanation is None
-            else [place for place in explanation.places if place.table == table.name]
-        )
-        return self.page(
-            asked.request, "message.html", asked.access, table=table, message=message,
-            sentences=[
-                said for place in places for said in place.sentences
-                # the page has these in other places
-                if said.kind not in _SHOWN_ELSEWHERE
-            ],
-            links=None if explanation is None else _links(explanation),
-            other=self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
-            record=views.record(message), revealed=reveal, aside=aside, listed_at=_LIST[table.name],
-            payload=_readable(message.payload), result=_readable(getattr(message, "result", None)),
-            verbs=self._verbs(table, message), live=not reveal,
-            rehearsed=table is INBOX and message.has_payload and self.admin.has_handlers,
-            edited=_editable(message) if reveal and table is INBOX else None,
-        )  # fmt: skip
+            consumer = named.get("consumer") or None
+            explanation = self.admin.explain(message.message_id, consumer=consumer)
+            places = [place for place in explanation.places if place.table == table.name]
+            sentences = [said for place in places for said in place.sentences]
+            links = _links(explanation)
+        return {
+            "table": table, "message": message, "links": links, "aside": aside, "listed_at": _LIST[table.name],
+            "sentences": [said for said in sentences if said.kind not in _SHOWN_ELSEWHERE],
+            "other": self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
+            "record": views.record(message), "revealed": reveal, "live": not reveal,
+            "payload": readable(message.payload), "result": readable(getattr(message, "result", None)),
+            "verbs": self._verbs(table, message),
+            "rehearsed": table is INBOX and message.has_payload and self.admin.has_handlers,
+            "edited": _editable(message) if reveal and table is INBOX else None,
+        }  # fmt: skip
 
     def _verbs(self, table: Table, message: Any) -> list[str]:
         """What may be done to a message in its status."""
@@ -284,7 +276,7 @@ class Pages:
             verbs.append("replay")
         return verbs
 
-    def _stored_beside(self, aside: Any, who: dict[str, Any], *, reveal: bool) -> Comparison | None:
+    def _stored_beside(self, aside: Any, who: dict[str, Any], *, reveal: bool) -> Values | None:
         """The stored message under the id of a quarantined one, and when revealed, how the payloads differ."""
         if not aside.message_id or not aside.consumer:
             return None
@@ -292,63 +284,62 @@ class Pages:
         found = self.admin.reveal(where, **who) if reveal else self.admin.show(where)
         if not found:
             return None
-        return Comparison(
-            found[0], _differences(found[0].payload, aside.payload) if reveal else None
-        )
+        lines = differences(found[0].payload, aside.payload) if reveal else None
+        return {"stored": found[0], "lines": lines}
 
-    def reveal(self, asked: Asked) -> Response:
-        kind = _KINDS.get(asked.field("table"))
-        if kind is None:
-            raise Refused(400, "This form is incomplete or damaged: load its page again.")
-        return self.shown(asked, kind, reveal=True)
+    def reveal(self, asked: Asked) -> Values | Response:
+        return self.shown(asked, _known(_KINDS.get(asked.field("table"))), reveal=True)
 
-    def database(self, asked: Asked) -> Response:
+    def database(self, asked: Asked) -> Values:
         sizes, partitions = self.admin.sizes()
-        return self.page(
-            asked.request, "database.html", asked.access, view=views.sizes(sizes), partitions=partitions,
-            schema=self.admin.schema(),
-            diagnosis=self.admin.doctor() if asked.query.get("examine") else None,
-        )  # fmt: skip
+        return {
+            "view": views.sizes(sizes), "partitions": partitions, "schema": self.admin.schema(),
+            "diagnosis": self.admin.doctor() if asked.query.get("examine") else None,
+        }  # fmt: skip
 
-    def audit(self, asked: Asked) -> Response:
+    def audit(self, asked: Asked) -> Values:
         before = _number(asked.query["before"]) if asked.query.get("before") else None
         rows = self.admin.audit(limit=_ROWS, before=before)
-        return self.page(
-            asked.request, "audit.html", asked.access, rows=rows,
-            more={"before": rows[-1].number} if len(rows) == _ROWS else None, first=before is None,
-        )  # fmt: skip
+        more = {"before": rows[-1].number} if len(rows) == _ROWS else None
+        return {"rows": rows, "more": more, "first": before is None}
 
-    def failures(self, asked: Asked) -> Response:
+    def failures(self, asked: Asked) -> Values:
         groups = [_legible(group, asked.access) for group in self.admin.failures()]
-        return self.page(asked.request, "failures.html", asked.access, groups=groups, live=True)
+        return {"groups": groups, "live": True}
 
-    def workers(self, asked: Asked) -> Response:
+    def workers(self, _: Asked) -> Values:
         workers = self.admin.workers()
         paused = {pause.consumer: pause for pause in self.admin.pauses()}
-        names = {name for worker in workers for name in worker.consumers} | set(paused)
-        names |= {name for name in self.admin.consumers() if name}
         running = {
             name for worker in workers if worker.state == "running" for name in worker.consumers
         }
-        return self.page(
-            asked.request, "workers.html", asked.access, workers=workers, live=True,
-            consumers=[
-                (name, "paused" if name in paused else "running" if name in running else "no worker", paused.get(name))
-                for name in sorted(names)
-            ],
-        )  # fmt: skip
+        names = {name for worker in workers for name in worker.consumers}
+        names |= {*paused, *filter(None, self.admin.consumers())}
+        states = [
+            (name, "paused" if name in paused else "running" if name in running else "no worker", paused.get(name))
+            for name in sorted(names)
+        ]  # fmt: skip
+        return {"workers": workers, "live": True, "consumers": states}
 
-    def pause(self, asked: Asked) -> Response:
-        """Pause or resume a consumer."""
-        change = {"pause": self.admin.pause, "resume": self.admin.resume}.get(asked.field("action"))
-        if change is None or not asked.field("consumer"):
-            raise Refused(400, "This form is incomplete or damaged: load its page again.")
-        change(asked.field("consumer"), actor=asked.access.actor, reason=_reason(asked))
-        return self._to(asked, "/workers")
+    def operations(self, _: Asked) -> Values:
+        return {"operations": self.changes.latest(), "live": True}
+
+    def operation(self, asked: Asked) -> Values:
+        operation = self._operation(asked.query.get("name", ""))
+        return {"operation": operation, "live": operation.running, "refresh": operation.running}
+
+    def _operation(self, name: str) -> Operation:
+        operation = self.changes.of(name)
+        if operation is None:
+            raise Refused(
+                404,
+                "This dashboard process does not know the change: the audit has what was done.",
+            )
+        return operation
 
     # -- one message --------------------------------------------------------------------------
 
-    def edit(self, asked: Asked) -> Response:
+    def edit(self, asked: Asked) -> Values | Response:
         """Show what an edit would change, and ask; or carry it out."""
         where = _one(asked)
         consumer, message_id = str(where.consumer), str(where.message_id)
@@ -365,13 +356,12 @@ class Pages:
         if not found:
             raise Refused(404, "There is no such message any more.")
         message = found[0]
-        return self.page(
-            asked.request, "edit.html", asked.access, message=message, edited=edited,
-            lines=_differences(message.payload, payload), payload=payload.decode(),
-            content_type=content_type,
-        )  # fmt: skip
+        return {
+            "message": message, "edited": edited, "lines": differences(message.payload, payload),
+            "payload": payload.decode(), "content_type": content_type,
+        }  # fmt: skip
 
-    def rehearse(self, asked: Asked) -> Response:
+    def rehearse(self, asked: Asked) -> Values:
         """Run a message's handler, with its own payload or that of the form, and commit nothing."""
         where = _one(asked)
         payload = _typed(asked) if "payload" in asked.form else None
@@ -379,14 +369,22 @@ class Pages:
             where.consumer or "", where.message_id or "", payload=payload, actor=asked.access.actor,
             reason=_reason(asked),
         )  # fmt: skip
-        return self.page(
-            asked.request, "rehearsal.html", asked.access, done=done, result=_readable(done.result),
-            payload=None if payload is None else payload.decode(), content_type=asked.field("content_type"),
-        )  # fmt: skip
+        return {
+            "done": done, "result": readable(done.result), "content_type": asked.field("content_type"),
+            "payload": None if payload is None else payload.decode(),
+        }  # fmt: skip
+
+    def pause(self, asked: Asked) -> Response:
+        """Pause or resume a consumer."""
+        change = _known(
+            {"pause": self.admin.pause, "resume": self.admin.resume}.get(asked.field("action"))
+        )
+        change(_known(asked.field("consumer")), actor=asked.access.actor, reason=_reason(asked))
+        return self._to(asked, "/workers")
 
     # -- changes ------------------------------------------------------------------------------
 
-    def confirm(self, asked: Asked) -> Response:
+    def confirm(self, asked: Asked) -> Values:
         """Say how many messages would change, and ask."""
         wanted = self._wanted(asked)
         changes = [wanted.change(self.admin, where, dry_run=True) for where in wanted.filters]
@@ -401,58 +399,21 @@ class Pages:
             if not count and not refused and len(wanted.filters) == 1 and wanted.picked
             else None
         )
-        return self.page(
-            asked.request, "confirm.html", asked.access, table=table, verb=wanted.verb, count=count,
-            spared=views.spared(spared) if spared else None, sample=views.keys(table, sample), left=left,
-            refused=views.keys(table, refused), reasons=[item["reason"] for item in refused],
-            criteria=wanted.criteria, picked=wanted.picked, options=wanted.options,
-            canary=wanted.canary, question=_question(wanted, count), back=_back(asked, wanted),
-            done=views.DONE[wanted.verb],
-        )  # fmt: skip
+        return {
+            "table": table, "verb": wanted.verb, "count": count, "left": left, "sample": views.keys(table, sample),
+            "spared": views.spared(spared) if spared else None, "refused": views.keys(table, refused),
+            "reasons": [item["reason"] for item in refused], "criteria": wanted.criteria, "picked": wanted.picked,
+            "options": wanted.options, "canary": wanted.canary, "question": wanted.question(count),
+            "back": _back(asked, wanted), "done": views.DONE[wanted.verb],
+        }  # fmt: skip
 
     def change(self, asked: Asked) -> Response:
         """Begin a change of at most as many messages as was agreed to."""
         wanted = self._wanted(asked)
         agreed = _number(asked.field("count"))
-        reason, actor = _reason(asked), asked.access.actor
-
-        def canary(operation: Operation) -> list[str]:
-            def on_step(step: Step) -> None:
-                operation.notes.append(step.sentence)
-
-            assert isinstance(wanted.filters[0], InboxFilter)
-            redriven = self.admin.canary(
-                wanted.filters[0], actor=actor, reason=reason, most=agreed, on_step=on_step,
-                progress=operation.progress, cancelled=lambda: operation.cancelling,
-            )  # fmt: skip
-            if redriven.stopped not in (None, "cancelled"):
-                operation.state = "stopped"
-            return [redriven.sentence]
-
-        def work(operation: Operation) -> list[str]:
-            done = 0
-            notes: list[str] = []
-            for where in wanted.filters:
-                if operation.cancelling or done >= agreed:
-                    break
-                before = done
-
-                def progress(so_far: int, before: int = before) -> None:
-                    operation.progress(before + so_far)
-
-                change = wanted.change(
-                    self.admin, where, actor=actor, reason=reason, most=agreed - done,
-                    progress=progress, cancelled=lambda: operation.cancelling,
-                )  # fmt: skip
-                done += change.count
-                operation.progress(done)
-                notes += _notes(change)
-            said = f"{views.counted(done, wanted.kind.table.noun)} {views.DONE[wanted.verb]}."
-            return [said, *notes]
-
         operation = self.changes.start(
-            canary if wanted.canary else work, title=_question(wanted, agreed).rstrip("?"), actor=actor, reason=reason,
-            expected=agreed, back=_back(asked, wanted),
+            partial(wanted.carried_out, admin=self.admin), title=wanted.question(agreed).rstrip("?"),
+            actor=asked.access.actor, reason=_reason(asked), expected=agreed, back=_back(asked, wanted),
         )  # fmt: skip
         if operation is None:
             raise Refused(503, "Too many changes are waiting: look at them, and try again.")
@@ -464,13 +425,12 @@ class Pages:
         Raises:
             Refused: it is incomplete, or cannot be done.
         """
-        kind = _KINDS.get(asked.field("table"))
+        kind = _known(_KINDS.get(asked.field("table")))
         verb, _, scope = asked.field("action").partition(" ")
         is_canary = verb == "canary" and kind is InboxFilter and scope == "all"
         verb = "retry" if is_canary else verb
         is_replay = verb == "replay" and kind is InboxFilter and scope == "selected"
-        if kind is None or not (is_replay or verb in kind.table.changes):
-            raise Refused(400, "This form is incomplete or damaged: load its page again.")
+        _known(is_replay or verb in kind.table.changes)
         given = {
             name.removeprefix("where."): values[0]
             for name, values in asked.form.items()
@@ -498,33 +458,11 @@ class Pages:
             canary=is_canary,
         )  # fmt: skip
 
-    def operations(self, asked: Asked) -> Response:
-        return self.page(
-            asked.request, "operations.html", asked.access, operations=self.changes.latest(),
-            live=True,
-        )  # fmt: skip
-
-    def operation(self, asked: Asked) -> Response:
-        operation = self._known(asked.query.get("name", ""))
-        return self.page(
-            asked.request, "operation.html", asked.access, operation=operation,
-            live=operation.running, refresh=operation.running,
-        )  # fmt: skip
-
     def cancel(self, asked: Asked) -> Response:
-        operation = self._known(asked.field("name"))
+        operation = self._operation(asked.field("name"))
         operation.cancel()
         _log.info("%s cancels %r.", asked.access.actor, operation.title)
         return self._to(asked, "/operation", name=operation.name)
-
-    def _known(self, name: str) -> Operation:
-        operation = self.changes.of(name)
-        if operation is None:
-            raise Refused(
-                404,
-                "This dashboard process does not know the change: look into the audit.",
-            )
-        return operation
 
     def _to(self, asked: Asked, path: str, **query: str) -> Response:
         return RedirectResponse(f"{base_of(asked.request)}{path}?{urlencode(query)}", 303)
@@ -541,72 +479,6 @@ class Pages:
             name, value, path=base_of(request) or "/", httponly=True, samesite=same_site,
             secure=request.url.scheme == "https",
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedChange:
-    """A change that a form asks for: of chosen messages, or of all that match a filter."""
-
-    kind: type[Filter[Any, Any]]
-    verb: Verb | Literal["replay"]
-    filters: list[Filter[Any, Any]]
-    criteria: dict[str, str]
-    picked: list[str]
-    #: Where to reroute, or the id to accept under.
-    options: dict[str, str]
-    canary: bool
-
-    def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
-        if self.verb == "replay":
-            return _replayed(admin, where, how)
-        options = dict(self.options)
-        if "to" in options:
-            options["to"] = options["to"].removeprefix("any")
-        changed: Changed = getattr(admin, self.verb)(where, **options, **how)
-        return changed
-
-
-def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Changed:
-    """Replay one message: a single run, without batches or progress."""
-    given = {name: how[name] for name in ("actor", "reason", "dry_run") if name in how}
-    replayed = admin.replay(where, **given)
-    key = {"consumer": where.consumer or "", "message_id": where.message_id or ""}
-    failed = tuple(
-        {
-            **key,
-            "reason": f"its handler failed ({failure.error_type}), and it is processed as before",
-        }
-        for failure in replayed.failures
-    )
-    return Changed(
-        action="replay", dry_run=replayed.dry_run, spared=0, refused=failed,
-        count=replayed.count if replayed.dry_run else replayed.processed,
-        sample=(key,) if replayed.count else (),
-    )  # fmt: skip
-
-
-def _question(wanted: WantedChange, count: int) -> str:
-    table, criteria = wanted.kind.table, wanted.criteria
-    noun = table.noun
-    if not wanted.picked:
-        noun = views.noun_of(table, cast("Verb", wanted.verb), criteria.get("status"))
-    given = ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in criteria.items() if name != "status"
-    )
-    of = f" of {given}" if given else ""
-    to = f" to {wanted.options['to'] or 'any'}" if wanted.verb == "reroute" else ""
-    if wanted.canary:
-        to = ": one, then ten, then the rest"
-    return f"{wanted.verb.capitalize()} {views.counted(count, noun)}{of}{to}?"
-
-
-def _notes(change: Changed) -> list[str]:
-    notes = [f"{views.spared(change.spared)}, and retry it by itself."] if change.spared else []
-    refused = change.refused[:10]
-    notes += [f"{' '.join(list(key.values())[:-1])}: {key['reason']}." for key in refused]
-    if len(change.refused) > 10:
-        notes.append(f"And {len(change.refused) - 10} more that cannot be accepted.")
-    return notes
 
 
 def _back(asked: Asked, wanted: WantedChange) -> str:
@@ -676,29 +548,33 @@ def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[An
     return kind(**values)
 
 
-def _kept(query: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in query.items() if name != "before" and value}
+def _known(given: T | None) -> T:
+    """What a form of ours always has.
+
+    Raises:
+        Refused: it is missing or empty.
+    """
+    if not given:
+        raise Refused(400, "This form is incomplete or damaged: load its page again.")
+    return given
 
 
 def _picked(kind: type[Filter[Any, Any]], key: str) -> Filter[Any, Any]:
-    try:
-        values: Any = json.loads(key)
-    except ValueError:
-        values = None
     names = kind.table.key
+    values: Any = None
+    with suppress(ValueError):
+        values = json.loads(key)
     match values:
         case [str(), *_] if len(values) == len(names):
             named: dict[str, Any] = dict(zip(names, map(str, values), strict=True))
             return kind(**named)
         case _:
-            raise Refused(400, "This form is incomplete or damaged: load its page again.")
+            return _known(None)
 
 
 def _one(asked: Asked) -> InboxFilter:
     """The message that a form names."""
-    consumer, message_id = asked.field("consumer"), asked.field("message_id")
-    if not (consumer and message_id):
-        raise Refused(400, "This form is incomplete or damaged: load its page again.")
+    consumer, message_id = (_known(asked.field(name)) for name in ("consumer", "message_id"))
     return InboxFilter(consumer=consumer, message_id=message_id)
 
 
@@ -741,78 +617,6 @@ def _legible(row: Any, access: Access) -> Any:
     return replace(row, error=None)
 
 
-class Links(NamedTuple):
-    """The causes and effects of a message that still have a row."""
-
-    causes: list[Link]
-    caused: list[Link]
-
-
-def _links(explanation: Explanation) -> Links:
-    found = explanation.found
-    causes = [link for row in found.inbox for link in row.causes]
-    if found.outbox is not None:
-        causes += found.outbox.causes
-    return Links(
-        list(dict.fromkeys(causes)),
-        list(dict.fromkeys(link for row in found.inbox for link in row.caused)),
-    )
-
-
-class Comparison(NamedTuple):
-    """The stored message, and the payloads line by line; None when these are not revealed."""
-
-    stored: Any
-    lines: list[tuple[str, str, str]] | None
-
-
-def _differences(stored: bytes | None, aside: bytes | None) -> list[tuple[str, str, str]]:
-    """Two payloads side by side: "same", "changed", "only stored" or "only aside", and the two lines."""
-    left, right = (
-        [] if (shown := _readable(payload)) is None else shown.text.splitlines()[:_COMPARED_LINES]
-        for payload in (stored, aside)
-    )
-    lines: list[tuple[str, str, str]] = []
-    for what, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        for one, other in zip_longest(left[a:b], right[c:d]):
-            kind = "same" if what == "equal" else "changed"
-            if one is None or other is None:
-                kind = "only aside" if one is None else "only stored"
-            lines.append((kind, one or "", other or ""))
-    return lines
-
-
-class Readable(NamedTuple):
-    """A payload to show: its kind, its text or a hexadecimal dump, and whether it was cut."""
-
-    kind: str
-    text: str
-    cut: bool
-
-
-def _readable(content: bytes | None) -> Readable | None:
-    if content is None:
-        return None
-    cut = len(content) > _SHOWN_BYTES
-    shown = content[:_SHOWN_BYTES]
-    try:
-        text = shown.decode("utf-8", "ignore" if cut else "strict")
-    except UnicodeDecodeError:
-        lines = (shown[at : at + 16] for at in range(0, min(len(shown), 16 * 1024), 16))
-        dump = "\n".join(
-            f"{16 * number:08x}  {line.hex(' ', 1):<47}  {''.join(chr(b) if 32 <= b < 127 else '.' for b in line)}"
-            for number, line in enumerate(lines)
-        )
-        return Readable("bytes", dump, cut or len(shown) > 16 * 1024)
-    try:
-        if not cut:
-            return Readable("JSON", json.dumps(json.loads(text), indent=2, ensure_ascii=False), cut)
-    except (ValueError, RecursionError):
-        # not JSON, or nested too deeply
-        pass
-    return Readable("text", text, cut)
-
-
 def _file(message: Any) -> Response:
     """A payload as a download: no browser opens it as a page."""
     name = "".join(
@@ -825,127 +629,50 @@ def _file(message: Any) -> Response:
     )
 
 
+def _links(explanation: Explanation) -> Values:
+    """The causes and effects of a message that still have a row."""
+    found = explanation.found
+    causes = [link for row in found.inbox for link in row.causes]
+    if found.outbox is not None:
+        causes += found.outbox.causes
+    caused = [link for row in found.inbox for link in row.caused]
+    return {"causes": list(dict.fromkeys(causes)), "caused": list(dict.fromkeys(caused))}
+
+
 class Rule(NamedTuple):
-    """The method and grants of a path, and what answers it."""
+    """The method, template and grants of a path, and what answers it."""
 
     method: str
-    grants: tuple[Grant, ...]
-    answer: Callable[[Pages, Asked], Response]
+    template: str
+    answer: Callable[[Pages, Asked], Values | Response]
+    grants: tuple[Grant, ...] = ()
 
 
 #: Every path that needs a login.
 RULES: dict[str, Rule] = {
-    "/": Rule("GET", (), Pages.overview),
-    "/messages": Rule("GET", (), partial(Pages.listed, kind=InboxFilter)),
-    "/message": Rule("GET", (), partial(Pages.shown, kind=InboxFilter)),
-    "/outbox": Rule("GET", (), partial(Pages.listed, kind=OutboxFilter)),
-    "/outgoing": Rule("GET", (), partial(Pages.shown, kind=OutboxFilter)),
-    "/quarantine": Rule("GET", (), partial(Pages.listed, kind=QuarantineFilter)),
-    "/quarantined": Rule("GET", (), partial(Pages.shown, kind=QuarantineFilter)),
-    "/failures": Rule("GET", (), Pages.failures),
-    "/workers": Rule("GET", (), Pages.workers),
-    "/pause": Rule("POST", ("change",), Pages.pause),
-    "/database": Rule("GET", (), Pages.database),
-    "/audit": Rule("GET", (), Pages.audit),
-    "/operations": Rule("GET", (), Pages.operations),
-    "/operation": Rule("GET", (), Pages.operation),
-    "/reveal": Rule("POST", ("payload",), Pages.reveal),
-    "/confirm": Rule("POST", ("change",), Pages.confirm),
-    "/change": Rule("POST", ("change",), Pages.change),
-    "/cancel": Rule("POST", ("change",), Pages.cancel),
+    "/": Rule("GET", "overview.html", Pages.overview),
+    "/messages": Rule("GET", "list.html", partial(Pages.listed, kind=InboxFilter)),
+    "/message": Rule("GET", "message.html", partial(Pages.shown, kind=InboxFilter)),
+    "/outbox": Rule("GET", "list.html", partial(Pages.listed, kind=OutboxFilter)),
+    "/outgoing": Rule("GET", "message.html", partial(Pages.shown, kind=OutboxFilter)),
+    "/quarantine": Rule("GET", "list.html", partial(Pages.listed, kind=QuarantineFilter)),
+    "/quarantined": Rule("GET", "message.html", partial(Pages.shown, kind=QuarantineFilter)),
+    "/failures": Rule("GET", "failures.html", Pages.failures),
+    "/workers": Rule("GET", "workers.html", Pages.workers),
+    "/pause": Rule("POST", "", Pages.pause, ("change",)),
+    "/database": Rule("GET", "database.html", Pages.database),
+    "/audit": Rule("GET", "audit.html", Pages.audit),
+    "/operations": Rule("GET", "operations.html", Pages.operations),
+    "/operation": Rule("GET", "operation.html", Pages.operation),
+    "/reveal": Rule("POST", "message.html", Pages.reveal, ("payload",)),
+    "/confirm": Rule("POST", "confirm.html", Pages.confirm, ("change",)),
+    "/change": Rule("POST", "", Pages.change, ("change",)),
+    "/cancel": Rule("POST", "", Pages.cancel, ("change",)),
     # they show payloads
-    "/edit": Rule("POST", ("change", "payload"), Pages.edit),
-    "/rehearse": Rule("POST", ("change", "payload"), Pages.rehearse),
-    "/logout": Rule("POST", (), Pages.logout),
+    "/edit": Rule("POST", "edit.html", Pages.edit, ("change", "payload")),
+    "/rehearse": Rule("POST", "rehearsal.html", Pages.rehearse, ("change", "payload")),
+    "/logout": Rule("POST", "", Pages.logout),
 }
-
-
-# -- templates ------------------------------------------------------------------------------------
-
-
-def _templates() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("txbox.ui"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    filters: dict[str, Callable[..., Any]] = {
-        "seen": seen, "told": told, "plain": plain, "when": when, "age": views.age, "count": count, "cell": cell,
-        "key": key_of, "names": names_of, "seconds": seconds,
-    }  # fmt: skip
-    environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
-    return environment
-
-
-def seen(value: object) -> Markup:
-    """Text of strangers: escaped, and invisible characters made visible."""
-    text, parts, at = str(value), [Markup("")], 0
-    for found in views.CONTROL.finditer(text):
-        if found[0] in "\r":
-            continue
-        parts.append(escape(text[at : found.start()]))
-        parts.append(Markup('<span class="unseen">\\x{:02x}</span>').format(ord(found[0])))
-        at = found.end()
-    parts.append(escape(text[at:]))
-    return Markup("").join(parts)
-
-
-def told(value: object) -> Markup:
-    """A sentence with `code` in backticks."""
-    parts = re.split(r"`([^`]+)`", str(value))
-    return Markup("").join(
-        Markup("<code>{}</code>").format(seen(part)) if place % 2 else seen(part)
-        for place, part in enumerate(parts)
-    )
-
-
-def plain(value: object) -> str:
-    """As `seen`, for titles and attributes, which take no elements."""
-    return views.CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
-
-
-def when(moment: datetime | float | None) -> Markup:
-    """A point in time in UTC; a script adds how long ago."""
-    if moment is None:
-        return Markup("")
-    at = moment if isinstance(moment, datetime) else datetime.fromtimestamp(moment, UTC)
-    return Markup('<time datetime="{}">{}</time>').format(
-        at.isoformat(timespec="milliseconds"), at.strftime("%Y-%m-%d %H:%M:%S")
-    )
-
-
-def seconds(value: float | None) -> str:
-    """A latency: three digits and a unit."""
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{value * 1000:.3g} ms"
-    return f"{value:.3g} s" if value < 100 else views.age(value)
-
-
-def count(number: int, most: int = COUNTED_MAX) -> str:
-    """A number that was counted up to a limit."""
-    return f"{most:,}+" if number > most else f"{number:,}"
-
-
-def cell(value: views.Cell) -> Markup:
-    """A cell of a table."""
-    if isinstance(value, datetime):
-        return when(value)
-    if isinstance(value, timedelta):
-        return escape(views.age(value.total_seconds()))
-    if isinstance(value, (int, float)):
-        return escape(f"{value:,}")
-    return seen("" if value is None else value)
-
-
-def names_of(row: Any, table: Table) -> dict[str, Any]:
-    """The key of a row, for an address."""
-    return {name: getattr(row, name) for name in table.key}
-
-
-def key_of(row: Any, table: Table) -> str:
-    """The key of a row, for a form."""
-    return json.dumps([*names_of(row, table).values()])
 
 
 # -- requests -----------------------------------------------------------------------------------------

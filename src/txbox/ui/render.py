@@ -1,0 +1,227 @@
+"""How pages show things: payloads to read and compare, plots as SVG without scripts or styles, filters of templates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from difflib import SequenceMatcher
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from txbox.admin import COUNTED_MAX, views
+from txbox.admin.activity import Activities, Activity
+from txbox.admin.tables import Table
+
+#: A payload that is longer is only offered as a file.
+_SHOWN_BYTES = 256 * 1024
+# of two payloads that are compared
+_COMPARED_LINES = 1_000
+
+
+# -- payloads ---------------------------------------------------------------------------------------
+
+
+def differences(stored: bytes | None, aside: bytes | None) -> list[tuple[str, str, str]]:
+    """Two payloads side by side: "same", "changed", "only stored" or "only aside", and the two lines."""
+    left, right = (
+        [] if (shown := readable(payload)) is None else shown.text.splitlines()[:_COMPARED_LINES]
+        for payload in (stored, aside)
+    )
+    lines: list[tuple[str, str, str]] = []
+    for what, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for one, other in zip_longest(left[a:b], right[c:d]):
+            kind = "same" if what == "equal" else "changed"
+            if one is None or other is None:
+                kind = "only aside" if one is None else "only stored"
+            lines.append((kind, one or "", other or ""))
+    return lines
+
+
+class Readable(NamedTuple):
+    """A payload to show: its kind, its text or a hexadecimal dump, and whether it was cut."""
+
+    kind: str
+    text: str
+    cut: bool
+
+
+def readable(content: bytes | None) -> Readable | None:
+    if content is None:
+        return None
+    cut = len(content) > _SHOWN_BYTES
+    shown = content[:_SHOWN_BYTES]
+    try:
+        text = shown.decode("utf-8", "ignore" if cut else "strict")
+    except UnicodeDecodeError:
+        lines = (shown[at : at + 16] for at in range(0, min(len(shown), 16 * 1024), 16))
+        dump = "\n".join(
+            f"{16 * number:08x}  {line.hex(' ', 1):<47}  {''.join(chr(b) if 32 <= b < 127 else '.' for b in line)}"
+            for number, line in enumerate(lines)
+        )
+        return Readable("bytes", dump, cut or len(shown) > 16 * 1024)
+    try:
+        if not cut:
+            return Readable("JSON", json.dumps(json.loads(text), indent=2, ensure_ascii=False), cut)
+    except (ValueError, RecursionError):
+        # not JSON, or nested too deeply
+        pass
+    return Readable("text", text, cut)
+
+
+# -- plots ------------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT = 160, 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One step of time: where it stands, and how high its parts are."""
+
+    x: float
+    width: float
+    done: float
+    failed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """What was processed and what failed, a bar for each step.
+
+    Attributes:
+        description: the same in words, for screen readers.
+    """
+
+    bars: tuple[Bar, ...]
+    description: str
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
+def plot(activity: Activity, time: Activities) -> Plot:
+    """Plot one consumer or route."""
+    points = {point.at: point.counts for point in activity.points}
+    steps = list(_steps(time))
+    done = [points[at].processed if at in points else 0 for at in steps]
+    failed = [points[at].failed + points[at].dead if at in points else 0 for at in steps]
+    most = max((a + b for a, b in zip(done, failed, strict=True)), default=0)
+    words = (
+        f"{activity.name}: {sum(done):,} processed and {sum(failed):,} failed, "
+        f"at most {most:,} in a step of {time.step.total_seconds() / 60:.0f} min"
+    )
+    return Plot(bars=tuple(_bars(done, failed, most)), description=words)
+
+
+def _steps(time: Activities) -> Iterator[datetime]:
+    at = time.since
+    while at <= time.until:
+        yield at
+        at += time.step
+
+
+def _bars(done: Sequence[int], failed: Sequence[int], most: int) -> Iterator[Bar]:
+    step = WIDTH / max(1, len(done))
+    for number, (well, badly) in enumerate(zip(done, failed, strict=True)):
+        if well or badly:
+            # however little happened, it is visible
+            height = max(2.0, HEIGHT * (well + badly) / most)
+            share = badly / (well + badly)
+            yield Bar(
+                x=round(number * step, 2),
+                width=round(max(0.8, step - 0.6), 2),
+                done=round(height * (1 - share), 2),
+                failed=round(height * share, 2),
+            )
+
+
+# -- templates ------------------------------------------------------------------------------------
+
+
+def templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("txbox.ui"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    filters: dict[str, Callable[..., Any]] = {
+        "seen": seen, "told": told, "plain": plain, "when": when, "age": views.age, "count": count, "cell": cell,
+        "key": key_of, "names": names_of, "seconds": seconds,
+    }  # fmt: skip
+    environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
+    return environment
+
+
+def seen(value: object) -> Markup:
+    """Text of strangers: escaped, and invisible characters made visible."""
+    text, parts, at = str(value), [Markup("")], 0
+    for found in views.CONTROL.finditer(text):
+        if found[0] in "\r":
+            continue
+        parts.append(escape(text[at : found.start()]))
+        parts.append(Markup('<span class="unseen">\\x{:02x}</span>').format(ord(found[0])))
+        at = found.end()
+    parts.append(escape(text[at:]))
+    return Markup("").join(parts)
+
+
+def told(value: object) -> Markup:
+    """A sentence with `code` in backticks."""
+    parts = re.split(r"`([^`]+)`", str(value))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(seen(part)) if place % 2 else seen(part)
+        for place, part in enumerate(parts)
+    )
+
+
+def plain(value: object) -> str:
+    """As `seen`, for titles and attributes, which take no elements."""
+    return views.CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
+
+
+def when(moment: datetime | float | None) -> Markup:
+    """A point in time in UTC; a script adds how long ago."""
+    if moment is None:
+        return Markup("")
+    at = moment if isinstance(moment, datetime) else datetime.fromtimestamp(moment, UTC)
+    return Markup('<time datetime="{}">{}</time>').format(
+        at.isoformat(timespec="milliseconds"), at.strftime("%Y-%m-%d %H:%M:%S")
+    )
+
+
+def seconds(value: float | None) -> str:
+    """A latency: three digits and a unit."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    return f"{value:.3g} s" if value < 100 else views.age(value)
+
+
+def count(number: int, most: int = COUNTED_MAX) -> str:
+    """A number that was counted up to a limit."""
+    return f"{most:,}+" if number > most else f"{number:,}"
+
+
+def cell(value: views.Cell) -> Markup:
+    """A cell of a table."""
+    if isinstance(value, datetime):
+        return when(value)
+    if isinstance(value, timedelta):
+        return escape(views.age(value.total_seconds()))
+    if isinstance(value, (int, float)):
+        return escape(f"{value:,}")
+    return seen("" if value is None else value)
+
+
+def names_of(row: Any, table: Table) -> dict[str, Any]:
+    """The key of a row, for an address."""
+    return {name: getattr(row, name) for name in table.key}
+
+
+def key_of(row: Any, table: Table) -> str:
+    """The key of a row, for a form."""
+    return json.dumps([*names_of(row, table).values()])
