@@ -72,9 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"txbox demo: {error}\n")
         return 1
     if options.json:
-        print(json.dumps({**result, "seed": seed, "directory": str(directory)}, indent=2))
+        found = {**result, "seed": seed, "directory": str(directory)}
+        sys.stdout.write(f"{json.dumps(found, indent=2)}\n")
     else:
-        _report(result, directory)
+        _report(result, directory, show)
     return 0 if result["txbox"]["right"] else 1
 
 
@@ -97,23 +98,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(result: dict[str, Any], directory: Path) -> None:
+def _report(result: dict[str, Any], directory: Path, show: Callable[[str], None]) -> None:
     naive = {**result["naive"], "duplicates": 0, "poison": result["naive"]["dropped"] and "dropped"}
     txbox = {**result["txbox"], "poison": f"{len(result['txbox']['dead'])} dead letter, kept"}
-    print(
+    show(
         f"\n{result['payments']} payments of {result['customers']} customers, delivered {result['deliveries']} times, "
         f"{result['seconds']:.0f} s.\nBalances compared with the sum of the payments, receipts with the payments:\n\n"
         f"{'':36}{'naive':>10}{'txbox':>25}"
     )
     for label, name in _REPORT:
         figures = f"{naive[name] or 'none':>10}{txbox[name] or 'none':>25}" if name else ""
-        print(f"{label:<36}{figures}".rstrip())
+        show(f"{label:<36}{figures}".rstrip())
     right = "txbox: every customer was charged once, and got one receipt for each payment."
     wrong = "txbox's books are WRONG: please report this, with the directory below."
     # by the name under which this command line was reached, so that the lines can be pasted
     command = "txbox" if shutil.which("txbox") else f"{sys.executable} -m txbox"
     url = f"sqlite:///{directory / 'txbox.db'}"
-    print(
+    show(
         f"\n{right if txbox['right'] else wrong}\n\nLook further:\n  {command} status --database {url}\n"
         f"  {command} list --database {url} --status dead\n  rm -r {directory}"
     )
