@@ -173,6 +173,22 @@ def test_a_change_touches_no_more_than_was_agreed_to(
     assert raw(database_url).value(counted, ("dead",)) == 1
 
 
+def test_a_reroute_goes_exactly_where_the_form_says(
+    filled_sqlite: App, serve: Serve, raw: Callable[[str], Raw], sqlite_url: str
+) -> None:
+    browser, view = serve(filled_sqlite), raw(sqlite_url)
+    view.execute("UPDATE txbox_outbox SET route = 'gone'")
+    routes = "SELECT DISTINCT route FROM txbox_outbox"
+    for to, route in (("anycast", "anycast"), ("any", "")):
+        confirm = browser.post("/confirm", table="outbox", action="reroute all", to=to)
+        assert f"to {to}?" in confirm.text
+        carried_out(browser, confirm)
+        assert view.rows(routes) == [(route,)]
+    nowhere = browser.post("/confirm", table="outbox", action="reroute all", to=" ")
+    assert nowhere.status == 400
+    assert "Which route?" in nowhere.text
+
+
 def test_a_quarantined_message_is_accepted_under_another_id(
     filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
 ) -> None:

@@ -104,16 +104,21 @@ class Explanation:
 def explained(found: Found, app: Application) -> Explanation:
     """Say what it means that this was found."""
     saying = _Saying(found, app)
-    places = [saying.inbox(row) for row in found.inbox]
+    places = [_place("inbox", row.message, saying.inbox(row)) for row in found.inbox]
     if found.outbox is not None:
-        places.append(saying.outbox(found.outbox))
-    places += [saying.quarantine(row) for row in found.quarantine]
-    return Explanation(
-        message_id=found.message_id,
-        at=found.at,
-        places=tuple(places) or (saying.nowhere(),),
-        found=found,
-    )
+        places.append(_place("outbox", found.outbox.message, saying.outbox(found.outbox)))
+    places += [_place("quarantine", row, saying.quarantine(row)) for row in found.quarantine]
+    if not places:
+        sentences = tuple(saying.nowhere())
+        places = [Place(table="", consumer=found.consumer, status=None, sentences=sentences)]
+    return Explanation(message_id=found.message_id, at=found.at, places=tuple(places), found=found)
+
+
+def _place(
+    table: str, message: InboxMessage | OutboxMessage | QuarantinedMessage, said: Iterator[Sentence]
+) -> Place:
+    consumer = None if isinstance(message, OutboxMessage) else message.consumer
+    return Place(table=table, consumer=consumer, status=message.status, sentences=tuple(said))
 
 
 def _say(kind: str, text: str, command: str | None = None) -> Sentence:
@@ -201,18 +206,10 @@ class _Saying:
 
     # -- the inbox ----------------------------------------------------------------------------
 
-    def inbox(self, row: InInbox) -> Place:
+    def inbox(self, row: InInbox) -> Iterator[Sentence]:
         message = row.message
         matching = self.app.handlers.matching(message.topic, message.type, message.consumer)
-        return Place(
-            table="inbox",
-            consumer=message.consumer,
-            status=message.status,
-            sentences=tuple(self._inbox(row, matching[0] if matching else None)),
-        )
-
-    def _inbox(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
-        message = row.message
+        handler = matching[0] if matching else None
         if row.held:
             who = " and ".join(map(_transaction, row.holders))
             yield _say(
@@ -513,15 +510,7 @@ class _Saying:
 
     # -- the outbox ---------------------------------------------------------------------------
 
-    def outbox(self, row: InOutbox) -> Place:
-        return Place(
-            table="outbox",
-            consumer=None,
-            status=row.message.status,
-            sentences=tuple(self._outbox(row)),
-        )
-
-    def _outbox(self, row: InOutbox) -> Iterator[Sentence]:
+    def outbox(self, row: InOutbox) -> Iterator[Sentence]:
         message = row.message
         attempts = counted(message.attempts, "attempt")
         retry, discard, show = (
@@ -641,15 +630,7 @@ class _Saying:
 
     # -- the quarantine, and nowhere ----------------------------------------------------------
 
-    def quarantine(self, row: QuarantinedMessage) -> Place:
-        return Place(
-            table="quarantine",
-            consumer=row.consumer,
-            status=row.status,
-            sentences=tuple(self._quarantine(row)),
-        )
-
-    def _quarantine(self, row: QuarantinedMessage) -> Iterator[Sentence]:
+    def quarantine(self, row: QuarantinedMessage) -> Iterator[Sentence]:
         words, mark, when = (
             (row.consumer, row.message_id),
             row.hash[:12],
@@ -689,12 +670,7 @@ class _Saying:
             _command("quarantine discard", *words, hash=mark),
         )
 
-    def nowhere(self) -> Place:
-        return Place(
-            table="", consumer=self.found.consumer, status=None, sentences=tuple(self._nowhere())
-        )
-
-    def _nowhere(self) -> Iterator[Sentence]:
+    def nowhere(self) -> Iterator[Sentence]:
         found, app = self.found, self.app
         where = f"the inbox or the quarantine of {found.consumer}"
         if found.consumer is None:

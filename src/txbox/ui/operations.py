@@ -145,16 +145,16 @@ class WantedChange:
     filters: list[Filter[Any, Any]]
     criteria: dict[str, str]
     picked: list[str]
-    #: Where to reroute, or the id to accept under.
+    #: The route to reroute to, "any" for none in particular; or the id to accept under.
     options: dict[str, str]
     canary: bool
 
     def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
         if self.verb == "replay":
             return _replayed(admin, where, how)
-        options = dict(self.options)
-        if "to" in options:
-            options["to"] = options["to"].removeprefix("any")
+        options = self.options
+        if options.get("to") == "any":
+            options = {"to": ""}
         changed: Changed = getattr(admin, self.verb)(where, **options, **how)
         return changed
 
@@ -169,7 +169,7 @@ class WantedChange:
             if name != "status"
         )
         of = f" of {given}" if given else ""
-        to = f" to {self.options['to'] or 'any'}" if self.verb == "reroute" else ""
+        to = f" to {self.options['to']}" if self.verb == "reroute" else ""
         if self.canary:
             to = ": one, then ten, then the rest"
         return f"{self.verb.capitalize()} {views.counted(count, noun)}{of}{to}?"

@@ -445,16 +445,18 @@ class Pages:
         message_id = asked.field("message_id") or None
         if message_id is not None and len(picked) != 1:
             raise Refused(400, "A new id is for one message: choose one.")
+        options = {"message_id": message_id} if verb == "accept" and message_id else {}
+        if verb == "reroute":
+            options = {"to": asked.field("to").strip()}
+            if not options["to"]:
+                raise Refused(400, "Which route? Name one as the overview shows it, or any.")
         return WantedChange(
             kind=kind,
             verb=verb,  # type: ignore[arg-type]  # it is a key of `changes`, or a replay
             filters=[_picked(kind, key) for key in picked] or [where],
             criteria={} if picked else {name: value for name, value in given.items() if value},
             picked=picked,
-            options=(
-                {"to": asked.field("to")} if verb == "reroute"
-                else {"message_id": message_id} if verb == "accept" and message_id else {}
-            ),
+            options=options,
             canary=is_canary,
         )  # fmt: skip
 
