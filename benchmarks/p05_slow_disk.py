@@ -13,8 +13,8 @@ from benchmarks.result import Bar, ratios
 from benchmarks.setting import opened
 from benchmarks.workload import in_sets, writes
 from tests.support.servers import ServerError
-from tests.support.servers.leftovers import throwaway_name
 from tests.support.servers.postgresql import PostgreSQLServer
+from tests.support.servers.process import throwaway_name
 
 NUMBER = "P5"
 TITLE = "Backlog on a slow disk: every flush takes a millisecond more"

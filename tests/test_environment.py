@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from tests.support.servers.process import (
     base_directory,
     free_port,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 pytestmark = pytest.mark.every_database
 
@@ -104,6 +105,8 @@ def test_mysql_keeps_commits_when_it_is_killed(raw: RawFactory, name: str) -> No
     with ThrowawayMySQL() if name == "mysql" else ThrowawayMariaDB() as server:
         with Raw(server.url) as before:
             before.execute("CREATE TABLE t AS SELECT 7 AS v")
+            # whichever server starts deletes all temporary tables where it keeps its own
+            assert before.value("SELECT @@tmpdir") == str(server.directory)
             server.stop(immediate=True)
             with pytest.raises(pymysql.OperationalError):
                 before.rows("SELECT v FROM t")
@@ -155,7 +158,7 @@ def test_a_killed_tests_server_is_stopped_and_deleted() -> None:
     with ThrowawayPostgres() as server:
         done = subprocess.run(
             [sys.executable, "-c", _KILLED_WITH_A_SERVER],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=False,
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
         left = ServerDirectory(done.stdout.strip())
         assert left.running()
@@ -178,7 +181,7 @@ def test_processes_that_a_killed_command_started_are_ended() -> None:
     done = subprocess.run(
         [sys.executable, "-c", parent],
         env={**os.environ, name: value},
-        stdout=subprocess.PIPE, text=True, timeout=60, check=False,
+        stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     orphan = int(done.stdout)
     assert alive(orphan)
@@ -191,6 +194,16 @@ def test_no_server_takes_a_port_that_a_connection_may_be_lent() -> None:
     assert free_port(LENT_PORTS - MAX_PORTS, MAX_PORTS) + MAX_PORTS <= LENT_PORTS
     with pytest.raises(ServerError, match="no free port"):
         free_port(LENT_PORTS - 1, MAX_PORTS)
+
+
+def test_no_server_takes_a_port_that_one_of_another_checkout_will_listen_on() -> None:
+    here = base_directory()
+    with tempfile.TemporaryDirectory(dir=here.parent, prefix=here.name) as other:
+        port = free_port(29392)
+        claim = Path(other, "kafka", "port")
+        claim.parent.mkdir()
+        claim.write_text(str(port))
+        assert free_port(29392) > port
 
 
 def test_the_server_of_the_slow_disk_finds_a_port() -> None:

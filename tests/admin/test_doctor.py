@@ -18,11 +18,11 @@ from tests.support.databases import Raw, require
 from tests.support.doctor import diagnosed, findings
 from tests.support.servers import packages
 from tests.support.servers.control import ThrowawayPostgres
-from tests.support.servers.leftovers import throwaway_name
 from tests.support.servers.postgresql import PgBouncerServer
+from tests.support.servers.process import throwaway_name
 from tests.support.shop import Shop, paid
 from tests.support.tidying import SESSIONS
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Lease, Limits, Message, Reject
 from txbox.admin import Admin
 from txbox.admin.doctor import database as doctor_database
@@ -553,5 +553,5 @@ def test_the_thread_that_asks_may_be_any(shop: Shop) -> None:
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.append(findings(shop.app)))
     asking.start()
-    asking.join(60)
+    asking.join(DEADLINE_S)
     assert "inbox-overdue" in found[0]

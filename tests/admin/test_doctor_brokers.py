@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,6 +20,7 @@ from tests.support.brokers.rigs.redis import RedisRig
 from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
 from tests.support.doctor import diagnosed, findings
 from tests.support.servers.control import ThrowawayRabbitMQ
+from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Limits, Message, Retention
 from txbox.admin.doctor import Finding
 from txbox.brokers.base import Source
@@ -64,7 +64,7 @@ def topic_with(kafka_bootstrap: str) -> Callable[..., str]:
         admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
         config = {option.replace("_", "."): value for option, value in settings.items()}
         new_topic: Any = NewTopic
-        admin.create_topics([new_topic(name, 1, 1, config=config)])[name].result(20)
+        admin.create_topics([new_topic(name, 1, 1, config=config)])[name].result(DEADLINE_S)
         return name
 
     return make
@@ -321,10 +321,14 @@ def test_a_queue_of_rabbitmq_and_what_amqp_does_not_tell(app: App, rabbitmq_url:
 class _Managed(ThrowawayRabbitMQ):
     """A server with the plugin that has the HTTP API."""
 
+    ports = ThrowawayRabbitMQ.ports + 1
+
+    @property
+    def http_port(self) -> int:
+        return self.port + ThrowawayRabbitMQ.ports
+
     def initialise(self) -> None:
         super().initialise()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.http_port: int = probe.getsockname()[1]
         with (self.directory / "rabbitmq.conf").open("a") as conf:
             conf.write(f"management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {self.http_port}\n")
         (self.directory / "plugins").write_text("[rabbitmq_management].\n")

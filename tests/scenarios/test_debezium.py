@@ -17,7 +17,7 @@ from tests.support.databases import Raw
 from tests.support.servers import connect, java
 from tests.support.servers.connect import ConnectServer
 from tests.support.servers.control import ThrowawayPostgres
-from tests.support.servers.leftovers import throwaway_name
+from tests.support.servers.process import throwaway_name
 from tests.support.waiting import eventually
 from txbox import App, Headers, Message, Outbox, Outcome, Outgoing
 from txbox.brokers.kafka import Kafka

@@ -77,7 +77,9 @@ def _fetch_axe() -> None:
             script = packed.extractfile("package/axe.min.js")
             assert script is not None
             axe().parent.mkdir(parents=True, exist_ok=True)
-            axe().write_bytes(script.read())
+            fetched = axe().with_suffix(f".{os.getpid()}")
+            fetched.write_bytes(script.read())
+            fetched.replace(axe())
 
 
 if __name__ == "__main__":

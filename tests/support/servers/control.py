@@ -8,12 +8,11 @@ from typing import Self
 
 from tests.support.servers.elasticmq import ElasticMQServer
 from tests.support.servers.kafka import KafkaServer
-from tests.support.servers.leftovers import throwaway_name
 from tests.support.servers.mariadb import MariaDBServer
 from tests.support.servers.mysql import MySQLServer
 from tests.support.servers.nats import NatsServer
 from tests.support.servers.postgresql import PostgreSQLServer
-from tests.support.servers.process import ServerProcess
+from tests.support.servers.process import ServerProcess, throwaway_name
 from tests.support.servers.rabbitmq import RabbitMQServer
 from tests.support.servers.redis import RedisServer
 

@@ -1,4 +1,4 @@
-"""Servers that come as jars: finds Java, fetches the jars of a pom.xml with Maven, once."""
+"""Servers that come as jars: finds Java, fetches the jars of a pom.xml with Maven, keeps their classes loaded; once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import subprocess
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from tests.support.servers import UnavailableError
-from tests.support.servers.process import file_lock
+from tests.support.servers.process import ServerProcess, file_lock
 
 OLDEST_JAVA = 17
 _COPY = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"
@@ -27,11 +29,16 @@ def java() -> str | None:
     for found in (home and shutil.which("java", path=f"{home}/bin"), shutil.which("java")):
         if not found:
             continue
-        says = subprocess.run([found, "-version"], capture_output=True, text=True, check=False)
-        version = re.search(r'version "(\d+)', says.stderr)
+        version = re.search(r'version "(\d+)', _version(found))
         if version and int(version[1]) >= OLDEST_JAVA:
             return found
     return None
+
+
+@cache
+def _version(program: str) -> str:
+    said = subprocess.run([program, "-version"], capture_output=True, text=True, check=False)
+    return said.stderr
 
 
 def ready(pom: Path) -> bool:
@@ -67,7 +74,52 @@ def command(pom: Path, *arguments: str | Path, heap: str) -> Sequence[str | Path
     program = java()
     if program is None:
         raise UnavailableError(f"Java {OLDEST_JAVA} or newer is missing; install a JRE")
-    return [program, f"-Xmx{heap}", *_START_QUICKLY, "-cp", f"{jars(pom)}/*", *arguments]
+    classes = _classes(pom)
+    shared = [f"-XX:SharedArchiveFile={classes}"] if classes.exists() else []
+    return [program, f"-Xmx{heap}", *_START_QUICKLY, *shared, "-cp", f"{jars(pom)}/*", *arguments]
+
+
+class JavaServer(ServerProcess):
+    """A server of a pom.xml's jars."""
+
+    pom: ClassVar[Path]
+    heap: ClassVar[str]
+    accounts = ("nobody",)
+    leaves_classes = False
+
+    @abstractmethod
+    def arguments(self) -> Sequence[str | Path]:
+        """Options of Java, its class, and the arguments of that."""
+
+    def command(self) -> Sequence[str | Path]:
+        leave = [f"-XX:ArchiveClassesAtExit={self.directory / 'classes'}"]
+        options = leave if self.leaves_classes else []
+        return command(self.pom, *options, *self.arguments(), heap=self.heap)
+
+
+def share_classes(server: JavaServer) -> bool:
+    """Start a server once, for its classes: with them every later start costs half. True when it was done now."""
+    classes = _classes(server.pom)
+    if classes.exists():
+        return False
+    with file_lock(classes.with_suffix(".lock")):
+        if classes.exists():  # another process was here first
+            return False
+        server.leaves_classes = True
+        try:
+            server.start()
+            server.stop()
+            part = shutil.copyfile(server.directory / "classes", classes.with_suffix(".part"))
+            part.rename(classes)
+        finally:
+            server.remove()
+    return True
+
+
+def _classes(pom: Path) -> Path:
+    # Java takes no classes that another release of it has left
+    release = hashlib.sha256(_version(java() or "").encode()).hexdigest()[:10]
+    return _directory(pom).with_suffix(f".{release}.jsa")
 
 
 def _directory(pom: Path) -> Path:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import time
 from pathlib import Path
 
-from tests.support.servers.process import ServerDirectory, alive, base_directory, kill
+from tests.support.servers.process import ServerDirectory, abandoned, alive, base_directory, kill
 
 _PATIENCE_S = 10.0
-_OWNER = re.compile(r"throwaway-\w+-(\d+)-\d+")
-
-
-def throwaway_name(kind: str, number: int) -> str:
-    """The name of a server that belongs to this process, and goes with it."""
-    return f"throwaway-{kind}-{os.getpid()}-{number}"
 
 
 def end_processes(mark: str, within_s: float = _PATIENCE_S) -> None:
@@ -35,8 +27,7 @@ def end_processes(mark: str, within_s: float = _PATIENCE_S) -> None:
 def remove_abandoned() -> None:
     """Stop and delete the throw-away servers of processes that are gone."""
     for directory in sorted(base_directory().glob("throwaway-*")):
-        owner = _OWNER.fullmatch(directory.name)
-        if owner and not alive(int(owner[1])):
+        if abandoned(directory):
             ServerDirectory(directory.name).remove()
 
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from tests.support.servers import (
@@ -22,15 +21,18 @@ from tests.support.servers import (
     rabbitmq,
     redis,
 )
+from tests.support.servers.process import file_lock
 
 POLICY = Path("/usr/sbin/policy-rc.d")
+_LOCK = Path("/var/tmp/txbox-install.lock")
 
 # From Maven, not from packages: these need Java only.
 POMS = {"kafka": kafka.POM, "sqs": elasticmq.POM}
 
 # Fetched once, by any user.
 FETCH: Mapping[str, Callable[[], bool]] = {
-    **{server: partial(java.fetch, pom) for server, pom in POMS.items()},
+    "kafka": kafka.fetch,
+    "sqs": elasticmq.fetch,
     "mysql": mysql.fetch,
 }
 
@@ -89,7 +91,8 @@ def may_install() -> bool:
 
 def install(packages: Sequence[str]) -> None:
     """Install these packages; see `may_install`."""
-    with _services_stay_stopped():
+    # another checkout that ended first would take the answer away, and Debian start the rest
+    with file_lock(_LOCK), _services_stay_stopped():
         _apt("update")
         _apt("install", "--yes", "--no-install-recommends", *packages)
     java.java.cache_clear()

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -18,19 +19,36 @@ from pathlib import Path
 from typing import ClassVar
 
 from tests.support.servers import ROOT, ServerError, UnavailableError
+from tests.support.waiting import DEADLINE_S
 
-STOP_TIMEOUT_S = 30.0
-MAX_PORTS = 3  # the most that one server takes
+MAX_PORTS = 4  # the most that one server takes
 #: From here on Linux lends ports to connections: one that is free now is a client's a moment later.
 LENT_PORTS = 32768
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
+
+
+#: Every checkout's: what its name begins with, and what all of them lock while they look for free ports.
+_DIRECTORIES = Path("/var/tmp/txbox-servers-")
+_PORTS_LOCK = Path(f"/var/tmp/txbox-ports-{os.geteuid()}.lock")
+_OWNER = re.compile(r"throwaway-\w+-(\d+)-\d+")
 
 
 def base_directory() -> Path:
     """The directory of this checkout's servers; another checkout or user has another one."""
     digest = hashlib.sha256(str(ROOT).encode()).hexdigest()[:10]
     user = f"-{os.geteuid()}" if os.geteuid() else ""
-    return Path("/var/tmp") / f"txbox-servers-{digest}{user}"
+    return Path(f"{_DIRECTORIES}{digest}{user}")
+
+
+def throwaway_name(kind: str, number: int) -> str:
+    """The name of a server that belongs to this process, and goes with it."""
+    return f"throwaway-{kind}-{os.getpid()}-{number}"
+
+
+def abandoned(directory: Path) -> bool:
+    """True for the directory of a throw-away server whose process has ended."""
+    owner = _OWNER.fullmatch(directory.name)
+    return owner is not None and not alive(int(owner[1]))
 
 
 def free_port(preferred: int, span: int = 1) -> int:
@@ -44,12 +62,14 @@ def free_port(preferred: int, span: int = 1) -> int:
 
 
 def _claimed_ports() -> set[int]:
-    """Ports of this checkout's servers, stopped ones too: they come back on the same port."""
+    """Ports of every checkout's servers, those too that are stopped or do not listen yet."""
     ports: set[int] = set()
-    for claim in base_directory().glob("*/port"):
+    for claim in _DIRECTORIES.parent.glob(f"{_DIRECTORIES.name}*/*/port"):
+        if abandoned(claim.parent):
+            continue
         try:
             first = int(claim.read_text())
-        except (OSError, ValueError):  # its server is being removed, or claims right now
+        except (OSError, ValueError):  # its server is being removed, or is another user's
             continue
         ports.update(range(first, first + MAX_PORTS))
     return ports
@@ -152,9 +172,9 @@ class ServerDirectory:
         else:
             kill(pid, self.stop_signal)
         if self._child is not None:
-            self._child.wait(STOP_TIMEOUT_S)
+            self._child.wait(DEADLINE_S)
             self._child = None
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + DEADLINE_S
         # its children too: what is left of one holds the shared memory, and the next server refuses to start
         while left := [each for each in ending if alive(each)]:
             if time.monotonic() > deadline:
@@ -195,7 +215,6 @@ class ServerProcess(ServerDirectory, ABC):
     ports: ClassVar[int] = 1  # `port` and those that follow it, at most MAX_PORTS
     accounts: ClassVar[tuple[str, ...]]
     not_ready: ClassVar[tuple[type[Exception], ...]]  # what `ping` raises until it answers
-    start_timeout_s: ClassVar[float] = 60.0
 
     def __init__(
         self, name: str, *, durable: bool = False, preferred_port: int | None = None
@@ -224,7 +243,8 @@ class ServerProcess(ServerDirectory, ABC):
 
     def environment(self) -> Mapping[str, str]:
         """The variables that the server and its tools see."""
-        return ENVIRONMENT
+        # MariaDB and MySQL delete every server's temporary tables from the directory for them when they start
+        return {**ENVIRONMENT, "TMPDIR": str(self.directory)}
 
     def start(self) -> str:
         """Start it, creating it first where needed; returns its version once it answers."""
@@ -280,8 +300,8 @@ class ServerProcess(ServerDirectory, ABC):
             return
         if self.directory.exists():  # an earlier start was killed half-way
             shutil.rmtree(self.directory)
-        with file_lock(base_directory() / "ports.lock"):
-            self.directory.mkdir(mode=0o700)
+        with file_lock(_PORTS_LOCK):
+            self.directory.mkdir(mode=0o700, parents=True)
             port = free_port(self.wanted_port, self.ports)
             (self.directory / "port").write_text(str(port))
         if account := self._account():
@@ -302,7 +322,7 @@ class ServerProcess(ServerDirectory, ABC):
 
     def wait_ready(self) -> str:
         """The second half of `start`: its version, once it answers."""
-        deadline = time.monotonic() + self.start_timeout_s
+        deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
                 return self.ping()
@@ -314,7 +334,7 @@ class ServerProcess(ServerDirectory, ABC):
                     ) from error
                 if time.monotonic() > deadline:
                     raise ServerError(
-                        f"{self.name} did not answer within {self.start_timeout_s:.0f} s; "
+                        f"{self.name} did not answer within {DEADLINE_S:.0f} s; "
                         f"the end of its log says: {self._log_end()}"
                     ) from error
             time.sleep(0.05)

@@ -6,12 +6,12 @@ import os
 import re
 import shutil
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.servers import ServerError, programs
 from tests.support.servers.process import ENVIRONMENT, ServerProcess
+from tests.support.waiting import eventually
 
 # Not the wrapper in /usr/sbin: that one is for root and the distribution's own node.
 _PATH = "/usr/lib/rabbitmq/bin:/usr/local/lib/rabbitmq/bin:/usr/local/bin"
@@ -29,7 +29,6 @@ class RabbitMQServer(ServerProcess):
     ports = 3  # AMQP, port mapper, distribution
     accounts = ("rabbitmq",)
     not_ready = (OSError,)
-    start_timeout_s = 120.0
 
     @property
     def url(self) -> str:
@@ -83,16 +82,13 @@ disk_free_limit.absolute = 50MB
 
     def _wait_until_listed(self, quorum_queue: str) -> None:
         entry = f"%2F_{quorum_queue}".encode()
-        deadline = time.monotonic() + 10
-        while not any(
-            entry in path.read_bytes()
-            for path in self.directory.glob("mnesia/*/quorum/*/names.dets")
-        ):
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"{self.name} has not written quorum queue {quorum_queue} in 10 s"
-                )
-            time.sleep(0.02)
+        eventually(
+            lambda: any(
+                entry in path.read_bytes()
+                for path in self.directory.glob("mnesia/*/quorum/*/names.dets")
+            ),
+            f"{quorum_queue} in the list of quorum queues",
+        )
 
     def ping(self) -> str:
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:

@@ -24,7 +24,6 @@ class ConnectServer(ServerProcess):
     preferred_port = 29083
     accounts = ("nobody",)
     not_ready = (OSError, http.client.HTTPException, ConnectionError)
-    start_timeout_s = 120.0
 
     def __init__(self, name: str, worker: Mapping[str, str], connector: Mapping[str, str]) -> None:
         super().__init__(name)

@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.servers import java
-from tests.support.servers.process import ServerProcess
+from tests.support.servers.process import throwaway_name
 
 POM = Path(__file__).with_name("pom.xml")
 
 
-class ElasticMQServer(ServerProcess):
+def fetch() -> bool:
+    """Fetch ElasticMQ, unless it is here; True when it was fetched."""
+    fetched = java.fetch(POM)
+    return java.share_classes(ElasticMQServer(throwaway_name("sqs", 0))) or fetched
+
+
+class ElasticMQServer(java.JavaServer):
     """Takes any credentials and any region."""
 
     preferred_port = 29624
-    accounts = ("nobody",)
     not_ready = (OSError, http.client.HTTPException)
-    start_timeout_s = 120.0
+    pom, heap = POM, "128m"
 
     @property
     def url(self) -> str:
@@ -37,13 +42,8 @@ messages-storage {{
 """
         )
 
-    def command(self) -> Sequence[str | Path]:
-        return java.command(
-            POM,
-            f"-Dconfig.file={self.directory}/elasticmq.conf",
-            "org.elasticmq.server.Main",
-            heap="128m",
-        )
+    def arguments(self) -> Sequence[str | Path]:
+        return [f"-Dconfig.file={self.directory}/elasticmq.conf", "org.elasticmq.server.Main"]
 
     def ping(self) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,20 +12,25 @@ import confluent_kafka
 from confluent_kafka.admin import AdminClient
 
 from tests.support.servers import java
-from tests.support.servers.process import ServerProcess
+from tests.support.servers.process import file_lock, throwaway_name
 
 POM = Path(__file__).with_name("pom.xml")
 _CLUSTER_ID = "dHhib3gtdGVzdHMtMDAwMA"
 
 
-class KafkaServer(ServerProcess):
+def fetch() -> bool:
+    """Fetch Kafka, unless it is here; True when it was fetched."""
+    fetched = java.fetch(POM)
+    return java.share_classes(KafkaServer(throwaway_name("kafka", 0))) or fetched
+
+
+class KafkaServer(java.JavaServer):
     """Node 1 alone; or, with `join`, one node of a cluster, and copies of everything on three."""
 
     preferred_port = 29392
     ports = 2  # clients, controllers
-    accounts = ("nobody",)
     not_ready = (confluent_kafka.KafkaException, ConnectionError)
-    start_timeout_s = 120.0
+    pom, heap = POM, "512m"
 
     def __init__(self, name: str, *, preferred_port: int | None = None) -> None:
         super().__init__(name, preferred_port=preferred_port)
@@ -51,12 +59,25 @@ class KafkaServer(ServerProcess):
         settings = self.directory / "server.properties"
         lines = [f"{name}={value}\n" for name, value in self._settings().items()]
         settings.write_text("".join(lines))
+        data, kept = self.directory / "data", java.jars(POM).with_suffix(".formatted")
+        if kept.exists():
+            # what formatting writes, which takes a Java of its own; only the names of node and directory differ
+            self.run("cp", "-r", kept, data)
+            names = data / "meta.properties"
+            text = re.sub(r"(?m)^node\.id=.*", f"node.id={self.node}", names.read_text())
+            own = secrets.token_urlsafe(16)
+            names.write_text(re.sub(r"(?m)^directory\.id=.*", f"directory.id={own}", text))
+            return
         self.run(
             *java.command(POM, "kafka.tools.StorageTool", heap="256m"),
             "format",
             "--cluster-id", _CLUSTER_ID,
             "--config", settings,
         )  # fmt: skip
+        with file_lock(kept.with_suffix(".lock")):
+            if not kept.exists():
+                shutil.copytree(data, part := kept.with_suffix(".part"))
+                part.rename(kept)
 
     def _settings(self) -> dict[str, str | int | Path]:
         voters = self._voters or {self.node: self.controller_port}
@@ -94,14 +115,9 @@ class KafkaServer(ServerProcess):
             "broker.heartbeat.interval.ms": 500,
         }
 
-    def command(self) -> Sequence[str | Path]:
-        return java.command(
-            POM,
-            "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
-            "kafka.Kafka",
-            self.directory / "server.properties",
-            heap="512m",
-        )
+    def arguments(self) -> Sequence[str | Path]:
+        log = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
+        return [log, "kafka.Kafka", self.directory / "server.properties"]
 
     def ping(self) -> str:
         admin = AdminClient(
