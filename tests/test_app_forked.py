@@ -86,7 +86,7 @@ def test_a_lock_that_a_thread_holds_at_the_fork_is_free_in_a_child(shop: Shop, l
         done: list[Outcome] = []
         thread = threading.Thread(target=lambda: done.append(shop.deliver(paid("a"))), daemon=True)
         thread.start()
-        thread.join(10)
+        thread.join(DEADLINE_S)
         return done == [Outcome.PROCESSED]
 
     with held:

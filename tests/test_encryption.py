@@ -15,6 +15,7 @@ from tests.store.test_codec import everything
 from tests.support.command import Command
 from tests.support.recording import Recorder
 from tests.support.shop import AT_ONCE, Shop, opened, paid
+from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Inbox, Message, Outcome, Reject, RelayPolicy
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.encryption import AesGcm, new_key
@@ -119,7 +120,7 @@ except txbox.ConfigurationError as error:
 else:
     raise AssertionError
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)
 
 
 # -- through the tables ----------------------------------------------------------------------------

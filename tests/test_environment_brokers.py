@@ -22,10 +22,9 @@ from tests.support.servers.control import (
     ThrowawayRabbitMQ,
     ThrowawayRedis,
 )
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.brokers
-
-DEADLINE_S = 30.0
 
 
 def _create_topic(bootstrap: str) -> None:

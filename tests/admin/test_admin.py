@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.backlog import fill
 from tests.support.databases import FreshDatabase, Raw
+from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Headers, Message, Outcome, Reject
 from txbox.admin import Admin, InboxFilter, QuarantineFilter, views
 from txbox.admin.tables import INBOX, QUARANTINE
@@ -347,7 +348,7 @@ def test_a_replay_beside_a_live_copy_makes_its_effect_once(
     def slow(tx: Any, consumer: str, message: Message[Any]) -> None:
         plain(tx, consumer, message)
         entered.set()
-        assert proceed.wait(20)
+        assert proceed.wait(DEADLINE_S)
 
     shop.effect = slow  # type: ignore[method-assign]
     answers: list[Any] = []
@@ -355,12 +356,12 @@ def test_a_replay_beside_a_live_copy_makes_its_effect_once(
         target=lambda: answers.append(Admin(shop.app).replay(InboxFilter(consumer="billing")))
     )
     replay.start()
-    assert entered.wait(20)
+    assert entered.wait(DEADLINE_S)
     copy = threading.Thread(target=lambda: answers.append(shop.deliver("a")))
     copy.start()
     proceed.set()
-    replay.join(30)
-    copy.join(30)
+    replay.join(DEADLINE_S)
+    copy.join(DEADLINE_S)
     outcomes = [answer for answer in answers if isinstance(answer, list)]
     assert outcomes == [[Outcome.DUPLICATE]]
     assert effects(raw(database.url)) == ["a", "a"]
@@ -375,16 +376,16 @@ def test_retry_beside_live_copies_makes_each_effect_once(
     started, outcomes = threading.Barrier(4), list[Outcome]()
 
     def copies() -> None:
-        started.wait(20)
+        started.wait(DEADLINE_S)
         outcomes.extend(shop.deliver(*ids))
 
     threads = [threading.Thread(target=copies) for _ in range(3)]
     for thread in threads:
         thread.start()
-    started.wait(20)
+    started.wait(DEADLINE_S)
     retried = Admin(shop.app).retry(InboxFilter(consumer="billing")).count
     for thread in threads:
-        thread.join(60)
+        thread.join(DEADLINE_S)
     # a copy never runs a handler here: dead is final, and a retried row is the table's
     assert set(outcomes) <= {Outcome.DUPLICATE, Outcome.DEFERRED}
     retried += Admin(shop.app).retry(InboxFilter(consumer="billing")).count

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.databases import NewDatabase
 from tests.support.shop import CONSUMER, Shop, opened, paid, shop
+from tests.support.waiting import DEADLINE_S
 from txbox import ConfigurationError, Headers, Message, Outcome, RetryPolicy
 from txbox.admin import Admin, InboxFilter, MessageChanged, QuarantineFilter
 from txbox.events import RowsChanged
@@ -108,7 +109,7 @@ def test_of_two_who_expect_a_version_one_edits_it(shop: Shop, admin: Admin) -> N
     def edit(cents: int) -> str:
         with Admin(shop.url) as mine:
             mine.schema()
-            together.wait(20)
+            together.wait(DEADLINE_S)
             try:
                 mine.edit(CONSUMER, "m1", payload=b'{"cents": %d}' % cents, expected=version)
             except ConfigurationError as error:

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.support.databases import Raw
 from tests.support.recording import Recorder
+from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Message, Outbox, Outgoing, RelayPolicy, RetryPolicy
 from txbox.admin import Admin, OutboxFilter
 from txbox.errors import BrokerError, MessageRefused
@@ -242,18 +243,18 @@ def test_a_message_that_is_being_published_is_left_to_its_relay(
 
     def answer(message: Message[Any]) -> None:
         publishing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(DEADLINE_S)
 
     broker = Recorder(answer)
     with App(database_url) as app, Admin(database_url) as admin:
         app.publish(broker)
         thread = threading.Thread(target=relayed, args=(app,))
         thread.start()
-        assert publishing.wait(20)
+        assert publishing.wait(DEADLINE_S)
         assert admin.discard(OutboxFilter(message_id=staged)).count == 0
         assert admin.retry(OutboxFilter(message_id=staged)).count == 0
         go_on.set()
-        thread.join(20)
+        thread.join(DEADLINE_S)
         assert not admin.list(OutboxFilter())
     assert len(broker.sent) == 1
 
@@ -414,7 +415,7 @@ def test_the_commands_from_a_dead_message_to_its_redrive(
             [sys.executable, "-m", "txbox", *words],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT), "SHOP_URL": sqlite_url, "TXBOX_APP": "shop:app", **env},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
         assert done.returncode == code, (done.stdout, done.stderr)
         return done.stdout + done.stderr

@@ -21,7 +21,7 @@ from tests.support.databases import NewDatabase, representatives
 from tests.support.proxy import Proxy
 from tests.support.servers import ROOT
 from tests.support.servers.control import ThrowawayKafka
-from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.waiting import DEADLINE_S, eventually, room
 from tests.support.warm import Warm
 from txbox import Outbox
 
@@ -31,9 +31,9 @@ FIXTURES = {
     "rabbitmq": "rabbitmq_url", "sqs": "sqs_url", "nats": "nats_url", "redis": "redis_url"
 }  # fmt: skip
 GRACE_S = 5.0
-# beside a grace: the start of a signal handler and the end of a process, on a busy machine
+# beside a grace: the start of a signal handler and the end of a process
 SLACK_S = 1.5
-LATE_S = 4.0
+LATE_S = 3.0
 
 
 class Run:
@@ -129,7 +129,7 @@ def test_a_broker_that_hangs_does_not_outlast_the_grace(
                 "the relay's lease",
             )
             took_s, code = run.drained()
-            assert took_s < GRACE_S + LATE_S, run.lines
+            assert took_s < GRACE_S + room(LATE_S), run.lines
             cut_off = [line for line in run.lines if "cut off after its grace of 5 s" in line]
             assert (code, len(cut_off)) in ((0, 0), (1, 1)), run.lines
 
@@ -148,7 +148,7 @@ def test_a_database_that_hangs_does_not_outlast_the_grace(
         proxy.hang()
         took_s, code = run.drained()
         assert code == 1
-        assert GRACE_S - SLACK_S < took_s < GRACE_S + LATE_S, run.lines
+        assert GRACE_S - SLACK_S < took_s < GRACE_S + room(LATE_S), run.lines
         (line,) = [line for line in run.lines if "cut off" in line]
         assert "grace of 5 s: " in line
         assert "the database postgresql://" in line or "the database mysql://" in line
@@ -165,7 +165,7 @@ def test_several_processes_end_within_the_grace(postgresql_url: str, tmp_path: P
         proxy.hang()
         took_s, code = run.drained()
         assert code == 1
-        assert took_s < GRACE_S + LATE_S, run.lines
+        assert took_s < GRACE_S + room(LATE_S), run.lines
 
 
 def test_a_relay_ends_within_its_grace(redis_url: str, postgresql_url: str, tmp_path: Path) -> None:
@@ -179,13 +179,9 @@ def test_a_relay_ends_within_its_grace(redis_url: str, postgresql_url: str, tmp_
             with tx.transaction():
                 Outbox().stage(tx, rig.topic, "{}")
             with Run(tmp_path, plan, "--grace", "2s", verb="relay") as run:
-                eventually(
-                    lambda: tx.execute(
-                        "SELECT id FROM txbox_outbox WHERE token IS NOT NULL"
-                    ).fetchall(),
-                    "the relay's lease",
-                )
+                # leased, and on its way
+                assert proxy.hung.wait(DEADLINE_S)
                 took_s, code = run.drained()
         assert code == 1
-        assert took_s < 2 + LATE_S, run.lines
+        assert took_s < 2 + room(LATE_S), run.lines
         assert "The relay to redis:" in "".join(run.lines)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.servers import ROOT
 from tests.support.shop import CONSUMER, TOPIC, Shop, quarantined
 from tests.support.sources import event_line, write_events
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
@@ -429,5 +429,5 @@ sys.exit(Worker(app, once=True).run())
         process.stdin.write(event_line("b").encode()[30:].strip())
         process.stdin.close()
         assert process.stdout.readline() == b"/test b\n"
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_S) == 0
     assert raw(sqlite_url).value("SELECT count(*) FROM txbox_job WHERE name LIKE 'file:%'") == 0

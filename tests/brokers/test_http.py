@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.proxy import closed_port
 from tests.support.webhook.senders import STANDARD_SECRET, Endpoint, serving
 from txbox import App, Message, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers import http as publisher_module
@@ -248,11 +249,10 @@ def test_what_hangs_past_its_bound_ends_no_relay(monkeypatch: pytest.MonkeyPatch
 
 
 def test_who_cannot_be_connected_to_is_unavailable() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    for address in (f"http://127.0.0.1:{port}/", "http://nowhere.invalid/"):
-        with pytest.raises(BrokerUnavailable):
-            answers(Http(address, private=True), message())
+    with closed_port() as port:
+        for address in (f"http://127.0.0.1:{port}/", "http://nowhere.invalid/"):
+            with pytest.raises(BrokerUnavailable):
+                answers(Http(address, private=True), message())
 
 
 @pytest.mark.parametrize(
@@ -418,9 +418,10 @@ def test_refused_messages_are_dead_with_what_was_answered(tmp_path: Path) -> Non
 
 def test_an_endpoint_that_is_away_pauses_the_relay_and_costs_no_attempt(tmp_path: Path) -> None:
     path = tmp_path / "sender.db"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with relayed(path, Http(f"http://127.0.0.1:{port}/", private=True)) as (app, events, relay):
+    with (
+        closed_port() as port,
+        relayed(path, Http(f"http://127.0.0.1:{port}/", private=True)) as (app, events, relay),
+    ):
         stage(app, path, b"1", b"2")
         relay.turn()
         assert [row[:2] for row in due(path)] == [(0, "pending")] * 2

@@ -18,7 +18,7 @@ from tests.support.brokers.kafka import Nothing, committed, new_topic, produce
 from tests.support.databases import Raw
 from tests.support.servers import server_urls
 from tests.support.shop import AT_ONCE, CONSUMER, add_effect, create_effects
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.base import Anchor, Delivery
@@ -250,7 +250,7 @@ def test_offsets_that_an_operator_sets_forward_stay(kafka_bootstrap: str, sqlite
     shop.produce(5, 10)
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
     skipped = ConsumerGroupTopicPartitions(shop.group, [TopicPartition(shop.topic, 0, 8)])
-    admin.alter_consumer_group_offsets([skipped])[shop.group].result(20)
+    admin.alter_consumer_group_offsets([skipped])[shop.group].result(DEADLINE_S)
     with shop.runs():
         shop.has_committed(10)
     assert set(shop.effects()) == {0, 1, 2, 3, 4, 8, 9}
@@ -338,7 +338,7 @@ def test_two_writers_never_move_an_anchor_back(database_url: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(DEADLINE_S)
     for each in range(2):
         assert seen[each] == sorted(seen[each])
     final = stores[1].read(names)
@@ -452,7 +452,7 @@ def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
         source.settle(after)
     assert list(progress.positions.values()) == [10]
     consumer = Consumer({"bootstrap.servers": kafka_bootstrap, "group.id": group})
-    (positions,) = consumer.committed([TopicPartition(topic, 0)], timeout=20)
+    (positions,) = consumer.committed([TopicPartition(topic, 0)], timeout=DEADLINE_S)
     consumer.close()
     assert positions.offset == 10
     mark, _, floor = str(positions.metadata).rpartition(" ")

@@ -26,7 +26,7 @@ from tests.support.brokers.kafka import (
 from tests.support.databases import Raw
 from tests.support.servers.control import ThrowawayKafka
 from tests.support.shop import create_effects, statuses
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 pytestmark = pytest.mark.brokers
 
@@ -96,7 +96,7 @@ def test_kafka_rebalance_mid_batch(
         leaves.send_signal(signal.SIGTERM)
         load.more()
         each_once(database, range(load.produced))
-        assert leaves.wait(20) == 0
+        assert leaves.wait(DEADLINE_S) == 0
         eventually(lambda: lag(bootstrap, group_id, topic, 6) == 0, "all is committed")
     assert statuses(database) == {"processed": load.produced}
     assert set(notes(database).values()) == {1}
@@ -174,7 +174,7 @@ def test_a_killed_worker_loses_and_doubles_nothing(
         "options": {"group.instance.id": group_id},
     }  # fmt: skip
     with service(plan, tmp_path / "1", (point, 2)) as process:
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
     with service(plan, tmp_path / "2"):
         each_once(database, range(30))
         eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 30, "the commit")

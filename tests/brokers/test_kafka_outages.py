@@ -28,7 +28,7 @@ from tests.support.brokers.kafka import (
 from tests.support.databases import Raw
 from tests.support.servers.control import ThrowawayKafka, ThrowawayKafkaCluster, ThrowawayPostgres
 from tests.support.shop import create_effects, statuses
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App
 
 pytestmark = pytest.mark.brokers
@@ -54,7 +54,7 @@ def feeding(bootstrap: str, topic: str, pause_s: float = 0.1) -> Iterator[list[i
         yield fed
     finally:
         enough.set()
-        thread.join(60)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
 
 
@@ -94,7 +94,7 @@ def test_a_database_that_is_away_costs_neither_messages_nor_membership(
                     (0, None)
                 ]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(DEADLINE_S) == 0
     moved = said(output, *_MOVED)
     assert [line.split()[0] for line in moved] == ["on_assign", "on_revoke"], moved  # start and end
     assert "ConsumptionResumed" in output.read_text()
@@ -144,7 +144,7 @@ def test_a_drained_worker_has_committed_what_is_settled_and_nothing_else(
     with service(plan, one) as process:
         eventually(lambda: len(handled(one)) > 10, "work")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0
     assert 10 < len(notes(database)) < 60
     # settled: processed, or stored with its payload and waiting in the table
     settled = database.value(

@@ -26,7 +26,7 @@ from tests.support.brokers.publisher_conformance import (
 from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.kafka import KafkaRig
 from tests.support.servers.control import ThrowawayKafka, ThrowawayKafkaCluster
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Message
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka.publisher import _Batch
@@ -128,7 +128,7 @@ def test_too_few_replicas_fail_their_message_alone(
 def new_topic(bootstrap: str, topic: str, config: dict[str, str], copies: int = 1) -> None:
     admin = AdminClient({"bootstrap.servers": bootstrap})
     made = admin.create_topics([NewTopic(topic, 1, copies, config=config)])
-    made[topic].result(20)
+    made[topic].result(DEADLINE_S)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tests.support.brokers.kafka import (
 from tests.support.databases import NewDatabase, Raw
 from tests.support.servers import ROOT
 from tests.support.shop import CONSUMER, add_effect, create_effects, quarantined, statuses
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.kafka import Kafka
@@ -59,7 +59,7 @@ def test_operator_replays_topic(
         each_once(database, range(20))
         eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 20, "the commit")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0
     rewind(kafka_bootstrap, group_id, topic)
     produce(kafka_bootstrap, topic, ["after"])
     with service(plan, two):
@@ -289,8 +289,8 @@ def test_the_example(kafka_bootstrap: str, tmp_path: Path, new_database: NewData
         return subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment)
 
     example = str(ROOT / "examples" / "kafka_service.py")
-    assert command(example, "declare").wait(30) == 0
-    assert command(example, "publish", "3").wait(30) == 0
+    assert command(example, "declare").wait(DEADLINE_S) == 0
+    assert command(example, "publish", "3").wait(DEADLINE_S) == 0
     running_service = command("-m", "txbox", "run", "kafka_service:app")
     try:
         with Raw(url) as raw:
@@ -298,12 +298,12 @@ def test_the_example(kafka_bootstrap: str, tmp_path: Path, new_database: NewData
             # every order was published twice
             eventually(lambda: _all_committed(kafka_bootstrap, topic), "the commit")
             running_service.terminate()
-            assert running_service.wait(30) == 0
+            assert running_service.wait(DEADLINE_S) == 0
             assert raw.rows("SELECT * FROM booking ORDER BY 1") == [(1, 10), (2, 20), (3, 30)]
             assert statuses(raw) == {"processed": 3}
     finally:
         running_service.kill()
-        running_service.wait(30)
+        running_service.wait(DEADLINE_S)
 
 
 def _all_committed(bootstrap: str, topic: str) -> bool:

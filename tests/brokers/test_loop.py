@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.support.waiting import DEADLINE_S
 from txbox.brokers.loop import EventLoop
 
 
@@ -46,7 +47,7 @@ async def started(ended: list[str], tasks: list[asyncio.Task[None]]) -> None:
 
 def test_a_call_runs_in_the_thread_of_the_loop() -> None:
     loop = EventLoop("txbox-a-loop")
-    assert loop.call(answer(), 5) == "txbox-a-loop"
+    assert loop.call(answer(), DEADLINE_S) == "txbox-a-loop"
     loop.close()
     assert "txbox-a-loop" not in {thread.name for thread in threading.enumerate()}
 
@@ -57,9 +58,9 @@ def test_what_takes_longer_is_cancelled() -> None:
         loop.call(forever(), 0.05)
     before = time.monotonic()
     with pytest.raises(TimeoutError):
-        loop.call(stubborn(), 0.05, clean_up_s=5)
+        loop.call(stubborn(), 0.05, clean_up_s=DEADLINE_S)
     assert time.monotonic() - before >= 0.2, "it was waited for"
-    assert loop.call(answer(), 5)
+    assert loop.call(answer(), DEADLINE_S)
     loop.close()
 
 

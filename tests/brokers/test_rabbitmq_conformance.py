@@ -13,7 +13,7 @@ from tests.support.brokers.rigs import Note, Rig
 from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
 from tests.support.servers.control import ThrowawayRabbitMQ
 from tests.support.shop import Shop
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 
 pytestmark = pytest.mark.brokers
@@ -39,7 +39,7 @@ class TestRabbitMQ(SourceConformance):
     def test_a_slow_handler_runs_once(self, impatient_rig: Rig, shop: Shop) -> None:
         """Nothing extends a delivery here: the server closes its channel, and delivers it again."""
         go = threading.Event()
-        watched = service(shop, impatient_rig, lambda _: go.wait(30))
+        watched = service(shop, impatient_rig, lambda _: go.wait(DEADLINE_S))
         impatient_rig.publish(Note("m1"))
         with running(worker(shop.app)) as codes:
             eventually(lambda: len(watched.received) >= 2 and watched.received[-1].redelivered)

@@ -27,7 +27,7 @@ from tests.support.databases import NewDatabase, Raw
 from tests.support.servers import ROOT
 from tests.support.servers.control import ThrowawayRabbitMQ
 from tests.support.shop import quarantined, statuses
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.events import ConsumptionPaused
@@ -117,21 +117,21 @@ def test_the_example(rabbitmq_url: str, new_database: NewDatabase, tmp_path: Pat
         return subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment)
 
     example = str(ROOT / "examples" / "rabbitmq_service.py")
-    assert command(example, "declare").wait(30) == 0
-    assert command("-m", "txbox", "init").wait(30) == 0
-    assert command(example, "publish", "3").wait(30) == 0
+    assert command(example, "declare").wait(DEADLINE_S) == 0
+    assert command("-m", "txbox", "init").wait(DEADLINE_S) == 0
+    assert command(example, "publish", "3").wait(DEADLINE_S) == 0
     service = command("-m", "txbox", "run", "rabbitmq_service:app")
     try:
         with Raw(url) as raw:
             eventually(lambda: raw.value("SELECT count(*) FROM ledger") >= 3)
             eventually(lambda: left(rabbitmq_url, queue) == 0)
             service.terminate()
-            assert service.wait(30) == 0
+            assert service.wait(DEADLINE_S) == 0
             assert raw.rows("SELECT * FROM ledger ORDER BY 1") == [(1, 10), (2, 20), (3, 30)]
             assert statuses(raw) == {"processed": 3}
     finally:
         service.kill()
-        service.wait(30)
+        service.wait(DEADLINE_S)
     # what the drained service had not acknowledged would be back by now
     assert left(rabbitmq_url, queue) == 0
     on_server(rabbitmq_url, lambda channel: channel.queue_delete(queue))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.scenarios.test_real_input import EVENTS, FILE
+from tests.support.proxy import closed_port
 from tests.support.shop import CONSUMER, TOPIC, Shop, opened, quarantined, statuses
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.webhook.senders import (
     SECRET,
     STANDARD_SECRET,
@@ -140,11 +141,11 @@ def test_unverified_requests_are_not_counted_as_in_flight(lite: Shop) -> None:
 
 
 def _connected(endpoint: Endpoint) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", endpoint.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", endpoint.port), timeout=DEADLINE_S)
 
 
 def _raw(endpoint: Endpoint, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=DEADLINE_S) as connection:
         connection.sendall(request)
         return connection.recv(4096)
 
@@ -279,7 +280,7 @@ def test_in_progress_elsewhere_is_503(postgresql_url: str) -> None:
 
     def hold(*_: Any) -> None:
         entered.set()
-        assert go.wait(20)
+        assert go.wait(DEADLINE_S)
 
     with opened(postgresql_url, limits=Limits(lock_timeout=timedelta(seconds=0.2))) as shop:
         shop.handler(hold)
@@ -289,11 +290,11 @@ def test_in_progress_elsewhere_is_503(postgresql_url: str) -> None:
                 target=lambda: texts.append(endpoint.post(github("d1", BODY), BODY).text)
             )
             first.start()
-            assert entered.wait(20)
+            assert entered.wait(DEADLINE_S)
             second = endpoint.post(github("d1", BODY), BODY)
             assert (second.status, second.headers["retry-after"]) == (503, "7")
             go.set()
-            first.join(20)
+            first.join(DEADLINE_S)
             assert texts == ["processed"]
             assert endpoint.post(github("d1", BODY), BODY).text == "duplicate"
         assert shop.effects() == 1
@@ -301,7 +302,7 @@ def test_in_progress_elsewhere_is_503(postgresql_url: str) -> None:
 
 def test_what_takes_too_long_goes_on_and_is_a_duplicate_then(lite: Shop) -> None:
     go = threading.Event()
-    lite.handler(lambda *_: go.wait(20))
+    lite.handler(lambda *_: go.wait(DEADLINE_S))
     with serving(hook(lite, answer_within=timedelta(seconds=0.3))) as endpoint:
         assert endpoint.post(github("d1", BODY), BODY).status == 503
         go.set()
@@ -311,10 +312,11 @@ def test_what_takes_too_long_goes_on_and_is_a_duplicate_then(lite: Shop) -> None
 
 
 def test_an_unreachable_database_is_503() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    url = f"postgresql://nobody@127.0.0.1:{port}/nothing"
-    with App(url, limits=Limits(unavailable_for=timedelta(seconds=0.1))) as app:
+    limits = Limits(unavailable_for=timedelta(seconds=0.1))
+    with (
+        closed_port() as port,
+        App(f"postgresql://nobody@127.0.0.1:{port}/nothing", limits=limits) as app,
+    ):
         app.handler(TOPIC, consumer=CONSUMER)(lambda message, tx: None)
         application = Webhook(app.process_async, topic=TOPIC, verify=GitHub(SECRET))
         with serving(application) as endpoint:
@@ -357,7 +359,7 @@ def test_a_sender_that_hangs_up_does_not_stop_the_transaction(lite: Shop) -> Non
 
     def hold(*_: Any) -> None:
         entered.set()
-        assert go.wait(20)
+        assert go.wait(DEADLINE_S)
 
     lite.handler(hold)
     with serving(hook(lite)) as endpoint:
@@ -365,7 +367,7 @@ def test_a_sender_that_hangs_up_does_not_stop_the_transaction(lite: Shop) -> Non
         request = f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(BODY)}\r\n{headers}\r\n"
         with socket.create_connection(("127.0.0.1", endpoint.port)) as connection:
             connection.sendall(request.encode() + BODY)
-            assert entered.wait(20)
+            assert entered.wait(DEADLINE_S)
         go.set()
         eventually(lambda: statuses(lite.raw) == {"processed": 1})
 

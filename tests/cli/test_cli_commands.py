@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.databases import FreshDatabase, Raw
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
 from txbox.cli import main, make_parser
 
@@ -200,7 +201,9 @@ def test_prune_rescue_and_maintain(shop: Command, view: Raw) -> None:
     shop("run", "--once", code=1)
     assert shop("prune", "--dry-run", "--json").json["rows"] == 0
     before = snapshot(view)
-    _until(lambda: shop("prune", "--older-than", "1ms", "--dry-run", "--json").json["rows"] == 5)
+    eventually(
+        lambda: shop("prune", "--older-than", "1ms", "--dry-run", "--json").json["rows"] == 5
+    )
     assert "add --yes to delete 5 messages" in shop("prune", "--older-than", "1ms", code=2).sentence
     assert snapshot(view) == before
     assert (
@@ -219,12 +222,6 @@ def test_prune_rescue_and_maintain(shop: Command, view: Raw) -> None:
     jobs = shop("maintain", "--once", "--json").json["jobs"]
     assert {job["job"] for job in jobs} >= {"rescue", "prune"}
     assert "prune" in shop("maintain", "--once").out
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def test_list_pages_and_quarantine(shop: Command) -> None:
@@ -313,9 +310,9 @@ def test_maintain_runs_until_it_is_told_to_stop(command: Command, sqlite_url: st
     )  # fmt: skip
     with Raw(sqlite_url) as view:
         # its first round has begun once the job has a row, and signals are caught before that
-        _until(lambda: view.value("SELECT count(*) FROM txbox_job WHERE name = 'prune'") == 1)
+        eventually(lambda: view.value("SELECT count(*) FROM txbox_job WHERE name = 'prune'") == 1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(DEADLINE_S) == 0
 
 
 _EVERY_COMMAND_AS_JSON = (
@@ -369,7 +366,7 @@ def in_a_terminal(
     )  # fmt: skip
     os.close(child)
     shown = b""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         ready, _, _ = select.select([main], [], [], 0.5)
         if ready:
@@ -383,7 +380,7 @@ def in_a_terminal(
             if answer and b"[y/N]" in shown:
                 os.write(main, answer)
                 answer = b""
-    process.wait(20)
+    process.wait(DEADLINE_S)
     os.close(main)
     return shown.decode()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
+from tests.support.waiting import DEADLINE_S
 
 #: What bash does at TAB: the function that `complete` has registered, with the words so far.
 _TAB = """
@@ -44,7 +45,7 @@ def _tab(script: Path, *words: str) -> set[str]:
     )
     done = subprocess.run(
         ["bash", "--norc", "--noprofile", "-u", "-c", asked],
-        cwd=script.parent, capture_output=True, text=True, timeout=60, check=False,
+        cwd=script.parent, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -68,7 +69,7 @@ def test_zsh_reads_the_script(command: Command) -> None:
     assert written.startswith("#compdef txbox\n")
     command.file("_txbox", written)
     if zsh := shutil.which("zsh"):
-        subprocess.run([zsh, "-n", "_txbox"], cwd=command.directory, check=True, timeout=60)
+        subprocess.run([zsh, "-n", "_txbox"], cwd=command.directory, check=True, timeout=DEADLINE_S)
 
 
 def test_without_shtab_it_says_what_to_install(command: Command) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.command import SHOP, Command
 from tests.support.databases import NewDatabase, Raw
+from tests.support.waiting import DEADLINE_S
 from txbox import Outbox
 from txbox.cli import _PROGRAM, make_parser, run
 from txbox.store.schema import VERSION
@@ -245,6 +246,6 @@ def test_a_child_does_not_import_a_module_of_the_working_directory(tmp_path: Pat
     args = make_parser().parse_args(words, Namespace(program=_PROGRAM))
     child = [*run._child(args), "--help"]
     done = subprocess.run(
-        child, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        child, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,6 +12,7 @@ import urllib.request
 import pytest
 
 from tests.support.command import Command
+from tests.support.waiting import DEADLINE_S
 
 TOKEN = "a-token-of-the-tests-that-is-long-enough"
 
@@ -40,10 +41,10 @@ def test_it_serves_until_it_is_told_to_end(command: Command, sqlite_url: str) ->
         found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         assert found
         asked = urllib.request.Request(found[0], headers={"Authorization": f"Bearer {TOKEN}"})
-        with urllib.request.urlopen(asked, timeout=20) as answer:
+        with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
             assert "Overview" in answer.read().decode()
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            urllib.request.urlopen(found[0], timeout=20)
+            urllib.request.urlopen(found[0], timeout=DEADLINE_S)
         refused.value.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.databases import Raw
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
 from txbox.admin.activity import Rates, Snapshot, WorkerStatus
 from txbox.cli import workers
@@ -87,7 +87,7 @@ def test_workers_and_top_of_a_service_that_runs(shop: Command) -> None:
             eventually(lambda: shop("workers", "--json").json["workers"][0]["paused"])
         finally:
             service.send_signal(signal.SIGTERM)
-            assert service.wait(60) == 0
+            assert service.wait(DEADLINE_S) == 0
     assert shop("workers").out.startswith("No process of `txbox run`")
 
 
@@ -113,10 +113,10 @@ def test_top_ends_cleanly_on_ctrl_c_and_gives_the_terminal_back(shop: Command) -
         # a second look: it is on the screen
         eventually(lambda: seen.count(b"txbox top") > 1)
         top.send_signal(signal.SIGINT)
-        assert top.wait(60) == 0
+        assert top.wait(DEADLINE_S) == 0
         assert top.stderr is not None
         assert top.stderr.read() == b""
-        reader.join(60)
+        reader.join(DEADLINE_S)
     os.close(main)
     assert seen.startswith(b"\x1b[?1049h\x1b[?25l")
     assert seen.endswith(b"\x1b[?25h\x1b[?1049l")

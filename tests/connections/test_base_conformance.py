@@ -13,15 +13,13 @@ import pytest
 from tests.support.connections import KINDS, Given, Held, Kind, statement
 from tests.support.databases import Raw
 from tests.support.tidying import SESSIONS
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox.errors import Fault, StoreError
 from txbox.session import Raised, Session, Statement, drive, drive_async
 from txbox.store import jobs
 from txbox.store.dialect import as_time
 
 pytestmark = pytest.mark.every_database
-
-DEADLINE_S = 15.0
 
 
 def every(*, dialects: tuple[str, ...] = ("postgresql", "mysql", "sqlite")) -> pytest.MarkDecorator:

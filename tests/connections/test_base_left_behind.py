@@ -18,7 +18,7 @@ from tests.connections.test_base_processing import Service, row
 from tests.support.connections import Given
 from tests.support.databases import Raw
 from tests.support.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Message, Outcome
 from txbox.connections import asyncpg as asyncpg_adapter
 from txbox.connections import base, libpq
@@ -139,7 +139,7 @@ def _delivered(shop: Shop, own_id: str, is_async: bool) -> Outcome:
 
     thread = threading.Thread(target=deliver, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(DEADLINE_S)
     assert outcomes, "it hangs"
     return outcomes[0]
 

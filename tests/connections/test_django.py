@@ -14,6 +14,7 @@ from django.db import connections, transaction
 
 from tests.support.databases import Raw, names
 from tests.support.django_project import configured
+from tests.support.waiting import DEADLINE_S
 from txbox import App, Inbox, Message, Outcome
 from txbox.admin import Admin
 from txbox.connections.django import open_alias
@@ -291,7 +292,7 @@ def test_each_thread_has_a_connection_of_its_own(
     lanes = [threading.Thread(target=lane, args=(str(each),)) for each in range(2)]
     for thread in lanes:
         thread.start()
-        thread.join(30)
+        thread.join(DEADLINE_S)
     assert ids(shared_url(product), number) == [0, 1]
     assert len({id(each) for each in used}) == 2
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from tests.support.blocked import acquired, released
 from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
 from tests.support.tidying import LOCK_WAITS
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox.connections import borrow, mysql, open_database
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import Statement, blocking
@@ -180,7 +179,7 @@ def test_a_deadlock_that_a_handler_swallows_is_found_out(
         _until_waiting(db, connection)
         with pytest.raises(ERRORS) as deadlock:
             held.do(f"UPDATE account SET balance = 1 WHERE id = {number + 1}")
-        blocked.join(10)
+        blocked.join(DEADLINE_S)
         assert not blocked.is_alive()
         rival.execute("ROLLBACK")
     assert held.connection.translate(deadlock.value).fault is Fault.CONFLICT
@@ -194,11 +193,12 @@ def test_a_deadlock_that_a_handler_swallows_is_found_out(
 
 
 def _until_waiting(db: Raw, connection: int) -> None:
-    deadline = time.monotonic() + 10
-    while not db.rows(f"{LOCK_WAITS} AND id = ?", (connection,)):
-        assert time.monotonic() < deadline, "the rival does not wait for a lock"
-        # the server refreshes this table only when nobody has read it for 0.1 s
-        time.sleep(0.15)
+    # the server refreshes this table only when nobody has read it for 0.1 s
+    eventually(
+        lambda: db.rows(f"{LOCK_WAITS} AND id = ?", (connection,)),
+        "the rival's wait for a lock",
+        pause_s=0.15,
+    )
 
 
 @both
@@ -663,10 +663,10 @@ def test_a_command_left_behind_has_ended_when_its_connection_is_discarded(mysql_
         ended.set()
 
     threading.Thread(target=left_behind, daemon=True).start()
-    began.wait(30)
+    began.wait(DEADLINE_S)
     eventually(native.turn.locked)
     native.refused = True
     connection.discard()
     assert not native.turn.locked()
-    assert ended.wait(30)
+    assert ended.wait(DEADLINE_S)
     database.close()

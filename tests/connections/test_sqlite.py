@@ -18,7 +18,7 @@ import pytest
 from tests.support.blocked import acquired, released
 from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Message
 from txbox.connections import borrow, open_database, sqlite
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
@@ -343,7 +343,7 @@ def test_a_caller_that_is_cancelled_while_a_file_is_opened_leaves_no_connection(
     def slowly(*args: Any, **options: Any) -> sqlite3.Connection:
         opened.append(connect(*args, **options))
         reached.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(DEADLINE_S)
         return opened[-1]
 
     monkeypatch.setattr(sqlite3, "connect", slowly)
@@ -376,7 +376,7 @@ def _drivers_threads() -> list[threading.Thread]:
 def _ended(threads: list[threading.Thread]) -> None:
     # those that discard outlive the driver's own by a moment
     for thread in [*threads, *_drivers_threads()]:
-        thread.join(timeout=10)
+        thread.join(timeout=DEADLINE_S)
         assert not thread.is_alive(), "a thread still runs"
     assert _drivers_threads() == []
 
@@ -439,7 +439,11 @@ async def main():
 asyncio.run(main())
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
     )
     assert done.stdout == "left\n"
 

@@ -17,10 +17,12 @@ from tests.crash import mutants
 from tests.crash.checker import Checked, check
 from tests.crash.service import Job, Mode
 from tests.support.databases import Raw
+from tests.support.waiting import DEADLINE_S
 from txbox import session
 from txbox.testing import kill_at
 
-_WORKER_WITHIN_S = 60
+#: Longer than it may take to become quiet, which says what is stuck.
+_WORKER_WITHIN_S = int(2 * DEADLINE_S)
 _TRIES = 3
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.support.databases import Raw
+from tests.support.waiting import DEADLINE_S
 from txbox import App, Lease, Message, RetryPolicy
 from txbox.handlers import Handler
 from txbox.outcome import Answer
@@ -30,7 +31,6 @@ TABLES = (
 AMOUNT = 7
 LEASE_S = 0.4
 MAX_ATTEMPTS = 5
-_QUIET_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def work_until_quiet(app: App, job: Job) -> None:
     Raises:
         TimeoutError: something is stuck.
     """
-    deadline = time.monotonic() + _QUIET_WITHIN_S
+    deadline = time.monotonic() + DEADLINE_S
     while True:
         for outcome in drain(app):
             job.note(f"outcome {outcome}")
@@ -207,5 +207,5 @@ def work_until_quiet(app: App, job: Job) -> None:
         if not unfinished:
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{job.consumer} is not quiet after {_QUIET_WITHIN_S:g} s")
+            raise TimeoutError(f"{job.consumer} is not quiet after {DEADLINE_S:g} s")
         time.sleep(0.02)

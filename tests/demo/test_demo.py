@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import DEADLINE_S
 from txbox.demo import build_stream, judge
 from txbox.demo.naive import create_tables
 
@@ -18,7 +19,7 @@ def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "txbox", "demo", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=DEADLINE_S,
         check=False,
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.docs.pages import Page, all_pages
 from tests.support.databases import NewDatabase, Raw
+from tests.support.waiting import DEADLINE_S
 from txbox import App
 
 # What a page may take for granted: a shop with its tables, at the URL that its blocks name.
@@ -64,7 +65,7 @@ def test_python_blocks_run(page: Page, tmp_path: Path, new_database: NewDatabase
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, f"{page.name} (line numbers are those of the page):\n{done.stderr}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.docs.pages import page
 from tests.support.databases import NewDatabase
+from tests.support.waiting import DEADLINE_S
 
 _URL = "postgresql://localhost/shop"
 _SERVICE = "**Your whole service**"
@@ -27,13 +28,16 @@ def test_the_whole_service_prints_what_the_readme_says(
     service, commands, output = [block for block in blocks if block.line > line][:3]
     assert [service.language, commands.language, output.language] == ["python", "sh", "text"]
     subprocess.run(
-        [sys.executable, "-c", shop.replace(_URL, url)], cwd=tmp_path, check=True, timeout=60
+        [sys.executable, "-c", shop.replace(_URL, url)],
+        cwd=tmp_path,
+        check=True,
+        timeout=DEADLINE_S,
     )
     (tmp_path / "shop.py").write_text(service.text.replace(_URL, url))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         ["sh", "-e", "-c", commands.text],
-        cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=DEADLINE_S,
         check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -47,5 +51,7 @@ def test_importing_the_service_does_nothing(tmp_path: Path) -> None:
         block.text for block in readme.blocks() if block.line > line and block.language == "python"
     )
     (tmp_path / "shop.py").write_text(service)
-    subprocess.run([sys.executable, "-c", "import shop"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", "import shop"], cwd=tmp_path, check=True, timeout=DEADLINE_S
+    )
     assert {found.name for found in tmp_path.iterdir()} <= {"shop.py", "__pycache__"}

@@ -15,6 +15,7 @@ import pytest
 
 from tests.docs.pages import page
 from tests.support.databases import NewDatabase
+from tests.support.waiting import DEADLINE_S
 
 PAGE = page("docs/tutorial.md")
 SERVER = "## 7. The same service on PostgreSQL"
@@ -60,7 +61,7 @@ def _run(command: str, folder: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     if done.returncode == -signal.SIGKILL:
         return "Killed\n"  # as the reader's shell says

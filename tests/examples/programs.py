@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.support.databases import Raw
 from tests.support.servers import ROOT
+from tests.support.waiting import DEADLINE_S
 
 EXAMPLES = ROOT / "examples"
 
@@ -44,4 +45,4 @@ def started(
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(DEADLINE_S)

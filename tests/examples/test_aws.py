@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT
 from tests.support.databases import NewDatabase
+from tests.support.waiting import DEADLINE_S
 from txbox import Inbox
 
 
@@ -18,7 +19,7 @@ def test_lambda_reports_what_is_to_come_again(new_database: NewDatabase) -> None
         env={**os.environ, "TXBOX_DATABASE_URL": new_database("postgresql", schema=False)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -49,7 +50,7 @@ def test_lambda_returns_everything_while_the_database_is_away(tmp_path: Path) ->
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -90,7 +91,7 @@ def test_lambda_keeps_the_order_of_a_group(tmp_path: Path, postgresql_url: str) 
             env={**os.environ, "TXBOX_DATABASE_URL": postgresql_url},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
             check=False,
         )
         assert done.returncode == 0, done.stderr

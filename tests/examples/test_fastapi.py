@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples.programs import rows, started, tables
 from tests.support.databases import NewDatabase
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.webhook.senders import SECRET, github
 
 BODY = b'{"id": 1, "amount": 5}'
@@ -23,7 +23,7 @@ class Server:
         self.port = port
 
     def post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         try:
             connection.request("POST", path, body=body, headers=headers)
             answer = connection.getresponse()
@@ -53,7 +53,10 @@ def server(tmp_path: Path, url: str) -> Iterator[Server]:
         with started(tmp_path, *uvicorn, env=env, keep=[number]) as process:
             yield Server(listener.getsockname()[1])
             process.terminate()
-            assert process.wait(30) in (0, -15)  # uvicorn raises the signal again when it is done
+            assert process.wait(DEADLINE_S) in (
+                0,
+                -15,
+            )  # uvicorn raises the signal again when it is done
 
 
 def test_the_route_answers_after_the_commit(server: Server, url: str) -> None:
@@ -109,7 +112,7 @@ def test_worker_and_relay_in_the_server(tmp_path: Path, new_database: NewDatabas
             eventually(lambda: rows(url, "SELECT number FROM invoice"))
             assert server.post("/dashboard/", b"", {})[0] == 401
             process.terminate()
-            assert process.wait(60) in (0, -15)
+            assert process.wait(DEADLINE_S) in (0, -15)
     assert rows(url, "SELECT number FROM invoice") == [(2,)]
     assert rows(url, "SELECT number FROM placed") == [(2,)]
     stopped = rows(url, "SELECT count(*) FROM txbox_inbox WHERE status = 'processing'")

@@ -12,7 +12,7 @@ from pamqp.commands import Basic
 
 from tests.examples.programs import rows, started, tables
 from tests.support.brokers.rabbitmq import declare, left, on_server, publish, publish_plain
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 pytestmark = pytest.mark.brokers
 
@@ -63,7 +63,7 @@ def test_each_payment_is_booked_once(
         eventually(lambda: _statuses(url) == ends)
         eventually(lambda: rows(url, "SELECT count(*) FROM txbox_quarantine") == [(1,)])
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_S) == 0
     assert rows(url, BOOKED) == [(1, 5)]
     # what it had not acknowledged would be back by now
     assert left(rabbitmq_url, queue) == 0
@@ -78,10 +78,10 @@ def test_nothing_is_acknowledged_before_the_commit(
         with started(tmp_path, "faststream_rabbitmq", env=env) as process:
             eventually(lambda: left(rabbitmq_url, queue) == 0)
             process.kill()
-            process.wait(30)
+            process.wait(DEADLINE_S)
         eventually(lambda: left(rabbitmq_url, queue) == 1)
         other.rollback()
     with started(tmp_path, "faststream_rabbitmq", env=env) as process:
         eventually(lambda: rows(url, BOOKED) == [(1, 5)])
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_S) == 0

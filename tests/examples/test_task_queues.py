@@ -10,6 +10,7 @@ import pytest
 
 from tests.docs.pages import ROOT
 from tests.support.databases import NewDatabase
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_task_queue(example: str, printed: list[str], new_database: NewDatabase)
     url = new_database("postgresql", schema=False).replace("://", f"+{driver}://", 1)
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{example}.py")],
-        env={**os.environ, "DATABASE_URL": url}, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "DATABASE_URL": url}, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == printed

@@ -16,6 +16,7 @@ from django.db import connections
 from tests.docs.pages import ROOT
 from tests.support.databases import Raw
 from tests.support.django_project import configured
+from tests.support.waiting import DEADLINE_S
 from txbox import App
 from txbox.integrations import django as integration
 from txbox.integrations.django.operations import Tables
@@ -32,7 +33,7 @@ def _run(directory: Path, *words: str, code: int = 0) -> str:
             **os.environ, "PYTHONPATH": str(PROJECT), "DJANGO_SETTINGS_MODULE": "settings",
             "SHOP_DATABASE": str(directory / "shop.db"),
         },
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout

@@ -28,7 +28,7 @@ from faststream.rabbit import RabbitBroker, RabbitQueue, TestRabbitBroker
 
 from tests.support.brokers.kafka import committed, lag, new_group, new_topic
 from tests.support.brokers.rabbitmq import declare, left, on_server, publish_plain
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, ConfigurationError, Message, Outcome
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.events import ConsumptionPaused, Event, MessageInFlight
@@ -477,7 +477,7 @@ def held_elsewhere(url: str, topic: str, message_id: str) -> Iterator[None]:
     )
     thread.start()
     try:
-        assert running.wait(20)
+        assert running.wait(DEADLINE_S)
         yield
     finally:
         end.set()

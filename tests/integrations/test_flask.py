@@ -13,6 +13,7 @@ import flask
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Message, StoreError
 from txbox.brokers.loop import EventLoop
 from txbox.brokers.webhook import GitHub, Webhook
@@ -141,7 +142,7 @@ def test_a_webhook_is_a_route(is_async: bool, app: App, sqlite_url: str) -> None
 
 
 def test_two_first_requests_at_once_make_one_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    both_have_seen_none = threading.Barrier(2, timeout=30)
+    both_have_seen_none = threading.Barrier(2, timeout=DEADLINE_S)
     found: list[EventLoop] = []
     closed: list[EventLoop] = []
 
@@ -160,7 +161,7 @@ def test_two_first_requests_at_once_make_one_event_loop(monkeypatch: pytest.Monk
     for request in requests:
         request.start()
     for request in requests:
-        request.join(30)
+        request.join(DEADLINE_S)
     assert found[0] is found[1]
     assert len(closed) == 1
     assert closed[0] is not found[0]

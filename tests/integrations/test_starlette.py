@@ -42,7 +42,7 @@ def _paid(message_id: str) -> Message[Any]:
 
 
 def _rows(url: str, sql: str) -> list[Any]:
-    with sqlite3.connect(url.removeprefix("sqlite:///"), timeout=30) as database:
+    with sqlite3.connect(url.removeprefix("sqlite:///"), timeout=DEADLINE_S) as database:
         found = database.execute(sql).fetchall()
     database.close()
     return found

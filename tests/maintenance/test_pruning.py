@@ -21,7 +21,7 @@ import pytest
 from tests.support.databases import NewDatabase, Raw
 from tests.support.partitions import DAY, ID_OF, day_parts, finished_at, midnight, place, uuid7
 from tests.support.shop import Shop, opened, paid, past_guard, statuses
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, ConfigurationError, Message, Outcome, Retention
 from txbox.events import RowsPruned
 from txbox.maintenance import JOBS, Report, Task, pruning, run_once
@@ -124,13 +124,13 @@ def test_a_drain_does_not_wait_for_the_next_drop(
     of_uuid7: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop, stop = of_uuid7, threading.Event()
-    monkeypatch.setattr(pruning, "DETACH_PAUSE_MAX_S", 60.0)
+    monkeypatch.setattr(pruning, "DETACH_PAUSE_MAX_S", 2 * DEADLINE_S)
     monkeypatch.setattr(pruning, "_DETACH_SHARE", 1e-9)
     task = Task(on_progress=lambda _rows: stop.set(), stop=stop.is_set)
     parts, started = len(day_parts(shop.raw)), monotonic()
     run_once(shop.app, "prune", task)
     assert len(day_parts(shop.raw)) == parts - 1
-    assert monotonic() - started < 30
+    assert monotonic() - started < DEADLINE_S
 
 
 def test_a_row_that_comes_between_look_and_lock_keeps_its_partition(
@@ -172,7 +172,7 @@ def test_a_row_that_comes_between_look_and_lock_keeps_its_partition(
         )
     )
     rival.execute("COMMIT")
-    thread.join(60)
+    thread.join(DEADLINE_S)
     assert answers == [False]
     assert shop.deliver(paid(late)) is Outcome.DUPLICATE
     assert shop.raw.value("SELECT count(*) FROM txbox_inbox") == 2

@@ -16,7 +16,7 @@ import pytest
 from tests.support.databases import Raw
 from tests.support.partitions import DAY, day_parts, finished_at, midnight, place, uuid7
 from tests.support.shop import Shop, paid
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Outcome, Retention
 from txbox.maintenance import run_once
 from txbox.store import partitions
@@ -114,7 +114,7 @@ def test_two_who_detach_at_once_do_it_once(over: Shop, raw: Callable[[str], Raw]
         late.start()
         eventually(lambda: shop.raw.value("SELECT count(*) FROM pg_locks WHERE NOT granted") > 0)
         first.execute("COMMIT")
-        late.join(60)
+        late.join(DEADLINE_S)
     assert answers == [False, False]
     assert not is_there(shop.raw, name)
 
@@ -128,7 +128,7 @@ def test_two_runs_at_once_prune_once(over: Shop) -> None:
     for thread in runs:
         thread.start()
     for thread in runs:
-        thread.join(60)
+        thread.join(DEADLINE_S)
     assert sum(report.rows for report in reports) == 1
     assert len(reports) == 4
     assert not is_there(over.raw, name_of(-20))

@@ -17,7 +17,7 @@ from tests.support.command import Command
 from tests.support.databases import NewDatabase, Raw
 from tests.support.partitions import DAY, aged, day_parts, finished_at, midnight, uuid7
 from tests.support.shop import opened, paid
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Outcome, Retention
 from txbox.maintenance import run_once
 from txbox.store import schema as tables
@@ -278,7 +278,7 @@ def test_a_snapshot_does_not_hide_a_row_that_comes_while_the_drop_waits(
         pruning.start()
         eventually(lambda: shop.raw.value("SELECT count(*) FROM pg_locks WHERE NOT granted") > 0)
         rival.execute("COMMIT")
-        pruning.join(60)
+        pruning.join(DEADLINE_S)
         assert shop.deliver(paid(late)) is Outcome.DUPLICATE
 
 

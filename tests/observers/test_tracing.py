@@ -17,6 +17,7 @@ from tests.observers.test_tracing_services import Remembered, context_of
 from tests.support.recording import Recorder
 from tests.support.shop import AT_ONCE, TOPIC, opened, paid
 from tests.support.sources import Memory
+from tests.support.waiting import DEADLINE_S
 from tests.support.workers import worker
 from txbox import App, Message, Outbox, Outcome, Reject
 from txbox.events import MessageProcessed
@@ -230,7 +231,7 @@ def test_a_handlers_lines_have_them_too_with_log_json(sqlite_url: str, tmp_path:
     def txbox(*words: str) -> bytes:
         return subprocess.run(
             [sys.executable, "-m", "txbox", *words, "--app", "shop:app"],
-            cwd=tmp_path, capture_output=True, timeout=60, check=True,
+            cwd=tmp_path, capture_output=True, timeout=DEADLINE_S, check=True,
         ).stderr  # fmt: skip
 
     txbox("send", "orders", "--id", "a", "--data", "{}", "--header", header)
@@ -266,7 +267,7 @@ app.handler("orders", consumer="billing")(lambda message, tx: app.outbox.stage(t
 app.process(txbox.Message(id="a", topic="orders", payload=b"1"), consumer="billing")
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)
 
 
 def test_a_process_that_lacks_the_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +282,7 @@ except ConfigurationError as error:
 else:
     raise AssertionError
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)
 
 
 def test_time_outs_and_nontransactional_handlers_have_spans(sqlite_url: str) -> None:

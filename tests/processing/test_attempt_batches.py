@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.databases import NewDatabase, Raw
 from tests.support.shop import CONSUMER, Shop, add_effect, as_id, execute, opened, paid, quarantined
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Message, Outbox, Outcome, Reject, RetryPolicy
 from txbox.events import (
     ConsumptionPaused,
@@ -445,7 +445,7 @@ def test_a_deadlock_costs_the_batch_nothing_but_its_size(
                 _until_waiting(shop.raw)
             execute(tx, f"UPDATE account SET balance = balance + 1 WHERE name = '{message.id}'")
             if message.id == "m0" and rivals and rivals[0].is_alive():
-                rivals[0].join(10)
+                rivals[0].join(DEADLINE_S)
 
         handler = shop.handler(books)
         pace = shop.app.protocol.batch_sizes.of(handler)
@@ -455,7 +455,7 @@ def test_a_deadlock_costs_the_batch_nothing_but_its_size(
         running = threading.Thread(target=_commit_when_free, args=(rival, rivals))
         running.start()
         found = Batch(shop, "delivered").take(handler, paid("m0"), paid("m1"))
-        running.join(10)
+        running.join(DEADLINE_S)
         assert found == [Outcome.PROCESSED] * 2
         balances = dict(shop.raw.rows("SELECT name, balance FROM account"))
         assert balances == {"m0": 101, "m1": 101}
@@ -491,16 +491,11 @@ def test_a_short_wait_for_a_lock_is_no_failure_when_the_others_are_duplicates(
 
 
 def _until_waiting(raw: Raw) -> None:
-    deadline = time.monotonic() + 10
-    while not raw.value(
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    ):
-        assert time.monotonic() < deadline
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    eventually(lambda: raw.value(waiting), "the wait for a lock")
 
 
 def _commit_when_free(rival: Raw, rivals: list[threading.Thread]) -> None:
-    deadline = time.monotonic() + 20
-    while not rivals and time.monotonic() < deadline:
-        time.sleep(0.01)
-    rivals[0].join(20)
+    eventually(lambda: rivals, "the rival")
+    rivals[0].join(DEADLINE_S)
     rival.execute("COMMIT")

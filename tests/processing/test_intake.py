@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.support.blocked import acquired
 from tests.support.databases import NewDatabase
 from tests.support.meddling import Verb, drive_meddled
 from tests.support.shop import Shop, opened, paid
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Inbox, Limits, Outcome
 from txbox.handlers import Handler
 from txbox.outcome import Answer
@@ -76,7 +76,7 @@ def test_a_store_that_waits_for_an_id_holds_none_that_sorts_behind_it(
     new_database: NewDatabase, leased: bool
 ) -> None:
     """Two stores that share ids wait for each other instead of deadlocking."""
-    limits = Limits(lock_timeout=timedelta(seconds=20))
+    limits = Limits(lock_timeout=timedelta(seconds=2 * DEADLINE_S))
     with opened(new_database("postgresql"), limits=limits) as shop:
         handler = shop.handler(mode="stored")
         connections = [acquired(shop.app._any_sync()) for _ in range(2)]
@@ -90,14 +90,12 @@ def test_a_store_that_waits_for_an_id_holds_none_that_sorts_behind_it(
             target=lambda: outcomes.extend(take(shop, handler, ["z", "a"], leased))
         )
         thread.start()
-        deadline = time.monotonic() + 15
-        while not shop.raw.value(_WAITING) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert inbox.accept(second.native, paid("z"), timeout=timedelta(seconds=1))
+        eventually(lambda: shop.raw.value(_WAITING), "the wait for the first")
+        assert inbox.accept(second.native, paid("z"), timeout=timedelta(seconds=DEADLINE_S))
         for connection in connections:
             connection.rollback()
             connection.discard()
-        thread.join(30)
+        thread.join(DEADLINE_S)
         assert outcomes == [Outcome.DEFERRED] * 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.databases import Raw
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Message, Outcome
 from txbox.outcome import Answer
 from txbox.policy import Limits
@@ -24,7 +24,7 @@ _BEGUN = "SELECT count(*) FROM txbox_inbox WHERE message_id IN ('a', 'b')"
 def test_batches_that_want_each_others_ids_do_not_wait_for_each_other(
     postgresql_url: str, raw: Callable[[str], Raw]
 ) -> None:
-    app = App(postgresql_url, limits=Limits(lock_timeout=timedelta(seconds=60)))
+    app = App(postgresql_url, limits=Limits(lock_timeout=timedelta(seconds=2 * DEADLINE_S)))
     app.handler("orders", consumer="billing")(_nothing)
     answers: dict[str, list[Answer]] = {}
 
@@ -50,12 +50,11 @@ def test_batches_that_want_each_others_ids_do_not_wait_for_each_other(
         ]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 20
-        while not raw(postgresql_url).value(_BEGUN) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        look = raw(postgresql_url)
+        eventually(lambda: look.value(_BEGUN), "both transactions")
         in_flight.leave("billing", "x", "y")
         for thread in threads:
-            thread.join(20)
+            thread.join(DEADLINE_S)
     assert sorted(answers) == ["first", "second"], "two batches wait for each other"
     outcomes = [settled.outcome for answer in answers.values() for settled in answer]
     assert outcomes.count(Outcome.PROCESSED) == 4

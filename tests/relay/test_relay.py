@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.databases import Raw
 from tests.support.recording import Recorder
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Message, Outbox, Outcome, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.local import Local
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
@@ -297,14 +298,11 @@ def test_relays_side_by_side_never_send_one_row_twice_and_keep_each_keys_order(
         threads.append(threading.Thread(target=relay.run))
     for thread in threads:
         thread.start()
-    deadline = threading.Event()
-    for _ in range(600):
-        if left(raw(database_url)) == 0:
-            break
-        deadline.wait(0.1)
+    look = raw(database_url)
+    eventually(lambda: left(look) == 0, "no row left", pause_s=0.1)
     done.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(DEADLINE_S)
     for app in apps:
         app.close()
     assert sorted(broker.bodies) == list(range(count))

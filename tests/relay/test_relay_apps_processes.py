@@ -17,7 +17,7 @@ import redis
 
 from tests.support.brokers.rabbitmq import declare
 from tests.support.databases import Raw
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -85,11 +85,11 @@ class Shops:
             yield
         finally:
             process.send_signal(signal.SIGTERM)
-            said, _ = process.communicate(timeout=120)
+            said, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, said
 
     def once(self, command: str, app: str) -> str:
-        said, _ = (process := self.start(command, app, "--once")).communicate(timeout=120)
+        said, _ = (process := self.start(command, app, "--once")).communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, said
         return str(said)
 

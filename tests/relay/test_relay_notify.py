@@ -74,7 +74,7 @@ class Running:
         assert self._arrived.get(timeout=DEADLINE_S) == body
 
     def end(self) -> None:
-        self._stager.communicate(timeout=20)
+        self._stager.communicate(timeout=DEADLINE_S)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def running(url: str, app: App) -> Iterator[Running]:
         yield run
     finally:
         stopped.set()
-        assert not relays.join(20)
+        assert not relays.join(DEADLINE_S)
         run.end()
     assert ends == [None]
 
@@ -150,7 +150,7 @@ def test_the_command_is_woken_and_ends_when_it_is_told_to(
                 eventually(partial(look.rows, ARRIVED, (staged,)))
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0
     assert not look.rows(LISTENERS)
 
 
@@ -189,7 +189,7 @@ def test_a_notification_comes_with_the_commit_and_not_without(postgresql_url: st
         outbox.stage(tx, "t", 2)
         assert not list(ear.notifies(timeout=0.3))
         tx.commit()
-        assert len(list(ear.notifies(timeout=5, stop_after=1))) == 1
+        assert len(list(ear.notifies(timeout=DEADLINE_S, stop_after=1))) == 1
         assert not list(ear.notifies(timeout=0.3))
         Outbox().stage(tx, "t", "quiet")
         tx.commit()
@@ -211,14 +211,14 @@ def test_other_drivers_of_postgresql_notify_too(postgresql_url: str, raw: Look) 
     with psycopg.connect(postgresql_url, autocommit=True) as ear:
         ear.execute("LISTEN txbox_outbox")
         asyncio.run(staged())
-        assert len(list(ear.notifies(timeout=5, stop_after=1))) == 1
+        assert len(list(ear.notifies(timeout=DEADLINE_S, stop_after=1))) == 1
         engine = sqlalchemy.create_engine(
             postgresql_url.replace("postgresql:", "postgresql+psycopg:")
         )
         with engine.begin() as tx:
             outbox.stage(tx, "t", "sqlalchemy")
         engine.dispose()
-        assert len(list(ear.notifies(timeout=5, stop_after=1))) == 1
+        assert len(list(ear.notifies(timeout=DEADLINE_S, stop_after=1))) == 1
     assert raw(postgresql_url).value("SELECT count(*) FROM txbox_outbox") == 2
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
 from tests.support.scenario_process import Plan, WorkerProcess
 from tests.support.shop import Shop, paid, row
+from tests.support.waiting import eventually
 from txbox import Outcome
 
 PAYLOAD = b'{"cents": 100}'
@@ -93,9 +93,7 @@ def test_stuck_message_recovery(shop: Shop) -> None:
     shop.handler(mode="stored")
     assert shop.deliver(paid("a", PAYLOAD)) is Outcome.DEFERRED  # the table owns it, nobody else
 
-    deadline = time.monotonic() + 20
-    while not (rescued := shop.rescue()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    rescued = eventually(shop.rescue, "the end of the lease", pause_s=0.05)
     assert [(one.message_id, one.starts, one.dead) for one in rescued] == [("a", 1, False)]
     inbox_row = shop.row("a")
     assert (inbox_row.status, inbox_row.starts, inbox_row.error_type) == (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from tests.support.databases import Database, NewDatabase, Raw, representatives,
 from tests.support.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
 from tests.support.shop import CONSUMER, Shop, add_effect, execute, opened, paid, row
 from tests.support.tidying import LOCK_WAITS
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Inbox, Limits, Message, Outcome, StoreError, StoreUnavailable
 from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, TransactionRetried
@@ -89,11 +89,11 @@ def test_database_unavailable(away: Away) -> None:
         away.leave()
         try:
             with delivering(shop, paid("during")) as delivered:
-                assert paused.wait(30)
+                assert paused.wait(DEADLINE_S)
                 assert not delivered.done()
                 assert not resumed.is_set()
                 away.back()
-                assert delivered.result(60) is Outcome.PROCESSED
+                assert delivered.result(DEADLINE_S) is Outcome.PROCESSED
         finally:
             if not resumed.is_set():
                 away.back()
@@ -188,7 +188,7 @@ def deadlocked(shop: Shop, *, swallows: bool) -> Outcome:
             execute(tx, "UPDATE account SET balance = balance + 10 WHERE id = 2")
 
     def rival_crosses() -> None:
-        assert first.wait(30)
+        assert first.wait(DEADLINE_S)
         rival.execute("UPDATE account SET balance = 1 WHERE id = 1")
         rival.execute("COMMIT")
 
@@ -196,7 +196,7 @@ def deadlocked(shop: Shop, *, swallows: bool) -> Outcome:
     with ThreadPoolExecutor(1) as thread:
         crossed = thread.submit(rival_crosses)
         outcome = shop.deliver(paid("a"))
-        crossed.result(30)
+        crossed.result(DEADLINE_S)
     rival.close()
     return outcome
 
@@ -213,9 +213,9 @@ def check_busy_database(shop: Shop) -> None:
     rival.execute("BEGIN IMMEDIATE")
     with ThreadPoolExecutor(1) as thread:
         delivered = thread.submit(shop.deliver, paid("a"))
-        assert paused.wait(30)
+        assert paused.wait(DEADLINE_S)
         rival.execute("ROLLBACK")
-        assert delivered.result(30) is Outcome.PROCESSED
+        assert delivered.result(DEADLINE_S) is Outcome.PROCESSED
     rival.close()
     assert shop.emitted(ConsumptionResumed)
     assert not shop.emitted(TransactionRetried)
@@ -229,14 +229,8 @@ def rival_waits(raw: Raw) -> bool:
         "WHERE NOT granted AND datname = current_database()",
         "mysql": f"SELECT count(*) FROM ({LOCK_WAITS} AND db = DATABASE()) AS waiting",
     }[raw.product]
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if raw.value(sql):
-            return True
-        time.sleep(
-            0.15
-        )  # innodb_trx shows nothing new to whoever asks more than ten times a second
-    return False
+    # innodb_trx shows nothing new to whoever asks more than ten times a second
+    return bool(eventually(lambda: raw.value(sql), "the rival's wait for a lock", pause_s=0.15))
 
 
 @pytest.mark.parametrize("product", SERVERS)

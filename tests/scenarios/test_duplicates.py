@@ -22,6 +22,7 @@ from tests.support.shop import (
     quarantined,
     statuses,
 )
+from tests.support.waiting import DEADLINE_S
 from txbox import App, Message, Outcome
 from txbox.events import MessageDuplicate, MessageProcessed, MessageQuarantined, TransactionRetried
 
@@ -173,7 +174,7 @@ def test_rival_that_rolls_back_leaves_the_message_to_the_next(shop: Shop) -> Non
         if not failed:
             failed.append(str(message.id))
             inside.set()
-            assert leave.wait(30)
+            assert leave.wait(DEADLINE_S)
             raise ValueError("the first one rolls back")
 
     shop.handler(first_fails)
@@ -182,10 +183,10 @@ def test_rival_that_rolls_back_leaves_the_message_to_the_next(shop: Shop) -> Non
         for other in (second, third):
             other.handler(TOPIC, consumer=CONSUMER)(lambda message, tx: add_effect(tx, message.id))
         one = threads.submit(shop.deliver, paid("a"))
-        assert inside.wait(30)
+        assert inside.wait(DEADLINE_S)
         rest = [threads.submit(other.process, paid("a")) for other in (second, third)]
         leave.set()
-        outcomes = Counter(future.result(60) for future in (one, *rest))
+        outcomes = Counter(future.result(DEADLINE_S) for future in (one, *rest))
     # the failure is recorded by a transaction of its own: a rival may come before it or after it
     assert outcomes[Outcome.PROCESSED] <= 1
     assert set(outcomes) <= {Outcome.PROCESSED, Outcome.DUPLICATE, Outcome.FAILED, Outcome.DEFERRED}

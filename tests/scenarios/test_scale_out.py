@@ -29,7 +29,7 @@ from tests.support.command import Command, command
 from tests.support.databases import Raw
 from tests.support.servers.control import ThrowawayPostgres
 from tests.support.servers.postgresql import PASSWORD
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App
 from txbox.cli import main
 
@@ -79,7 +79,7 @@ def test_groups_shards_and_a_replica(
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
     topics = [f"orders-{run}-{shard}" for shard in range(2)]
     for made in admin.create_topics([NewTopic(topic, 4, 1) for topic in topics]).values():
-        made.result(20)
+        made.result(DEADLINE_S)
     there = {"KAFKA": kafka_bootstrap}
     there |= {f"SHARD_{shard}_URL": server.url for shard, server in enumerate(shards)}
     space: dict[str, Any] = {"__name__": "shop"}
@@ -144,7 +144,7 @@ def test_groups_shards_and_a_replica(
                     asked = urllib.request.Request(
                         at[0] + path, headers={"Authorization": f"Bearer {TOKEN}"}
                     )
-                    with urllib.request.urlopen(asked, timeout=20) as answer:
+                    with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
                         assert answer.status == 200
             finally:
                 ui.kill()

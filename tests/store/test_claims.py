@@ -12,6 +12,7 @@ import pytest
 from tests.support.blocked import acquired
 from tests.support.databases import NewDatabase
 from tests.support.shop import CONSUMER, TOPIC, Shop, as_id, execute, opened, paid, quarantined
+from tests.support.waiting import DEADLINE_S
 from txbox import App, Inbox, Lease, Limits, Message, Outcome
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
@@ -290,7 +291,7 @@ def test_a_batch_that_waits_for_an_id_holds_none_that_sorts_behind_it(
         assert Inbox(CONSUMER).accept(second.native, paid("z"), timeout=timedelta(seconds=1))
         first.rollback()
         second.rollback()
-        thread.join(30)
+        thread.join(DEADLINE_S)
         assert outcomes == [Outcome.PROCESSED] * 2
         for connection in connections:
             connection.discard()

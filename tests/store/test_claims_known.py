@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.databases import NewDatabase
 from tests.support.shop import CONSUMER, Shop, opened, paid
+from tests.support.waiting import DEADLINE_S
 from txbox import App, Inbox, Message, Outcome
 from txbox.connections.psycopg import PsycopgConnection
 from txbox.events import MessageDuplicate
@@ -161,7 +162,7 @@ def test_a_look_beside_a_claim_in_flight_does_not_decide(new_database: NewDataba
             pass
         assert not outcomes
         rival.rollback()
-        second.join(30)
+        second.join(DEADLINE_S)
         assert outcomes == [[Outcome.PROCESSED] + [Outcome.DUPLICATE] * 5]
         assert [shop.effects(message_id) for message_id in IDS] == [1] * 6
 

@@ -15,7 +15,7 @@ from tests.support.databases import Raw
 from tests.support.ordered import add_step, again, create_steps, done, of, status_of
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, statuses
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, ConfigurationError, Limits, Message, Outcome, Retry, RetryPolicy, session
 from txbox.admin import Admin, InboxFilter
@@ -253,7 +253,7 @@ def held(shop: Shop) -> Iterator[Callable[[str], threading.Event]]:
         def wait(message: Message[Any], tx: Any) -> None:
             add_step(tx, message)
             inside.set()
-            free.wait(30)
+            free.wait(DEADLINE_S)
 
         def run() -> None:
             key, n = message_id.split("-")
@@ -264,13 +264,13 @@ def held(shop: Shop) -> Iterator[Callable[[str], threading.Event]]:
         thread = threading.Thread(target=run, daemon=True)
         threads.append((thread, free))
         thread.start()
-        assert inside.wait(30)
+        assert inside.wait(DEADLINE_S)
         return free
 
     yield hold
     for thread, free in threads:
         free.set()
-        thread.join(30)
+        thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("register", [ordered, ordered_batch])

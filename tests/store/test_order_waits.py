@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.databases import FreshDatabase
+from tests.support.waiting import DEADLINE_S
 from txbox import App, GapPolicy, Message, Outcome, Reject, RetryPolicy
 from txbox.admin import Admin, InboxFilter
 
@@ -164,7 +165,7 @@ def test_the_commands_show_it(sqlite_url: str, tmp_path: Path) -> None:
         return subprocess.run(
             [sys.executable, "-m", "txbox", *words, "--app", "shop:app"],
             cwd=tmp_path, env={**os.environ, "SHOP_URL": sqlite_url},
-            capture_output=True, text=True, timeout=60, check=True,
+            capture_output=True, text=True, timeout=DEADLINE_S, check=True,
         ).stdout  # fmt: skip
 
     listed = txbox("list")

@@ -21,6 +21,7 @@ from tests.admin.test_admin_outbox import relayed
 from tests.support.databases import FreshDatabase, Raw
 from tests.support.recording import Recorder
 from tests.support.sources import Memory
+from tests.support.waiting import DEADLINE_S
 from tests.support.workers import worker
 from txbox import App, Message, RetryPolicy
 from txbox.admin import Admin, InboxFilter, QuarantineFilter
@@ -88,7 +89,7 @@ class Roles:
         done = subprocess.run(
             [sys.executable, "-m", "txbox", *words],
             cwd=self.directory, env={**os.environ, **app, "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
         assert done.returncode == code, (kind, words, done.stdout, done.stderr)
         return done.stdout + done.stderr

@@ -6,13 +6,24 @@ import contextlib
 import re
 import socket
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
+from tests.support.waiting import DEADLINE_S
+
 # not the isolation level of that name
 _COMMIT = re.compile(rb"COMMIT(?!TED)")
 Cut = Literal["before", "after"]
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[int]:
+    """A port that refuses connections: it is held, so that nobody else can listen on it meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 class Proxy:
@@ -34,6 +45,8 @@ class Proxy:
         self.cut: Cut | None = None
         self.cuts = 0
         self._refusing = False
+        #: Set once a client waits for an answer that does not come.
+        self.hung = threading.Event()
         self._flows = threading.Event()
         self._flows.set()
         self._sockets: list[socket.socket] = [self._listener]
@@ -53,7 +66,7 @@ class Proxy:
         for each in self._sockets:
             _end(each)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(DEADLINE_S)
 
     def hang(self) -> None:
         self._flows.clear()
@@ -98,6 +111,8 @@ class Proxy:
                 if cut == "before":
                     break
                 deaf.set()
+            if not self._flows.is_set():
+                self.hung.set()
             self._flows.wait()
             if not _write(server, data):
                 break

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import DEADLINE_S
 from txbox import App, Message, RelayPolicy, RetryPolicy
 from txbox.brokers.redis import RedisStreams
 from txbox.errors import BrokerError
@@ -136,4 +137,4 @@ def started(plan: Plan) -> Iterator[BaseProcess]:
         yield process
     finally:
         process.kill()
-        process.join(30)
+        process.join(DEADLINE_S)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.databases import Raw, representatives
 from tests.support.ledger import TABLE, lines, message, service
+from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Message, Outcome, session
 from txbox.testing import (
     Crashed,
@@ -134,7 +135,7 @@ def test_a_worker_kills_itself_where_the_environment_says(
         [sys.executable, "-m", "tests.support.ledger_worker", database_url],
         env={**os.environ, "TXBOX_CRASH_AT": point, "TXBOX_CRASH_NTH": str(nth)},
         check=False,
-        timeout=60,
+        timeout=DEADLINE_S,
     )
 
     assert ended.returncode == -signal.SIGKILL

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.dashboard import TOKEN, fill, shop
 from tests.support.databases import FreshDatabase
+from tests.support.waiting import DEADLINE_S
 from txbox import App
 from txbox.ui import Authenticate, Authenticator, Dashboard, Grant, Token
 from txbox.worker.serving import DASHBOARD, Server
@@ -55,7 +56,7 @@ class Browser:
         form: Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         sent = {**self.headers}
         if self.cookies:
             sent["Cookie"] = "; ".join(f"{name}={value}" for name, value in self.cookies.items())

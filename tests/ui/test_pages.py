@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.dashboard import HOSTILE, shop
 from tests.support.databases import Raw
+from tests.support.waiting import eventually
 from tests.ui.conftest import Answer, Browser, Serve
 from txbox import App, Message
 
@@ -38,12 +38,13 @@ class Elements(HTMLParser):
 def ended(browser: Browser, answer: Answer) -> str:
     """The page of a change, once it has ended."""
     assert answer.status == 303, answer.text
-    deadline = time.monotonic() + 30
-    while True:
-        page = browser.get(answer.headers["location"]).text
-        if re.search(r'class="status (done|cancelled|failed|stopped)"', page):
-            return page
-        assert time.monotonic() < deadline, page
+
+    def found() -> str | None:
+        page: str = browser.get(answer.headers["location"]).text
+        return page if re.search(r'class="status (done|cancelled|failed|stopped)"', page) else None
+
+    page: str = eventually(found, "the end of the change")
+    return page
 
 
 def carried_out(browser: Browser, confirm: Answer, **fields: object) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, add_effect, opened, paid, statuses
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import Batching, Message
 from txbox.app import App
@@ -178,7 +178,7 @@ def test_three_batches_of_each_lane_are_in_flight_and_no_more(
     with opened(database_url, batching=Batching(messages=8)) as shop:
 
         def hold(_message: Message[Any], _tx: Any) -> None:
-            assert gate.wait(30)
+            assert gate.wait(DEADLINE_S)
 
         shop.handler(hold, concurrency=concurrency)
         source = Memory([paid(f"m{number}") for number in range(200)])
@@ -197,7 +197,7 @@ def test_what_is_in_flight_is_bounded_by_its_bytes(database_url: str) -> None:
     with opened(database_url, batching=Batching(payload_bytes=200_000)) as shop:
 
         def hold(_message: Message[Any], _tx: Any) -> None:
-            assert gate.wait(30)
+            assert gate.wait(DEADLINE_S)
 
         shop.handler(hold)
         first = [paid(f"m{number}", b"x" * size) for number in range(3)]

@@ -12,7 +12,7 @@ import pytest
 from tests.support.databases import Raw
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, statuses
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import Lease, Message, session
 from txbox.brokers.base import Delivery
@@ -97,14 +97,14 @@ def test_a_drain_gives_back_what_the_lane_has_leased(shop: Shop) -> None:
 
     def hold(_message: Message[Any], _tx: Any) -> None:
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(DEADLINE_S)
 
     shop.handler(hold)
     source = Memory([again(f"m{number}") for number in range(5)], endless=True)
     shop.app.consume(source)
     the_worker = worker(shop.app)
     with running(the_worker) as codes:
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         the_worker.stop()
         eventually(the_worker._stopping.is_set)
         gate.set()
@@ -123,7 +123,7 @@ def test_a_long_run_outside_a_transaction_keeps_its_lease(database_url: str) -> 
         @shop.app.handler(TOPIC, consumer=CONSUMER, transactional=False, retry=AT_ONCE)
         def call(message: Message[Any]) -> None:
             calls.append(message.id)
-            assert gate.wait(30)
+            assert gate.wait(DEADLINE_S)
 
         source = Memory([paid("m1"), paid("m2")], endless=True)
         shop.app.consume(source)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.shop import CONSUMER, TOPIC, Shop, as_id, paid, statuses
 from tests.support.sources import Memory, event_line
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import Process, running, worker
 from txbox import Message, session
 from txbox.brokers.base import Delivery
@@ -24,7 +24,7 @@ def held_at(shop: Shop, message_id: str, **options: Any) -> tuple[threading.Even
     def hold(message: Message[Any], _tx: Any) -> None:
         if message.id == message_id:
             entered.set()
-            assert gate.wait(30)
+            assert gate.wait(DEADLINE_S)
 
     shop.handler(hold, mode="stored", **options)
     return entered, gate
@@ -35,7 +35,7 @@ def test_what_is_stored_is_acknowledged_before_it_runs(shop: Shop) -> None:
     source = Memory([paid("m0"), paid("m1")], endless=True)
     shop.app.consume(source)
     with running(worker(shop.app)):
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         eventually(lambda: len(source.settled) == 2, "acknowledgements while the handler runs")
         gate.set()
         eventually(lambda: statuses(shop.raw) == {"processed": 2})
@@ -50,7 +50,7 @@ def test_a_lane_that_has_rows_stores_what_comes_for_anybody(shop: Shop) -> None:
     source = Memory([paid(f"m{number:02}") for number in range(60)], endless=True)
     shop.app.consume(source)
     with running(worker(shop.app)):
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         eventually(lambda: len(source.settled) == 60, "acknowledgements while the handler runs")
         if shop.raw.product != "sqlite":
             found = statuses(shop.raw)
@@ -126,7 +126,7 @@ def test_a_drain_gives_back_what_the_lane_has_stored(shop: Shop) -> None:
     shop.app.consume(source)
     the_worker = worker(shop.app)
     with running(the_worker) as codes:
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         the_worker.stop()
         eventually(the_worker._stopping.is_set)
         gate.set()
@@ -141,7 +141,7 @@ def test_copies_of_what_is_leased_run_nothing(shop: Shop) -> None:
     source = Memory([paid("m0")], endless=True)
     shop.app.consume(source)
     with running(worker(shop.app)):
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         source.waiting = [Delivery(paid("m0"), TOPIC, redelivered=True) for _ in range(2)]
         eventually(lambda: len(source.received) == 3, "the copies, one for each lane")
         gate.set()

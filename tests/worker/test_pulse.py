@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.shop import CONSUMER, TOPIC, Shop, opened, paid
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import ConfigurationError, Message, Reject, Retention, session
 from txbox.admin import Admin
@@ -157,11 +157,11 @@ def test_a_worker_says_who_it_is_and_what_it_does(shop: Shop) -> None:
     @shop.app.handler(TOPIC, consumer=CONSUMER, concurrency=2, transactional=False)
     def hold(_message: Message[Any]) -> None:
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(DEADLINE_S)
 
     shop.app.consume(Memory([paid("m")], endless=True))
     with running(worker(shop.app, name="shop:app")), Admin(shop.app) as admin:
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         (known,) = eventually(lambda: [each for each in admin.workers() if each.leases])
         gate.set()
     assert (known.kind, known.state, known.app) == ("run", "running", "shop:app")

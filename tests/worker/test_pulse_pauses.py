@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.shop import CONSUMER, TOPIC, Shop, opened, paid, statuses
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import ConfigurationError, Lease, Message, Outcome, RetryPolicy
 from txbox.admin import Admin
@@ -99,12 +99,12 @@ def test_what_runs_is_finished_and_what_was_received_is_stored(shop: Shop, admin
     @shop.app.handler(TOPIC, consumer=CONSUMER, transactional=False)
     def hold(_message: Message[Any]) -> None:
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(DEADLINE_S)
 
     source = Memory([paid(f"m{number}") for number in range(50)], endless=True)
     shop.app.consume(source)
     with running(worker(shop.app)):
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         admin.pause(CONSUMER)
         hears(shop)
         gate.set()
@@ -123,12 +123,12 @@ def test_rows_that_are_leased_and_do_not_run_are_given_back(database_url: str) -
         @shop.app.handler(TOPIC, consumer=CONSUMER, transactional=False)
         def hold(_message: Message[Any]) -> None:
             entered.set()
-            assert gate.wait(30)
+            assert gate.wait(DEADLINE_S)
 
         for number in range(20):
             shop.app.send(paid(f"m{number}"))
         with running(worker(shop.app)):
-            assert entered.wait(30)
+            assert entered.wait(DEADLINE_S)
             admin.pause(CONSUMER)
             leased = "SELECT count(*) FROM txbox_inbox WHERE lease_until IS NOT NULL"
             eventually(lambda: shop.raw.value(leased) == 1, "the leases of others")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.shop import TOPIC, Shop, paid, quarantined
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox.brokers.base import Delivery
 from txbox.errors import BrokerError, Fault, StoreUnavailable
@@ -68,7 +68,7 @@ def test_a_drain_leaves_what_cannot_be_set_aside(
     source = Memory([Delivery(None, TOPIC, problem="not JSON", raw=b"{")], endless=True)
     shop.app.consume(source)
     with running(worker(shop.app)) as codes:
-        assert asked.wait(30)
+        assert asked.wait(DEADLINE_S)
     assert codes == [0]
     assert source.settled == []
     assert source.closed

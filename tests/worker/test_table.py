@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.shop import TOPIC, Shop, paid, statuses
 from tests.support.sources import Memory
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import Message, RelayPolicy, Retry, session
 from txbox.brokers.base import Delivery
@@ -167,7 +167,7 @@ def test_what_is_staged_for_a_handler_of_this_app_wakes_its_consumer_alone(
     with running(worker(shop.app)):
         eventually(lambda: "after:due" in points.seen)
         source.waiting.append(Delivery(paid("m1"), TOPIC))
-        assert done.wait(30)
+        assert done.wait(DEADLINE_S)
         assert points.sent().count("lease") <= 4
 
 

@@ -58,7 +58,7 @@ def test_a_delivery_is_settled_after_all_its_consumers(shop: Shop) -> None:
 
     def hold(_message: Message[Any], _tx: Any) -> None:
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(DEADLINE_S)
 
     shop.handler(consumer="quick")
     shop.handler(hold, consumer="slow")
@@ -66,7 +66,7 @@ def test_a_delivery_is_settled_after_all_its_consumers(shop: Shop) -> None:
     shop.app.consume(source)
 
     with running(worker(shop.app)) as codes:
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_S)
         eventually(
             lambda: shop.raw.value("SELECT count(*) FROM txbox_inbox WHERE status = 'processed'")
         )
@@ -228,7 +228,7 @@ def test_what_is_in_flight_is_bounded(database_url: str) -> None:
     with opened(database_url, batching=Batching(messages=5)) as shop:
 
         def hold(_message: Message[Any], _tx: Any) -> None:
-            assert gate.wait(30)
+            assert gate.wait(DEADLINE_S)
 
         shop.handler(hold)
         source = Memory([paid(f"m{number}") for number in range(100)])
@@ -398,7 +398,7 @@ def test_what_is_in_flight_is_tended(shop: Shop) -> None:
     gate = threading.Event()
 
     def hold(_message: Message[Any], _tx: Any) -> None:
-        assert gate.wait(30)
+        assert gate.wait(DEADLINE_S)
 
     shop.handler(hold)
     source = Memory([paid("slow")], endless=True)
@@ -442,7 +442,7 @@ def test_a_source_collects_what_it_is_about_to_lose(shop: Shop) -> None:
             return super().receive(messages_max, wait_s)
 
     def hold(message: Message[Any], _tx: Any) -> None:
-        assert message.id == "fast" or gate.wait(30)
+        assert message.id == "fast" or gate.wait(DEADLINE_S)
 
     shop.handler(hold, concurrency=2)
     source = Losing([paid("slow"), paid("fast")], endless=True)

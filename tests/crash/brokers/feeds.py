@@ -20,6 +20,7 @@ from confluent_kafka.cimpl import NewTopic
 from nats.js.errors import NotFoundError
 
 from tests.support.brokers import rabbitmq as rabbitmq_support
+from tests.support.waiting import DEADLINE_S
 from txbox.brokers.base import Source
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.nats import Nats
@@ -30,7 +31,6 @@ from txbox.brokers.sqs import SQS
 GROUP = "shop"
 # what a dead worker held comes back after this long; the clients keep what they work on by then
 COMES_BACK = timedelta(seconds=2)
-_WAIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class KafkaFeed(Feed):
     def create(self) -> None:
         admin = self._admin
         new = NewTopic(self.name, self.PARTITIONS, 1)
-        admin.create_topics([new])[self.name].result(_WAIT_S)
+        admin.create_topics([new])[self.name].result(DEADLINE_S)
 
     def publish(self, messages: Sequence[Sent]) -> None:
         failures: list[object] = []
@@ -101,7 +101,7 @@ class KafkaFeed(Feed):
                 headers=[("message-id", message.id.encode())],
                 on_delivery=lambda error, _: failures.append(error) if error else None,
             )
-        if producer.flush(_WAIT_S) or failures:
+        if producer.flush(DEADLINE_S) or failures:
             raise RuntimeError(f"Kafka did not confirm everything: {failures}")
 
     def source(self, member: int) -> Source:
@@ -122,8 +122,8 @@ class KafkaFeed(Feed):
         )  # it never joins
         try:
             left = 0
-            for partition in consumer.committed(self._partitions(), timeout=_WAIT_S):
-                _, end = consumer.get_watermark_offsets(partition, timeout=_WAIT_S)
+            for partition in consumer.committed(self._partitions(), timeout=DEADLINE_S):
+                _, end = consumer.get_watermark_offsets(partition, timeout=DEADLINE_S)
                 left += end - max(partition.offset, 0)
             return left
         finally:
@@ -133,11 +133,11 @@ class KafkaFeed(Feed):
         starts = ConsumerGroupTopicPartitions(self.name, self._partitions())
         admin = self._admin
         _wait_until_empty(admin, self.name)
-        admin.alter_consumer_group_offsets([starts])[self.name].result(_WAIT_S)
+        admin.alter_consumer_group_offsets([starts])[self.name].result(DEADLINE_S)
 
     def remove(self) -> None:
         admin = self._admin
-        admin.delete_topics([self.name])[self.name].result(_WAIT_S)
+        admin.delete_topics([self.name])[self.name].result(DEADLINE_S)
 
 
 class DynamicFeed(KafkaFeed):
@@ -323,13 +323,13 @@ class RedisFeed(Feed):
 
 def _wait_until_empty(admin: AdminClient, group: str) -> None:
     """Offsets of a group with members cannot be changed; a static member stays until its session ends."""
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + DEADLINE_S
     while True:
-        described: Any = admin.describe_consumer_groups([group])[group].result(_WAIT_S)
+        described: Any = admin.describe_consumer_groups([group])[group].result(DEADLINE_S)
         if not described.members:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the group {group} still has members after {_WAIT_S:g} s")
+            raise RuntimeError(f"the group {group} still has members after {DEADLINE_S:g} s")
         time.sleep(0.2)
 
 

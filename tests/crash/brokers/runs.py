@@ -28,10 +28,11 @@ from tests.crash.brokers.feeds import Sent
 from tests.crash.brokers.hooks import WebhookFeed, append, listening
 from tests.crash.brokers.service import TABLES, Job, Mode, messages, unfinished, work
 from tests.support.databases import BY_NAME, Raw
+from tests.support.waiting import DEADLINE_S
 from txbox import session
 from txbox.testing import kill_at
 
-WITHIN_S = 90
+WITHIN_S = DEADLINE_S
 _TRIES = 4
 _ROUNDS = 6
 #: passed only when work takes longer than a third of a lease

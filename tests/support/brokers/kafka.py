@@ -18,14 +18,13 @@ from confluent_kafka.cimpl import NewTopic
 
 from tests.support.databases import Raw
 from tests.support.servers import ROOT
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.errors import BrokerUnavailable
 from txbox.events import Event
 
-_WAIT_S = 20.0
 MakeRaw = Callable[[str], Raw]
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "eager": {"partition.assignment.strategy": "range"},
@@ -38,7 +37,7 @@ _OFFSET_COMMIT = 8
 def new_topic(bootstrap: str, partitions: int = 1, copies: int = 1) -> str:
     name = f"orders-{secrets.token_hex(4)}"
     admin = AdminClient({"bootstrap.servers": bootstrap})
-    admin.create_topics([NewTopic(name, partitions, copies)])[name].result(_WAIT_S)
+    admin.create_topics([NewTopic(name, partitions, copies)])[name].result(DEADLINE_S)
     return name
 
 
@@ -65,14 +64,14 @@ def produce(
             on_delivery=lambda error, _: failures.append(error) if error else None,
             **more,
         )
-    assert producer.flush(_WAIT_S) == 0
+    assert producer.flush(DEADLINE_S) == 0
     assert not failures
 
 
 def committed(bootstrap: str, group: str, topic: str, partition: int = 0) -> int:
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": group})
     try:
-        (offsets,) = consumer.committed([TopicPartition(topic, partition)], timeout=_WAIT_S)
+        (offsets,) = consumer.committed([TopicPartition(topic, partition)], timeout=DEADLINE_S)
         return offsets.offset
     finally:
         consumer.close()
@@ -84,8 +83,8 @@ def lag(bootstrap: str, group: str, topic: str, partitions: int) -> int:
     try:
         behind = 0
         every = [TopicPartition(topic, number) for number in range(partitions)]
-        for partition in consumer.committed(every, timeout=_WAIT_S):
-            _, end = consumer.get_watermark_offsets(partition, timeout=_WAIT_S)
+        for partition in consumer.committed(every, timeout=DEADLINE_S):
+            _, end = consumer.get_watermark_offsets(partition, timeout=DEADLINE_S)
             behind += end - max(partition.offset, 0)
         return behind
     finally:
@@ -94,14 +93,14 @@ def lag(bootstrap: str, group: str, topic: str, partitions: int) -> int:
 
 def leader_of(bootstrap: str, topic: str, partition: int = 0) -> int:
     admin = AdminClient({"bootstrap.servers": bootstrap})
-    return admin.list_topics(topic, timeout=_WAIT_S).topics[topic].partitions[partition].leader
+    return admin.list_topics(topic, timeout=DEADLINE_S).topics[topic].partitions[partition].leader
 
 
 def rewind(bootstrap: str, group: str, topic: str) -> None:
     """What an operator does: the group, which has no members, starts at the beginning again."""
     admin = AdminClient({"bootstrap.servers": bootstrap})
     start = ConsumerGroupTopicPartitions(group, [TopicPartition(topic, 0, 0)])
-    admin.alter_consumer_group_offsets([start])[group].result(_WAIT_S)
+    admin.alter_consumer_group_offsets([start])[group].result(DEADLINE_S)
 
 
 class Nothing:
@@ -190,7 +189,7 @@ def service(
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(_WAIT_S)
+        process.wait(DEADLINE_S)
 
 
 def librdkafka() -> ctypes.CDLL:

@@ -26,7 +26,7 @@ import pytest
 
 from tests.support.brokers.rigs import Rig, opened
 from tests.support.servers import ROOT
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually, room
 from tests.support.warm import Warm
 from txbox import Message
 from txbox.brokers.base import Publisher, Source
@@ -35,8 +35,7 @@ from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.identity import message_id
 from txbox.message import HeaderValue
 
-WITHIN_S = 20.0
-THOUSANDS_S = 120.0  # ten times what a relay ever sends in one call
+WITHIN_S = 60.0  # of one call, which is tried again: several fit into a deadline
 SHORT_S = 3.0
 KEYS = 20
 TIME = datetime(2026, 11, 20, 17, 0, 1, 234567, tzinfo=UTC)
@@ -235,7 +234,7 @@ class PublisherConformance:
     def test_thousands_in_one_call_arrive_in_the_order_of_their_keys(self, rig: Rig) -> None:
         with publisher_of(rig) as publisher:
             confirmed(publisher, [message(rig, "first")])
-            confirmed(publisher, several(rig, self.many), THOUSANDS_S)
+            confirmed(publisher, several(rig, self.many), DEADLINE_S)
             sent, together_s, singly_s = self.many, [], []
             for _ in range(7):
                 together_s.append(took_s(publisher, [several(rig, 200, first=sent)]))
@@ -328,7 +327,7 @@ def unavailable(publisher: Publisher, rig: Rig) -> None:
     started = time.monotonic()
     with pytest.raises(BrokerUnavailable):
         publisher.publish([message(rig, "lost"), message(rig, "lost too")], SHORT_S)
-    assert time.monotonic() - started < SHORT_S + 5  # the machine may be busy
+    assert time.monotonic() - started < SHORT_S + room(4)
 
 
 def again(publisher: Publisher, sent: Message[Any]) -> bool:

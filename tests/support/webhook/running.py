@@ -82,7 +82,7 @@ class TxboxRun:
         return int(eventually(found, f"a port for {path} in {self.lines}"))
 
     def get(self, path: str, method: str = "GET") -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.health_port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.health_port, timeout=DEADLINE_S)
         with contextlib.closing(connection):
             connection.request(method, path)
             response = connection.getresponse()

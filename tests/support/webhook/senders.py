@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.waiting import DEADLINE_S, eventually
+
 SECRET = "s3cret-of-a-shop"
 STANDARD_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef01234567").decode()
 Headers = Mapping[str, str | bytes]
@@ -33,7 +35,7 @@ class Endpoint:
     def post(
         self, headers: Headers, body: bytes, method: str = "POST", path: str = "/hook"
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         try:
             connection.request(method, path, body=body, headers=dict(headers))
             response = connection.getresponse()
@@ -54,15 +56,12 @@ def serving(application: Any) -> Iterator[Endpoint]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        deadline = time.monotonic() + 20
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        eventually(lambda: server.started or not thread.is_alive(), "the start", pause_s=0.005)
+        assert server.started
         yield Endpoint(listener.getsockname()[1])
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(DEADLINE_S)
         listener.close()
         assert not thread.is_alive()
 

@@ -12,11 +12,9 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from tests.support.brokers.rigs import Note, Rig
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
-
-_WAIT_S = 20.0
 
 
 class KafkaRig(Rig):
@@ -43,7 +41,9 @@ class KafkaRig(Rig):
 
         def made() -> bool:
             try:
-                self.admin.create_topics([NewTopic(self.topic, 1, 1)])[self.topic].result(_WAIT_S)
+                self.admin.create_topics([NewTopic(self.topic, 1, 1)])[self.topic].result(
+                    DEADLINE_S
+                )
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise
@@ -53,7 +53,7 @@ class KafkaRig(Rig):
         eventually(made, "a new topic")
 
     def remove(self) -> None:
-        self.admin.delete_topics([self.topic])[self.topic].result(_WAIT_S)
+        self.admin.delete_topics([self.topic])[self.topic].result(DEADLINE_S)
 
     def publish(self, *messages: Note) -> None:
         failures: list[object] = []
@@ -66,7 +66,7 @@ class KafkaRig(Rig):
                 ],
                 on_delivery=lambda error, _: failures.append(error) if error else None,
             )  # fmt: skip
-        assert self.producer.flush(_WAIT_S) == 0
+        assert self.producer.flush(DEADLINE_S) == 0
         assert not failures
 
     def source(self, **options: Any) -> Kafka:
@@ -76,8 +76,8 @@ class KafkaRig(Rig):
         consumer = Consumer({"bootstrap.servers": self.address, "group.id": self.topic})
         try:
             partition = TopicPartition(self.topic, 0)
-            low, high = consumer.get_watermark_offsets(partition, timeout=_WAIT_S)
-            (front,) = consumer.committed([partition], timeout=_WAIT_S)
+            low, high = consumer.get_watermark_offsets(partition, timeout=DEADLINE_S)
+            (front,) = consumer.committed([partition], timeout=DEADLINE_S)
             return high - max(low, front.offset)
         finally:
             consumer.close()
