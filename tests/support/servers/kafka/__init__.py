@@ -65,8 +65,10 @@ class KafkaServer(java.JavaServer):
             self.run("cp", "-r", kept, data)
             names = data / "meta.properties"
             text = re.sub(r"(?m)^node\.id=.*", f"node.id={self.node}", names.read_text())
-            own = secrets.token_urlsafe(16)
-            names.write_text(re.sub(r"(?m)^directory\.id=.*", f"directory.id={own}", text))
+            text = re.sub(
+                r"(?m)^directory\.id=.*", f"directory.id={secrets.token_urlsafe(16)}", text
+            )
+            names.write_text(text)
             return
         self.run(
             *java.command(POM, "kafka.tools.StorageTool", heap="256m"),
