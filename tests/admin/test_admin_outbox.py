@@ -295,6 +295,8 @@ def test_a_reroute_meets_no_row_twice(
         assert statuses(admin) == {due: "due", delayed: "delayed", failed: "due", dead: "dead"}
         affected = look.rows("SELECT affected FROM txbox_audit ORDER BY number")
         assert sum(row[0] for row in affected) == 3
+        assert "No relay is known to have the route 'elsewhere'" in str(admin.unserved("elsewhere"))
+        assert admin.unserved("") is None
         assert admin.reroute(OutboxFilter(message_id=dead), "elsewhere").count == 1
         assert {row.route for row in admin.list(where)} == {"elsewhere"}
 
@@ -437,6 +439,8 @@ def test_the_commands_from_a_dead_message_to_its_redrive(
     assert "1 outgoing message retried" in txbox("outbox", "retry", "--key", "k", "--yes")
     assert "1 sent" in txbox("relay", "--once")
     assert "is sent: retry does not apply" in txbox("outbox", "retry", first, code=1)
+    typo = txbox("outbox", "reroute", second, "--to", "kafak", "--dry-run")
+    assert "No relay is known to have the route 'kafak'" in typo
     assert "1 outgoing message discarded" in txbox("outbox", "discard", second)
     assert "has no message 'x'" in txbox("outbox", "show", "x", code=1)
     listed = json.loads(txbox("outbox", "list", "--json"))["messages"]

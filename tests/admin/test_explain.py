@@ -179,7 +179,9 @@ def test_a_retry_that_is_scheduled(shop: Shop) -> None:
 def test_what_is_due_and_nobody_takes(shop: Shop) -> None:
     shop.handler(mode="stored")
     shop.deliver(paid("m1"))
-    assert first(explain(shop, "m1")) == "due"
+    told = explain(shop, "m1")
+    assert first(told) == "due"
+    assert "none has been heard of in the last half minute" in of_kind(told, "due").text
     update(shop, "m1", f"next_attempt_at = {ago(shop, 600)}")
     said = of_kind(explain(shop, "m1"), "overdue")
     assert "(10m ago), and no worker has taken it: " in said.text

@@ -70,6 +70,11 @@ def test_a_mistyped_command_is_told_all_there_are(command: Command) -> None:
     assert "retry" in said
 
 
+def test_options_before_the_command_are_told_their_place(command: Command) -> None:
+    said = command("--app", "shop:app", "status", code=2)
+    assert said.sentence.startswith("Options come after the command: txbox COMMAND --app")
+
+
 def test_every_positional_has_help_and_every_command_an_example() -> None:
     for parser in _leaves(make_parser()):
         name = parser.prog.removeprefix("txbox ")

@@ -45,6 +45,12 @@ def test_a_pause_and_its_end(shop: Command) -> None:
     assert shop("workers", "--json").json["paused"] == []
 
 
+def test_a_pause_of_a_name_that_nobody_has_says_so(shop: Command) -> None:
+    assert "No consumer of that name is known" in shop("pause", "bilingg", "--dry-run").out
+    assert "No consumer of that name is known" in shop("pause", "bilingg").out
+    assert "known" not in shop("pause", "ledger").out
+
+
 def test_a_paused_consumer_does_not_run_and_a_resumed_one_does(shop: Command) -> None:
     shop("pause", "billing")
     shop("send", "orders", "--id", "m", "--data", "{}")

@@ -183,6 +183,7 @@ def test_a_reroute_goes_exactly_where_the_form_says(
     for to, route in (("anycast", "anycast"), ("any", "")):
         confirm = browser.post("/confirm", table="outbox", action="reroute all", to=to)
         assert f"to {to}?" in confirm.text
+        assert ("No relay is known to have the route" in confirm.text) is (to == "anycast")
         carried_out(browser, confirm)
         assert view.rows(routes) == [(route,)]
     nowhere = browser.post("/confirm", table="outbox", action="reroute all", to=" ")

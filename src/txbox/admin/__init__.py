@@ -37,6 +37,7 @@ from txbox.events import RowsChanged
 from txbox.handlers import Handler
 from txbox.identity import DIGEST_PREFIX, canonical_id, checked_consumer, payload_hash
 from txbox.message import Headers, Message
+from txbox.outbox import LOCAL
 from txbox.outcome import Status
 from txbox.policy import HIDDEN, Limits
 from txbox.processing.failure import BROKEN
@@ -529,6 +530,21 @@ class Admin(Reader):
         """
         return self._change("reroute", where, how, to=to)
 
+    def unserved(self, route: str) -> str | None:
+        """Warn about a route that no relay of this App or of a running process is known to have.
+
+        Returns: a sentence; None where a relay has it, or any App may take what goes there.
+        """
+        known = {served.name for served in self.app.routes.all()}
+        known.update(*(worker.routes for worker in self.workers()))
+        if not route or route in known or route.startswith(LOCAL):
+            return None
+        have = ", ".join(map(repr, sorted(known))) or "none"
+        return (
+            f"No relay is known to have the route {route!r}, so what goes there waits until one runs; "
+            f"known routes are {have}."
+        )
+
     def accept(
         self, where: QuarantineFilter, *, message_id: str | None = None, **how: Unpack[How]
     ) -> Changed:
@@ -784,7 +800,7 @@ class Admin(Reader):
             )
         if verb == "edit" and found.status not in (Status.DEAD, Status.FAILED):
             return f"{name} is {found.status}: only dead and failed messages can be edited."
-        if found.status == Status.PROCESSED:
+        if found.status == Status.PROCESSED and verb != "discard":
             return f"{name} is processed: `txbox replay` runs it again."
         if verb != "edit" and found.status not in where.table.changes[cast("Verb", verb)].statuses:
             return f"{name} is {found.status}: {verb} does not apply."

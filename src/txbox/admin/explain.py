@@ -322,7 +322,10 @@ class _Saying:
             since = f"{failures}it is due since {self.when(due)}"
             since = since[0].upper() + since[1:]
             if not self.late(due):
-                yield _say("due", f"{since}: a worker of its consumer takes it next.")
+                takes = "a worker of its consumer takes it next"
+                if not self.at_work(consumer=consumer):
+                    takes += ", once one runs: none has been heard of in the last half minute"
+                yield _say("due", f"{since}: {takes}.")
             else:
                 count = self.at_work(consumer=consumer)
                 who = f"no process that runs consumer {consumer} has been heard of in the last half minute"

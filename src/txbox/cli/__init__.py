@@ -111,6 +111,9 @@ def main(argv: Sequence[str] | None = None, *, program: Sequence[str] = _PROGRAM
 
         return demo(words[1:])
     parser = make_parser(words[0] if words else "")
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        print_error(f"Options come after the command: txbox COMMAND {redacted(words[0])} …")
+        return 2
     try:
         args = parser.parse_args(words, Namespace(program=program))
         if args.command is None:

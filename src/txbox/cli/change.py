@@ -360,6 +360,8 @@ def _change(args: argparse.Namespace) -> int:
     with admin_of(args, handlers="runs handlers" if runs else None) as admin:
         change = partial(getattr(admin, args.verb), **options)
         who = {"actor": args.actor, "reason": args.reason}
+        if args.verb == "reroute" and (warning := admin.unserved(args.to)):
+            print_error(f"warning: {shown(warning)}")
         results: list[Any]
         if args.dry_run:
             results = [change(where, dry_run=True) for where in targets]

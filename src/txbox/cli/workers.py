@@ -80,6 +80,8 @@ def _change(args: argparse.Namespace, action: Literal["pause", "resume"]) -> int
         change = admin.pause if action == "pause" else admin.resume
         changed = change(args.consumer, actor=args.actor, reason=args.reason, dry_run=args.dry_run)
         running = sum(args.consumer in worker.consumers for worker in admin.workers())
+        handlers = admin.app.handlers.consumers()
+        unknown = not running and args.consumer not in {*handlers, *admin.consumers()}
     if args.json:
         print_json(
             {
@@ -89,6 +91,11 @@ def _change(args: argparse.Namespace, action: Literal["pause", "resume"]) -> int
         )  # fmt: skip
         return 0
     name, workers = shown(args.consumer), counted(running, "worker")
+    typo = (
+        " No consumer of that name is known: `txbox status` names those with messages."
+        if unknown
+        else ""
+    )
     since = "until now" if before is None else _since(before)
     if action == "resume" and not changed:
         print_line(f"{name} is not paused.")
@@ -98,14 +105,16 @@ def _change(args: argparse.Namespace, action: Literal["pause", "resume"]) -> int
     elif not changed:
         print_line(f"{name} is paused already, {since}.")
     elif args.dry_run:
-        print_line(f"{name} would be paused; {workers} would stop running it.")
+        print_line(f"{name} would be paused; {workers} would stop running it.{typo}")
     elif running:
         print_line(
             f"{name} is paused: {workers} that had it stop running it within a few seconds. "
             f"`txbox resume {name}` ends that."
         )
     else:
-        print_line(f"{name} is paused. Nobody runs it now; workers that start will not either.")
+        print_line(
+            f"{name} is paused. Nobody runs it now; workers that start will not either.{typo}"
+        )
     return 0
 
 

@@ -149,12 +149,15 @@ class WantedChange:
     options: dict[str, str]
     canary: bool
 
+    @property
+    def route(self) -> str:
+        """Where a reroute goes, as the outbox has it."""
+        return "" if self.options["to"] == "any" else self.options["to"]
+
     def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
         if self.verb == "replay":
             return _replayed(admin, where, how)
-        options = self.options
-        if options.get("to") == "any":
-            options = {"to": ""}
+        options = {"to": self.route} if self.verb == "reroute" else self.options
         changed: Changed = getattr(admin, self.verb)(where, **options, **how)
         return changed
 

@@ -403,6 +403,7 @@ class Pages:
             "table": table, "verb": wanted.verb, "count": count, "left": left, "sample": views.keys(table, sample),
             "spared": views.spared(spared) if spared else None, "refused": views.keys(table, refused),
             "reasons": [item["reason"] for item in refused], "criteria": wanted.criteria, "picked": wanted.picked,
+            "unserved": self.admin.unserved(wanted.route) if wanted.verb == "reroute" else None,
             "options": wanted.options, "canary": wanted.canary, "question": wanted.question(count),
             "back": _back(asked, wanted), "done": views.DONE[wanted.verb],
         }  # fmt: skip
