@@ -45,6 +45,14 @@ def test_a_pause_and_its_end(shop: Command) -> None:
     assert shop("workers", "--json").json["paused"] == []
 
 
+def test_status_says_what_no_worker_runs(shop: Command) -> None:
+    shop("send", "orders", "--id", "m", "--data", "{}")
+    shop("pause", "ledger")
+    said = shop("status").out
+    assert "1 message of billing is unfinished, and no worker runs it." in said
+    assert "of ledger is unfinished" not in said
+
+
 def test_a_pause_of_a_name_that_nobody_has_says_so(shop: Command) -> None:
     assert "No consumer of that name is known" in shop("pause", "bilingg", "--dry-run").out
     assert "No consumer of that name is known" in shop("pause", "bilingg").out

@@ -67,7 +67,9 @@ def test_every_page_shows_what_is_there(filled: App, serve: Serve) -> None:
         answer = browser.get(path)
         assert answer.status == 200, path
         assert not re.search(r"\bNone\b", answer.text), path
+        assert "`" not in answer.text, path
     overview = browser.get("/").text
+    assert "3 messages of parcels are unfinished, and no worker runs it." in overview
     assert "3 messages of billing are dead." in overview
     assert "2 messages of billing are quarantined." in overview
     assert "invoices" in overview
@@ -99,6 +101,7 @@ def test_failures_stand_together_and_a_consumer_is_paused(filled: App, serve: Se
         "/pause", on="/workers", consumer="billing", action="pause", reason="the bank is away"
     )
     assert paused.status == 303
+    assert "billing is paused, and 5 messages wait." in browser.get("/").text
     assert "the bank is away" in browser.get("/workers").text
     assert browser.post("/pause", on="/workers", consumer="billing", action="resume").status == 303
     assert "the bank is away" not in browser.get("/workers").text

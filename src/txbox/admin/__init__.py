@@ -32,6 +32,7 @@ from txbox.admin.tables import (
     RowT,
     Verb,
 )
+from txbox.admin.views import COUNTED_MAX
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
 from txbox.events import RowsChanged
 from txbox.handlers import Handler
@@ -47,8 +48,6 @@ from txbox.store.activity import Pause, pause, pauses, resume, workers
 from txbox.store.codec import Arrival
 
 _SAMPLE = 10
-#: What is more than this is not counted for a page.
-COUNTED_MAX = 10_000
 # failures that are grouped: of one consumer and status, at least and at most, and of all
 _GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 3_000
 # groups of failures whose error is read, too

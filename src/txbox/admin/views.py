@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txbox.admin.activity import WorkerStatus
@@ -37,6 +38,8 @@ UNMATCHED = "(no consumer)"
 DONE = {
     "retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted", "replay": "replayed",
 }  # fmt: skip
+#: What is more than this is not counted for a page.
+COUNTED_MAX = 10_000
 _ERROR_CHARACTERS = 120
 _MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -138,32 +141,63 @@ class Warned(NamedTuple):
 
 
 def warnings(
-    consumers: Iterable[ConsumerStatus], topics: Iterable[TopicStatus]
+    consumers: Sequence[ConsumerStatus],
+    topics: Iterable[TopicStatus],
+    workers: Iterable[WorkerStatus],
+    paused: Iterable[Pause],
 ) -> Generator[Warned]:
-    """What is stuck, by the counts of inbox and outbox."""
+    """What is stuck, by the counts of inbox and outbox, each up to `COUNTED_MAX` and one."""
     for status in consumers:
         name = status.consumer or UNMATCHED
         if dead := status.counts.get("dead"):
-            yield Warned(
-                "bad",
-                f"{counted(dead)} of {name} {'is' if dead == 1 else 'are'} dead.",
-                "Look at the error, then retry or discard.",
-            )
-        if status.quarantined:
-            yield Warned(
-                "warn",
-                f"{counted(status.quarantined)} of {name} {'is' if status.quarantined == 1 else 'are'} quarantined.",
-                "They never ran: accept or discard.",
-            )
+            remedy = "Look at the error, then retry or discard."
+            yield Warned("bad", f"{_are(dead, 'message', name)} dead.", remedy)
+        if aside := status.quarantined:
+            remedy = "They never ran: accept or discard."
+            yield Warned("warn", f"{_are(aside, 'message', name)} quarantined.", remedy)
     for topic in topics:
         if topic.overdue:
             yield Warned("bad", *overdue(topic))
         if dead := topic.counts.get("dead"):
-            yield Warned(
-                "bad",
-                f"{counted(dead, 'outgoing message')} of topic {topic.topic} {'is' if dead == 1 else 'are'} dead.",
-                "They were not sent: retry or discard.",
-            )
+            said = _are(dead, "outgoing message", f"topic {topic.topic}")
+            yield Warned("bad", f"{said} dead.", "They were not sent: retry or discard.")
+    held = {pause.consumer for pause in paused}
+    yield from unattended(consumers, workers, held)
+    for status in consumers:
+        waiting = _unfinished(status)
+        if status.consumer in held and waiting:
+            wait = f"{_at_most(waiting, 'message')} wait{'s' if waiting == 1 else ''}"
+            remedy = f"`txbox resume {quote(status.consumer)}`, or the page Workers, ends that."
+            yield Warned("warn", f"{status.consumer} is paused, and {wait}.", remedy)
+
+
+def unattended(
+    consumers: Iterable[ConsumerStatus], workers: Iterable[WorkerStatus], paused: Container[str]
+) -> Generator[Warned]:
+    """What waits for a worker, and there is none."""
+    run = {name for worker in workers if worker.state != "silent" for name in worker.consumers}
+    for status in consumers:
+        waiting = _unfinished(status)
+        if waiting and status.consumer not in run and status.consumer not in paused:
+            said = f"{_are(waiting, 'message', status.consumer)} unfinished, and no worker runs it."
+            yield Warned("bad", said, "Start `txbox run` of the App that has this consumer.")
+
+
+def _unfinished(status: ConsumerStatus) -> int:
+    return sum(status.counts.get(name, 0) for name in ("pending", "processing", "failed"))
+
+
+def _at_most(number: int, noun: str) -> str:
+    return (
+        counted(number, noun)
+        if number <= COUNTED_MAX
+        else f"more than {counted(COUNTED_MAX, noun)}"
+    )
+
+
+def _are(number: int, noun: str, of: str) -> str:
+    said = f"{_at_most(number, noun)} of {of} {'is' if number == 1 else 'are'}"
+    return f"{said[0].upper()}{said[1:]}"
 
 
 def overdue(status: TopicStatus) -> tuple[str, str]:

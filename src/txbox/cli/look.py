@@ -148,7 +148,7 @@ def _status(args: argparse.Namespace) -> int:
     with admin_of(args) as admin:
         consumers, topics = admin.status(), admin.topics()
         tables, partitions = admin.sizes()
-        paused = admin.pauses()
+        paused, workers = admin.pauses(), admin.workers()
     if args.json:
         print_json(
             {
@@ -160,6 +160,9 @@ def _status(args: argparse.Namespace) -> int:
         print_table(*views.consumers(consumers))
     else:
         print_line("The inbox is empty.")
+    held = {pause.consumer for pause in paused}
+    for warned in views.unattended(consumers, workers, held):
+        print_line(shown(f"{warned.said} {warned.remedy}"))
     if paused:
         print_line("\nPaused:")
         print_table(*views.pauses(paused))

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote, urlencode
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from txbox.admin import COUNTED_MAX, Admin, MessageChanged, views
+from txbox.admin import Admin, MessageChanged, views
 from txbox.admin.explain import Explanation, Sentence
 from txbox.admin.tables import (
     INBOX,
@@ -196,12 +196,13 @@ class Pages:
     def overview(self, asked: Asked) -> Values:
         consumers, topics = self.admin.overview()
         last, step = _SPANS.get(asked.query.get("last", ""), _SPANS["1h"])
-        time = self.admin.activity(last, step=step)
+        time, pauses = self.admin.activity(last, step=step), self.admin.pauses()
         return {
             "consumers": consumers, "topics": topics, "time": time, "spans": _SPANS, "live": True,
-            "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in self.admin.pauses()},
+            "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in pauses},
             "plots": {each.name: plot(each, time) for each in (*time.consumers, *time.routes)},
-            "warnings": list(views.warnings(consumers, topics)), "counted_max": COUNTED_MAX,
+            "warnings": list(views.warnings(consumers, topics, self.admin.workers(), pauses)),
+            "counted_max": views.COUNTED_MAX,
             "unmatched": views.UNMATCHED,
         }  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from txbox.admin import COUNTED_MAX, views
+from txbox.admin import views
 from txbox.admin.activity import Activities, Activity
 from txbox.admin.tables import Table
 
@@ -201,7 +201,7 @@ def seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value < 100 else views.age(value)
 
 
-def count(number: int, most: int = COUNTED_MAX) -> str:
+def count(number: int, most: int = views.COUNTED_MAX) -> str:
     """A number that was counted up to a limit."""
     return f"{most:,}+" if number > most else f"{number:,}"
 

@@ -1,0 +1,17 @@
+"""The sentences that command line and pages share."""
+
+from __future__ import annotations
+
+from txbox.admin import views
+from txbox.admin.tables import ConsumerStatus
+
+
+def _status(**counts: int) -> ConsumerStatus:
+    return ConsumerStatus(consumer="billing", counts=counts, quarantined=0, oldest_unfinished_s=1)
+
+
+def test_a_count_that_ended_at_its_limit_is_not_said_to_be_exact() -> None:
+    (warned,) = views.warnings([_status(dead=10_001)], (), (), ())
+    assert warned.said == "More than 10,000 messages of billing are dead."
+    (warned,) = views.warnings([_status(dead=10_000)], (), (), ())
+    assert warned.said == "10,000 messages of billing are dead."
