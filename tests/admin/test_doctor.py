@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import psycopg
@@ -24,8 +26,11 @@ from tests.support.shop import Shop, paid
 from tests.support.tidying import SESSIONS
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Lease, Limits, Message, Reject
-from txbox.admin import Admin
+from txbox.admin import Admin, InboxFilter
+from txbox.admin.doctor import Finding
 from txbox.admin.doctor import database as doctor_database
+from txbox.cli import make_parser
+from txbox.cli.options import filter_of
 from txbox.errors import StoreUnavailable
 from txbox.store import schema as tables
 
@@ -416,6 +421,16 @@ def test_a_consumer_that_no_handler_has(shop: Shop) -> None:
     assert set(found) == {"orphan-consumer"}
     assert "3 messages of retired; rm -rf" in found["orphan-consumer"].problem
     assert "--consumer 'retired; rm -rf'`" in found["orphan-consumer"].remedy
+    assert _discarded(shop, found["orphan-consumer"]) == 3
+
+
+def _discarded(shop: Shop, finding: Finding) -> int:
+    """Do what a remedy says; how many messages that gave up."""
+    command = re.search(r"`(txbox discard [^`]+)`", finding.remedy)
+    assert command is not None, finding.remedy
+    args = make_parser("discard").parse_args(shlex.split(command[1])[1:])
+    with Admin(shop.app) as admin:
+        return admin.discard(cast("InboxFilter", filter_of(args))).count
 
 
 def test_a_topic_that_the_handlers_of_a_consumer_do_not_take(shop: Shop) -> None:
@@ -424,6 +439,7 @@ def test_a_topic_that_the_handlers_of_a_consumer_do_not_take(shop: Shop) -> None
     found = findings(shop.app)
     assert set(found) == {"orphan-messages"}
     assert "'orders'" in found["orphan-messages"].problem
+    assert _discarded(shop, found["orphan-messages"]) == 2
 
 
 def test_messages_that_nobody_takes_in_time(shop: Shop) -> None:
@@ -431,7 +447,7 @@ def test_messages_that_nobody_takes_in_time(shop: Shop) -> None:
     fill(shop.raw, 4)
     found = findings(shop.app)
     assert set(found) == {"inbox-overdue"}
-    assert found["inbox-overdue"].problem.startswith("4 messages of billing")
+    assert found["inbox-overdue"].problem.startswith("4 pending messages of billing")
     # nobody knows whose they are
     assert set(findings(shop.url)) == {"inbox-overdue"}
 

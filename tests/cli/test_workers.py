@@ -49,7 +49,7 @@ def test_status_says_what_no_worker_runs(shop: Command) -> None:
     shop("send", "orders", "--id", "m", "--data", "{}")
     shop("pause", "ledger")
     said = shop("status").out
-    assert "1 message of billing is unfinished, and no worker runs it." in said
+    assert "1 message of billing is unfinished, and no worker runs this consumer." in said
     assert "of ledger is unfinished" not in said
 
 

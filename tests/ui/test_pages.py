@@ -69,7 +69,7 @@ def test_every_page_shows_what_is_there(filled: App, serve: Serve) -> None:
         assert not re.search(r"\bNone\b", answer.text), path
         assert "`" not in answer.text, path
     overview = browser.get("/").text
-    assert "3 messages of parcels are unfinished, and no worker runs it." in overview
+    assert "3 messages of parcels are unfinished, and no worker runs this consumer." in overview
     assert "3 messages of billing are dead." in overview
     assert "2 messages of billing are quarantined." in overview
     assert "invoices" in overview

@@ -179,7 +179,7 @@ def unattended(
     for status in consumers:
         waiting = _unfinished(status)
         if waiting and status.consumer not in run and status.consumer not in paused:
-            said = f"{_are(waiting, 'message', status.consumer)} unfinished, and no worker runs it."
+            said = f"{_are(waiting, 'message', status.consumer)} unfinished, and no worker runs this consumer."
             yield Warned("bad", said, "Start `txbox run` of the App that has this consumer.")
 
 

@@ -510,8 +510,8 @@ class _Many:
         return _at_least(self.count, most)
 
 
-def _at_least(count: int, most: int) -> str:
-    return f"{'at least ' if count >= most else ''}{counted(count)}"
+def _at_least(count: int, most: int, noun: str = "message") -> str:
+    return f"{'at least ' if count >= most else ''}{counted(count, noun)}"
 
 
 async def inbox(case: Case) -> AsyncIterator[Finding]:
@@ -535,7 +535,8 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
         elif every.late and status == "processing":
             yield _expired(consumer, every)
         elif every.late and consumer not in held:
-            for finding in _late(case.app if case.known else None, consumer, every, kinds):
+            app = case.app if case.known else None
+            for finding in _late(app, consumer, status, every, kinds):
                 yield finding
 
 
@@ -569,17 +570,20 @@ def _expired(consumer: str, rows: _Many) -> Finding:
 def _late(
     app: Application | None,
     consumer: str,
+    status: str,
     every: _Many,
     kinds: dict[tuple[str, str | None], _Many],
 ) -> list[Finding]:
     handlers = None if app is None else app.handlers.consumers().get(consumer)
+    # without a status a discard means dead ones
+    discard = f"txbox discard --status {status} --consumer {quote(consumer)}"
     if app is not None and handlers is None:
         return [
             Finding(
                 "orphan-consumer",
                 f"{every.said()} of {consumer} wait, the oldest received {lasting(every.age_s)} ago, and no handler of "
                 "this App has that consumer.",
-                f"Run the App that has it, register it again, or `txbox discard --consumer {quote(consumer)}`.",
+                f"Run the App that has it, register it again, or `{discard}`.",
             )
         ]
     if app is not None:
@@ -589,26 +593,30 @@ def _late(
             if many.late and not app.handlers.matching(*kind, consumer)
         }
         if left:
-            return [_unmatched(consumer, *kind, many) for kind, many in left.items()]
+            return [_unmatched(consumer, *kind, many, discard) for kind, many in left.items()]
         if handlers is not None and any(handler.options.in_order for handler in handlers):
             # behind the head of its key a row is due for as long as that takes
             return []
+    late, have = (
+        _at_least(every.late, _LOOKED, f"{status} message"),
+        "has" if every.late == 1 else "have",
+    )
     return [
         Finding(
             "inbox-overdue",
-            f"{_at_least(every.late, _LOOKED)} of {consumer} {'has' if every.late == 1 else 'have'} been due for more "
-            f"than {lasting(_LATE_S)}: no worker of it runs, or it is behind.",
-            "Have `txbox run` running; more of them, or `concurrency=`, when it does.",
+            f"{late} of {consumer} {have} been due for more than {lasting(_LATE_S)}: no worker runs this consumer, or "
+            "they are behind.",
+            "Start `txbox run`; if it is running, start more, or raise `concurrency=`.",
         )
     ]
 
 
-def _unmatched(consumer: str, topic: str, kind: str | None, many: _Many) -> Finding:
+def _unmatched(consumer: str, topic: str, kind: str | None, many: _Many, discard: str) -> Finding:
     return Finding(
         "orphan-messages",
         f"{many.said(_LOOKED)} of {consumer} wait, the oldest received {lasting(many.age_s)} ago, and none of its "
         f"handlers takes topic {topic!r}" + ("." if kind is None else f" with type {kind!r}."),
-        f"Register a handler for it, or `txbox discard --consumer {quote(consumer)} --topic {quote(topic)}`.",
+        f"Register a handler for it, or `{discard} --topic {quote(topic)}`.",
     )
 
 
