@@ -8,7 +8,7 @@ import pymysql
 import pytest
 
 from tests.support.databases import Raw
-from txbox.admin import Admin, InboxFilter
+from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.errors import Fault
 from txbox.store.dialect import dialect, native
 
@@ -43,6 +43,17 @@ def test_a_page_goes_through_gaps_and_says_how_far_it_looked(
         assert found == ["m3", "m2", "m1"]
         both = [row.arrival for row in admin.list(InboxFilter(), limit=11)]
         assert both == [*range(2_000_009, 1_999_999, -1), 3]
+
+
+def test_pages_are_read_through_asyncpg(postgresql_url: str) -> None:
+    with Admin(postgresql_url.replace("://", "+asyncpg://")) as admin:
+        assert admin.list(InboxFilter()) == []
+        assert admin.list(InboxFilter(status="dead")) == []
+        assert admin.list(InboxFilter(message_id="m1")) == []
+        assert admin.list(OutboxFilter()) == []
+        assert admin.list(QuarantineFilter()) == []
+        assert admin.failures() == []
+        assert admin.audit() == []
 
 
 @pytest.mark.parametrize("query", ["inbox_list", "inbox_list_open", "inbox_list_id"])

@@ -32,7 +32,7 @@ Rows = Sequence[Sequence[Any]]
 
 _SHOWN_MAX = 20
 # of one statement of a page
-_PAGE_MS = 5_000
+_PAGE_MS = "5000"
 # greater than every place in a table
 _LAST = 2**63 - 1
 # rows that a page looks through at first, and how many times as many it takes next
