@@ -16,8 +16,9 @@ from sqlalchemy.ext import asyncio as sa_async
 from tests.support.connections import engine_url
 from tests.support.databases import NewDatabase, Raw, names
 from tests.support.django_project import configured
+from txbox import App, Message
 from txbox.connections import borrow
-from txbox.errors import ConfigurationError, SchemaError
+from txbox.errors import ConfigurationError, SchemaError, UnusableMessage
 from txbox.inbox import Inbox
 from txbox.outbox import Outbox
 
@@ -202,6 +203,22 @@ def test_accept_async_leaves_the_callers_transaction_to_the_caller(
 
     with Raw(url) as raw:
         asyncio.run(run(raw))
+
+
+@pytest.mark.parametrize("unusable", [None, "", "a\0b"])
+def test_message_without_a_usable_id_is_refused_and_can_be_set_aside(
+    unusable: str | None, database_url: str, raw: Callable[[str], Raw]
+) -> None:
+    inbox, message = Inbox(consumer="billing"), Message(id=unusable, topic="t", payload=b"one")
+    with App(database_url) as app:
+        with pytest.raises(UnusableMessage), app.transaction() as tx:
+            inbox.accept(tx, message)
+        with app.transaction() as tx:
+            inbox.quarantine(tx, message)
+            inbox.quarantine(tx, unusable, payload=b"two", topic="t")
+    kept = raw(database_url).rows("SELECT payload, reason FROM txbox_quarantine ORDER BY payload")
+    assert [row[0] for row in kept] == [b"one", b"two"]
+    assert all("id" in row[1] and "known" not in row[1] for row in kept)
 
 
 @pytest.mark.parametrize(("product", "caller"), SYNC, ids=_ids(SYNC))

@@ -16,6 +16,7 @@ from txbox.errors import (
     MessageInProgress,
     PayloadMismatch,
     StoreError,
+    UnusableMessage,
 )
 from txbox.handlers import check_texts
 from txbox.identity import PayloadHash, checked_consumer, message_id, payload_hash
@@ -29,7 +30,7 @@ from txbox.store.dialect import Dialect
 from txbox.store.inbox import Existing, InboxStore
 
 _AGAIN_MAX = 10
-_REUSED = "another payload came under a known id"
+_REUSED = "Another payload came under a known id."
 Payload = bytes | str | dict[str, Any] | list[Any] | None
 
 
@@ -158,29 +159,35 @@ class Inbox:
     def quarantine(
         self,
         tx: Any,
-        message: Message[Any] | str | int,
+        message: Message[Any] | str | int | None,
         *,
         payload: Payload = None,
         topic: str | None = None,
-        reason: str = _REUSED,
+        reason: str | None = None,
     ) -> None:
-        """Set a message aside in your transaction; then commit and acknowledge it."""
-        arrival = self._arrival(message, payload, topic)
+        """Set a message aside in your transaction, also one without a usable id; then commit and acknowledge it."""
+        arrival, reason = self._aside(message, payload, topic, reason)
         executor = borrow(tx, schema=self._schema)
         run(executor, self._set_aside, executor.dialect, arrival, reason)
 
     @twin_of(quarantine)
     async def quarantine_async(
-        self, tx: Any, message: Any, *, reason: str = _REUSED, **known: Any
+        self,
+        tx: Any,
+        message: Any,
+        *,
+        payload: Payload = None,
+        topic: str | None = None,
+        reason: str | None = None,
     ) -> None:
         """`quarantine` for async connections and sessions."""
-        arrival = self._arrival(message, **known)
+        arrival, reason = self._aside(message, payload, topic, reason)
         executor = borrow(tx, is_async=True, schema=self._schema)
         await run_async(executor, self._set_aside, executor.dialect, arrival, reason)
 
     def _arrival(
         self,
-        message: Message[Any] | str | int,
+        message: Message[Any] | str | int | None,
         payload: Payload = None,
         topic: str | None = None,
         type: str | None = None,  # noqa: A002
@@ -198,6 +205,21 @@ class Inbox:
         )
         hashed = None if payload is None else payload_hash(given, self._payload_hash)
         return Arrival(given, message_id(given, scope=self._id_scope), hashed)
+
+    def _aside(
+        self,
+        message: Message[Any] | str | int | None,
+        payload: Payload,
+        topic: str | None,
+        reason: str | None,
+    ) -> tuple[Arrival, str]:
+        """What is kept of a message that is set aside, and why; without a usable id it has none."""
+        try:
+            return self._arrival(message, payload, topic), reason or _REUSED
+        except UnusableMessage as error:
+            if not isinstance(message, Message):
+                message = Message(id=message, topic=topic or "", payload=_bytes(payload))
+            return Arrival(message, error.message_id, None), reason or str(error)
 
     async def _accept(
         self,
