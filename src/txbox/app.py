@@ -52,7 +52,7 @@ from txbox.policy import (
     check_policies,
 )
 from txbox.processing.attempt import InboxProtocol
-from txbox.processing.intake import Intake
+from txbox.processing.intake import Intake, shown_id
 from txbox.processing.waiting import CURABLE
 from txbox.session import Connections, Raised, Session, blocking, drive, drive_async
 from txbox.store import schema as tables
@@ -651,7 +651,7 @@ class App:
     async def unmatched_message(self, db: Session, message: Message[Any]) -> None:
         """Count a message that no handler consumes, and quarantine it if `unmatched` says so."""
         self.events.emit(
-            MessageUnmatched(message_id=str(message.id), topic=message.topic, type=message.type)
+            MessageUnmatched(message_id=shown_id(message), topic=message.topic, type=message.type)
         )
         if self.unmatched == "quarantine":
             await self.intake.unmatched(

@@ -44,6 +44,13 @@ def test_a_retry_is_due_to_the_moment(app: App) -> None:
 
 
 @pytest.mark.every_database
+def test_drain_ignores_dates_also_while_the_clock_stands(app: App) -> None:
+    with frozen_clock(datetime.now(UTC) - timedelta(seconds=1)):
+        assert deliver(app, _MESSAGE) is Outcome.FAILED
+        assert drain(app, ignore_dates=True) == [Outcome.FAILED, Outcome.PROCESSED]
+
+
+@pytest.mark.every_database
 def test_a_delayed_effect_waits_for_its_time(app: App) -> None:
     done: list[Any] = []
 

@@ -14,7 +14,7 @@ from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, qua
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
-from txbox import App, Batching, Lease, Message, Retry, RetryPolicy
+from txbox import App, Batching, Lease, Message, Outcome, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
@@ -290,6 +290,15 @@ def test_a_message_that_no_handler_takes(database_url: str, policy: Any) -> None
         assert len(source.settled) == 2
         assert [event.type for event in shop.emitted(MessageUnmatched)] == ["order.lost"]
         assert len(quarantined(shop.raw)) == (1 if policy == "quarantine" else 0)
+
+
+def test_an_unmatched_message_is_known_by_the_id_in_its_headers(sqlite_url: str) -> None:
+    with opened(sqlite_url, unmatched="quarantine") as shop:
+        shop.handler(type="order.paid")
+        lost = Message[Any](topic="orders", payload=b"{}", headers={"message-id": "order-4"})
+        assert shop.app.process(lost) is Outcome.UNMATCHED
+        assert [event.message_id for event in shop.emitted(MessageUnmatched)] == ["order-4"]
+        assert shop.raw.rows("SELECT message_id FROM txbox_quarantine") == [(b"order-4",)]
 
 
 def test_rows_whose_type_lost_its_handler_are_given_back_with_an_event(shop: Shop) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import MessageDuplicate, MessageStored
 from txbox.handlers import Handler
+from txbox.identity import message_id as identify
 from txbox.message import Message
 from txbox.outcome import DUPLICATE, Answer, Outcome
 from txbox.policy import Lease
@@ -324,7 +325,7 @@ class Intake:
 
     async def unmatched(self, db: Session, message: Message[Any], reason: str) -> None:
         """Keep a message that no handler consumes, under no consumer's name."""
-        await self._quarantined(db, "", message, _shown_id(message), reason)
+        await self._quarantined(db, "", message, shown_id(message), reason)
 
 
 def presentable(message: Message[Any]) -> Message[Any]:
@@ -340,5 +341,9 @@ def presentable(message: Message[Any]) -> Message[Any]:
     )
 
 
-def _shown_id(message: Message[Any]) -> str:
-    return "" if message.id is None else printable(str(message.id), 255)
+def shown_id(message: Message[Any]) -> str:
+    """Return the id under which a message is looked for, if it has one; "" without."""
+    try:
+        return identify(message)
+    except UnusableMessage:
+        return "" if message.id is None else printable(str(message.id), 255)

@@ -47,12 +47,13 @@ __all__ = [
 ]
 
 # for tests only, in SQL that every dialect understands
+# Before every clock, a frozen one included. Rows of one moment keep their order of arrival.
 _FORGET_DATES = (
-    "UPDATE txbox_inbox SET next_attempt_at = received_at"
+    "UPDATE txbox_inbox SET next_attempt_at = '2000-01-01 00:00:00.000'"
     " WHERE consumer = :consumer AND status IN ('pending', 'failed')"
 )
 _FORGET_LEASES = (
-    "UPDATE txbox_inbox SET lease_until = received_at"
+    "UPDATE txbox_inbox SET lease_until = '2000-01-01 00:00:00.000'"
     " WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL"
 )
 _RESCUED_AT_ONCE = 1000
