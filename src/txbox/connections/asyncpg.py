@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
@@ -21,18 +21,18 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
+    Database,
     Executor,
     Pool,
     check_committed,
-    finished,
     is_marked,
     not_in_transaction,
+    postgresql_url,
     refused_commit,
     store_error,
     sync_async_mismatch,
-    unreachable,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
+from txbox.errors import ConfigurationError, Fault, StoreError, redacted
 from txbox.session import Connection, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -46,15 +46,8 @@ _VERBS = re.compile(r"\b(SELECT|VALUES|TABLE|SHOW|INSERT|UPDATE|DELETE|MERGE)\b"
 
 
 def open_url(url: str, *, schema: str | None = None) -> AsyncpgDatabase:
-    """Prepare to connect by URL; `?prepare=off` is for poolers without prepared statements."""
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query))
-    prepare = options.pop("prepare", "on") != "off"
-    dsn = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
-    if parts.path in ("", "/") and "dbname" not in options and "database" not in options:
-        raise ConfigurationError(
-            f"The URL {redacted(url)} names no database: use postgresql+asyncpg://host/name."
-        )
+    """Prepare to connect by URL."""
+    dsn, prepare = postgresql_url(url, "dbname", "database")
     return AsyncpgDatabase(redacted(url), schema, dsn=dsn, prepare=prepare)
 
 
@@ -68,10 +61,10 @@ def open_object(target: Any, *, schema: str | None = None) -> AsyncpgDatabase:
     )
 
 
-class AsyncpgDatabase:
+class AsyncpgDatabase(Database):
     """Where asyncpg connections come from; there are no sync ones."""
 
-    sync: None = None
+    check = "that the server is running, and the URL, or that the pool was awaited and is open"
 
     def __init__(
         self,
@@ -82,20 +75,11 @@ class AsyncpgDatabase:
         prepare: bool = True,
         pool: Any = None,
     ) -> None:
-        self.name = name
-        self.schema = schema
-        self.dialect: Dialect = dialect("postgresql", schema)
+        super().__init__(name, schema, dialect("postgresql", schema))
         self.dsn = dsn
         self.host = urlsplit(dsn).hostname
         self.prepare = prepare
         self.asynchronous = _Connections(self, pool)
-
-    def close(self) -> None:
-        self.asynchronous.clear()
-
-    async def close_async(self) -> None:
-        self.close()
-        await finished(self.asynchronous.closing)
 
 
 class _Connections(Pool["AsyncpgConnection"]):
@@ -103,14 +87,14 @@ class _Connections(Pool["AsyncpgConnection"]):
         super().__init__(is_async=True)
         self._database = database
         self._pool = pool
-        self.closing: set[asyncio.Task[None]] = set()
 
     async def _opened(self) -> AsyncpgConnection:
         try:
             raw: Any = await (self._connect() if self._pool is None else self._pool.acquire())
         except _ERRORS as error:
-            raise await asyncio.to_thread(_unreachable, error, self._database) from error
-        return AsyncpgConnection(raw, self._database.dialect, self.closing)
+            code = getattr(error, "sqlstate", None)
+            raise await self._database.unreachable(error, code, is_async=True) from error
+        return AsyncpgConnection(raw, self._database.dialect, self._database.closing)
 
     async def _connect(self) -> Any:
         if self._database.prepare:
@@ -279,12 +263,6 @@ class AsyncpgConnection(Connection):
 class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
-    is_async = True
-
-    def __init__(self, tx: Any, sql_dialect: Dialect) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-
     async def _execute(self, statement: Statement) -> Result:
         try:
             return await _executed(self._tx, statement)
@@ -303,7 +281,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
         )
     if not tx.is_in_transaction():
         raise not_in_transaction(tx)
-    return Borrowed(tx, dialect("postgresql", schema))
+    return Borrowed(tx, dialect("postgresql", schema), is_async=True)
 
 
 def translated(error: BaseException, sql_dialect: Dialect) -> StoreError | None:
@@ -357,14 +335,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _unreachable(error: BaseException, database: AsyncpgDatabase) -> StoreUnavailable:
-    code = getattr(error, "sqlstate", None)
-    return unreachable(
-        database.name,
-        error,
-        "that the server is running, and the URL, or that the pool was awaited and is open",
-        code=code,
-        host=database.host,
-    )

@@ -11,7 +11,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakSet
 
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
@@ -56,28 +59,69 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 # -- databases --------------------------------------------------------------------------------
 
 
-class Database(Protocol):
-    """Where an app's connections come from.
+class Database:
+    """Where an app's connections come from. Nothing connects before the first `acquire`.
 
-    `sync` serves `def` handlers and `asynchronous` serves `async def` handlers. Either is None if the
-    object given by the user does not support it. Nothing connects before the first `acquire`.
+    Attributes:
+        name: the database for people: a URL without its password, or the kind of object given.
+        sync: for `def` handlers; None if the object given by the user does not support it.
+        asynchronous: the same for `async def` handlers.
+        host: looked up, if a connection fails, to tell a wrong name from a server that is down.
+        check: what the user should check then.
+        closing: the discarded connections that are being closed on their event loop.
     """
 
-    @property
-    def dialect(self) -> Dialect: ...
-    @property
-    def schema(self) -> str | None: ...
-    @property
-    def name(self) -> str:
-        """The database for people: a URL without its password, or the kind of object given."""
-        ...
+    sync: Connections | None = None
+    asynchronous: Connections | None = None
+    host: str | None = None
+    check = "the URL, and that the server is running"
+
+    def __init__(self, name: str, schema: str | None, dialect: Dialect | None) -> None:
+        self.name = name
+        self.schema = schema
+        self._dialect: Dialect | None = dialect
+        self.closing: set[asyncio.Task[None]] = set()
 
     @property
-    def sync(self) -> Connections | None: ...
-    @property
-    def asynchronous(self) -> Connections | None: ...
-    def close(self) -> None: ...
-    async def close_async(self) -> None: ...
+    def dialect(self) -> Dialect:
+        assert self._dialect is not None
+        return self._dialect
+
+    def close(self) -> None:
+        """Close the idle connections that txbox opened itself."""
+        for connections in (self.sync, self.asynchronous):
+            if isinstance(connections, Pool):
+                connections.clear()
+
+    async def close_async(self) -> None:
+        """`close`, and wait for connections being closed on this event loop."""
+        self.close()
+        loop = asyncio.get_running_loop()
+        if tasks := [task for task in self.closing if task.get_loop() is loop]:
+            await asyncio.wait(tasks)
+
+    async def unreachable(
+        self, error: BaseException, code: str | None, *, is_async: bool = False
+    ) -> StoreUnavailable:
+        """Return the error for a failed attempt to connect."""
+        if is_async:
+            # looking the host up blocks
+            return await asyncio.to_thread(self._unreachable, error, code)
+        return self._unreachable(error, code)
+
+    def _unreachable(self, error: BaseException, code: str | None) -> StoreUnavailable:
+        said = server_message(error) or type(error).__name__
+        # libpq gives no SQLSTATE for a failed connection, but it does tell whether a password was requested
+        tried = getattr(error, "pgconn", None)
+        refused = tried is not None and (tried.used_password or tried.needs_password)
+        return StoreUnavailable(
+            f"Cannot connect to {self.name} ({said}{f', {code}' if code else ''}): check {self.check}.",
+            fault=Fault.UNAVAILABLE,
+            code=code,
+            misconfigured=refused
+            or code in _REFUSALS
+            or (code in _NO_ANSWER and _is_unknown(self.host)),
+        )
 
 
 class Listening(Protocol):
@@ -97,8 +141,10 @@ class Notifies(Protocol):
 class Executor(ABC):
     """A connection in the caller's transaction. It executes statements and nothing else."""
 
-    is_async: bool
-    dialect: Dialect
+    def __init__(self, tx: Any, dialect: Dialect, *, is_async: bool) -> None:
+        self._tx = tx
+        self.dialect = dialect
+        self.is_async = is_async
 
     async def execute(self, statement: Statement) -> Result:
         """Run one statement.
@@ -244,28 +290,6 @@ def server_message(error: BaseException) -> str:
         # data exceptions quote the value they could not parse
         line = re.sub(r'".*"', '"…"', line)
     return redacted(_QUOTED_VALUE.sub("'…'", line))
-
-
-def unreachable(
-    name: str, error: BaseException, check: str, *, code: str | None, host: str | None = None
-) -> StoreUnavailable:
-    """Return the error for a database that could not be connected to.
-
-    Args:
-        name: the database, without its password.
-        check: what the user should check.
-        host: looked up to tell a wrong name from a server that is down.
-    """
-    said = server_message(error) or type(error).__name__
-    # libpq gives no SQLSTATE for a failed connection, but it does tell whether a password was requested
-    tried = getattr(error, "pgconn", None)
-    refused = tried is not None and (tried.used_password or tried.needs_password)
-    return StoreUnavailable(
-        f"Cannot connect to {name} ({said}{f', {code}' if code else ''}): check {check}.",
-        fault=Fault.UNAVAILABLE,
-        code=code,
-        misconfigured=refused or code in _REFUSALS or (code in _NO_ANSWER and _is_unknown(host)),
-    )
 
 
 def _is_unknown(host: str | None) -> bool:
@@ -450,9 +474,29 @@ def left_behind() -> StoreError:
     )
 
 
-async def finished(closing: set[asyncio.Task[None]]) -> None:
-    """Wait for connections being closed on this event loop."""
-    loop = asyncio.get_running_loop()
-    tasks = [task for task in closing if task.get_loop() is loop]
-    if tasks:
-        await asyncio.wait(tasks)
+def postgresql_url(url: str, *options_naming_it: str) -> tuple[str, bool]:
+    """Return a URL as libpq reads it, and whether statements may be prepared.
+
+    `?prepare=off` is for poolers without prepared statements.
+
+    Args:
+        options_naming_it: the options that may name the database instead of the path.
+    """
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query))
+    prepare = options.pop("prepare", "on") != "off"
+    if parts.path in ("", "/") and options.keys().isdisjoint(options_naming_it):
+        raise ConfigurationError(
+            f"The URL {redacted(url)} names no database: use {parts.scheme}://host/name."
+        )
+    return urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options))), prepare
+
+
+def async_driver(name: str, database: str) -> ModuleType:
+    """Import a driver that only async handlers need."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"async handlers on {database} need {name}: run pip install 'txbox[{database.lower()}]'."
+        ) from error

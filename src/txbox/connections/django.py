@@ -17,6 +17,7 @@ from django.utils.connection import ConnectionDoesNotExist, ConnectionProxy
 
 from txbox.connections.base import (
     PROBE,
+    Database,
     Executor,
     begins_marked,
     check_closed,
@@ -31,7 +32,6 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     sync_async_mismatch,
-    unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import Connection, Raised, Result, Statement, Statements
@@ -58,17 +58,15 @@ def open_object(target: Any, *, schema: str | None = None) -> DjangoDatabase:
     )
 
 
-class DjangoDatabase:
-    """Where Django's connections come from. Settings are read on first use."""
+class DjangoDatabase(Database):
+    """Where Django's connections come from, which stay open. Settings are read on first use."""
 
-    asynchronous: None = None
+    check = "settings.DATABASES, and that the server is running"
 
     def __init__(self, alias: str, schema: str | None) -> None:
+        super().__init__(f"the Django database {alias!r}", schema, None)
         self.alias = alias
-        self.schema = schema
-        self.name = f"the Django database {alias!r}"
         self.sync = _Connections(self)
-        self._dialect: Dialect | None = None
 
     @property
     def dialect(self) -> Dialect:
@@ -76,12 +74,6 @@ class DjangoDatabase:
         if self._dialect is None:
             self._dialect = _dialect_of(_wrapper(self.alias), self.schema)
         return self._dialect
-
-    def close(self) -> None:
-        """Leave the connections open: they belong to Django."""
-
-    async def close_async(self) -> None:
-        """Leave the connections open: they belong to Django."""
 
 
 class _Connections:
@@ -99,7 +91,9 @@ class _Connections:
             # done here, so that a failure is known to be the connection's
             wrapper.ensure_connection()
         except Error as error:
-            raise _unreachable(error, self._database, wrapper) from error
+            cause, self._database.host = error.__cause__ or error, wrapper.settings_dict["HOST"]
+            code = dbapi_error(cause, self._database.dialect).code
+            raise await self._database.unreachable(cause, code) from error
         return DjangoConnection(wrapper, self._database.dialect)
 
     async def release(self, connection: DjangoConnection) -> None:
@@ -313,17 +307,11 @@ def _marked() -> StoreError:
 class Borrowed(Executor):
     """The caller's connection, in the caller's `atomic()`."""
 
-    is_async = False
-
-    def __init__(self, wrapper: Any, sql_dialect: Dialect) -> None:
-        self._wrapper = wrapper
-        self.dialect = sql_dialect
-
     async def _execute(self, statement: Statement) -> Result:
         try:
-            return _executed(self._wrapper, statement)
-        except (Error, self._wrapper.Database.Error) as error:
-            found = _translated(error, self.dialect, self._wrapper)
+            return _executed(self._tx, statement)
+        except (Error, self._tx.Database.Error) as error:
+            found = _translated(error, self.dialect, self._tx)
             if found is None:
                 found = store_error(error, self.dialect, code=None)
                 found.fault = Fault.ABORTED
@@ -340,7 +328,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
     wrapper = _wrapper(str(tx.alias))
     if not wrapper.in_atomic_block and wrapper.get_autocommit():
         raise not_in_transaction(wrapper)
-    return Borrowed(wrapper, _dialect_of(wrapper, schema))
+    return Borrowed(wrapper, _dialect_of(wrapper, schema), is_async=False)
 
 
 def _wrapper(alias: str) -> Any:
@@ -386,17 +374,6 @@ def _committed(wrapper: Any) -> None:
         check_committed(getattr(cursor, "statusmessage", None))
     finally:
         cursor.close()
-
-
-def _unreachable(error: Error, database: DjangoDatabase, wrapper: Any) -> StoreUnavailable:
-    cause = error.__cause__ or error
-    return unreachable(
-        database.name,
-        cause,
-        "settings.DATABASES, and that the server is running",
-        code=dbapi_error(cause, database.dialect).code,
-        host=wrapper.settings_dict["HOST"],
-    )
 
 
 def _translated(error: BaseException, sql_dialect: Dialect, wrapper: Any) -> StoreError | None:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -27,9 +26,11 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
+    Database,
     Executor,
     Pool,
     acquired,
+    async_driver,
     handler_left,
     left_behind,
     not_in_transaction,
@@ -37,7 +38,6 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     sync_async_mismatch,
-    unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.session import Connection, Result, Statement, Statements, blocking
@@ -100,23 +100,15 @@ def open_object(target: Any, *, schema: str | None = None) -> MysqlDatabase:  # 
     )
 
 
-class MysqlDatabase:
+class MysqlDatabase(Database):
     """Where connections to one MySQL or MariaDB database come from."""
 
     def __init__(self, name: str, settings: dict[str, Any], sql_dialect: Dialect) -> None:
-        self.name = name
-        self.schema = None
+        super().__init__(name, None, sql_dialect)
         self.settings = settings
-        self.dialect = sql_dialect
+        self.host = settings["host"]
         self.sync = _Connections(self, is_async=False)
         self.asynchronous = _Connections(self, is_async=True)
-
-    def close(self) -> None:
-        self.sync.clear()
-        self.asynchronous.clear()
-
-    async def close_async(self) -> None:
-        self.close()
 
 
 class _Connections(Pool["MysqlConnection"]):
@@ -138,10 +130,7 @@ class _Connections(Pool["MysqlConnection"]):
                 connection.discard()
                 raise
         except errors as error:
-            if is_async:
-                # this may look a name up, which blocks
-                raise await asyncio.to_thread(_unreachable, error, database) from error
-            raise _unreachable(error, database) from error
+            raise await database.unreachable(error, _code_of(error), is_async=is_async) from error
         return connection
 
 
@@ -159,7 +148,7 @@ def _kind(is_async: bool) -> Any:
     Otherwise two commands would share the socket, and one could read the other's answer, even that of a COMMIT.
     `met`: somebody else was using it. `refused`: it did not become free in time.
     """
-    driver: Any = _async_driver().connection if is_async else pymysql.connections
+    driver: Any = async_driver("asyncmy", "MySQL").connection if is_async else pymysql.connections
     commands = ("query", "begin", "commit", "rollback")
     turns = {name: _in_turn(getattr(driver.Connection, name), is_async) for name in commands}
     return type("Connection", (driver.Connection,), {"met": False, "refused": False, **turns})
@@ -326,16 +315,10 @@ class MysqlConnection(Connection):
 class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-        self.is_async = is_async
-        self._errors = _errors(is_async)
-
     async def _execute(self, statement: Statement) -> Result:
         try:
             return await _executed(self._tx, statement, self.is_async)
-        except self._errors as error:
+        except _errors(self.is_async) as error:
             lost = not _is_open(self._tx, self.is_async)
             raise store_error(error, self.dialect, code=_code_of(error), lost=lost) from error
 
@@ -357,20 +340,11 @@ def _check_caller(tx: Any) -> None:
         raise not_in_transaction(tx)
 
 
-def _unreachable(error: Exception, database: MysqlDatabase) -> StoreUnavailable:
-    code = _code_of(error)
-    return unreachable(
-        database.name,
-        error,
-        "the URL, and that the server is running",
-        code=code,
-        host=database.settings["host"],
-    )
-
-
 async def _executed(connection: Any, statement: Statement, is_async: bool) -> Result:
     sql, names = native(statement.sql, "format")
-    cursor = connection.cursor(_async_driver().cursors.Cursor if is_async else Cursor)
+    cursor = connection.cursor(
+        async_driver("asyncmy", "MySQL").cursors.Cursor if is_async else Cursor
+    )
     try:
         values = tuple(statement.params[name] for name in names)
         await _done(cursor.execute(sql, values), is_async)
@@ -389,7 +363,9 @@ def _is_open(raw: Any, is_async: bool) -> bool:
 
 
 def _errors(is_async: bool) -> type[Exception]:
-    errors: type[Exception] = _async_driver().errors.MySQLError if is_async else pymysql.MySQLError
+    errors: type[Exception] = (
+        async_driver("asyncmy", "MySQL").errors.MySQLError if is_async else pymysql.MySQLError
+    )
     return errors
 
 
@@ -425,13 +401,3 @@ def _close_orphan(raw: Any) -> None:
     if sock is not None:
         sock.close()
         transport._sock = None  # noqa: SLF001
-
-
-def _async_driver() -> Any:
-    """Import asyncmy, which only async handlers need."""
-    try:
-        return import_module("asyncmy")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            "async handlers on MySQL need asyncmy: run pip install 'txbox[mysql]'."
-        ) from error

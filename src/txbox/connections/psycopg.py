@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -25,14 +25,15 @@ from psycopg.rows import tuple_row
 from psycopg.sql import SQL, Identifier
 
 from txbox.connections.base import (
+    Database,
     Executor,
     Pool,
     handler_left,
     is_marked,
     not_in_transaction,
+    postgresql_url,
     store_error,
     sync_async_mismatch,
-    unreachable,
 )
 from txbox.connections.libpq import (
     BEGIN,
@@ -70,15 +71,8 @@ _FOLLOWED = "the next transaction could begin behind it"
 
 
 def open_url(url: str, *, schema: str | None = None) -> PsycopgDatabase:
-    """Prepare to connect by URL; `?prepare=off` is for poolers without prepared statements."""
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query))
-    prepare = options.pop("prepare", "on") != "off"
-    conninfo = urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options)))
-    if parts.path in ("", "/") and "dbname" not in options:
-        raise ConfigurationError(
-            f"The URL {redacted(url)} names no database: use postgresql://host/name."
-        )
+    """Prepare to connect by URL."""
+    conninfo, prepare = postgresql_url(url, "dbname")
     return PsycopgDatabase(redacted(url), schema, prepare, conninfo=conninfo)
 
 
@@ -96,7 +90,7 @@ def open_object(target: Any, *, schema: str | None = None) -> PsycopgDatabase:
     )
 
 
-class PsycopgDatabase:
+class PsycopgDatabase(Database):
     """Where psycopg connections come from."""
 
     def __init__(
@@ -109,20 +103,14 @@ class PsycopgDatabase:
         pool: Any = None,
         async_pool: Any = None,
     ) -> None:
-        self.name = name
-        self.schema = schema
-        self.dialect: Dialect = dialect("postgresql", schema)
+        super().__init__(name, schema, dialect("postgresql", schema))
+        self.host = None if conninfo is None else urlsplit(conninfo).hostname
         self.prepare = prepare
         self.conninfo = conninfo
         self.sync = None if async_pool is not None else _Connections(self, pool, is_async=False)
         self.asynchronous = (
             None if pool is not None else _Connections(self, async_pool, is_async=True)
         )
-
-    @property
-    def host(self) -> str | None:
-        """The host named in the URL."""
-        return None if self.conninfo is None else urlsplit(self.conninfo).hostname
 
     @property
     def threshold(self) -> int | None:
@@ -132,15 +120,6 @@ class PsycopgDatabase:
     def listener(self, channel: str, heard: Callable[[], None]) -> Listener | None:
         """Listen on a dedicated connection; None with a pool, whose connections are for work."""
         return None if self.conninfo is None else Listener(self.conninfo, channel, heard)
-
-    def close(self) -> None:
-        if self.sync is not None:
-            self.sync.clear()
-        if self.asynchronous is not None:
-            self.asynchronous.clear()
-
-    async def close_async(self) -> None:
-        self.close()
 
 
 class _Connections(Pool["PsycopgConnection"]):
@@ -191,10 +170,8 @@ class _Connections(Pool["PsycopgConnection"]):
             package = type(error).__module__.partition(".")[0]
             if not isinstance(error, psycopg.Error) and package != "psycopg_pool":
                 raise
-            if self.is_async:
-                # this looks the host up, which blocks
-                raise await asyncio.to_thread(_unreachable, error, self._database) from error
-            raise _unreachable(error, self._database) from error
+            code = getattr(error, "sqlstate", None)
+            raise await self._database.unreachable(error, code, is_async=self.is_async) from error
 
 
 class Listener:
@@ -509,11 +486,6 @@ class PsycopgConnection(Connection):
 class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-        self.is_async = is_async
-
     async def _execute(self, statement: Statement) -> Result:
         sql, names = native(statement.sql, "format")
         values = [statement.params[name] for name in names]
@@ -540,17 +512,6 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
 def _check_transaction(tx: Any) -> None:
     if tx.autocommit and tx.info.transaction_status == pq.TransactionStatus.IDLE:
         raise not_in_transaction(tx)
-
-
-def _unreachable(error: Exception, database: PsycopgDatabase) -> StoreUnavailable:
-    code = getattr(error, "sqlstate", None)
-    return unreachable(
-        database.name,
-        error,
-        "the URL, and that the server is running",
-        code=code,
-        host=database.host,
-    )
 
 
 def translated(error: BaseException, dialect: Dialect) -> StoreError | None:

@@ -26,12 +26,12 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
+    Database,
     Executor,
     begins_marked,
     check_closed,
     check_committed,
     dbapi_error,
-    finished,
     forgets_parent,
     handler_left,
     is_marked,
@@ -42,7 +42,6 @@ from txbox.connections.base import (
     refused_commit,
     savepoint_is_gone,
     sync_async_mismatch,
-    unreachable,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
@@ -82,16 +81,19 @@ def open_object(target: Any, *, schema: str | None = None) -> SQLAlchemyDatabase
     )
 
 
-class SQLAlchemyDatabase:
-    """Takes connections from the user's engine."""
+class SQLAlchemyDatabase(Database):
+    """Takes connections from the user's engine, which stays open: it belongs to the user."""
+
+    check = "the URL, that the server is running, and the size of the pool"
 
     def __init__(
         self, bind: sa.Engine | sa_async.AsyncEngine, schema: str | None, *, maker: Any = None
     ) -> None:
         self.engine = engine = bind.sync_engine if isinstance(bind, sa_async.AsyncEngine) else bind
-        self.schema = schema
-        self.name = redacted(engine.url.render_as_string())
-        self.dialect = dialect_of(engine, schema)
+        super().__init__(
+            redacted(engine.url.render_as_string()), schema, dialect_of(engine, schema)
+        )
+        self.host = engine.url.host
         if self.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:"):
             raise ConfigurationError(
                 "An in-memory SQLite engine is a separate database per connection: use a file, sqlite:///name.db."
@@ -105,14 +107,6 @@ class SQLAlchemyDatabase:
         # the parent still uses the pool's sockets
         self.engine.dispose(close=False)
 
-    def close(self) -> None:
-        """Leave the engine open: it belongs to the user."""
-
-    async def close_async(self) -> None:
-        """Leave the engine open: it belongs to the user."""
-        if self.asynchronous is not None:
-            await finished(self.asynchronous.closing)
-
 
 class _Connections:
     def __init__(self, database: SQLAlchemyDatabase, engine: Any, maker: Any) -> None:
@@ -120,22 +114,20 @@ class _Connections:
         self._database = database
         self._engine = engine
         self._maker = maker
-        self.closing: set[asyncio.Task[None]] = set()
 
     async def acquire(self) -> SQLAlchemyConnection:
         database, connection = self._database, None
         try:
             opened = self._engine.connect()
             raw = await opened if self.is_async else opened
-            connection = SQLAlchemyConnection(raw, database.dialect, self._maker, self.closing)
+            connection = SQLAlchemyConnection(raw, database.dialect, self._maker, database.closing)
             await connection.prepare()
         except (exc.SQLAlchemyError, OSError) as error:
             if connection is not None:
                 connection.discard()
-            if self.is_async:
-                # this looks the host up, which blocks
-                raise await asyncio.to_thread(_unreachable, error, database) from error
-            raise _unreachable(error, database) from error
+            cause = getattr(error, "orig", None) or error
+            code = dbapi_error(cause, database.dialect).code
+            raise await database.unreachable(cause, code, is_async=self.is_async) from error
         return connection
 
     async def release(self, connection: SQLAlchemyConnection) -> None:
@@ -471,9 +463,7 @@ class Borrowed(Executor):
     """The caller's connection, in the caller's transaction. An async session provides it at the first statement."""
 
     def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-        self.is_async = is_async
+        super().__init__(tx, sql_dialect, is_async=is_async)
         self._wire = None if is_async else _wire_of(tx)
 
     async def _execute(self, statement: Statement) -> Result:
@@ -544,18 +534,6 @@ def _bind_of(session: Any) -> Any:
             "This session has no single engine: pass the Connection you write through, "
             "session.connection(bind_arguments=…)."
         ) from error
-
-
-def _unreachable(error: BaseException, database: SQLAlchemyDatabase) -> StoreUnavailable:
-    cause = getattr(error, "orig", None) or error
-    code = dbapi_error(cause, database.dialect).code
-    return unreachable(
-        database.name,
-        cause,
-        "the URL, that the server is running, and the size of the pool",
-        code=code,
-        host=database.engine.url.host,
-    )
 
 
 # -- the driver, and how statements reach it --------------------------------------------------

@@ -16,7 +16,6 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote
@@ -25,8 +24,10 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
+    Database,
     Executor,
     Pool,
+    async_driver,
     handler_left,
     is_marked,
     not_in_transaction,
@@ -35,9 +36,8 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     sync_async_mismatch,
-    unreachable,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.session import Connection, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -74,23 +74,16 @@ def open_object(target: Any, *, schema: str | None = None) -> SqliteDatabase:  #
     )
 
 
-class SqliteDatabase:
+class SqliteDatabase(Database):
     """Where connections to one SQLite file come from."""
 
+    check = "that the directory exists and that the file can be written"
+
     def __init__(self, name: str, path: str, sql_dialect: Dialect) -> None:
-        self.name = name
-        self.schema = None
+        super().__init__(name, None, sql_dialect)
         self.path = path
-        self.dialect = sql_dialect
         self.sync = _Connections(self, is_async=False)
         self.asynchronous = _Connections(self, is_async=True)
-
-    def close(self) -> None:
-        self.sync.clear()
-        self.asynchronous.clear()
-
-    async def close_async(self) -> None:
-        self.close()
 
 
 class _Connections(Pool["SqliteConnection"]):
@@ -100,11 +93,11 @@ class _Connections(Pool["SqliteConnection"]):
 
     async def _opened(self) -> SqliteConnection:
         database = self._database
-        aiosqlite = _aiosqlite() if self.is_async else None
+        aiosqlite = async_driver("aiosqlite", "SQLite") if self.is_async else None
         try:
             raw = _opened(database.path) if aiosqlite is None else await _in_thread(database.path)
         except sqlite3.Error as error:
-            raise _unreachable(error, database) from error
+            raise await database.unreachable(error, _code_of(error)) from error
         if aiosqlite is None:
             return SqliteConnection(raw, database.dialect)
         driver = aiosqlite.Connection(lambda: raw, 64)
@@ -213,7 +206,7 @@ class SqliteConnection(Connection):
     def translate(self, error: BaseException) -> StoreError | None:
         if not isinstance(error, sqlite3.Error):
             return None
-        found = store_error(error, self._dialect, code=getattr(error, "sqlite_errorname", None))
+        found = store_error(error, self._dialect, code=_code_of(error))
         if found.fault is Fault.GUARD:
             # a handler can trigger close's error code with its own data
             found.fault = Fault.OTHER
@@ -333,11 +326,6 @@ class SqliteConnection(Connection):
 class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
-    def __init__(self, tx: Any, sql_dialect: Dialect, *, is_async: bool) -> None:
-        self._tx = tx
-        self.dialect = sql_dialect
-        self.is_async = is_async
-
     async def _execute(self, statement: Statement) -> Result:
         try:
             return await _executed(self._tx, statement, self.is_async)
@@ -389,23 +377,8 @@ def _closed(raw: sqlite3.Connection) -> bool:
 
 def _failure(error: sqlite3.Error, dialect: Dialect) -> StoreError:
     """Translate an error of one of txbox's own statements."""
-    return of_valid_sql(store_error(error, dialect, code=getattr(error, "sqlite_errorname", None)))
+    return of_valid_sql(store_error(error, dialect, code=_code_of(error)))
 
 
-def _unreachable(error: sqlite3.Error, database: SqliteDatabase) -> StoreUnavailable:
-    code = getattr(error, "sqlite_errorname", None)
-    return unreachable(
-        database.name,
-        error,
-        "that the directory exists and that the file can be written",
-        code=code,
-    )
-
-
-def _aiosqlite() -> Any:
-    try:
-        return import_module("aiosqlite")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            "async handlers on SQLite need aiosqlite: run pip install 'txbox[sqlite]'."
-        ) from error
+def _code_of(error: sqlite3.Error) -> str | None:
+    return getattr(error, "sqlite_errorname", None)

@@ -73,10 +73,8 @@ def _with(app: App, database: Database) -> App:
     return copied
 
 
-class _Inside:
+class _Inside(Database):
     """A database whose only connection is the test's."""
-
-    name = "the test's transaction"
 
     def __init__(self, tx: Any, schema: str | None) -> None:
         # a sqlite3 connection would commit with the outermost RELEASE
@@ -86,16 +84,9 @@ class _Inside:
             )
         lent = borrow(tx, is_async=_is_async(tx), schema=schema)
         connections = Savepoints(tx, lent)
-        self.schema = schema
-        self.dialect = lent.dialect
+        super().__init__("the test's transaction", schema, lent.dialect)
         self.sync = None if lent.is_async else connections
         self.asynchronous = connections if lent.is_async else None
-
-    def close(self) -> None:
-        """Leave the transaction to its owner."""
-
-    async def close_async(self) -> None:
-        """Leave the transaction to its owner."""
 
 
 def _is_async(tx: Any) -> bool:

@@ -45,7 +45,13 @@ class Tables(Operation):
                 schema_editor.collected_sql.append(f"{statement};")
             return
         # not `borrow`: MySQL commits DDL by itself, so that Django begins no transaction there
-        run(Borrowed(connection, tables), schema.migrate, tables, wanted, upto=self.version)
+        run(
+            Borrowed(connection, tables, is_async=False),
+            schema.migrate,
+            tables,
+            wanted,
+            upto=self.version,
+        )
 
     def describe(self) -> str:
         return f"The tables of txbox at version {self.version}"
