@@ -1,15 +1,20 @@
-"""Values in PostgreSQL's text format, written as psycopg writes them: the same bytes, the same types."""
+"""What goes through libpq: prepared commands, and values in PostgreSQL's text format as psycopg writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.adapt import PyFormat, Transformer
+from psycopg_pool import ConnectionPool
 
-from txbox.connections.libpq import _dump, _int_arrays  # pyright: ignore[reportPrivateUsage]
+from tests.support.databases import NewDatabase
+from txbox import App, Message, Outcome
+from txbox.connections.libpq import BEGIN, COMMIT, Pipeline, _dump, _int_arrays  # pyright: ignore[reportPrivateUsage]
+from txbox.session import Statement
 
 
 @pytest.mark.parametrize(
@@ -67,3 +72,79 @@ def test_int_arrays_are_those_of_psycopg(params: list[list[int | None]]) -> None
     transformer = Transformer()
     values = transformer.dump_sequence(params, [PyFormat.AUTO] * len(params))
     assert arrays == ([bytes(value or b"") for value in values], transformer.types)
+
+
+def _prepared(tx: Any) -> set[str]:
+    found = tx.execute("SELECT name FROM pg_prepared_statements WHERE name LIKE 'txbox%'")
+    return {name.rstrip("0123456789") for (name,) in found.fetchall()}
+
+
+@pytest.fixture
+def pool(new_database: NewDatabase) -> Iterator[ConnectionPool[Any]]:
+    with ConnectionPool(new_database("postgresql"), min_size=1, max_size=1, open=True) as one:
+        yield one
+
+
+def _one(message_id: str) -> Message[Any]:
+    return Message(id=message_id, topic="orders", payload=b"{}")
+
+
+def test_begin_and_commit_are_prepared(pool: ConnectionPool[Any]) -> None:
+    app, seen = App(pool), list[set[str]]()
+
+    @app.handler("orders", consumer="billing")
+    def bill(message: Message[Any], tx: Any) -> None:
+        seen.append(_prepared(tx))
+
+    assert [app.process(_one(each)) for each in "abc"] == [Outcome.PROCESSED] * 3
+    assert seen[-1] == {"txbox_", "txbox_BEGIN_", "txbox_COMMIT_"}
+
+
+def test_plans_that_others_deallocated_are_prepared_again(pool: ConnectionPool[Any]) -> None:
+    """psycopg does this when its user rolls back; nothing is tried again or counted because of it."""
+    events: list[Any] = []
+    app = App(pool, observers=[events.append])
+
+    @app.handler("orders", consumer="billing")
+    def bill(message: Message[Any], tx: Any) -> None: ...
+
+    for message_id in "abc":
+        assert app.process(_one(message_id)) is Outcome.PROCESSED
+        with pool.connection() as other:
+            other.execute("DEALLOCATE ALL")
+    assert {type(event).__name__ for event in events} <= {
+        "MessageProcessed",
+        "TransactionCommitted",
+    }
+
+
+def test_a_handler_that_deallocates_every_plan_is_run_again(pool: ConnectionPool[Any]) -> None:
+    app, runs = App(pool), list[str]()
+
+    @app.handler("orders", consumer="billing")
+    def bill(message: Message[Any], tx: Any) -> None:
+        runs.append(str(message.id))
+        if len(runs) == 3:
+            tx.execute("DEALLOCATE ALL")
+
+    assert [app.process(_one(each)) for each in "abcd"] == [Outcome.PROCESSED] * 4
+    assert runs == ["a", "b", "c", "c", "d"]
+
+
+def test_a_commit_whose_plan_the_server_lost_is_not_in_doubt(pool: ConnectionPool[Any]) -> None:
+    """A COMMIT behind statements that are all prepared on the way is sent as text, because its plan may be gone."""
+    with pool.connection() as raw:
+        pipeline = Pipeline(raw, prepare=True, translate=lambda _: None)
+        one, two = Statement("one", "SELECT 1", {}), Statement("two", "SELECT 2", {})
+
+        def transaction(statement: Statement) -> None:
+            raw.wait(pipeline.send((), before=BEGIN))
+            raw.wait(pipeline.send((statement,), after=COMMIT))
+
+        transaction(one)
+        transaction(one)
+        assert "txbox_COMMIT_" in _prepared(raw)
+        raw.commit()
+        raw.wait(pipeline.send((), before=BEGIN))
+        raw.execute("DEALLOCATE ALL")
+        raw.wait(pipeline.send((two,), after=COMMIT))

@@ -161,16 +161,18 @@ class _Sent:
     """What was sent up to a sync message: the statements, between two commands.
 
     Attributes:
-        parsed: those of them that were prepared on the way.
+        parsed: those of the statements that were prepared on the way.
+        opening, closing: how many answers the commands have; 2 for one that was prepared on the way.
     """
 
-    __slots__ = ("after", "before", "parsed", "statements")
+    __slots__ = ("after", "before", "closing", "opening", "parsed", "statements")
 
     def __init__(self, statements: Statements, before: bytes | None, after: bytes | None) -> None:
         self.statements = statements
         self.before = before
         self.after = after
         self.parsed: list[Statement] = []
+        self.opening = self.closing = 0
 
 
 class Pipeline:
@@ -187,6 +189,8 @@ class Pipeline:
         self._translate = translate
         # SQL → the name it is prepared under (None: not prepared) and its parameters in order
         self._plans: dict[str, tuple[bytes | None, tuple[str, ...]]] = {}
+        # BEGIN and COMMIT → the name it is prepared under; without, a server parses each of them every time
+        self._commands: dict[bytes, bytes] = {}
         self._named = 0
         #: What was begun behind a COMMIT and not read yet.
         self.ahead: Statements | None = None
@@ -195,6 +199,7 @@ class Pipeline:
     def forget(self) -> None:
         """Forget all plans: the server has deallocated every prepared statement."""
         self._plans.clear()
+        self._commands.clear()
 
     def send(
         self,
@@ -235,7 +240,17 @@ class Pipeline:
         if queued:
             _check_queued(answers[:queued])
             answers = answers[queued:]
-        return self._read(sent, answers)
+        try:
+            return self._read(sent, answers)
+        except StoreError as error:
+            if error.fault is not Fault.PREPARED or not self._never_began(sent):
+                raise
+        # somebody else who uses the pool had every plan deallocated: prepare again
+        return (yield from self.send(statements, before=before, after=after))
+
+    def _never_began(self, sent: _Sent) -> bool:
+        """Whether BEGIN itself was refused because the server had lost its plan."""
+        return sent.opening == 1 and self._connection.pgconn.transaction_status == _IDLE
 
     def begun(
         self, meanwhile: Callable[[], object] | None = None
@@ -254,7 +269,7 @@ class Pipeline:
 
     def _put(self, pgconn: Any, sent: _Sent) -> None:
         if sent.before is not None:
-            pgconn.send_query_params(sent.before, None)
+            sent.opening = self._command(pgconn, sent.before, self._prepare)
         for statement in sent.statements:
             plan = self._plans.get(statement.sql)
             if plan is None:
@@ -283,14 +298,32 @@ class Pipeline:
                 sql, _ = native(statement.sql, "numeric")
                 pgconn.send_query_params(sql.encode(), values, None, formats)
         if sent.after is not None:
-            pgconn.send_query_params(sent.after, None)
+            # if the server has lost all plans without our knowing, a statement must fail first: an unknown
+            # plan of a COMMIT would leave the transaction in doubt
+            known = self._prepare and len(sent.parsed) < len(sent.statements)
+            sent.closing = self._command(pgconn, sent.after, known and sent.after is COMMIT)
         pgconn.pipeline_sync()
+
+    def _command(self, pgconn: Any, sql: bytes, prepare: bool) -> int:
+        """Send BEGIN, COMMIT or another command; returns how many answers it has."""
+        if not prepare:
+            pgconn.send_query_params(sql, None)
+            return 1
+        name, answers = self._commands.get(sql), 1
+        if name is None:
+            self._named += 1
+            # with the word, for whoever reads the wire
+            name = self._commands[sql] = b"txbox_%s_%d" % (sql.split()[0], self._named)
+            pgconn.send_prepare(name, sql)
+            answers = 2
+        pgconn.send_query_prepared(name, ())
+        return answers
 
     def _read(self, sent: _Sent, answers: list[Any]) -> list[Result]:
         connection, statements, parsed = self._connection, sent.statements, sent.parsed
-        first = 0 if sent.before is None else 1
+        first = sent.opening
         last = first + len(statements) + len(parsed)
-        if len(answers) < last + (sent.after is not None) or not _FINE.issuperset(
+        if len(answers) < last + sent.closing or not _FINE.issuperset(
             [one.status for one in answers]
         ):
             raise self._failure(sent, answers)
@@ -324,6 +357,9 @@ class Pipeline:
         for statement in sent.parsed:
             # a Parse after a failure never ran; one before it is merely prepared again
             self._plans.pop(statement.sql, None)
+        for command, number in ((sent.before, sent.opening), (sent.after, sent.closing)):
+            if command is not None and number > 1:
+                self._commands.pop(command, None)
         refused = next(
             (one for one in answers if one.status not in (_COMMAND_OK, _TUPLES_OK, _ABORTED)), None
         )
@@ -334,9 +370,9 @@ class Pipeline:
         found = self._translate(error) or StoreError(type(error).__name__)
         if found.fault is Fault.PREPARED:
             # a pooler, or the handler's DEALLOCATE ALL, removed them: prepare again
-            self._plans.clear()
-        commands = len(sent.statements) + len(sent.parsed) + (sent.before is not None)
-        if sent.after is COMMIT and len(answers) > commands and refused is answers[commands]:
+            self.forget()
+        last = sent.opening + len(sent.statements) + len(sent.parsed) + sent.closing - 1
+        if sent.after is COMMIT and len(answers) > last and refused is answers[last]:
             found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
         found.__cause__ = error
         return found
