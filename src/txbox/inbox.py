@@ -261,7 +261,8 @@ class Inbox:
     ) -> list[Acceptance]:
         first: dict[str, Arrival] = {}
         for arrival in arrivals:
-            self._same_payload(first.setdefault(arrival.message_id, arrival), arrival)
+            if first.setdefault(arrival.message_id, arrival).differs(arrival):
+                raise self._mismatch()
         waiting = sorted(first.values(), key=lambda arrival: arrival.message_id.encode())
         fresh: set[str] = set()
         rows: dict[str, Existing] = {}
@@ -305,10 +306,6 @@ class Inbox:
         if row.differs(arrival.hash):
             raise self._mismatch()
         return Acceptance(message_id, Status(row.status))
-
-    def _same_payload(self, first: Arrival, arrival: Arrival) -> None:
-        if first.hash is not None and arrival.hash is not None and first.hash != arrival.hash:
-            raise self._mismatch()
 
     def _mismatch(self) -> PayloadMismatch:
         return PayloadMismatch(

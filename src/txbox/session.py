@@ -85,8 +85,8 @@ def _around(statements: Statements, first: str, last: str) -> None:
 class Raised(Exception):
     """User code raised. `database_error` is the same error translated, if it came from the database.
 
-    `lost`: the transaction's connection is gone. `left`: this call ended the transaction, which the
-    calls before it had not.
+    `lost`: the transaction's connection is gone. `left`: this call ended the transaction; the calls
+    before it did not.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class Connection(ABC):
         raise NotImplementedError
 
     def watch(self, told: Callable[[str], None]) -> None:
-        """Tell each statement of a handler's before it is sent, COMMIT and ROLLBACK among them.
+        """Call `told` with each statement that the handler is about to send, COMMIT and ROLLBACK included.
 
-        What `told` raises refuses the statement. For a connection that is thrown away afterwards.
+        An exception from it keeps the statement from being sent. Discard the connection afterwards.
         """
         raise NotImplementedError
 
@@ -223,8 +223,8 @@ class Connection(ABC):
     ) -> list[Result]:
         """`commit`. `then` is called after COMMIT is sent and returns what to begin behind it.
 
-        A driver that cannot pipeline does not call it. What this raises is about the COMMIT; `rollback`
-        also ends what was begun behind it.
+        A driver that cannot pipeline does not call it. An error raised here is that of the COMMIT;
+        `rollback` also ends what was begun behind it.
         """
         del then
         return await self.commit(statements)
@@ -245,22 +245,22 @@ class Connections(Protocol):
 
 # -- sessions ---------------------------------------------------------------------------------
 
-# A role that a handler has set stays on its connection, and may lack rights on txbox's tables. When the first
-# statements fail this way nothing has been done yet, so another connection shows whether the right is really missing.
+# A handler's SET ROLE outlives its transaction, and that role may lack rights on txbox's tables. If the first
+# statements fail this way, nothing has been done yet: another connection shows whether the right is really missing.
 _NO_RIGHT = "42501"
 # more than a pool keeps idle
 _OTHERS_MAX = 20
 
 
 class Following(Protocol):
-    """Knows what comes behind a batch."""
+    """Provides the batch behind the current one."""
 
     def begin(self, db: Session) -> Statements | None:
-        """Return what the next transaction begins with, or None if nothing is ready. Called while a COMMIT is out."""
+        """Return what its transaction begins with; None if nothing is ready. Called while a COMMIT is under way."""
         ...
 
     def put_back(self) -> None:
-        """The batch is not finished after all: give back what was prepared behind it."""
+        """Give back what was prepared: the current batch is not finished after all."""
         ...
 
 
@@ -343,8 +343,8 @@ class Session:
         _around(statements, "before:commit", "before")
         then = None
         if self._following is not None and not self._offered and statements:
-            # a batch may commit more than once, and only its last COMMIT ends it. The next batch is offered to
-            # the first COMMIT only: a batch that goes on may have to wait, and whoever waits must hold no ids
+            # only the first COMMIT of a batch may have the next batch behind it: if this batch goes on, it may
+            # have to wait, and whoever waits must hold no ids
             self._offered = True
             then = partial(_begin_behind, self, self._following)
         commit = connection.commit_then(statements, then)
@@ -528,7 +528,7 @@ def run(
         SchemaError: a txbox table is missing; the message contains the command to run.
         StoreError: whatever else the operation raises.
     """
-    return blocking(_told(operation(tx, *args, **kwargs)))
+    return blocking(_explained(operation(tx, *args, **kwargs)))
 
 
 async def run_async(
@@ -538,10 +538,10 @@ async def run_async(
     **kwargs: P.kwargs,
 ) -> T:
     """`run` for a connection of this event loop."""
-    return await _told(operation(tx, *args, **kwargs))
+    return await _explained(operation(tx, *args, **kwargs))
 
 
-async def _told(operation: Coroutine[Any, Any, T]) -> T:
+async def _explained(operation: Coroutine[Any, Any, T]) -> T:
     try:
         return await operation
     except StoreError as error:

@@ -31,6 +31,7 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     sync_async_mismatch,
+    telling,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
 from txbox.session import Connection, Result, Statement, Statements
@@ -38,6 +39,11 @@ from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 _CLOSE_S = 2.0
+# the methods that send a statement, as far as this release has them
+_SENDS = (
+    "execute", "executemany", "fetch", "fetchval", "fetchrow", "fetchmany", "cursor", "prepare",
+    "copy_from_query",
+)  # fmt: skip
 # the server is going away; asyncpg notices the closed socket only a moment later
 _FATAL = frozenset({"57P01", "57P02", "57P05"})
 _STRINGS = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
@@ -112,24 +118,6 @@ class _Connections(Pool["AsyncpgConnection"]):
             return
 
 
-def _telling(kind: Any, told: Callable[[str], None]) -> Any:
-    """Return a connection class that reports each statement before it is sent."""
-
-    def telling(name: str) -> Any:
-        def method(self: Any, query: str, *args: Any, **kwargs: Any) -> Any:
-            told(query)
-            return getattr(kind, name)(self, query, *args, **kwargs)
-
-        return method
-
-    named = (
-        "execute", "executemany", "fetch", "fetchval", "fetchrow", "fetchmany", "cursor", "prepare",
-        "copy_from_query",
-    )  # fmt: skip
-    methods = {name: telling(name) for name in named if hasattr(kind, name)}
-    return type(kind)(kind.__name__, (kind,), {"__slots__": (), **methods})
-
-
 class AsyncpgConnection(Connection):
     """A connection whose transactions txbox begins and ends, bound to the event loop that opened it."""
 
@@ -150,7 +138,7 @@ class AsyncpgConnection(Connection):
     def watch(self, told: Callable[[str], None]) -> None:
         # a pool lends proxies, which call the methods of the real connection's class
         raw = getattr(self.native, "_con", self.native)
-        raw.__class__ = _telling(type(raw), told)
+        raw.__class__ = telling(type(raw), told, _SENDS)
 
     def left(self) -> bool:
         return self._watched and not self.lost and not is_marked(self.native)

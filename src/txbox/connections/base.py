@@ -262,7 +262,7 @@ def store_error(
     if fault is Fault.OTHER and code is not None and code.startswith("SQLITE_"):
         # an extended code implies its primary code
         fault = dialect.fault("_".join(code.split("_")[:2]))
-    # SQLite has waited as long as it waits: somebody keeps the whole file
+    # SQLite has used up its busy timeout: another connection holds the file
     away = fault is Fault.UNAVAILABLE or (code or "").startswith("SQLITE_BUSY")
     kind = StoreUnavailable if away else StoreError
     said = server_message(error)
@@ -358,7 +358,7 @@ PROBE = Statement("probe", "SELECT 1", {})
 SAVEPOINT = Statement("savepoint", "SAVEPOINT txbox_handler", {})
 RELEASE = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_handler", {})
 ROLLBACK_TO = Statement("rollback_to_savepoint", "ROLLBACK TO SAVEPOINT txbox_handler", {})
-#: Around what runs in a transaction it must not end: its release finds out, whatever ended it, on every database.
+#: Around code that must not end its transaction. If it did, by whatever means, releasing this fails on every database.
 BLOCK = Statement("savepoint", "SAVEPOINT txbox_block", {})
 BLOCK_ENDS = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_block", {})
 # the savepoint, or the transaction, no longer exists: SQLSTATE, MySQL's number, and SQLite's code
@@ -459,7 +459,7 @@ TURN_S = 5.0
 
 
 async def acquired(lock: asyncio.Lock) -> bool:
-    """Wait for a turn; False when it did not come in time."""
+    """Wait for a lock; False if it is not free within `TURN_S`."""
     try:
         async with asyncio.timeout(TURN_S):
             return await lock.acquire()
@@ -500,3 +500,22 @@ def async_driver(name: str, database: str) -> ModuleType:
         raise ConfigurationError(
             f"async handlers on {database} need {name}: run pip install 'txbox[{database.lower()}]'."
         ) from error
+
+
+def telling(kind: Any, told: Callable[[str], None], names: Iterable[str]) -> Any:
+    """Return a subclass whose methods of these names call `told` with the statement before they send it."""
+
+    def method_of(name: str) -> Any:
+        send = getattr(kind, name)
+
+        def method(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(query, bytes):
+                told(query.decode("utf-8", "replace"))
+            else:
+                told(query if isinstance(query, str) else query.as_string(self.connection))
+            return send(self, query, *args, **kwargs)
+
+        return method
+
+    methods = {name: method_of(name) for name in names if hasattr(kind, name)}
+    return type(kind)(kind.__name__, (kind,), {"__slots__": (), **methods})

@@ -1,6 +1,6 @@
 """What goes through libpq's pipeline on a psycopg connection: txbox's own statements, and a handler's deferred ones.
 
-Every message passes through here twice, so this avoids psycopg's cursors and is written for few instructions.
+Every message passes through here twice, so this bypasses psycopg's cursors and keeps the instructions few.
 
 Source: docs/decisions/0009-round-trips.md, docs/decisions/0023-pipelined-handlers.md
 """
@@ -81,8 +81,8 @@ class Answer(Result):
 class ExclusiveUse:
     """Waits for libpq as psycopg does: only while no other thread or task uses the connection.
 
-    A thread or task that a handler left behind may still use it. That gets a few seconds to finish its
-    statement; then the transaction is given up. Either way, the connection is not used for anything else.
+    A thread or task that a handler left behind may still use it. It has a few seconds to finish its statement,
+    then the transaction is given up. Either way, the connection is never used again.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -137,8 +137,8 @@ class ExclusiveUse:
     def end_other(self) -> None:
         """Before the connection is closed, cancel a statement that somebody left running on it.
 
-        Otherwise the server would hold the transaction's locks until it ends. Worse, whoever still waits
-        for the answer would end up waiting on another connection that the kernel gave the same number.
+        Otherwise the server would hold the transaction's locks until it ends. Worse, whoever waits for the
+        answer would read from whatever connection the kernel gives the same file descriptor next.
         """
         if self.refused:
             lock = self._connection.lock
@@ -393,7 +393,7 @@ def _without_parses(
 
 
 def nothing() -> Generator[Wait, Ready, None]:
-    """Wait for no answer, only for one's turn."""
+    """Send nothing: just wait until nobody else uses the connection."""
     yield from ()
 
 
@@ -692,7 +692,7 @@ class Unread(psycopg.Cursor[Any]):
         return self.connection.cursor().execute(*args, **kwargs)
 
 
-class _PutOff:
+class _Deferring:
     """Replaces a connection's `execute` and `wait` while its statements are deferred."""
 
     def __init__(self, connection: psycopg.Connection[Any], queue: Queue) -> None:
@@ -717,8 +717,8 @@ class _PutOff:
         return psycopg.Connection.wait(connection, gen, *args, **kwargs)
 
 
-class _PutOffAsync:
-    """`_PutOff` for async connections."""
+class _DeferringAsync:
+    """`_Deferring` for async connections."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], queue: Queue) -> None:
         self._connection = connection
@@ -739,8 +739,8 @@ class _PutOffAsync:
         return await psycopg.AsyncConnection.wait(connection, gen, *args, **kwargs)
 
 
-def put_off(connection: Any, queue: Queue) -> bool:
-    """Route a connection's own `execute` and `wait` through the queue until `put_on`.
+def defer(connection: Any, queue: Queue) -> bool:
+    """Route a connection's own `execute` and `wait` through the queue until `stop_deferring`.
 
     Done on the object rather than with a class of ours: any pool's connection will do, and one that defers
     nothing pays nothing. Returns False, without changes, for a connection that overrides these methods
@@ -754,12 +754,12 @@ def put_off(connection: Any, queue: Queue) -> bool:
         return False
     if "execute" in mine or "wait" in mine:
         return False
-    through = _PutOffAsync(connection, queue) if is_async else _PutOff(connection, queue)
+    through = _DeferringAsync(connection, queue) if is_async else _Deferring(connection, queue)
     connection.execute, connection.wait = through.execute, through.wait
     return True
 
 
-def put_on(connection: Any, queue: Queue) -> None:
-    """Undo `put_off`. A bound method that a handler kept since then goes back to psycopg."""
+def stop_deferring(connection: Any, queue: Queue) -> None:
+    """Undo `defer`. A bound method that a handler kept since then goes back to psycopg."""
     queue.over = True
     del connection.execute, connection.wait

@@ -34,6 +34,7 @@ from txbox.connections.base import (
     postgresql_url,
     store_error,
     sync_async_mismatch,
+    telling,
 )
 from txbox.connections.libpq import (
     BEGIN,
@@ -43,9 +44,9 @@ from txbox.connections.libpq import (
     Pipeline,
     Plans,
     Queue,
+    defer,
     nothing,
-    put_off,
-    put_on,
+    stop_deferring,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.session import Connection, Failed, Raised, Result, Statement, Statements
@@ -217,26 +218,6 @@ class Listener:
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
 
 
-def _telling(factory: Any, told: Callable[[str], None]) -> Any:
-    """A class of cursors that tell each statement before it is sent."""
-
-    def telling(name: str) -> Any:
-        def method(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-            told(
-                query.decode("utf-8", "replace")
-                if isinstance(query, bytes)
-                else query
-                if isinstance(query, str)
-                else query.as_string(self.connection)
-            )
-            return getattr(factory, name)(self, query, *args, **kwargs)
-
-        return method
-
-    methods = {name: telling(name) for name in ("execute", "executemany", "stream", "copy")}
-    return type(factory.__name__, (factory,), methods)
-
-
 class PsycopgConnection(Connection):
     """A connection whose transactions txbox begins and ends. An async one is bound to the event loop that opened it.
 
@@ -278,9 +259,9 @@ class PsycopgConnection(Connection):
         return self._loop is None or self._loop is asyncio.get_running_loop()
 
     def watch(self, told: Callable[[str], None]) -> None:
-        raw = self.native
-        raw.cursor_factory = _telling(raw.cursor_factory, told)
-        raw.server_cursor_factory = _telling(raw.server_cursor_factory, told)
+        raw, sends = self.native, ("execute", "executemany", "stream", "copy")
+        raw.cursor_factory = telling(raw.cursor_factory, told, sends)
+        raw.server_cursor_factory = telling(raw.server_cursor_factory, told, sends)
         # psycopg's own methods send these without a cursor
         raw.commit = partial(told, "COMMIT")
         raw.rollback = partial(told, "ROLLBACK")
@@ -326,11 +307,11 @@ class PsycopgConnection(Connection):
     async def pipe(self) -> None:
         self._check_open()
         queue = Queue(self.native, self._plans)
-        if put_off(self.native, queue):
+        if defer(self.native, queue):
             self._queue = queue
 
     async def flush(self) -> Failed | None:
-        queue = self._put_on()
+        queue = self._stop_deferring()
         if queue is None or self._is_closed():
             # whatever comes next reports it
             return None
@@ -348,11 +329,11 @@ class PsycopgConnection(Connection):
     def position(self) -> int | None:
         return None if self._queue is None else self._queue.position
 
-    def _put_on(self) -> Queue | None:
+    def _stop_deferring(self) -> Queue | None:
         """Stop deferring; returns the queue, if there was one."""
         queue, self._queue = self._queue, None
         if queue is not None:
-            put_on(self.native, queue)
+            stop_deferring(self.native, queue)
         return queue
 
     # -- statements ---------------------------------------------------------------------------
@@ -422,7 +403,7 @@ class PsycopgConnection(Connection):
         self, statements: Statements, then: Callable[[], Statements | None] | None
     ) -> list[Result]:
         self._check_open()
-        queue = self._put_on()
+        queue = self._stop_deferring()
         queued = 0 if queue is None else queue.left()
         if self._use.met:
             then = None
@@ -471,7 +452,7 @@ class PsycopgConnection(Connection):
                 self._ending = loop.create_task(self._pool.putconn(self.native))
 
     def _finish(self) -> None:
-        self._put_on()
+        self._stop_deferring()
         self.native.pgconn.finish()
 
     async def _ended(self) -> None:

@@ -39,7 +39,7 @@ class Leasing:
 
     Attributes:
         rows: what was leased under the token, in the order of the messages.
-        given_back: a row was stored that nobody runs here: it is due in the table.
+        given_back: a row was stored that is not run here; it is due in the table.
     """
 
     lease: Lease
@@ -49,7 +49,7 @@ class Leasing:
 
 
 class Intake:
-    """Takes deliveries of one app in, whatever their handler's mode."""
+    """Takes in the deliveries of one app, whatever the mode of their handlers."""
 
     def __init__(self, protocol: InboxProtocol) -> None:
         self._protocol = protocol
@@ -66,15 +66,15 @@ class Intake:
         for_s: float | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> list[Answer]:
-        """As `take`, waiting while the database is away; checks the schema first, once.
+        """`take`, but wait while the database is away. The first call checks the schema.
 
         Args:
             for_s, stop: see `Waiting.persistently`.
 
         Raises:
             SchemaError: the tables are missing or do not fit; the message has the command to run.
-            StoreUnavailable: it gave up.
-            StoreError: waiting does not cure it.
+            StoreUnavailable: the database was away for too long.
+            StoreError: waiting would not help.
         """
         protocol = self._protocol
         try:
@@ -98,7 +98,7 @@ class Intake:
             )
         except StoreError as error:
             if error.fault in (Fault.SCHEMA, Fault.OTHER):
-                # an undefined table has a remedy, and its sentence names the command
+                # its error names the command that makes a missing table
                 await protocol.check_schema(db)
             if error.fault is Fault.SCHEMA:
                 raise tables.incomplete(error) from None
@@ -114,18 +114,17 @@ class Intake:
         holder: Holder | None = None,
         received: Sequence[float] | None = None,
     ) -> list[Answer]:
-        """Bring messages to an outcome each, in their order.
+        """Bring each message to an outcome; the answers are in the same order.
 
         Copies of one id share the first one's fate; a copy with another payload is quarantined.
 
         Args:
-            leasing: new messages are stored, leased and left to the caller to run and to keep
-                leased; their outcome is DEFERRED. For work that must be counted, or be one
-                worker's, before it begins (promises 4.4, 4.6).
-            holder: who runs one batch behind another, see `waiting.Holder`.
-            received: when each came, by `time.monotonic`; None is now.
+            leasing: store and lease new messages, for the caller to run; their outcome is DEFERRED. For work
+                that must be counted, or belong to one worker, before it begins (promises 4.4, 4.6).
+            holder: of the ids, for a lane that runs one batch behind another; see `waiting.Holder`.
+            received: when each arrived, by `time.monotonic`; None for now.
 
-        Guarantee: an outcome that settles is on disk: as a finished row, a stored payload or a
+        Guarantee: an outcome that settles is on disk, as a finished row, a stored payload or a
         quarantine row.
         """
         known: dict[str, Arrival] = {}
@@ -147,11 +146,10 @@ class Intake:
                     )
                     message_id = ""
             ids.append(message_id)
-        answers: dict[str, Answer] = {}
+        if not known:
+            return [_QUARANTINED] * len(ids)
         arrivals = list(known.values())
-        if not arrivals:
-            pass
-        elif leasing is not None or handler.options.mode == "stored":
+        if leasing is not None or handler.options.mode == "stored":
             answers = await self.store(db, handler, arrivals, leasing)
         elif handler.options.transactional:
             answers = await self._protocol.deliver(db, handler, arrivals, holder)
@@ -164,7 +162,7 @@ class Intake:
     def _unfolded(
         self, handler: Handler, ids: Sequence[str], answers: dict[str, Answer]
     ) -> list[Answer]:
-        """One outcome a message: copies share the first one's fate, those without an id are set aside."""
+        """Return one answer per message: copies share the first one's fate, those without an id are quarantined."""
         outcomes: list[Answer] = []
         seen: set[str] = set()
         for message_id in ids:
@@ -190,7 +188,7 @@ class Intake:
     ) -> dict[str, Answer]:
         """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones."""
         protocol, consumer = self._protocol, handler.consumer
-        # ids sorted, so that two stores wait for each other instead of deadlocking, unless the order counts
+        # sorted by id, so that two stores wait for each other instead of deadlocking, unless the order counts
         ordered = (
             list(arrivals)
             if handler.options.in_order
@@ -259,7 +257,7 @@ class Intake:
     async def _give_back(
         self, db: Session, consumer: str, rows: dict[str, Existing], leasing: Leasing
     ) -> None:
-        """Release what was stored by a COMMIT whose answer was lost: nobody runs it here, so nobody may lease it."""
+        """Release rows stored by a COMMIT whose answer was lost: nobody runs them, so they must not stay leased."""
         ours = [message_id for message_id, row in rows.items() if row.token == leasing.token]
         if ours:
             leasing.given_back = True
@@ -302,7 +300,7 @@ class Intake:
             lease = dataclasses.replace(lease, duration=lease.duration + timeout)
         settled: dict[str, Answer] = {}
         for arrival in arrivals:
-            # one by one: a lease must not run while another message has its turn
+            # one by one, so that no lease runs down while another message is being processed
             leasing = Leasing(lease)
             settled.update(await self.store(db, handler, [arrival], leasing))
             for leased in leasing.rows:
@@ -329,7 +327,7 @@ class Intake:
 
 
 def presentable(message: Message[Any]) -> Message[Any]:
-    """The message with every text fit for a column: what a database cannot keep is escaped."""
+    """Return the message with every text fit for a column; what a database cannot store is escaped."""
     return dataclasses.replace(
         message,
         topic=printable(str(message.topic), 1024),

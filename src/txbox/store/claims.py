@@ -1,4 +1,4 @@
-"""Claims: what a transaction has won, and the proof at its end that it still has it."""
+"""Claims: which messages a transaction has won, and the proof at its end that it still holds them."""
 
 from __future__ import annotations
 
