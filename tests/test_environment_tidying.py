@@ -61,11 +61,14 @@ def test_what_changed_rows_alone_is_given_out_again_without_them(
     with opened(url) as shop:  # it makes a table, too
         shop.handler()
         shop.deliver(paid("a"))
+        # a table without a counter that would show it
+        shop.raw.execute("INSERT INTO txbox_pause (consumer, actor) VALUES ('a', 'ann')")
     database.give_back(url)
     assert database.take(tmp_path) == url
     try:
         with Raw(url) as raw, opened(url) as shop:
             assert raw.value("SELECT count(*) FROM txbox_inbox") == 0
+            assert raw.value("SELECT count(*) FROM txbox_pause") == 0
             shop.handler()
             shop.deliver(paid("b"))
             assert raw.value("SELECT arrival FROM txbox_inbox") == 1

@@ -21,9 +21,9 @@ from tests.support.servers.control import ThrowawayKafka
 from tests.support.waiting import eventually
 from txbox import Outbox
 
-pytestmark = [pytest.mark.brokers, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.brokers
 
-#: Many tries of every client, and less than the minute after which trouble is told again.
+#: Many tries of every client.
 AWAY_S = 5.0
 #: Then a service tries more often in that time than it would in a quarter of a minute.
 LONGEST_PAUSE_S = 0.5

@@ -161,7 +161,6 @@ def test_a_drained_worker_has_committed_what_is_settled_and_nothing_else(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_one_broker_of_three_is_killed_under_load_and_another_restarted(
     throwaway_kafka_cluster: ThrowawayKafkaCluster,
     postgresql_url: str,

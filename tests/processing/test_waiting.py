@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.databases import Raw, missing_server, require
 from tests.support.servers.control import ThrowawayPostgres
 from tests.support.shop import effects, opened, paid, statuses
@@ -17,7 +15,6 @@ from txbox.brokers.base import Delivery
 from txbox.events import ConsumptionPaused, ConsumptionResumed
 
 
-@pytest.mark.timeout(180)
 def test_database_unavailable_pauses_and_resumes(tmp_path: Path) -> None:
     require(missing_server("postgresql"))
     with ThrowawayPostgres() as server:
@@ -42,7 +39,6 @@ def test_database_unavailable_pauses_and_resumes(tmp_path: Path) -> None:
         _all_processed(server.url, 10)
 
 
-@pytest.mark.timeout(180)
 def test_a_drain_ends_while_the_database_is_away(tmp_path: Path) -> None:
     require(missing_server("postgresql"))
     path = tmp_path / "orders.jsonl"

@@ -14,12 +14,14 @@ from tests.support import browser as installed
 from tests.support.dashboard import TOKEN, Broken, fill, order, shop
 from tests.support.databases import NewDatabase, require
 from tests.support.servers import ROOT
+from tests.support.waiting import DEADLINE_S
 from tests.support.workers import running, worker
 from tests.ui.conftest import Serve
 from txbox import App
 from txbox.ui import Users, hashed
 
 pytestmark = pytest.mark.slow
+expect.set_options(timeout=DEADLINE_S * 1000)
 
 SHOTS = ROOT / "build" / "ui"
 PAGES = {
@@ -85,7 +87,7 @@ def opened(
         java_script_enabled=scripts,
     )
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(DEADLINE_S * 1000)
     return page
 
 
@@ -171,9 +173,7 @@ def test_from_the_list_by_the_group_and_the_canary_to_processed(
         log_in(page)
         # two attempts, then they are dead
         page.goto("/messages?status=dead&consumer=billing")
-        expect(page.locator("tbody tr").filter(has_text="TimeoutError").first).to_be_visible(
-            timeout=30_000
-        )
+        expect(page.locator("tbody tr").filter(has_text="TimeoutError").first).to_be_visible()
         assert dead in ("failed", "dead")
 
         def canary() -> None:
@@ -184,16 +184,14 @@ def test_from_the_list_by_the_group_and_the_canary_to_processed(
             page.locator("button.first").click()
 
         canary()
-        expect(page.get_by_text("It stopped by itself, since the failure returned")).to_be_visible(
-            timeout=60_000
-        )
+        expect(page.get_by_text("It stopped by itself, since the failure returned")).to_be_visible()
         broken.gateway = False
         page.goto("/failures")
         if page.get_by_role("button", name="Canary…").count():
             canary()
-            expect(page.get_by_text("the failure did not return")).to_be_visible(timeout=60_000)
+            expect(page.get_by_text("the failure did not return")).to_be_visible()
         page.goto("/message?consumer=billing&message_id=order-0022")
-        expect(page.locator("h1 .status.processed")).to_be_visible(timeout=30_000)
+        expect(page.locator("h1 .status.processed")).to_be_visible()
         page.goto("/audit")
         expect(page.get_by_text("the gateway answers again").first).to_be_visible()
 
@@ -240,13 +238,13 @@ def test_one_message_is_rehearsed_edited_retried_and_replayed(
     page.get_by_label("Reason").fill("a typing error")
     page.get_by_role("button", name="Edit and retry 1").click()
     page.goto("/message?consumer=billing&message_id=order-0017")
-    expect(page.locator("h1 .status.processed")).to_be_visible(timeout=30_000)
+    expect(page.locator("h1 .status.processed")).to_be_visible()
     page.get_by_role("button", name="Replay…").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Replay 1 message?")
     looked_at("replay")
     page.get_by_label("Reason").fill("the invoice was lost")
     page.locator("button.first").click()
-    expect(page.get_by_text("1 message replayed.")).to_be_visible(timeout=30_000)
+    expect(page.get_by_text("1 message replayed.")).to_be_visible()
     looked_at("replayed")
     page.goto("/audit")
     for reason in ("a typing error", "the invoice was lost"):
@@ -318,7 +316,7 @@ def test_a_page_that_is_open_stays_fresh(chromium: Browser, serve: Serve, url: s
         # the stream has told what there is; then something happens
         page.wait_for_timeout(1_500)
         app.process(order(17), consumer="billing")
-        expect(page.get_by_text("1 message of billing is dead.")).to_be_visible(timeout=30_000)
+        expect(page.get_by_text("1 message of billing is dead.")).to_be_visible()
 
 
 def test_nothing_of_a_hostile_message_is_executed(

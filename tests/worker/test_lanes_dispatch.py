@@ -127,7 +127,6 @@ def throwaway_server() -> Iterator[ThrowawayRabbitMQ]:
     yield from throwaway("rabbitmq", ThrowawayRabbitMQ())
 
 
-@pytest.mark.timeout(120)
 def test_a_source_that_is_down_does_not_stop_the_other(
     shop: Shop, throwaway_server: ThrowawayRabbitMQ, stream: Stream
 ) -> None:

@@ -209,7 +209,6 @@ def test_half_heads_and_silent_bodies_keep_no_sender_out(
     assert effects(lite) == 20
 
 
-@pytest.mark.timeout(180)
 def test_the_database_is_away(tmp_path: Path) -> None:
     require(missing_server("postgresql"))
     with ThrowawayPostgres() as server:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.support.brokers.rigs import Rig
 from txbox import App, Message
+from txbox.observers import logging
 from txbox.relay import relay
 from txbox.worker import pump
 
@@ -32,6 +33,8 @@ def make(plan: dict[str, Any]) -> App:
     if "longest_pause_s" in plan:
         pump._PAUSE_S = (pump._PAUSE_S[0], plan["longest_pause_s"])
         relay._PAUSE_S = (relay._PAUSE_S[0], plan["longest_pause_s"])
+        # trouble is told again after a minute, which a busy machine may need to end it
+        logging._REPEATED_EVERY_S = 3600.0
     app = App(plan["database"])
 
     @app.handler("orders" if not plan.get("consumes") else plan["topic"], consumer="billing")
