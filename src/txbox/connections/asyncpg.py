@@ -285,9 +285,6 @@ def translated(error: BaseException, sql_dialect: Dialect) -> StoreError | None:
 
 
 async def _executed(raw: Any, statement: Statement) -> Result:
-    if not statement.sql:
-        # nothing to do here on this database
-        return Result((), 0)
     sql, names = native(statement.sql, "numeric")
     values = [statement.params[name] for name in names]
     if _returns_rows(sql):

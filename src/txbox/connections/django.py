@@ -354,9 +354,6 @@ def _begins_deferred(wrapper: Any) -> bool:
 
 
 def _executed(wrapper: Any, statement: Statement) -> Result:
-    if not statement.sql:
-        # nothing to do here on this database
-        return Result((), 0)
     sql, names = native(statement.sql, "format")
     with wrapper.cursor() as cursor:
         cursor.execute(sql, [statement.params[name] for name in names])

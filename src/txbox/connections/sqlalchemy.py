@@ -629,9 +629,6 @@ class Watched:
         return [self.execute(statement) for statement in statements]
 
     def execute(self, statement: Statement) -> Result:
-        if not statement.sql:
-            # nothing to do here on this database
-            return Result((), 0)
         sql, names = native(statement.sql, self._style)
         result = self._raw.exec_driver_sql(sql, tuple(statement.params[name] for name in names))
         rows = plain_rows(result.fetchall()) if result.returns_rows else []
@@ -681,8 +678,6 @@ class Cursors(Watched):
     """Through a cursor of the driver."""
 
     def execute(self, statement: Statement) -> Result:
-        if not statement.sql:
-            return Result((), 0)
         sql, names = native(statement.sql, self._style)
         cursor: Any = self._raw.connection.cursor()
         try:
