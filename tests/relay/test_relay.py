@@ -21,7 +21,7 @@ from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused, RelayResumed
 from txbox.relay import Relay
 from txbox.session import drive
-from txbox.store import leases
+from txbox.store import leases, outbox
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]
@@ -319,6 +319,14 @@ def test_waiting_rows_of_one_key_hide_no_other_key(
         app.publish(broker)
         drained(relay_of(app))
     assert [message.topic for message in broker.sent] == ["u"] * 5
+
+
+def test_a_relay_that_is_slow_comes_to_the_end_of_the_waiting_rows(
+    database_url: str, plain_connection: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went back to the first of them every second: on a busy machine it never saw the rows behind."""
+    monkeypatch.setattr(outbox, "_BACK_S", 1e-4)
+    test_waiting_rows_of_one_key_hide_no_other_key(database_url, plain_connection)
 
 
 # -- to the app's own consumers -------------------------------------------------------------------

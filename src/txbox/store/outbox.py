@@ -108,7 +108,7 @@ class OutboxStore:
         self.dialect = dialect
         self.columns = columns
         self._after: tuple[Any, int] = _START
-        self._back_at = 0.0
+        self._back_at, self._back_s = 0.0, _BACK_S
 
     async def lease(
         self,
@@ -132,7 +132,9 @@ class OutboxStore:
         """
         look = Look()
         if time.monotonic() >= self._back_at:
-            self._after, self._back_at = _START, time.monotonic() + _BACK_S
+            self._after, self._back_at = _START, time.monotonic() + self._back_s
+            # later each time that it finds nothing before: else it might never see the rows behind those that wait
+            self._back_s *= 2
         await db.begin()
         for _ in range(_PAGES):
             before = self._after
@@ -147,6 +149,7 @@ class OutboxStore:
             if len(fitting) < len(wanted):
                 self._after, look.more = before, True
             if look.rows or not look.more:
+                self._back_s = _BACK_S
                 break
         await db.commit()
         return look
