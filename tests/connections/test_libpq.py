@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,7 +78,7 @@ def test_int_arrays_are_those_of_psycopg(params: list[list[int | None]]) -> None
 
 def _prepared(tx: Any) -> set[str]:
     found = tx.execute("SELECT name FROM pg_prepared_statements WHERE name LIKE 'txbox%'")
-    return {name.rstrip("0123456789") for (name,) in found.fetchall()}
+    return {re.sub(r"_[0-9a-f]{12}_|\d+$", "_", name) for (name,) in found.fetchall()}
 
 
 @pytest.fixture
@@ -97,7 +99,7 @@ def test_begin_and_commit_are_prepared(pool: ConnectionPool[Any]) -> None:
         seen.append(_prepared(tx))
 
     assert [app.process(_one(each)) for each in "abc"] == [Outcome.PROCESSED] * 3
-    assert seen[-1] == {"txbox_", "txbox_BEGIN_", "txbox_COMMIT_"}
+    assert seen[-1] == {"txbox__", "txbox_BEGIN__", "txbox_COMMIT__"}
 
 
 def test_plans_that_others_deallocated_are_prepared_again(pool: ConnectionPool[Any]) -> None:
@@ -143,8 +145,34 @@ def test_a_commit_whose_plan_the_server_lost_is_not_in_doubt(pool: ConnectionPoo
 
         transaction(one)
         transaction(one)
-        assert "txbox_COMMIT_" in _prepared(raw)
+        assert "txbox_COMMIT__" in _prepared(raw)
         raw.commit()
         raw.wait(pipeline.send((), before=BEGIN))
         raw.execute("DEALLOCATE ALL")
         raw.wait(pipeline.send((two,), after=COMMIT))
+
+
+def test_the_plans_of_two_connections_have_different_names(new_database: NewDatabase) -> None:
+    """A pooler that mixes up its clients' plans runs no other statement than the one that was meant."""
+    url, names = new_database("postgresql"), list[set[str]]()
+    for _ in range(2):
+        connection: Any = psycopg.connect(url)
+        with connection as raw:
+            pipeline = Pipeline(raw, prepare=True, translate=lambda _: None)
+            raw.wait(pipeline.send((Statement("one", "SELECT 1", {}),), before=BEGIN))
+            found = raw.execute("SELECT name FROM pg_prepared_statements").fetchall()
+            names.append({name for (name,) in found})
+    assert len(names[0]) == len(names[1]) == 2
+    assert names[0].isdisjoint(names[1])
+
+
+def test_a_commit_is_prepared_for_each_plan_it_comes_behind(pool: ConnectionPool[Any]) -> None:
+    """Behind a pooler two plans may be on two servers; a COMMIT uses a plan that is where its statement is."""
+    with pool.connection() as raw:
+        pipeline = Pipeline(raw, prepare=True, translate=lambda _: None)
+        for sql in ("SELECT 1", "SELECT 2"):
+            for _ in range(2):
+                raw.wait(pipeline.send((), before=BEGIN))
+                raw.wait(pipeline.send((Statement("any", sql, {}),), after=COMMIT))
+        found = raw.execute("SELECT name FROM pg_prepared_statements WHERE statement = 'COMMIT'")
+        assert len(found.fetchall()) == 2

@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from os import urandom
 from typing import Any, TypeVar
 
 import psycopg
@@ -189,8 +190,11 @@ class Pipeline:
         self._translate = translate
         # SQL → the name it is prepared under (None: not prepared) and its parameters in order
         self._plans: dict[str, tuple[bytes | None, tuple[str, ...]]] = {}
-        # BEGIN and COMMIT → the name it is prepared under; without, a server parses each of them every time
+        # BEGIN, or the plan that a COMMIT comes behind → the name it is prepared under; without one, the server
+        # would parse it every time
         self._commands: dict[bytes, bytes] = {}
+        # unique: behind a pooler, an equal name could be another client's plan for something else
+        self._prefix = b"txbox_%s_" % urandom(6).hex().encode()
         self._named = 0
         #: What was begun behind a COMMIT and not read yet.
         self.ahead: Statements | None = None
@@ -269,7 +273,8 @@ class Pipeline:
 
     def _put(self, pgconn: Any, sent: _Sent) -> None:
         if sent.before is not None:
-            sent.opening = self._command(pgconn, sent.before, self._prepare)
+            sent.opening = self._command(pgconn, sent.before, BEGIN if self._prepare else None)
+        name: bytes | None = None
         for statement in sent.statements:
             plan = self._plans.get(statement.sql)
             if plan is None:
@@ -298,22 +303,27 @@ class Pipeline:
                 sql, _ = native(statement.sql, "numeric")
                 pgconn.send_query_params(sql.encode(), values, None, formats)
         if sent.after is not None:
-            # if the server has lost all plans without our knowing, a statement must fail first: an unknown
-            # plan of a COMMIT would leave the transaction in doubt
-            known = self._prepare and len(sent.parsed) < len(sent.statements)
-            sent.closing = self._command(pgconn, sent.after, known and sent.after is COMMIT)
+            # a COMMIT that lacks its plan would be in doubt, so it is prepared along with the plan it comes
+            # behind: a server that lacks one lacks both, and that statement fails first
+            new = sent.parsed and sent.parsed[-1] is sent.statements[-1]
+            behind = name if sent.after is COMMIT and not new else None
+            sent.closing = self._command(pgconn, sent.after, behind)
         pgconn.pipeline_sync()
 
-    def _command(self, pgconn: Any, sql: bytes, prepare: bool) -> int:
-        """Send BEGIN, COMMIT or another command; returns how many answers it has."""
-        if not prepare:
+    def _command(self, pgconn: Any, sql: bytes, key: bytes | None) -> int:
+        """Send BEGIN, COMMIT or another command; returns how many answers it has.
+
+        Args:
+            key: of its plan; None sends it as text.
+        """
+        if key is None:
             pgconn.send_query_params(sql, None)
             return 1
-        name, answers = self._commands.get(sql), 1
+        name, answers = self._commands.get(key), 1
         if name is None:
             self._named += 1
             # with the word, for whoever reads the wire
-            name = self._commands[sql] = b"txbox_%s_%d" % (sql.split()[0], self._named)
+            name = self._commands[key] = b"%s%s_%d" % (self._prefix, sql.split()[0], self._named)
             pgconn.send_prepare(name, sql)
             answers = 2
         pgconn.send_query_prepared(name, ())
@@ -346,7 +356,7 @@ class Pipeline:
         name: bytes | None = None
         if self._prepare:
             self._named += 1
-            name = b"txbox_%d" % self._named
+            name = b"%s%d" % (self._prefix, self._named)
             pgconn.send_prepare(name, sql.encode())
             parsed.append(statement)
         plan = self._plans[statement.sql] = (name, names)
@@ -357,9 +367,8 @@ class Pipeline:
         for statement in sent.parsed:
             # a Parse after a failure never ran; one before it is merely prepared again
             self._plans.pop(statement.sql, None)
-        for command, number in ((sent.before, sent.opening), (sent.after, sent.closing)):
-            if command is not None and number > 1:
-                self._commands.pop(command, None)
+        if sent.opening > 1 or sent.closing > 1:
+            self._commands.clear()
         refused = next(
             (one for one in answers if one.status not in (_COMMAND_OK, _TUPLES_OK, _ABORTED)), None
         )
