@@ -17,8 +17,15 @@ from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Message, Outbox, Outcome, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.local import Local
-from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
-from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused, RelayResumed
+from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, StoreUnavailable
+from txbox.events import (
+    Event,
+    OutgoingDead,
+    OutgoingFailed,
+    OutgoingSent,
+    RelayPaused,
+    RelayResumed,
+)
 from txbox.relay import Relay
 from txbox.session import drive
 from txbox.store import leases, outbox
@@ -251,8 +258,8 @@ def test_a_lease_that_ran_out_is_taken_over_and_the_first_holder_marks_nothing(
     database_url: str, plain_connection: Connect, raw: Look
 ) -> None:
     ids = staged(database_url, plain_connection, outgoing(3))
-    second = Recorder()
-    with App(database_url) as app, App(database_url) as other:
+    second, events = Recorder(), list[Event]()
+    with App(database_url, observers=[events.append]) as app, App(database_url) as other:
         other.publish(second)
 
         class Slow(Recorder):
@@ -268,6 +275,35 @@ def test_a_lease_that_ran_out_is_taken_over_and_the_first_holder_marks_nothing(
     assert [message.id for message in first.sent] == ids
     assert [message.id for message in second.sent] == ids
     assert raw(database_url).value("SELECT count(*) FROM txbox_outbox") == 0
+    assert [event for event in events if isinstance(event, OutgoingSent)] == []
+
+
+@pytest.mark.parametrize("answer", [None, MessageRefused("no")], ids=["sent", "dead"])
+def test_what_the_outbox_could_not_record_is_not_reported(
+    answer: BrokerError | None,
+    database_url: str,
+    plain_connection: Connect,
+    raw: Look,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The database is away from the moment of publishing until the relay gives up."""
+    staged(database_url, plain_connection, outgoing(3))
+    events = list[Event]()
+    with App(database_url, observers=[events.append]) as app:
+        app.publish(Recorder(lambda _: answer))
+        relay = relay_of(app, stop=lambda: "relay:published" in passed)
+        passed: list[str] = []
+
+        def at(point: str) -> None:
+            passed.append(point)
+            if point == "before:begin" and "relay:published" in passed:
+                raise StoreUnavailable("away")
+
+        monkeypatch.setattr("txbox.session.at", at)
+        relay.turn()
+    reported = [event for event in events if isinstance(event, OutgoingSent | OutgoingDead)]
+    assert reported == []
+    assert left(raw(database_url)) == 3
 
 
 def test_relays_side_by_side_never_send_one_row_twice_and_keep_each_keys_order(

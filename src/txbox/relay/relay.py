@@ -33,7 +33,7 @@ from txbox.outbox import Route
 from txbox.processing.failure import printable
 from txbox.processing.waiting import CURABLE
 from txbox.relay.local import LocalDelivery
-from txbox.session import Operation, Session, Statement
+from txbox.session import Operation, Result, Session, Statement
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
 
 T = TypeVar("T")
@@ -236,11 +236,13 @@ class Relay:
         statements += [self._failed(row, error, token) for row, error in failed]
         if unsent:
             statements.append(self._store.release([row.id for row in unsent], token=token))
-        self._patiently(lambda db: _marked(db, statements))
+        results = self._patiently(lambda db: _marked(db, statements))
         points.at("relay:marked")
-        self._report_sent(len(confirmed), started)
-        for row, error in failed:
-            self._report_failed(row, error)
+        # what is not recorded is sent again, and reported then
+        if results is not None:
+            self._report_sent(results[0].count if confirmed else 0, started)
+            for row, error in failed:
+                self._report_failed(row, error)
         return reachable
 
     def _answers(
@@ -459,6 +461,7 @@ def _key(row: Staged) -> tuple[str, str | None]:
     return row.message.topic, row.message.key
 
 
-async def _marked(db: Session, statements: Sequence[Statement]) -> None:
-    await db.begin(tuple(statements))
+async def _marked(db: Session, statements: Sequence[Statement]) -> list[Result]:
+    results = await db.begin(tuple(statements))
     await db.commit()
+    return results
