@@ -41,6 +41,12 @@ class Memory:
     def settled_ids(self) -> list[Any]:
         return [delivery.message.id for delivery in self.settled if delivery.message is not None]
 
+    def has_received(self, count: int) -> bool:
+        return len(self.received) == count
+
+    def has_settled(self, count: int) -> bool:
+        return len(self.settled) == count
+
     def keeps_order(self, topic: str) -> bool:
         del topic
         return True

@@ -91,7 +91,8 @@ def test_a_message_to_a_thousand_consumers_takes_a_bounded_number_of_connections
         eventually(lambda: source.settled_ids == ["m1"])
     assert statuses(server.raw) == {"processed": 1000}
     assert len(server.calls) == 1000
-    assert max(threads) <= 16
+    # and the thread that has received
+    assert max(threads) <= 16 + 1
     assert most() <= 16 + BESIDE + 1
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.support.shop import TOPIC, Shop, paid, quarantined
+from tests.support.shop import TOPIC, Shop, opened, paid, quarantined
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox.brokers.base import Delivery
 from txbox.errors import BrokerError, Fault, StoreUnavailable
 from txbox.events import ConsumptionPaused, SettleFailed
+from txbox.message import Message
 from txbox.session import Session
+from txbox.worker.pump import Lead
 
 
 def test_what_is_in_flight_is_tended_while_the_database_is_away(
@@ -97,3 +101,140 @@ def test_only_acknowledgements_that_failed_are_counted(
     assert len(source.settled) == 3
     assert sum(event.count for event in shop.emitted(SettleFailed)) == counted
     assert {event.error for event in shop.emitted(SettleFailed)} == {"a receipt is unknown"}
+
+
+def test_the_thread_that_has_received_runs_the_idle_lane(shop: Shop) -> None:
+    """No message waits for another thread to wake, and the pump goes on where it was."""
+    received, handled, settled = set[int](), set[int](), set[int]()
+
+    class Watched(Memory):
+        def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+            found = super().receive(min(messages_max, 1), wait_s)
+            if found:
+                received.add(threading.get_ident())
+            return found
+
+        def settle(self, deliveries: Sequence[Delivery]) -> None:
+            settled.add(threading.get_ident())
+            super().settle(deliveries)
+
+    shop.handler(lambda _message, _tx: handled.add(threading.get_ident()))
+    source = Watched([], endless=True)
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        for number in range(20):
+            source.waiting.append(Delivery(paid(f"m{number}"), TOPIC))
+            eventually(partial(source.has_settled, number + 1))
+    # the very first message may come before anybody follows
+    assert len(received) <= 2
+    assert received & handled
+    assert settled <= received | handled
+
+
+def test_while_a_lane_runs_long_its_source_is_received_from_and_tended(shop: Shop) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(_message: Message[Any], _tx: Any) -> None:
+        inside.set()
+        assert go_on.wait(DEADLINE_S)
+
+    shop.handler(slow)
+    source = Memory([paid("m1")], endless=True)
+    source.tend_every_s = 0.02
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        assert inside.wait(DEADLINE_S)
+        source.waiting.append(Delivery(paid("m2"), TOPIC))
+        tended = len(source.tended)
+        eventually(lambda: len(source.received) == 2, "the next message is received")
+        eventually(lambda: len(source.tended) > tended + 2, "both are tended")
+        assert source.settled == []
+        go_on.set()
+        eventually(lambda: len(source.settled) == 2)
+
+
+@pytest.fixture
+def server(database_url: str) -> Iterator[Shop]:
+    if database_url.startswith("sqlite"):
+        pytest.skip("one writer at a time: no handler runs beside another")
+    with opened(database_url) as shop:
+        yield shop
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 5])
+def test_lanes_run_beside_one_another_however_many_run_long(server: Shop, lanes: int) -> None:
+    """Also when both threads of the pump could be at work in a lane."""
+    together = threading.Barrier(lanes)
+    server.handler(lambda _message, _tx: together.wait(DEADLINE_S), concurrency=lanes)
+    source = Memory([], endless=True)
+    server.app.consume(source)
+    with running(worker(server.app)):
+        for round_ in range(3):
+            for number in range(lanes):
+                # one by one: each is received while those before it run
+                source.waiting.append(Delivery(paid(f"m{round_}-{number}"), TOPIC))
+                eventually(partial(source.has_received, round_ * lanes + number + 1))
+            eventually(partial(source.has_settled, (round_ + 1) * lanes), "all at once")
+
+
+def test_what_another_lane_has_done_is_acknowledged_while_the_receiving_thread_is_busy(
+    server: Shop,
+) -> None:
+    go_on = threading.Event()
+
+    def slow(message: Message[Any], _tx: Any) -> None:
+        if message.id == "slow":
+            assert go_on.wait(DEADLINE_S)
+
+    server.handler(slow, concurrency=2)
+    source = Memory([paid("slow"), paid("m2")], endless=True)
+    server.app.consume(source)
+    with running(worker(server.app)):
+        eventually(lambda: source.settled_ids == ["m2"])
+        go_on.set()
+        eventually(lambda: len(source.settled) == 2)
+
+
+class TestLead:
+    def follower(self, lead: Lead) -> queue.SimpleQueue[bool]:
+        leads: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        threading.Thread(target=lambda: leads.put(lead.follow()), daemon=True).start()
+        return leads
+
+    def lend(self, lead: Lead, after_s: float) -> None:
+        eventually(lambda: lead.lend(after_s), "a thread that follows")
+
+    def test_without_a_follower_it_is_not_lent(self) -> None:
+        assert not Lead().lend(0.0)
+
+    def test_the_follower_leads_when_the_time_is_over(self) -> None:
+        lead = Lead()
+        leads = self.follower(lead)
+        self.lend(lead, 0.001)
+        assert leads.get(timeout=DEADLINE_S)
+        assert not lead.take_back()
+        assert not lead.lend(0.0), "nobody follows any more"
+
+    def test_what_is_taken_back_in_time_stays(self) -> None:
+        lead = Lead()
+        leads = self.follower(lead)
+        self.lend(lead, 3600.0)
+        assert lead.take_back()
+        lead.end()
+        assert not leads.get(timeout=DEADLINE_S)
+
+    def test_another_lane_that_is_done_hurries_the_follower_and_the_lender_does_not(self) -> None:
+        lead = Lead()
+        leads = self.follower(lead)
+        self.lend(lead, 3600.0)
+        lead.hurry()
+        assert leads.empty()
+        threading.Thread(target=lead.hurry).start()
+        assert leads.get(timeout=DEADLINE_S)
+
+    def test_a_follower_that_sleeps_is_woken(self) -> None:
+        lead = Lead()
+        leads = self.follower(lead)
+        eventually(lambda: lead.sleeps, "no look any more")
+        self.lend(lead, 0.001)
+        assert leads.get(timeout=DEADLINE_S)

@@ -829,7 +829,8 @@ SELECT name::text, setting FROM pg_settings
 SELECT 'in_recovery', CASE WHEN pg_is_in_recovery() THEN 'on' ELSE 'off' END
 
 -- name: doctor_backend
-SELECT pg_backend_pid()
+-- A pooler that knows prepared statements gives them names of its own.
+SELECT pg_backend_pid(), EXISTS (SELECT 1 FROM pg_prepared_statements WHERE name LIKE 'txbox\_%')
 
 -- name: doctor_columns
 SELECT own.relname::text, part.attname::text

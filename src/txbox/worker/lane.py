@@ -39,7 +39,7 @@ class Lane:
     """Alternates between deliveries, in order, and rows from the table, one batch at a time.
 
     Args:
-        ready: called when there is work; `turn` is then run, and again for as long as it returns True.
+        ready: called when there is work; runs `turn`, and again for as long as it returns True.
         crowded: True if other lanes are waiting for this one's thread.
         wake_at: calls `wake` at a time of the monotonic clock.
 
@@ -61,7 +61,7 @@ class Lane:
         self._app = app
         self._table = table
         self._index = index
-        self._is_async = is_async
+        self.is_async = is_async
         self._stop = stop
         self._lock = threading.Lock()
         self._queue: deque[Work] = deque()
@@ -87,20 +87,25 @@ class Lane:
     def name(self) -> str:
         return f"txbox-{self._table.consumer}-{self._index}"
 
-    def put(self, works: Iterable[Work] = ()) -> None:
-        """Add deliveries, in order, and wake the lane."""
+    def put(self, works: Iterable[Work] = ()) -> bool:
+        """Add deliveries, in order; returns whether the lane was idle and must now be run."""
         with self._lock:
             self._queue.extend(works)
             # a lane at work looks once more before it rests
             self._woken = self.busy
             if self.busy or self._stop():
-                return
+                return False
             self.busy = True
-        self._ready(self)
+            return True
 
     def wake(self) -> None:
         """Have the lane look for work."""
-        self.put()
+        if self.put():
+            self.run()
+
+    def run(self) -> None:
+        """Have it run elsewhere, after `put` has returned True."""
+        self._ready(self)
 
     async def turn(self, db: Session) -> bool:
         """Work until there is nothing to do, it is stopped (after the current batch), or others wait for the thread.
@@ -118,7 +123,7 @@ class Lane:
                     continue
                 if self._stop():
                     break
-                rows = await self._table.next(db, self._is_async, self._index)
+                rows = await self._table.next(db, self.is_async, self._index)
                 if rows:
                     await self._run(db, rows)
                 if not rows and not took and not worked:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -213,6 +213,7 @@ class Lanes:
                 alike = [handler for handler in handlers if handler.is_async == is_async]
                 beside = not all(handler.options.transactional for handler in alike)
                 threads = self._threads[beside]
+                ready = self._turn_on_loop if is_async else partial(self._turn_in_thread, threads)
                 self.by_consumer[consumer, is_async] = [
                     Lane(
                         self._app,
@@ -220,7 +221,7 @@ class Lanes:
                         index=index,
                         is_async=is_async,
                         stop=self._stop,
-                        ready=partial(self._turns, None if is_async else threads),
+                        ready=ready,
                         crowded=_never if is_async else threads.crowded,
                         wake_at=poll.call_at,
                     )
@@ -241,14 +242,27 @@ class Lanes:
         """The number of lanes with a turn; errors of ended turns have been reported."""
         return self._busy
 
-    def _turns(self, threads: Threads | None, lane: Lane) -> None:
+    def _turn_on_loop(self, lane: Lane) -> None:
+        self._begin()
+        self._driver.task(self._turn_async(lane)).add_done_callback(self._task_ended)
+
+    def _turn_in_thread(self, threads: Threads, lane: Lane) -> None:
+        self._begin()
+        threads.put(lane)
+
+    def turn_here(self, lane: Lane) -> None:
+        """Run a lane with sync handlers in the caller's thread until it rests."""
+        self._begin()
+        thread = threading.current_thread()
+        name, thread.name = thread.name, lane.name
+        while self._turn(lane):
+            pass
+        thread.name = name
+
+    def _begin(self) -> None:
         with self._lock:
             self._busy += 1
             self.begun += 1
-        if threads is None:
-            self._driver.task(self._turn_async(lane)).add_done_callback(self._task_ended)
-        else:
-            threads.put(lane)
 
     def _turn(self, lane: Lane) -> bool:
         connections = self._app.database.sync
@@ -336,9 +350,10 @@ _Taken = tuple[HandlerModes, tuple[Lane, ...]]
 class Dispatch:
     """Hands deliveries to lanes: by the lock key or key if there is one, else round robin."""
 
-    def __init__(self, app: App, lanes: Mapping[tuple[str, bool], Sequence[Lane]]) -> None:
+    def __init__(self, app: App, lanes: Lanes) -> None:
         self._app = app
-        self._lanes = lanes
+        self._lanes = lanes.by_consumer
+        self.turn_here = lanes.turn_here
         self._modes: dict[tuple[str, str | None], list[_Taken]] = {}
         self._turn = 0
 
@@ -346,10 +361,17 @@ class Dispatch:
         """Whether some lane is idle."""
         return any(not lane.busy for lanes in self._lanes.values() for lane in lanes)
 
-    def hand_out(self, owner: Settling, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Hand deliveries out in order, all of a lane's at once; returns those that no handler consumes."""
+    def hand_out(
+        self, owner: Settling, deliveries: Sequence[Delivery]
+    ) -> tuple[list[Delivery], Lane | None]:
+        """Hand deliveries out in order, all of a lane's at once.
+
+        Returns: the deliveries that no handler consumes; and one of the lanes that were idle, for the caller to run
+            (`turn_here`) or wake. The others run already.
+        """
         handed: dict[Lane, list[Work]] = {}
         left: list[Delivery] = []
+        here: Lane | None = None
         for delivery in deliveries:
             message = delivery.message
             if message is None:
@@ -377,8 +399,13 @@ class Dispatch:
                     group.append(work)
         for lane, works in handed.items():
             self._app.activity.received(works[0].modes.handler.consumer, len(works))
-            lane.put(works)
-        return left
+            if not lane.put(works):
+                continue
+            if here is None and not lane.is_async:
+                here = lane
+            else:
+                lane.run()
+        return left, here
 
     def _lane(self, work: Work, lanes: Sequence[Lane], message: Message[Any]) -> Lane:
         key = work.lock_key if work.lock_key is not None else message.key

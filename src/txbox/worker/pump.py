@@ -1,4 +1,4 @@
-"""A pump: the one thread of a source, which receives, hands out and settles."""
+"""A pump: receives from a source, hands out and settles, in one thread at a time."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from txbox.processing.intake import presentable
 from txbox.processing.waiting import CURABLE
 from txbox.session import Session
 from txbox.worker.driving import Driver
+from txbox.worker.lane import Lane
 from txbox.worker.lanes import Dispatch
 
 _log = logging.getLogger("txbox")
@@ -38,6 +39,8 @@ _LOOK_S = (0.0005, 0.02)
 # at least this long while every lane is busy: a poll takes time from them, and a settlement ends the wait anyway
 _BUSY_LOOK_S = 0.005
 _PAUSE_S = (0.1, 5.0)
+# a follower that has looked so often in vain sleeps until it is woken; until then nobody spends time on waking it
+_LOOKS = 10
 # a source whose first messages, so many, all lack an id is set up wrongly (promise 1.3)
 _FIRST = 100
 
@@ -79,7 +82,8 @@ class Pump:
         self._in_flight: dict[Delivery, int] = {}
         self._bytes = 0
         self._tend_at = 0.0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._settled: list[Delivery] = []
         self._look_s = _LOOK_S[0]
         self._mean_bytes = 0.0
@@ -91,21 +95,64 @@ class Pump:
         #: Why nothing more is received or settled, until the configuration changes.
         self.refusal: str | None = None
         self._round_at: float | None = None
+        self._lead = Lead()
 
-    def run(self) -> None:
-        """Open the source, pump until it is exhausted or told to finish, and close it."""
+    def start(self, ended: Callable[[BaseException | None], None]) -> None:
+        """Open the source in a thread of its own; pump, from `go` on, until it is exhausted or told to finish.
+
+        Args:
+            ended: called once the source is closed, with the error if there was one.
+        """
+        self._ended = ended
+        self._thread(self._open)
+
+    def _thread(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name=f"txbox-{self.source.name}", daemon=True).start()
+
+    def _open(self) -> None:
         try:
             self.source.open(self._topics, self._progress, self)
             self._opened.set()
             self._go.wait()
-            self._pump()
-        finally:
-            self._round_at = None
-            try:
-                self.source.close()
-            except (StoreError, BrokerError) as error:
-                # unsaved progress only means duplicates
-                _log.warning("The source %s did not close cleanly: %s", self.source.name, error)
+            self._thread(self._run)
+        except BaseException as error:  # noqa: BLE001  # reported: the worker decides what happens
+            self._end(error)
+        else:
+            self._run(leads=True)
+
+    def _run(self, *, leads: bool = False) -> None:
+        """Pump while leading, until the end. A lane that was idle is run here where somebody follows."""
+        ended_by: BaseException | None = None
+        try:
+            while leads or self._lead.follow():
+                lane = self._pump()
+                if lane is None:
+                    break
+                # with another lane idle, what arrives meanwhile must not wait
+                after_s = 0.0 if self._dispatch.has_idle_lane() else _BUSY_LOOK_S
+                leads = not self._lead.lend(after_s)
+                if leads:
+                    lane.run()
+                else:
+                    self._dispatch.turn_here(lane)
+                    leads = self._lead.take_back()
+            else:
+                return
+        except BaseException as error:  # noqa: BLE001  # reported: the worker decides what happens
+            ended_by = error
+        self._end(ended_by)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._round_at = None
+        try:
+            self.source.close()
+        except (StoreError, BrokerError) as failed:
+            # unsaved progress only means duplicates
+            _log.warning("The source %s did not close cleanly: %s", self.source.name, failed)
+        except BaseException as failed:  # noqa: BLE001  # reported: the worker decides what happens
+            error = error or failed
+        self._lead.end()
+        self._ended(error)
 
     def opened(self, timeout_s: float) -> bool:
         return self._opened.wait(timeout_s)
@@ -132,20 +179,22 @@ class Pump:
 
     def finish(self) -> None:
         """Acknowledge what is settled, close the source and end; the lanes have ended."""
-        with self._changed:
+        with self._lock:
             self._finish = True
             self._changed.notify()
         self._go.set()
 
     def deliveries_settled(self, deliveries: Sequence[Delivery]) -> None:
-        """Called from the lanes' threads; the pump's own thread acknowledges."""
-        with self._changed:
+        """Called from the lanes' threads; the thread that pumps acknowledges."""
+        with self._lock:
             self._settled += deliveries
             self._changed.notify()
+        self._lead.hurry()
 
     # -- the loop -----------------------------------------------------------------------------
 
-    def _pump(self) -> None:
+    def _pump(self) -> Lane | None:
+        """Go round until a lane that was idle has work, which is returned, or until the end."""
         while True:
             self._round_at = time.monotonic()
             if self.refusal is None:
@@ -153,12 +202,12 @@ class Pump:
             self._tend()
             if self.refusal is not None:
                 if self._finish:
-                    return
+                    return None
                 self._wait_for_finish()
                 continue
             if self._finish or (self.source.exhausted and not self._in_flight):
                 self._settle()
-                return
+                return None
             if self._stop() or self._full() or self.held:
                 self._wait_for_settled(_WAIT_S)
                 continue
@@ -166,7 +215,9 @@ class Pump:
                 busy_s = 0.0 if self._dispatch.has_idle_lane() else _BUSY_LOOK_S
                 self._wait_for_settled(max(self._look_s, busy_s))
                 self._settle()
-            self._receive()
+            lane = self._receive()
+            if lane is not None:
+                return lane
 
     @property
     def held(self) -> bool:
@@ -182,18 +233,18 @@ class Pump:
         return len(self._in_flight) >= self._in_flight_max or self._bytes >= self._bytes_max
 
     def _wait_for_settled(self, wait_s: float) -> None:
-        with self._changed:
+        with self._lock:
             if not self._settled and not self._finish:
                 self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
 
     def _wait_for_finish(self) -> None:
         """Keep the deliveries in flight: released, they would go round workers that are configured alike."""
-        with self._changed:
+        with self._lock:
             if not self._finish:
                 self._changed.wait(min(_WAIT_S, self.source.tend_every_s or _WAIT_S))
 
-    def _receive(self) -> None:
-        """Receive and hand out; waits for the source only if nothing is in flight.
+    def _receive(self) -> Lane | None:
+        """Receive and hand out; waits for the source only if nothing is in flight. Returns a lane to run, if any.
 
         Otherwise the loop waits for settlements and polls the source in between, often at first, so that lanes find
         what has arrived.
@@ -203,16 +254,16 @@ class Pump:
             received = self.source.receive(asked, 0.0 if in_flight else _WAIT_S)
         except (BrokerUnavailable, StoreError) as error:
             self._pause(error)
-            return
+            return None
         if self._paused_at is not None:
             self._resumed()
         first_s, longest_s = _LOOK_S
         if received:
             # it returned all that was asked for, so there is probably more
             self._look_s = 0.0 if len(received) >= asked else first_s
-            self._hand_out(received)
-        else:
-            self._look_s = min(max(2 * self._look_s, first_s), longest_s)
+            return self._hand_out(received)
+        self._look_s = min(max(2 * self._look_s, first_s), longest_s)
+        return None
 
     def _room(self) -> int:
         """How many deliveries fit, by number and by the mean size of recent ones.
@@ -223,7 +274,7 @@ class Pump:
         heavy = int((self._bytes_max - self._bytes) / max(self._mean_bytes, 1.0))
         return max(1, min(messages, heavy))
 
-    def _hand_out(self, received: Sequence[Delivery]) -> None:
+    def _hand_out(self, received: Sequence[Delivery]) -> Lane | None:
         sizes = [delivery.size_bytes for delivery in received]
         # count all first: handing out may block until the database is back
         self._in_flight.update(zip(received, sizes, strict=True))
@@ -236,12 +287,18 @@ class Pump:
                 session.at("received")
         if not self._ids.found:
             received = self._with_ids(received)
-        for delivery in self._dispatch.hand_out(self, received):
+        left, lane = self._dispatch.hand_out(self, received)
+        if left and lane is not None:
+            # what follows may wait for the database
+            lane.run()
+            lane = None
+        for delivery in left:
             message = delivery.message
             if message is None:
                 self._set_aside(delivery)
             else:
                 self._persist(delivery, [partial(self._app.unmatched_message, message=message)])
+        return lane
 
     def _with_ids(self, received: Sequence[Delivery]) -> Sequence[Delivery]:
         """Check the first messages for ids; returns them all, or those up to the one that refused the source."""
@@ -316,7 +373,7 @@ class Pump:
         # no lock: the next round sees what a lane adds meanwhile
         if not self._settled:
             return
-        with self._changed:
+        with self._lock:
             deliveries, self._settled = self._settled, []
         session.at("before:ack")
         try:
@@ -343,7 +400,7 @@ class Pump:
         deadline = time.monotonic() + within_s
         done: list[Delivery] = []
         while True:
-            with self._changed:
+            with self._lock:
                 taken: list[Delivery] = []
                 others: list[Delivery] = []
                 for delivery in self._settled:
@@ -387,7 +444,7 @@ class Pump:
             self._app.events.emit(
                 ConsumptionPaused(reason=str(error), retry_in_s=wait_s, source=self.source.name)
             )
-        with self._changed:
+        with self._lock:
             if not self._finish:
                 # deliveries in flight must be tended meanwhile
                 self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
@@ -397,6 +454,78 @@ class Pump:
             paused_s = time.monotonic() - self._paused_at
             self._app.events.emit(ConsumptionResumed(paused_s=paused_s, source=self.source.name))
             self._paused_at = None
+
+
+class Lead:
+    """Which of a pump's two threads pumps: the one that leads. The other follows, or runs a lane.
+
+    A thread that has received runs the idle lane itself, so that the message need not wait until another thread wakes.
+    The other takes the lead over if that takes long; most turns end before.
+
+    Source: the pattern "Leader/Followers" (Schmidt et al., 2000).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        # by the monotonic clock; None while a thread leads
+        self._free_from: float | None = None
+        self._lender = 0
+        self._follows = self._over = False
+        #: The follower looks no more, and must be woken.
+        self.sleeps = False
+
+    def lend(self, after_s: float) -> bool:
+        """Let the follower lead after so many seconds; returns False if nobody follows."""
+        with self._lock:
+            if not self._follows:
+                return False
+            self._lender = threading.get_ident()
+            self._free_from = time.monotonic() + after_s
+            if self.sleeps or not after_s:
+                self._changed.notify()
+            return True
+
+    def hurry(self) -> None:
+        """A lane has become idle; unless it is the lender's, let the follower lead now."""
+        if self._lender == threading.get_ident():
+            return
+        with self._lock:
+            if self._free_from is not None:
+                self._free_from = 0.0
+                self._changed.notify()
+
+    def take_back(self) -> bool:
+        """Lead again; returns False if the follower leads by now, and the caller is to follow."""
+        with self._lock:
+            free, self._free_from = self._free_from is not None, None
+            return free
+
+    def follow(self) -> bool:
+        """Wait for the lead; returns False once there is none any more."""
+        looks = 0
+        with self._lock:
+            self._follows = True
+            while not self._over:
+                if self._free_from is None:
+                    looks += 1
+                    self.sleeps = looks > _LOOKS
+                    self._changed.wait(None if self.sleeps else _LOOK_S[1])
+                elif (wait_s := self._free_from - time.monotonic()) > 0:
+                    looks = 0
+                    self.sleeps = False
+                    self._changed.wait(wait_s)
+                else:
+                    self._free_from = None
+                    break
+            self._follows = self.sleeps = False
+            return not self._over
+
+    def end(self) -> None:
+        """Let the follower go."""
+        with self._lock:
+            self._over = True
+            self._changed.notify()
 
 
 class FirstIds:

@@ -208,7 +208,7 @@ class Worker:
     def _open_sources(self, topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open or something has ended."""
         app = self._app
-        dispatch = Dispatch(app, self._lanes.by_consumer)
+        dispatch = Dispatch(app, self._lanes)
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             source = consumption.source
             pump = Pump(
@@ -220,7 +220,7 @@ class Worker:
             )  # fmt: skip
             self._pumps[pump] = True
             self._health.pumps.append(pump)
-            thread(f"txbox-{source.name}", pump.run, self._pump_ended(pump))
+            pump.start(self._pump_ended(pump))
         for pump in self._pumps:
             while self._pumps[pump] and not pump.opened(_TICK_S):
                 self._handle_reports(0.0)

@@ -308,16 +308,16 @@ async def pooler(case: Case) -> AsyncIterator[Finding]:
     connections = _connections(case.app.database, is_async=case.db.is_async)
     first = await connections.acquire()
     try:
-        shared, prepared = await _beside(case, connections, first)
+        shared, mixed = await _beside(case, connections, first)
     finally:
         await connections.release(first)
     if not shared:
         return
-    if not prepared:
+    if mixed:
         yield Finding(
             "pooler-prepared",
-            "A pooler gives out connections by transaction and knows no prepared statements: one of txbox's has "
-            "met another client's.",
+            "A pooler gives out connections by transaction and knows no prepared statements: those of one client "
+            "meet another's, or are missing.",
             "`?prepare=off` in the URL, or PgBouncer 1.21 with max_prepared_statements (docs/howto/pgbouncer.md).",
         )
     yield Finding(
@@ -335,38 +335,36 @@ async def pooler(case: Case) -> AsyncIterator[Finding]:
 
 
 async def _beside(case: Case, connections: Connections, first: Connection) -> tuple[bool, bool]:
-    """Whether the connection is on the same one of the server's as another, and whether prepared statements hold."""
+    """Whether the connection is on the same one of the server's as another, with plans under the clients' names."""
     try:
         second = await connections.acquire()
     except StoreUnavailable as error:
         case.diagnosis.not_checked(_BETWEEN, f"it takes two connections at a time: {error}")
-        return False, True
+        return False, False
     try:
         if first.native is second.native:
             # Django's, which has one a thread
             case.diagnosis.not_checked(
                 _BETWEEN, "it takes two connections at a time, and there is one."
             )
-            return False, True
-        return await _shared(case, first, second), True
-    except StoreError as error:
-        if error.fault is not Fault.PREPARED:
-            raise
-        # one connection has met what the other has prepared
-        return True, False
+            return False, False
+        return await _shared(case, first, second)
     finally:
         await connections.release(second)
 
 
-async def _shared(case: Case, first: Connection, second: Connection) -> bool:
+async def _shared(case: Case, first: Connection, second: Connection) -> tuple[bool, bool]:
     asked = case.statement("doctor_backend")
     seen: tuple[set[int], set[int]] = (set(), set())
+    mixed = False
     for _ in range(_POOLER_LOOKS):
         for connection, known in zip((first, second), seen, strict=True):
-            known.add(int((await connection.read(asked)).rows[0][0]))
+            ((backend, plans),) = (await connection.read(asked)).rows
+            known.add(int(backend))
+            mixed = mixed or bool(plans)
         if seen[0] & seen[1]:
-            return True
-    return False
+            return True, mixed
+    return False, False
 
 
 def _connections(database: Database, *, is_async: bool) -> Connections:
