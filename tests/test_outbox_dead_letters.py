@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.databases import Raw
 from txbox import App, ConfigurationError, Lease, Message, Outcome, Reject, RetryPolicy
+from txbox.admin import Admin, InboxFilter
 from txbox.maintenance import Task, run_once
 from txbox.session import drive
 from txbox.store import leases
@@ -69,12 +70,26 @@ def test_only_the_last_failure_leaves_a_letter_and_a_second_death_another(
         assert raw(database_url).rows(LETTERS) == []
         drain(app)
         assert len(raw(database_url).rows(LETTERS)) == 1
-        raw(database_url).execute(
-            "UPDATE txbox_inbox SET status = 'failed', next_attempt_at = received_at"
-        )
+        with Admin(app) as admin:
+            admin.retry(InboxFilter(consumer="billing"))
         drain(app)
     first, second = raw(database_url).rows(LETTERS)
     assert first[0] != second[0]
+
+
+def test_an_edited_message_that_dies_again_leaves_a_letter_that_is_no_copy(
+    database_url: str, raw: Look
+) -> None:
+    """With the id of the first, an inbox that takes both would quarantine it: the payload is another."""
+    with App(database_url) as app:
+        failing(app, ValueError("no"), retry=RetryPolicy(max_attempts=1))
+        assert app.process(Message(topic="orders", id="1", payload=b"{}")) is Outcome.DEAD
+        with Admin(app) as admin:
+            admin.edit("billing", "1", payload=b'{"fixed": true}', reason="typo")
+        drain(app)
+    first, second = raw(database_url).rows(LETTERS)
+    assert first[0] != second[0]
+    assert [bytes(letter[3]) for letter in (first, second)] == [b"{}", b'{"fixed": true}']
 
 
 def test_a_message_that_killed_its_process_leaves_a_letter(database_url: str, raw: Look) -> None:

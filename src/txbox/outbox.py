@@ -523,9 +523,12 @@ _DEATH = -2
 _IDENTITY = ("message-id", "ce_id", "ce-id", "cloudevents:id", "cloudevents_id")
 
 
-def letter_id(consumer: str, message_id: str, attempts: int) -> str:
-    """Return the id of the letter about a message that became dead after so many attempts."""
-    return derived_id(consumer, message_id, _DEATH - attempts)
+def letter_id(consumer: str, message_id: str, death: int) -> str:
+    """Return the id of the letter about a death of a message: that of its row in txbox_attempt.
+
+    Not its attempts: a redrive counts them anew, and a second letter under the first one's id would be a duplicate.
+    """
+    return derived_id(consumer, message_id, _DEATH - death)
 
 
 class DeadLetters:
@@ -548,7 +551,7 @@ class DeadLetters:
         attempts: int,
         error_type: str,
     ) -> None:
-        """Stage the letter of a message that has just become dead, in a transaction that is open.
+        """Stage the letter of a message whose last attempt has just been recorded, in the same transaction.
 
         The letter has the message's payload, key, type and headers, plus headers that say who gave it up.
         """
@@ -565,7 +568,9 @@ class DeadLetters:
             content_type=message.content_type,
             headers=_letter_headers(message, consumer, attempts, error_type),
         )
-        with Run(consumer, (message,), first=_DEATH - attempts):
+        named = {"consumer": consumer, "message_id": str(message.id)}
+        ((death,),) = (await db.execute(dialect.statement("last_death", named))).rows
+        with Run(consumer, (message,), first=_DEATH - death):
             await self._outbox.staging(db, dialect, [letter], otherwise=LOCAL)
 
 

@@ -78,7 +78,7 @@ class InInbox:
         cause_id: the message it follows from, by its headers, if these are kept.
         headers_kept: they are, and can be decoded.
         caused: what it staged that still has a row.
-        letter: its dead letter, while that is in the outbox.
+        letter: the dead letter about its last death, while that is in the outbox.
     """
 
     message: InboxMessage
@@ -221,8 +221,9 @@ def _in_inbox(reader: Reader, link: Link, consumers: Sequence[str]) -> InInbox |
         ahead = _message(reader, consumer, message.waits_for.message_id)[0]
     kept = readable and message.has_payload
     held, holders = _held(reader, consumer, message_id)
-    counts = {message.attempts, message.starts}
-    letters = _outbox_links(reader, [letter_id(consumer, message_id, count) for count in counts])
+    named = {"consumer": consumer, "message_id": message_id}
+    ((death,),) = reader.rows("last_death", named)
+    letter = None if death is None else letter_id(consumer, message_id, death)
     return InInbox(
         message=message,
         ahead=ahead,
@@ -232,7 +233,7 @@ def _in_inbox(reader: Reader, link: Link, consumers: Sequence[str]) -> InInbox |
         causes=tuple(_inbox_links(reader, consumers, [cause_id])) if kept and cause_id else (),
         headers_kept=kept,
         caused=_caused(reader, consumer, message_id, consumers),
-        letter=letters[0] if letters else None,
+        letter=next(iter(_outbox_links(reader, [letter] if letter else [])), None),
     )
 
 

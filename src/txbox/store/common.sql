@@ -47,6 +47,10 @@ VALUES (:consumer::text, :message_id::text, :attempt::integer, :status::text,
         :error_type::text, :error::text, :fingerprint::text)
 [durable]
 
+-- name: last_death
+SELECT max(number) FROM txbox_attempt
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status = 'dead'
+
 -- name: keep_result
 UPDATE txbox_inbox SET result = :result::bytea
  WHERE consumer = :consumer::text AND message_id = :message_id::text
