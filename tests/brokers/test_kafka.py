@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import UTC
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,14 @@ pytestmark = pytest.mark.brokers
 
 def nothing_comes(source: Kafka) -> bool:
     return not any(source.receive(100, 0.2) for _ in range(8))
+
+
+def is_unavailable(source: Kafka, what: str) -> bool:
+    try:
+        source.receive(100, 0.2)
+    except BrokerUnavailable as error:
+        return what in str(error)
+    return False
 
 
 def message_of(delivery: Delivery) -> Message[Any]:
@@ -211,6 +220,20 @@ def test_a_refused_commit_is_said_and_asked_for_again(mock_cluster: MockCluster)
             return committed(mock_cluster.bootstrap, group_id, topic) == 3
 
         eventually(is_committed, "the commit")
+
+
+def test_a_topic_that_is_missing_is_said_until_it_exists(kafka_bootstrap: str) -> None:
+    """Silence would look like a topic without messages, and the worker like one that is ready."""
+    topic = f"missing-{new_group()}"
+    with opened(Kafka(kafka_bootstrap, group=new_group()), topic) as source:
+        eventually(partial(is_unavailable, source, topic), "a receive that says what is missing")
+        for _ in range(5):
+            with pytest.raises(BrokerUnavailable, match=topic):
+                source.receive(100, 0.2)
+        new_topic(kafka_bootstrap, name=topic)
+        eventually(lambda: not is_unavailable(source, topic), "a topic that exists")
+        produce(kafka_bootstrap, topic, ["m1"])
+        assert [message_of(one).payload for one in take(source, 1)]
 
 
 def test_brokers_that_are_down_are_waited_for(mock_cluster: MockCluster) -> None:

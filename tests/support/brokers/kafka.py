@@ -34,8 +34,8 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 _OFFSET_COMMIT = 8
 
 
-def new_topic(bootstrap: str, partitions: int = 1, copies: int = 1) -> str:
-    name = f"orders-{secrets.token_hex(4)}"
+def new_topic(bootstrap: str, partitions: int = 1, copies: int = 1, name: str | None = None) -> str:
+    name = name or f"orders-{secrets.token_hex(4)}"
     admin = AdminClient({"bootstrap.servers": bootstrap})
     admin.create_topics([NewTopic(name, partitions, copies)])[name].result(DEADLINE_S)
     return name

@@ -117,6 +117,8 @@ class Kafka(Source):
         self._trouble: KafkaError | None = None
         self._refusal: KafkaError | None = None
         self._away = False
+        # subscribed topics that do not exist; the client says so once for each
+        self._missing: set[str] = set()
         self._paused = False
         self._closing = False
         self._window = 0
@@ -186,6 +188,7 @@ class Kafka(Source):
         self._check_away()
         self._commit_if_due()
         self._partitions.check()
+        self._check_missing()
         self._resume()
         if not self._held:
             # consume() would wait for a whole batch: wait for one message, then take what is there
@@ -249,6 +252,8 @@ class Kafka(Source):
         elif error.code() == MAX_POLL_EXCEEDED:
             _log.warning("%s: %s; joining the group again.", self.name, error.str())
         elif error.code() != PARTITION_EOF:
+            if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                self._missing.add(raw.topic() or "")
             self._trouble = error
 
     def _handed_out(self, messages_max: int) -> list[Delivery]:
@@ -315,6 +320,27 @@ class Kafka(Source):
         except KafkaException as error:
             raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
         self._away = False
+
+    def _check_missing(self) -> None:
+        """Check whether topics that did not exist do now, if nothing else can be received.
+
+        The client says once that a topic is missing, so that silence would look like an empty topic.
+        """
+        if not self._missing or self._partitions.values():
+            return
+        consumer = self._open_consumer()
+        self._poll_paused(consumer)
+        for topic in sorted(self._missing):
+            try:
+                found = consumer.list_topics(topic, timeout=_PROBE_S).topics[topic]
+            except KafkaException as error:
+                raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
+            if found.error is not None:
+                raise BrokerUnavailable(
+                    f"Kafka has no topic {topic!r} ({found.error.str()}): create it, or correct the topic of the "
+                    "handler. It will be tried again."
+                )
+            self._missing.discard(topic)
 
     # -- pausing ------------------------------------------------------------------------------
 
