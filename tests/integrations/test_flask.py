@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -166,3 +168,23 @@ def test_two_first_requests_at_once_make_one_event_loop(monkeypatch: pytest.Monk
     assert len(closed) == 1
     assert closed[0] is not found[0]
     found[0].close()
+
+
+def test_webhooks_need_nothing_but_the_framework() -> None:
+    """`txbox run` serves them with the extra http; here the framework does."""
+    program = """
+import sys
+for name in ("prometheus_client", "uvicorn"):
+    sys.modules[name] = None  # as if it were not installed
+from txbox import App
+from txbox.brokers.webhook import GitHub, Webhook
+from txbox.integrations.flask import webhooks
+app = App("sqlite:///x.db")
+app.handler("github", consumer="c")(lambda message, tx: None)
+app.consume(Webhook(topic="github", verify=GitHub("a secret long enough")))
+assert webhooks(app)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import hmac
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from datetime import timedelta
@@ -435,3 +437,23 @@ def test_a_transaction_of_the_other_kind_is_refused(asked: App) -> None:
     call.__annotations__["x"] = book.__annotations__["x"]
     with pytest.raises(ConfigurationError, match="another kind"):
         asked.effect("call")(call)
+
+
+def test_webhooks_need_nothing_but_the_framework() -> None:
+    """`txbox run` serves them with the extra http; here the framework does."""
+    program = """
+import sys
+for name in ("prometheus_client", "uvicorn"):
+    sys.modules[name] = None  # as if it were not installed
+from txbox import App
+from txbox.brokers.webhook import GitHub, Webhook
+from txbox.integrations.starlette import webhooks
+app = App("sqlite:///x.db")
+app.handler("github", consumer="c")(lambda message, tx: None)
+app.consume(Webhook(topic="github", verify=GitHub("a secret long enough")))
+assert webhooks(app)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr

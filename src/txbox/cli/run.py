@@ -148,10 +148,11 @@ def _run(args: argparse.Namespace) -> int:
     health, http = _health_socket(args), _http_socket(args, app)
     webhooks: Server | None = None
     if http is not None:
-        from txbox.worker.routes import webhooks_of
+        from txbox.brokers.webhook import by_path
+        from txbox.worker.routes import Routes
         from txbox.worker.serving import WEBHOOKS, Server
 
-        webhooks = Server(webhooks_of(app), http, WEBHOOKS)
+        webhooks = Server(Routes(by_path(app.webhooks, app.handlers.topics())), http, WEBHOOKS)
     if args.processes > 1:
         # checked here once, so that a wrong path is one sentence and not one of each process
         code = supervise(_child(args), args.processes, http=http, health=health, grace=args.grace)

@@ -20,7 +20,7 @@ from flask.typing import ResponseReturnValue
 
 from txbox.app import App
 from txbox.brokers.loop import EventLoop
-from txbox.brokers.webhook import Receive, Scope, Send
+from txbox.brokers.webhook import Receive, Scope, Send, by_path
 from txbox.errors import ConfigurationError
 from txbox.handlers import is_async_function
 
@@ -79,10 +79,8 @@ def webhooks(app: App) -> Blueprint:
     Raises:
         ConfigurationError: two have the same path, or one has no handler.
     """
-    from txbox.worker.routes import webhooks_of
-
     blueprint, loops = Blueprint("txbox", __name__), _Loops()
-    for path, application in webhooks_of(app).applications.items():
+    for path, application in by_path(app.webhooks, app.handlers.topics()).items():
         blueprint.add_url_rule(
             path, path.replace(".", "_"), _view(application, loops), methods=["POST"]
         )

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from txbox.app import App
-from txbox.brokers.webhook import Receive, Scope, Send
+from txbox.brokers.webhook import Receive, Scope, Send, by_path
 from txbox.errors import ConfigurationError
 from txbox.events import Event, Observer, WorkerStarted
 from txbox.handlers import Opened
@@ -332,9 +332,7 @@ def webhooks(app: App) -> list[BaseRoute]:
     Raises:
         ConfigurationError: two have the same path, or one has no handler.
     """
-    from txbox.worker.routes import webhooks_of
-
-    return _routes(webhooks_of(app).applications)
+    return _routes(by_path(app.webhooks, app.handlers.topics()))
 
 
 def probes(app: App, health: Health) -> list[BaseRoute]:

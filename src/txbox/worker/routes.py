@@ -13,9 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbox.app import App
 from txbox.brokers.webhook import Receive, Scope, Send, Webhook, answer
-from txbox.errors import ConfigurationError
 from txbox.observers.counters import Counters
 from txbox.worker.health import Health
 from txbox.worker.supervisor import Child
@@ -47,28 +45,6 @@ class Routes:
         for application in self.applications.values():
             if isinstance(application, Webhook):
                 await application.ended()
-
-
-def webhooks_of(app: App) -> Routes:
-    """Each webhook of the app at its path.
-
-    Raises:
-        ConfigurationError: two have the same path, or one has no handler.
-    """
-    topics = app.handlers.topics()
-    by_path: dict[str, Application] = {}
-    for hook in app.webhooks:
-        if hook.path in by_path:
-            raise ConfigurationError(
-                f"Two webhooks have the path {hook.path}: give one of them another path=."
-            )
-        if "*" not in topics and hook.topic not in topics:
-            raise ConfigurationError(
-                f"The webhook {hook.path} brings topic {hook.topic!r}, which no handler consumes: "
-                "register a handler for it, or name another topic=."
-            )
-        by_path[hook.path] = hook
-    return Routes(by_path)
 
 
 def probes(health: Health, counters: Counters, hooks: Sequence[Webhook] = ()) -> Routes:

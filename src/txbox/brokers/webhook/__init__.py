@@ -1,6 +1,6 @@
 """Webhooks: an ASGI application for an endpoint, and the schemes senders sign with."""
 
-from txbox.brokers.webhook.endpoint import Receive, Scope, Send, Webhook, answer
+from txbox.brokers.webhook.endpoint import Receive, Scope, Send, Webhook, answer, by_path
 from txbox.brokers.webhook.schemes import GitHub, StandardWebhooks, Stripe, Verified, Verify
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "Verify",
     "Webhook",
     "answer",
+    "by_path",
 ]

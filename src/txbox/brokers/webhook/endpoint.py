@@ -326,3 +326,27 @@ def _over(digits: str, limit: int) -> bool:
 def _is_async(verify: object) -> bool:
     call = getattr(type(verify), "__call__", None)  # noqa: B004  # is it async, not: is it callable
     return inspect.iscoroutinefunction(verify) or inspect.iscoroutinefunction(call)
+
+
+def by_path(hooks: Iterable[Webhook], topics: Sequence[str]) -> dict[str, Webhook]:
+    """Return each endpoint under its path.
+
+    Args:
+        topics: those that handlers consume.
+
+    Raises:
+        ConfigurationError: two have the same path, or no handler consumes what one brings.
+    """
+    found: dict[str, Webhook] = {}
+    for hook in hooks:
+        if hook.path in found:
+            raise ConfigurationError(
+                f"Two webhooks have the path {hook.path}: give one of them another path=."
+            )
+        if "*" not in topics and hook.topic not in topics:
+            raise ConfigurationError(
+                f"The webhook {hook.path} brings topic {hook.topic!r}, which no handler consumes: "
+                "register a handler for it, or name another topic=."
+            )
+        found[hook.path] = hook
+    return found
