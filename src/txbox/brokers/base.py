@@ -178,7 +178,7 @@ class Examinable(Protocol):
 
 
 class Source(Protocol):
-    """Where deliveries come from. All methods are called from one thread, the source's own.
+    """Where deliveries come from. Methods are called by one thread at a time, but not always by the same one.
 
     A subclass implements only what differs. `receive`, `tend` and `settle` may raise BrokerUnavailable,
     or the StoreError of their progress; they are then called again later. Any other exception stops

@@ -279,12 +279,17 @@ def job_of(case: Case, folder: str) -> Job:
 
 
 def run(case: Case) -> Ended:
-    """Kill, let others take over, check. A point that this run did not pass is tried again, at its first pass."""
+    """Kill, let others take over, check. A point that this run did not pass is tried again, at its first pass.
+
+    A wrong consumer that gets away is tried again too: one that is killed in a retry, while it has nothing
+    of the broker's in flight, has nothing to lose.
+    """
     again = 1
     while True:
         made = case if again <= _TRIES // 2 else replace(case, nth=max(1, case.nth // 4))
         ended = _run(made)
-        if ended.killed or case.point is None or ended.checked.wrong or again == _TRIES:
+        met = ended.killed and case.wrong is None
+        if met or case.point is None or ended.checked.wrong or again == _TRIES:
             return ended
         again += 1
 
