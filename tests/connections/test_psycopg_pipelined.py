@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -20,7 +21,8 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from tests.support.databases import Raw
 from tests.support.proxy import Cut, Proxy
 from tests.support.shop import CONSUMER, TOPIC, effects, paid, the_row
-from txbox import App, Message, Outcome
+from tests.support.waiting import eventually
+from txbox import App, Lease, Message, Outcome
 from txbox.events import Event, TransactionRetried
 from txbox.handlers import Handler
 from txbox.session import drive, drive_async
@@ -48,7 +50,7 @@ class _AsyncTraced(psycopg.AsyncConnection[Any]):
 class Bench:
     """An app on one way to connect; handlers are written once, as async functions, sync and async."""
 
-    def __init__(self, url: str, way: str) -> None:
+    def __init__(self, url: str, way: str, **options: Any) -> None:
         self.raw = Raw(url)
         self.raw.execute("CREATE TABLE IF NOT EXISTS effect (message_id text NOT NULL, note text)")
         self.events: list[Event] = []
@@ -62,15 +64,16 @@ class Bench:
             kind = {"kwargs": {"prepare_threshold": None}}
         if not way.endswith("pool"):
             url += "?prepare=off" if way.endswith("unprepared") else ""
-            self.app = App(url, observers=[self.events.append])
+            self.app = App(url, observers=[self.events.append], **options)
         elif self.is_async:
             pool = AsyncConnectionPool(url, min_size=1, max_size=2, open=False, **kind)
             self.wait(pool.open())
             self._closing.callback(lambda: self.wait(pool.close()))
-            self.app = App(pool, observers=[self.events.append])
+            self.app = App(pool, observers=[self.events.append], **options)
         else:
             sync = ConnectionPool(url, min_size=1, max_size=2, open=True, **kind)
-            self.app = App(self._closing.enter_context(sync), observers=[self.events.append])
+            self._closing.enter_context(sync)
+            self.app = App(sync, observers=[self.events.append], **options)
 
     def wait(self, value: Awaitable[Any]) -> Any:
         async def waited() -> Any:
@@ -126,6 +129,14 @@ class Bench:
 
     def effects(self, ids: Sequence[str] = IDS) -> list[int]:
         return [effects(self.raw, message_id) for message_id in ids]
+
+    def others(self) -> list[str]:
+        """The states of the transactions of other connections to this database."""
+        found = self.raw.rows(
+            "SELECT state FROM pg_stat_activity WHERE datname = current_database() "
+            "AND pid <> pg_backend_pid() AND backend_type = 'client backend' AND xact_start IS NOT NULL"
+        )
+        return [state for (state,) in found]
 
     def frequent_failures(self, handler: Handler) -> None:
         pace = self.app.protocol.batch_sizes.of(handler)
@@ -474,6 +485,48 @@ def test_thousands_of_statements_do_not_block_on_full_buffers(bench: Bench) -> N
 
     assert bench.take(bench.handler(writes), ["a"]) == [Outcome.PROCESSED]
     assert bench.effects(["a"]) == [5000]
+
+
+@pytest.mark.parametrize(
+    ("count", "note"),
+    [(40, "n"), (10, "n" * 2000), (2, "n" * 20_000_000)],
+    ids=["many", "long", "huge"],
+)
+@pytest.mark.parametrize("way", ["url", "url-unprepared", "async-url"])
+def test_a_handler_that_hangs_is_cut_off_by_the_server(
+    postgresql_url: str, way: str, count: int, note: str
+) -> None:
+    """Whatever was put off, the transaction is idle, and holds its row no longer than the lease (promise 4.2)."""
+    bench = Bench(postgresql_url, way, lease=Lease(duration=timedelta(seconds=2)))
+    runs: list[str] = []
+
+    def hangs(message: Message[Any], tx: Any) -> Iterator[Any]:
+        for _ in range(count):
+            yield tx.execute("INSERT INTO effect VALUES (%s, %s)", (message.id, note))
+        runs.append(str(message.id))
+        if len(runs) == 1:
+            eventually(lambda: not bench.others(), "the server has ended the transaction")
+
+    try:
+        assert bench.take(bench.handler(hangs), ["a"]) == [Outcome.PROCESSED]
+        assert len(runs) == 2
+        assert bench.effects(["a"]) == [count]
+    finally:
+        bench.close()
+
+
+def test_the_server_never_waits_until_its_answers_are_read(bench: Bench) -> None:
+    """It would stand still in the middle of the transaction, and that is no idle one."""
+
+    def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
+        for _ in range(2000):
+            yield tx.execute(
+                "INSERT INTO effect VALUES (%s, %s) RETURNING note", (message.id, "n" * 5000)
+            )
+        # it has all statements, and answers them at its own pace
+        eventually(lambda: bench.others() == ["idle in transaction"], "all is answered")
+
+    assert bench.take(bench.handler(writes), ["a"]) == [Outcome.PROCESSED]
 
 
 def test_a_swallowed_error_is_still_a_failure(bench: Bench) -> None:

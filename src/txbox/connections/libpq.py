@@ -211,13 +211,13 @@ class Pipeline:
         *,
         before: bytes | None = None,
         after: bytes | None = None,
-        queued: int = 0,
+        queue: Queue | None = None,
         meanwhile: Callable[[], Statements | None] | None = None,
     ) -> Generator[Wait, Ready, list[Result]]:
         """Send the statements between two commands; returns the results of the statements.
 
         Args:
-            queued: outstanding answers to what was sent earlier in pipeline mode.
+            queue: what was deferred before them; its answers are collected too.
             meanwhile: called when everything is on its way. What it returns is begun behind a sync of its own,
                 so that nothing here waits for it; `begun` reads its answers.
 
@@ -227,6 +227,7 @@ class Pipeline:
         """
         pgconn = self._connection.pgconn
         sent = _Sent(statements, before, after)
+        queued, syncs = (0, 0) if queue is None else queue.left()
         try:
             if not queued:
                 pgconn.enter_pipeline_mode()
@@ -237,7 +238,7 @@ class Pipeline:
                 self.ahead, self._ahead = behind, _Sent(behind, BEGIN, None)
                 self._put(pgconn, self._ahead)
                 yield from _flushed(pgconn)
-            answers = yield from _answered(pgconn, last=self.ahead is None)
+            answers = yield from _answered(pgconn, syncs, last=self.ahead is None)
         except psycopg.Error as error:
             pgconn.finish()
             raise _cut(after, error.sqlstate) from error
@@ -406,14 +407,17 @@ def nothing() -> Generator[Wait, Ready, None]:
     yield from ()
 
 
-def collected(pgconn: Any) -> Generator[Wait, Ready, list[Any]]:
+def collected(pgconn: Any, syncs: int) -> Generator[Wait, Ready, list[Any]]:
     """Send what is queued in pipeline mode with a sync; returns every answer in order and leaves that mode.
+
+    Args:
+        syncs: how many were sent before.
 
     Fewer answers than expected mean that the server is gone.
     """
     pgconn.pipeline_sync()
     yield from _flushed(pgconn)
-    return (yield from _answered(pgconn, last=True))
+    return (yield from _answered(pgconn, syncs, last=True))
 
 
 def _flushed(pgconn: Any) -> Generator[Wait, Ready, None]:
@@ -422,11 +426,11 @@ def _flushed(pgconn: Any) -> Generator[Wait, Ready, None]:
             pgconn.consume_input()
 
 
-def _answered(pgconn: Any, *, last: bool) -> Generator[Wait, Ready, list[Any]]:
-    """Return every answer up to the next sync; leaves pipeline mode after the last one."""
+def _answered(pgconn: Any, syncs: int = 0, *, last: bool) -> Generator[Wait, Ready, list[Any]]:
+    """Return every answer up to the sync behind so many others; leaves pipeline mode after the last one."""
     answers: list[Any] = []
     is_busy, get_result = pgconn.is_busy, pgconn.get_result
-    # each command answers with one result and a null; a sync ends the whole group
+    # each command answers with one result and a null; a sync ends a group of them
     while True:
         while is_busy():
             yield _READ
@@ -437,6 +441,9 @@ def _answered(pgconn: Any, *, last: bool) -> Generator[Wait, Ready, list[Any]]:
             pgconn.finish()
             return answers
         if answer.status == _SYNC:
+            if syncs:
+                syncs -= 1
+                continue
             if last:
                 pgconn.exit_pipeline_mode()
             return answers
@@ -510,7 +517,11 @@ def _element(value: Any) -> str:
 # Anything else the handler does with the connection first sends what was deferred.
 
 _PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
-_FLUSH_EVERY = 32
+# Behind so many bytes a sync is sent, well before libpq sends them without one, which it does at 8 kB: to the server, a
+# transaction is idle only behind a sync. Without it, a handler that hangs would hold its rows for as long as it hangs.
+_SYNC_BYTES = 4096
+# what a statement and each of its values take on the wire, roughly
+_STATEMENT_BYTES, _VALUE_BYTES = 64, 8
 _INTS = {int}
 # the OIDs of int2[], int4[] and int8[]
 _INT_ARRAYS = ((2**15, 1005), (2**31, 1007), (2**63, 1016))
@@ -568,10 +579,11 @@ class Plans:
 
 
 class Queue:
-    """What one handler's transaction has deferred. Nothing here waits.
+    """What one handler's transaction has deferred. Nothing here waits, except `drained`.
 
     Attributes:
         entered: libpq is in pipeline mode, and answers are outstanding.
+        stuck: the socket takes no more for now; wait for `drained`.
         sent: how many answers are outstanding.
         position: the number of the next answer, counted from the beginning of the transaction.
         failure: the error of the first statement that failed, and the number of its answer.
@@ -587,8 +599,9 @@ class Queue:
             adapters.get_dumper(kind, PyFormat.AUTO) is default.get_dumper(kind, PyFormat.AUTO)
             for kind in (int, list)
         )
-        self.entered = self.over = False
+        self.entered = self.stuck = self.over = False
         self.sent = 0
+        self._syncs = self._unsynced_bytes = 0
         self.position = 0
         self.failure: tuple[psycopg.Error, int] | None = None
         self._parsed: list[tuple[Plan, tuple[int, ...]]] = []
@@ -604,20 +617,21 @@ class Queue:
         if plan is None or len(params) != len(plan.formats) or not self._may_send():
             return False
         values, types, formats = self._dumped(params, plan)
+        size = len(values) * _VALUE_BYTES + len(b"".join(filter(None, values)))
         if plans.prepare:
             name = plan.names.get(types)
             if name is None:
                 name = plan.names[types] = plans.new_name()
                 self._parsed.append((plan, types))
                 pgconn.send_prepare(name, plan.sql, types)
-                self._count()
+                self._count(len(plan.sql))
             pgconn.send_query_prepared(name, values, formats)
         else:
             pgconn.send_query_params(plan.sql, values, types, formats)
-        self._count()
-        if not self.sent % _FLUSH_EVERY:
-            # let the server work while the handler goes on
-            pgconn.flush()
+            size += len(plan.sql)
+        self._count(size)
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            self._sync()
         return True
 
     def _dumped(
@@ -635,7 +649,7 @@ class Queue:
         if not self._may_send():
             return False
         self._pgconn.send_query_params(sql, None)
-        self._count()
+        self._count(len(sql))
         return True
 
     def _may_send(self) -> bool:
@@ -652,20 +666,33 @@ class Queue:
             self.entered = True
         return True
 
-    def _count(self) -> None:
+    def _count(self, size_bytes: int) -> None:
         self.sent += 1
         self.position += 1
+        self._unsynced_bytes += _STATEMENT_BYTES + size_bytes
 
-    def left(self) -> int:
-        """Hand over the outstanding answers to the caller, who collects them; returns how many."""
-        sent, self.sent, self.entered = self.sent, 0, False
-        return sent
+    def _sync(self) -> None:
+        """Let the server work, and be idle afterwards, while the handler goes on."""
+        pgconn = self._pgconn
+        pgconn.pipeline_sync()
+        self._syncs += 1
+        self._unsynced_bytes = 0
+        # a server whose answers nobody takes from the wire would stop
+        pgconn.consume_input()
+        self.stuck = bool(pgconn.flush())
+
+    def left(self) -> tuple[int, int]:
+        """Hand over the outstanding answers to the caller, who collects them; returns how many, and how many syncs."""
+        sent, syncs = self.sent, self._syncs
+        self.sent = self._syncs = self._unsynced_bytes = 0
+        self.entered = self.stuck = False
+        return sent, syncs
 
     def drained(self) -> Any:
         """Return the generator, for `wait`, that collects all answers and keeps the first failure."""
         first = self.position - self.sent
-        self.left()
-        answers = yield from collected(self._pgconn)
+        _, syncs = self.left()
+        answers = yield from collected(self._pgconn, syncs)
         for number, answer in enumerate(answers, first):
             if answer.status not in _FINE:
                 if self.failure is None:
@@ -712,18 +739,25 @@ class _Deferring:
         if not options:
             with self._connection.lock:
                 put = self._queue.put(query, params)
+                if self._queue.stuck:
+                    self._drain()
             if put:
                 return self._queue.unread
         return psycopg.Connection.execute(self._connection, query, params, **options)
 
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        connection, queue = self._connection, self._queue
-        if queue.entered:
-            psycopg.Connection.wait(connection, queue.drained())
-            if queue.failure is not None:
+        if self._queue.entered:
+            try:
+                self._drain()
+            except psycopg.Error:
                 gen.close()
-                raise queue.failure[0]
-        return psycopg.Connection.wait(connection, gen, *args, **kwargs)
+                raise
+        return psycopg.Connection.wait(self._connection, gen, *args, **kwargs)
+
+    def _drain(self) -> None:
+        psycopg.Connection.wait(self._connection, self._queue.drained())
+        if self._queue.failure is not None:
+            raise self._queue.failure[0]
 
 
 class _DeferringAsync:
@@ -735,17 +769,24 @@ class _DeferringAsync:
 
     async def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
         if not options and self._queue.put(query, params):
+            if self._queue.stuck:
+                await self._drain()
             return self._queue.unread
         return await psycopg.AsyncConnection.execute(self._connection, query, params, **options)
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        connection, queue = self._connection, self._queue
-        if queue.entered:
-            await psycopg.AsyncConnection.wait(connection, queue.drained())
-            if queue.failure is not None:
+        if self._queue.entered:
+            try:
+                await self._drain()
+            except psycopg.Error:
                 gen.close()
-                raise queue.failure[0]
-        return await psycopg.AsyncConnection.wait(connection, gen, *args, **kwargs)
+                raise
+        return await psycopg.AsyncConnection.wait(self._connection, gen, *args, **kwargs)
+
+    async def _drain(self) -> None:
+        await psycopg.AsyncConnection.wait(self._connection, self._queue.drained())
+        if self._queue.failure is not None:
+            raise self._queue.failure[0]
 
 
 def defer(connection: Any, queue: Queue) -> bool:

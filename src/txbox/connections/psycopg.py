@@ -404,12 +404,11 @@ class PsycopgConnection(Connection):
     ) -> list[Result]:
         self._check_open()
         queue = self._stop_deferring()
-        queued = 0 if queue is None else queue.left()
         if self._use.met:
             then = None
         try:
             results: list[Result] = await self._turn(
-                self._pipeline.send(statements, after=COMMIT, queued=queued, meanwhile=then)
+                self._pipeline.send(statements, after=COMMIT, queue=queue, meanwhile=then)
             )
         except psycopg.Error as error:
             # a deferred statement of the handler failed, so COMMIT was skipped
