@@ -1,7 +1,7 @@
 """Alembic's environment: autogenerate leaves the tables of txbox alone, and `op.txbox_upgrade` is known.
 
-pip install alembic "txbox[sqlalchemy]"
-SHOP_URL=sqlite:///shop.db alembic upgrade head
+pip install alembic "txbox[sqlalchemy,postgresql]"
+createdb shop && alembic upgrade head    # or elsewhere: SHOP_URL=postgresql+psycopg://…
 alembic upgrade head --sql
 """
 
@@ -13,7 +13,7 @@ from tables import metadata
 
 from txbox.integrations.alembic import include_name, include_object
 
-url = os.environ.get("SHOP_URL", "sqlite:///shop.db")
+url = os.environ.get("SHOP_URL", "postgresql+psycopg://localhost/shop")
 options = {
     "target_metadata": metadata,
     "include_name": include_name,

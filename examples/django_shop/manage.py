@@ -1,6 +1,7 @@
 """Django with txbox: migrations, the admin with its verbs, a view that stages, a signal for dead letters.
 
-pip install "txbox[django]"
+pip install "txbox[django,postgresql]"
+createdb shop                       # settings.py: PGHOST, PGUSER and PGPASSWORD say where
 python manage.py migrate
 python manage.py createsuperuser
 python manage.py txbox run          # worker and relay

@@ -1,10 +1,12 @@
 import os
 
+# PGPORT, PGUSER and PGPASSWORD are read by the driver itself
 DATABASES = {
     "default": {
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": os.environ.get("SHOP_DATABASE", "shop.db"),
-        "OPTIONS": {"timeout": 30, "transaction_mode": "IMMEDIATE"},
+        "ENGINE": "django.db.backends.postgresql",
+        "HOST": os.environ.get("PGHOST", "localhost"),
+        "NAME": os.environ.get("PGDATABASE", "shop"),
+        "ATOMIC_REQUESTS": True,
     }
 }
 INSTALLED_APPS = [
@@ -35,7 +37,6 @@ TEMPLATES = [
         },
     }
 ]
-DATABASES["default"]["ATOMIC_REQUESTS"] = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 ROOT_URLCONF = "shop.urls"
 SECRET_KEY = os.environ.get("SHOP_SECRET", "only for the example")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import Page, all_pages
+from tests.docs.pages import ROOT, Page, all_pages
 from tests.support.databases import NewDatabase, Raw
+from tests.support.django_project import database
 from tests.support.waiting import DEADLINE_S
 from txbox import App
 
@@ -24,11 +25,13 @@ _DJANGO = """
 import django
 from django.conf import settings
 settings.configure(
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.db"}},
+    DATABASES={{"default": {database!r}}},
     USE_TZ=True, DEFAULT_AUTO_FIELD="django.db.models.BigAutoField", INSTALLED_APPS=[],
 )
 django.setup()
 """
+# pages whose blocks are parts of an example's files, with the test that runs these
+_PARTS = {"docs/howto/alembic.md": "examples/alembic_shop"}  # tests/integrations/test_alembic.py
 
 
 def _python(page: Page) -> str:
@@ -42,23 +45,24 @@ def _python(page: Page) -> str:
 
 # several files, which test_tutorial.py saves under their names and runs in the page's order
 _TYPED = "docs/tutorial.md"
-_PAGES = [page for page in all_pages() if _python(page) and page.name != _TYPED]
+_PAGES = [page for page in all_pages() if _python(page) and page.name not in {_TYPED, *_PARTS}]
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page: Page, tmp_path: Path, new_database: NewDatabase) -> None:
-    text = _python(page)
-    if _SERVER in text:
+    text, setup = _python(page), ""
+    if _SERVER in text or page.name == "docs/howto/django.md":
         url = new_database("postgresql")
         _shop(url)
         text = text.replace(_SERVER, url.removeprefix("postgresql"))
+        if page.name == "docs/howto/django.md":
+            setup = _DJANGO.format(database=database(url))
     else:
         with App(f"sqlite:///{tmp_path / 'shop.db'}") as app:
             app.init()
         _shop(f"sqlite:///{tmp_path / 'shop.db'}")
     script = tmp_path / f"page_{page.path.stem.replace('-', '_')}.py"
     script.write_text(text)
-    setup = _DJANGO if "django" in page.path.name else ""
     run = f"import runpy; runpy.run_path({script.name!r}, run_name='page')"
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "ignore::ResourceWarning", "-c", setup + run],
@@ -69,6 +73,15 @@ def test_python_blocks_run(page: Page, tmp_path: Path, new_database: NewDatabase
         check=False,
     )
     assert done.returncode == 0, f"{page.name} (line numbers are those of the page):\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_blocks_are_parts_of_the_example(name: str) -> None:
+    files = [path.read_text() for path in (ROOT / _PARTS[name]).rglob("*.py")]
+    blocks = [block for block in Page(ROOT / name).blocks() if block.language == "python"]
+    assert blocks
+    for block in blocks:
+        assert any(block.text in text for text in files), f"{name}:{block.line} is in no file"
 
 
 def _shop(url: str) -> None:

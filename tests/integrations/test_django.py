@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from django.db import connections
 
 from tests.docs.pages import ROOT
-from tests.support.databases import Raw
+from tests.support.databases import NewDatabase, Raw
 from tests.support.django_project import configured
 from tests.support.waiting import DEADLINE_S
 from txbox import App
@@ -25,13 +24,25 @@ from txbox.store import schema
 PROJECT = ROOT / "examples" / "django_shop"
 
 
-def _run(directory: Path, *words: str, code: int = 0) -> str:
+def _environment(url: str) -> dict[str, str]:
+    """The variables of libpq, which the settings of the example leave to the environment."""
+    parts = urlsplit(url)
+    return {
+        "PGHOST": parts.hostname or "",
+        "PGPORT": str(parts.port or ""),
+        "PGUSER": unquote(parts.username or ""),
+        "PGPASSWORD": unquote(parts.password or ""),
+        "PGDATABASE": parts.path.lstrip("/"),
+    }
+
+
+def _run(directory: Path, url: str, *words: str, code: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=directory,
         env={
-            **os.environ, "PYTHONPATH": str(PROJECT), "DJANGO_SETTINGS_MODULE": "settings",
-            "SHOP_DATABASE": str(directory / "shop.db"),
+            **os.environ, **_environment(url),
+            "PYTHONPATH": str(PROJECT), "DJANGO_SETTINGS_MODULE": "settings",
         },
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
@@ -39,12 +50,18 @@ def _run(directory: Path, *words: str, code: int = 0) -> str:
     return done.stdout
 
 
-def _manage(directory: Path, *words: str, code: int = 0) -> str:
-    return _run(directory, str(PROJECT / "manage.py"), *words, code=code)
+def _manage(directory: Path, url: str, *words: str, code: int = 0) -> str:
+    return _run(directory, url, str(PROJECT / "manage.py"), *words, code=code)
+
+
+@pytest.fixture
+def shop(new_database: NewDatabase) -> str:
+    return new_database("postgresql", schema=False)
 
 
 # one process for what needs the tables: most of its time is Django's start
 _SESSION = """
+import re
 import django; django.setup()
 from django.contrib.auth.models import Permission, User
 from django.core import checks
@@ -91,9 +108,9 @@ for change in (dead.save, dead.delete, InboxMessage.objects.all().delete,
     else: raise AssertionError(change)
 
 # who only views gets no verbs; who may change is the actor of the audit
-def acts(user, verb, *rows):
+def acts(user, verb, *rows, **more):
     client.force_login(user)
-    data = {"action": verb, "_selected_action": [row.pk for row in rows]}
+    data = {"action": verb, "_selected_action": [row.pk for row in rows], **more}
     return client.post(reverse("admin:txbox_inboxmessage_changelist"), data, follow=True)
 viewer, operator = (User.objects.create_user(name, is_staff=True) for name in ("viewer", "operator"))
 view, change = (Permission.objects.get(codename=f"{verb}_inboxmessage") for verb in ("view", "change"))
@@ -106,48 +123,55 @@ assert page.status_code == 200 and b"matching query does not exist" in page.cont
 assert b"Save" not in page.content and b"Delete" not in page.content
 Order.objects.create(number=8)
 done = acts(operator, "retry", dead)
-assert b"Retry: 1" in done.content, done.content
+assert b"1 message retried" in done.content, done.content
 other = InboxMessage.objects.get(message_id="m-9")
-assert b"Discard: 1" in acts(operator, "discard", other).content
+asked = acts(operator, "discard", other)
+assert b"Discard 1 message?" in asked.content and b"invoicing m-9 (dead)" in asked.content, asked.content
+assert InboxMessage.objects.get(pk=other.pk).status == "dead"
+# as the page sends it
+form = dict(re.findall(rb'name="(_selected_action|select_across|action)" value="([^"]*)"', asked.content))
+assert form == {b"_selected_action": b"%d" % other.pk, b"select_across": b"0", b"action": b"discard"}, form
+assert b"1 message discarded." in acts(operator, "discard", other, confirmed="Discard").content
 assert Worker(app, once=True, install_signals=False).run() == 0
 statuses = dict(InboxMessage.objects.values_list("message_id", "status"))
 assert statuses["m-8"] == "processed" and statuses["m-9"] == "discarded", statuses
 from txbox.admin import Admin
 audit = Admin(app).audit()
 assert {(row.actor, row.action) for row in audit} == {("operator", "retry"), ("operator", "discard")}, audit
-again = acts(operator, "retry", InboxMessage.objects.get(message_id="m-8"))
-assert b"Retry: 0" in again.content, again.content
+done = InboxMessage.objects.get(message_id="m-8")
+again = acts(operator, "retry", done).content
+assert b"txbox replay" in again and b"retried" not in again, again
+again = acts(operator, "discard", done, confirmed="Discard").content
+assert b"discard does not apply" in again and b"discarded." not in again, again
 """
 
 
-def test_the_app_in_a_project(tmp_path: Path) -> None:
-    printed = _run(tmp_path, "-W", "error", "-c", _SESSION)
+def test_the_app_in_a_project(tmp_path: Path, shop: str, raw: Callable[[str], Raw]) -> None:
+    printed = _run(tmp_path, shop, "-W", "error", "-c", _SESSION)
     assert printed.count("ALERT MessageDead") == 2
-    with closing(sqlite3.connect(tmp_path / "shop.db")) as database:
-        found = database.execute("SELECT max(version) FROM txbox_schema").fetchall()
-        # a new version takes a migration of Django's, too
-        assert found == [(schema.VERSION,)]
+    # a new version takes a migration of Django's, too
+    assert raw(shop).value("SELECT max(version) FROM txbox_schema") == schema.VERSION
 
 
-def test_the_command_takes_its_app_from_the_settings(tmp_path: Path) -> None:
-    # offline: the SQL of the tables, and no connection
-    assert "CREATE TABLE txbox_inbox" in _manage(tmp_path, "sqlmigrate", "txbox", "0011")
-    _manage(tmp_path, "txbox", "init")
+def test_the_command_takes_its_app_from_the_settings(tmp_path: Path, shop: str) -> None:
+    assert "CREATE TABLE txbox_inbox" in _manage(tmp_path, shop, "sqlmigrate", "txbox", "0011")
+    _manage(tmp_path, shop, "txbox", "init")
     # the tables of `txbox init` are taken over
-    _manage(tmp_path, "migrate", "txbox")
-    assert _manage(tmp_path, "txbox", "run", "--once") == "Nothing to do.\n"
+    _manage(tmp_path, shop, "migrate", "txbox")
+    assert _manage(tmp_path, shop, "txbox", "run", "--once") == "Nothing to do.\n"
 
 
 @pytest.mark.parametrize("start", [[str(PROJECT / "manage.py")], ["-m", "django"]])
-def test_each_of_several_processes_sets_django_up(tmp_path: Path, start: list[str]) -> None:
-    _manage(tmp_path, "migrate")
-    _manage(tmp_path, "txbox", "send", "orders", "--id", "a", "--data", '{"number": 7}')
+def test_each_of_several_processes_sets_django_up(
+    tmp_path: Path, start: list[str], shop: str, raw: Callable[[str], Raw]
+) -> None:
+    _manage(tmp_path, shop, "migrate")
+    _manage(tmp_path, shop, "txbox", "send", "orders", "--id", "a", "--data", '{"number": 7}')
     # its order is missing, which only a process with Django's models finds out
     assert "matching query does not exist" in _run(
-        tmp_path, *start, "txbox", "run", "--once", "--processes", "2", code=1
+        tmp_path, shop, *start, "txbox", "run", "--once", "--processes", "2", code=1
     )
-    with closing(sqlite3.connect(tmp_path / "shop.db")) as database:
-        assert database.execute("SELECT status FROM txbox_inbox").fetchall() == [("dead",)]
+    assert raw(shop).value("SELECT status FROM txbox_inbox") == "dead"
 
 
 def test_the_tables_on_every_database(

@@ -1,6 +1,6 @@
 """Django's admin: look at messages, and retry or discard them through `txbox.admin.Admin`, with the user as actor.
 
-Who has the permission `view` looks; who has `change` may use the verbs. Nobody adds, edits or deletes rows.
+The permission `view` shows them; `change` adds the verbs. Nobody adds, edits or deletes rows.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 
 from txbox.admin import Admin, InboxFilter, OutboxFilter
 from txbox.errors import TxboxError
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
 else:
     _ModelAdmin = admin.ModelAdmin
+
+
+#: Of the messages that are about to be discarded.
+_SHOWN = 20
+
+
+def _counted(count: int) -> str:
+    return "1 message" if count == 1 else f"{count:,} messages"
 
 
 class _Verbs(_ModelAdmin):
@@ -46,34 +56,52 @@ class _Verbs(_ModelAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         return super().changelist_view(request, extra_context)
 
-    @admin.action(description="Retry: a full new budget of attempts", permissions=["verbs"])
+    @admin.action(description="Retry selected messages", permissions=["verbs"])
     def retry(self, request: HttpRequest, queryset: Any) -> None:
-        self._change("retry", request, queryset)
+        if count := self._change("retry", request, queryset):
+            done = f"{_counted(count)} retried, with a new budget of attempts. A running worker takes up what is due."
+            self.message_user(request, done, messages.SUCCESS)
 
-    @admin.action(description="Discard for good", permissions=["verbs"])
-    def discard(self, request: HttpRequest, queryset: Any) -> None:
-        self._change("discard", request, queryset)
+    @admin.action(description="Discard selected messages", permissions=["verbs"])
+    def discard(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+        """Ask first: nothing brings a discarded message back."""
+        if "confirmed" not in request.POST:
+            return self._ask(request, queryset)
+        if count := self._change("discard", request, queryset):
+            self.message_user(request, f"{_counted(count)} discarded.", messages.SUCCESS)
+        return None
+
+    def _ask(self, request: HttpRequest, queryset: Any) -> HttpResponse:
+        count = queryset.count()
+        context = {
+            **self.admin_site.each_context(request),
+            "title": f"Discard {_counted(count)}?",
+            "opts": self.opts,
+            "rows": queryset[:_SHOWN],
+            "more": max(0, count - _SHOWN),
+            "checkbox": ACTION_CHECKBOX_NAME,
+            "chosen": request.POST.getlist(ACTION_CHECKBOX_NAME),
+            "across": request.POST.get("select_across", "0"),
+        }
+        return TemplateResponse(request, "admin/txbox/discard.html", context)
 
     def _change(
         self, verb: Literal["retry", "discard"], request: HttpRequest, rows: Iterable[Any]
-    ) -> None:
+    ) -> int:
+        """Apply a verb row by row, and say of each that stays as it is why; returns how many have changed."""
         operator, count = Admin(integration.app()), 0
-        left: list[str] = []
         change = getattr(operator, verb)
         for row in list(rows):
+            where = self.filter_of(row)
             try:
-                changed = change(
-                    self.filter_of(row), actor=request.user.get_username(), reason="Django admin"
-                )
+                changed = change(where, actor=request.user.get_username(), reason="Django admin")
             except TxboxError as error:
                 self.message_user(request, f"{row}: {error}", messages.ERROR)
                 continue
             count += changed.count
             if not changed.count:
-                left.append(f"{row}: {operator.why_not(verb, self.filter_of(row))}")
-        for why in left:
-            self.message_user(request, why, messages.WARNING)
-        self.message_user(request, f"{verb}: {count}", messages.SUCCESS)
+                self.message_user(request, operator.why_not(verb, where), messages.WARNING)
+        return count
 
     @staticmethod
     def filter_of(row: Any) -> Any:
