@@ -398,7 +398,7 @@ def test_a_lease_that_is_longer_than_the_broker_waits(sqlite_url: str, rabbitmq_
     with App(sqlite_url) as app:
         source = RabbitMQ(rabbitmq_url, consumer_timeout=timedelta(minutes=2))
         found = consumed(app, source, declare(rabbitmq_url))
-    assert "120 s" in found["time-out-redelivery"].problem
+    assert "2m" in found["time-out-redelivery"].problem
 
 
 # -- what an App asks of a source -------------------------------------------------------------

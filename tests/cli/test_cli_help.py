@@ -165,6 +165,11 @@ def test_a_command_imports_no_client_library_and_no_other_floor(command: Command
             assert "txbox.worker" not in imported, name
 
 
+def test_a_worker_imports_nothing_of_the_operators(command: Command) -> None:
+    imported = _imported(command, "import txbox.cli.run, txbox.worker.worker, txbox.relay")
+    assert not {name for name in imported if name.startswith(("txbox.admin", "txbox.ui"))}
+
+
 def test_the_line_of_each_command_is_the_same_for_one_and_for_all() -> None:
     assert set(_COMMANDS) == {name for name, _ in _below(make_parser())}
     for name in _COMMANDS:

@@ -10,10 +10,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from txbox.admin.views import age, counted
 from txbox.cli.options import duration
 from txbox.cli.output import print_json, print_table, shown
 from txbox.errors import redacted
+from txbox.text import age, counted
 
 
 @pytest.mark.parametrize(

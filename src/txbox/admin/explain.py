@@ -14,12 +14,12 @@ from typing import Literal
 from txbox.admin.found import Found, Holder, InInbox, InOutbox, Link
 from txbox.admin.reader import Application, says_anything
 from txbox.admin.tables import InboxMessage, OutboxMessage, QuarantinedMessage
-from txbox.admin.views import age, counted
 from txbox.effects import PREFIX
 from txbox.handlers import Handler
 from txbox.outcome import Status
 from txbox.processing.failure import BROKEN
 from txbox.store.order import Waits
+from txbox.text import age, counted
 
 #: For information; done; goes on by itself; needs somebody; or could not be found out.
 Severity = Literal["info", "ok", "waits", "stuck", "unchecked"]

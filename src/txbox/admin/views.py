@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from shlex import quote
@@ -23,12 +22,11 @@ from txbox.admin.tables import (
 )
 from txbox.outcome import Status
 from txbox.store.activity import Pause
+from txbox.text import Cell, View, counted
 
 if TYPE_CHECKING:
     from txbox.admin.explain import Explanation
 
-#: One cell of a table; None and "" are empty.
-Cell = str | int | float | datetime | timedelta | None
 #: Names and values of one message.
 Record = list[tuple[str, Cell]]
 
@@ -42,8 +40,6 @@ DONE = {
 COUNTED_MAX = 10_000
 _ERROR_CHARACTERS = 120
 _MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
-_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
 _LISTED = {
     INBOX.name: (
         "consumer", "id", "status", "topic", "type", "key", "attempts", "received", "waits for", "error",
@@ -62,52 +58,6 @@ _RECORD = (
 )  # fmt: skip
 
 
-# Ids and error texts come from strangers: nothing in them may steer a terminal or a page, and two ids that differ in
-# invisible characters (soft hyphens, zero width, direction marks, tags) must not look alike.
-CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
-    r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
-)
-
-
-class View(NamedTuple):
-    """A table: the names of its columns, and its rows."""
-
-    columns: tuple[str, ...]
-    rows: list[tuple[Cell, ...]]
-
-
-def age(seconds: float | None) -> str:
-    """Format a length of time: 42s, 5m 10s, 3h 12m, 2d 4h."""
-    if seconds is None:
-        return ""
-    left, parts = int(seconds), list[str]()
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        number, left = divmod(left, size)
-        if number or parts:
-            parts.append(f"{number}{unit}" if number else "")
-    return " ".join(part for part in parts[:2] if part) or "0s"
-
-
-def duration_of(text: str) -> timedelta:
-    """Read 30s, 5m, 2h, 7d, or a sum like 1h30m.
-
-    Raises:
-        ValueError: not a duration.
-    """
-    parts = _DURATION.findall(text)
-    if not parts or "".join(f"{number}{unit}" for number, unit in parts) != text:
-        raise ValueError(
-            f"invalid duration {text!r}: use a number and a unit, such as 30s, 5m, 2h or 7d"
-        )
-    return timedelta(seconds=sum(float(number) * _UNITS_S[unit] for number, unit in parts))
-
-
-def counted(number: int, noun: str = "message") -> str:
-    """1 message, 2 messages, 3 processes."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
-
-
 def noun_of(table: Table, verb: Verb, status: str | None) -> str:
     """What a filter without message ids means, such as "dead message"."""
     if table is QUARANTINE:
@@ -119,17 +69,6 @@ def noun_of(table: Table, verb: Verb, status: str | None) -> str:
 def spared(count: int) -> str:
     """Why a retry in bulk leaves messages alone."""
     return f"{count:,} left alone: their handler broke the transaction, so what they wrote is unknown. Look at each"
-
-
-def filled(view: View) -> View:
-    """Drop the columns that are empty in every row, except the first."""
-    kept = [
-        index
-        for index in range(len(view.columns))
-        if index == 0 or any(row[index] not in (None, "") for row in view.rows)
-    ]
-    rows = [tuple(row[index] for index in kept) for row in view.rows]
-    return View(tuple(view.columns[index] for index in kept), rows)
 
 
 class Warned(NamedTuple):

@@ -17,7 +17,6 @@ from typing import Any
 from txbox.admin import Changed, OutboxFilter, QuarantineFilter, views
 from txbox.admin.replay import Replayed
 from txbox.admin.tables import Filter, InboxFilter, Table
-from txbox.admin.views import age, counted
 from txbox.app import App
 from txbox.cli import add_command, add_flags, look, print_error
 from txbox.cli.options import (
@@ -46,6 +45,7 @@ from txbox.errors import ConfigurationError
 from txbox.maintenance import Report, Task, run_once
 from txbox.message import Headers, Message
 from txbox.outcome import Outcome, Status
+from txbox.text import age, counted
 
 _ASKED = """\
 Messages named by id are changed at once. What a filter matches is counted first, and you are asked; without a

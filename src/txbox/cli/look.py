@@ -22,7 +22,6 @@ from txbox.admin.tables import (
     TopicStatus,
     place_of,
 )
-from txbox.admin.views import counted
 from txbox.cli import add_command, print_error
 from txbox.cli.options import add_filter, add_grace, admin_of, count, filter_of
 from txbox.cli.output import (
@@ -36,6 +35,7 @@ from txbox.cli.output import (
     shown,
 )
 from txbox.errors import ConfigurationError
+from txbox.text import counted
 
 _WORTH_A_LINE = 1024 * 1024
 # how far back `show` looks for ids like the one it was given

@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from txbox.admin import Admin
-from txbox.admin.tables import Filter
-from txbox.admin.views import duration_of
 from txbox.app import App
 from txbox.errors import ConfigurationError, TxboxError
 from txbox.policy import GRACE
 from txbox.session import Operation, drive, drive_async
+from txbox.text import duration_of
+
+if TYPE_CHECKING:
+    from txbox.admin import Admin
+    from txbox.admin.tables import Filter
 
 
 def duration(text: str) -> timedelta:
@@ -200,6 +202,8 @@ def _with_file(app: App, args: argparse.Namespace) -> App:
 
 def admin_of(args: argparse.Namespace, *, handlers: str | None = None) -> Admin:
     """The operator's view of what `opened` returns."""
+    from txbox.admin import Admin
+
     return Admin(opened(args, handlers=handlers))
 
 

@@ -12,12 +12,13 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
 
-from txbox.admin.views import CONTROL, View, age, filled
+from txbox.text import View, age, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from txbox.admin.views import Cell, Record
+    from txbox.admin.views import Record
+    from txbox.text import Cell
 
 
 def shown(value: Cell) -> str:
@@ -29,7 +30,7 @@ def shown(value: Cell) -> str:
     if isinstance(value, timedelta):
         return age(value.total_seconds())
     text = str(value).replace("\n", " ").replace("\t", " ")
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return visible(text)
 
 
 def clipped(text: str, width: int, *, right: bool = False) -> str:
@@ -89,7 +90,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
 
     Columns of numbers are aligned to the right; empty columns are left out.
     """
-    heads, values = filled(View(tuple(columns), [tuple(row) for row in rows]))
+    heads, values = View(tuple(columns), [tuple(row) for row in rows]).filled()
     cells = [[shown(value) for value in row] for row in values]
     right = [
         bool(values) and all(isinstance(row[index], (int, float, type(None))) for row in values)

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from txbox.admin import Admin, Changed, views
 from txbox.admin.tables import Filter, InboxFilter, Verb
 from txbox.errors import TxboxError
+from txbox.text import counted
 
 _log = logging.getLogger("txbox")
 
@@ -175,7 +176,7 @@ class WantedChange:
         to = f" to {self.options['to']}" if self.verb == "reroute" else ""
         if self.canary:
             to = ": one, then ten, then the rest"
-        return f"{self.verb.capitalize()} {views.counted(count, noun)}{of}{to}?"
+        return f"{self.verb.capitalize()} {counted(count, noun)}{of}{to}?"
 
     def carried_out(self, operation: Operation, admin: Admin) -> list[str]:
         """Change at most as many messages as the operator agreed to; returns what happened, in sentences."""
@@ -201,7 +202,7 @@ class WantedChange:
             done += change.count
             operation.progress(done)
             notes += _notes(change)
-        return [f"{views.counted(done, self.kind.table.noun)} {views.DONE[self.verb]}.", *notes]
+        return [f"{counted(done, self.kind.table.noun)} {views.DONE[self.verb]}.", *notes]
 
 
 def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Changed:

@@ -33,6 +33,7 @@ from txbox.admin.tables import (
 )
 from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
 from txbox.outcome import Status
+from txbox.text import CONTROL, duration_of
 from txbox.ui import security
 from txbox.ui.operations import Operation, Operations, WantedChange
 from txbox.ui.render import differences, plot, readable, templates
@@ -216,7 +217,7 @@ class Pages:
             before = _number(before)
         found = self.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
         rows = [_legible(row, asked.access) for row in found.rows]
-        view = views.filled(views.page(table, rows))
+        view = views.page(table, rows).filled()
         kept = {name: value for name, value in asked.query.items() if name != "before" and value}
         return {
             "table": table, "view": view, "listed": list(zip(rows, view.rows, strict=True)),
@@ -537,7 +538,7 @@ def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[An
             continue
         if item.name == "older_than":
             try:
-                values[item.name] = views.duration_of(value)
+                values[item.name] = duration_of(value)
             except ValueError as error:
                 raise Refused(400, f"{error}.") from None
         elif item.name == "status" and value not in kind.table.statuses:
@@ -599,7 +600,7 @@ def _editable(message: Any) -> str | None:
     except UnicodeDecodeError:
         return None
     # invisible characters cannot be edited, and browsers change line ends
-    return None if views.CONTROL.search(text) else text
+    return None if CONTROL.search(text) else text
 
 
 def _reason(asked: Asked) -> str | None:

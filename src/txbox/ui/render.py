@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from txbox.admin import views
 from txbox.admin.activity import Activities, Activity
 from txbox.admin.tables import Table
+from txbox.text import CONTROL, Cell, age, lasting, visible
 
 #: A payload that is longer is only offered as a file.
 _SHOWN_BYTES = 256 * 1024
@@ -148,7 +149,7 @@ def templates() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     filters: dict[str, Callable[..., Any]] = {
-        "seen": seen, "told": told, "plain": plain, "when": when, "age": views.age, "count": count, "cell": cell,
+        "seen": seen, "told": told, "plain": visible, "when": when, "age": age, "count": count, "cell": cell,
         "key": key_of, "names": names_of, "seconds": seconds,
     }  # fmt: skip
     environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
@@ -158,7 +159,7 @@ def templates() -> Environment:
 def seen(value: object) -> Markup:
     """Text of strangers: escaped, and invisible characters made visible."""
     text, parts, at = str(value), [Markup("")], 0
-    for found in views.CONTROL.finditer(text):
+    for found in CONTROL.finditer(text):
         if found[0] in "\r":
             continue
         parts.append(escape(text[at : found.start()]))
@@ -177,11 +178,6 @@ def told(value: object) -> Markup:
     )
 
 
-def plain(value: object) -> str:
-    """As `seen`, for titles and attributes, which take no elements."""
-    return views.CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
-
-
 def when(moment: datetime | float | None) -> Markup:
     """A point in time in UTC; a script adds how long ago."""
     if moment is None:
@@ -194,11 +190,7 @@ def when(moment: datetime | float | None) -> Markup:
 
 def seconds(value: float | None) -> str:
     """A latency: three digits and a unit."""
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{value * 1000:.3g} ms"
-    return f"{value:.3g} s" if value < 100 else views.age(value)
+    return "-" if value is None else lasting(value)
 
 
 def count(number: int, most: int = views.COUNTED_MAX) -> str:
@@ -206,12 +198,12 @@ def count(number: int, most: int = views.COUNTED_MAX) -> str:
     return f"{most:,}+" if number > most else f"{number:,}"
 
 
-def cell(value: views.Cell) -> Markup:
+def cell(value: Cell) -> Markup:
     """A cell of a table."""
     if isinstance(value, datetime):
         return when(value)
     if isinstance(value, timedelta):
-        return escape(views.age(value.total_seconds()))
+        return escape(age(value.total_seconds()))
     if isinstance(value, (int, float)):
         return escape(f"{value:,}")
     return seen("" if value is None else value)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from txbox.admin.doctor import app as settings
-from txbox.admin.doctor.finding import Finding
+from txbox import settings
 from txbox.app import App
 from txbox.brokers.base import Source
 from txbox.errors import ConfigurationError, StoreError
+from txbox.settings import Conflict
 from txbox.worker.driving import Driver
 
 
@@ -59,9 +59,9 @@ def check_redelivery(app: App, source: Source) -> None:
     _refuse(settings.redelivery(app, source))
 
 
-def _refuse(findings: Iterator[Finding]) -> None:
-    for finding in findings:
-        raise ConfigurationError(finding.sentence)
+def _refuse(conflicts: Iterator[Conflict]) -> None:
+    for conflict in conflicts:
+        raise ConfigurationError(conflict.sentence)
 
 
 def check_database(app: App, driver: Driver) -> None:

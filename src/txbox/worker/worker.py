@@ -16,7 +16,6 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ParamSpec
 
-from txbox.admin.doctor.app import topics_of
 from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
@@ -25,6 +24,7 @@ from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
 from txbox.relay import Relays
 from txbox.session import Operation
+from txbox.settings import topics_of
 from txbox.store import jobs
 from txbox.store.activity import Doing
 from txbox.worker import checks

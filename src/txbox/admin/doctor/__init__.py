@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
+from itertools import starmap
 
+from txbox import settings
 from txbox.admin.doctor import app as of_app
 from txbox.admin.doctor import database
 from txbox.admin.doctor.finding import (
@@ -104,7 +106,7 @@ def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None)
     Args:
         grace: how long a drain may take, if that is known.
     """
-    diagnosis.found(of_app.time_outs(app))
+    diagnosis.found(starmap(Finding, settings.time_outs(app)))
     diagnosis.found(of_app.weak_ids(app.handlers))
     if grace is not None:
         diagnosis.found(of_app.grace(app, grace))

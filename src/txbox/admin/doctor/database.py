@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any, Final
 
-from txbox.admin.doctor.finding import Case, Finding, lasting
+from txbox.admin.doctor.finding import Case, Finding
 from txbox.admin.reader import Application
-from txbox.admin.views import UNMATCHED, counted
+from txbox.admin.views import UNMATCHED
 from txbox.connections.base import Database
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.session import Connection, Connections
 from txbox.store import activity, partitions, schema
 from txbox.store.dialect import dialect as load_dialect
+from txbox.text import counted, lasting
 
 _SKEW_S = 2.0
 _LAG_S = 60.0

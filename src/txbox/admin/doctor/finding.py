@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from txbox.admin.reader import Application, Rows
-from txbox.admin.views import age
 from txbox.session import Session, Statement
 from txbox.store.dialect import Dialect
 
@@ -98,11 +97,6 @@ class Finding:
     def severity(self) -> Severity:
         return CODES[self.code]
 
-    @property
-    def sentence(self) -> str:
-        """Both, for an error that refuses to start."""
-        return f"{self.problem} {self.remedy}"
-
 
 @dataclass(frozen=True, slots=True)
 class Unchecked:
@@ -162,8 +156,3 @@ class Case:
 
     def statement(self, query: str, **params: Any) -> Statement:
         return self.dialect.statement(query, params)
-
-
-def lasting(seconds: float) -> str:
-    """Format a length of time; short ones with fractions, which matter between machines."""
-    return age(round(seconds)) if seconds >= 60 else f"{seconds:.3g} s"
