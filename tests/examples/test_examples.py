@@ -40,6 +40,14 @@ def test_own_loop(tmp_path: Path, new_database: NewDatabase) -> None:
     ]
 
 
+def test_own_loop_async(tmp_path: Path, new_database: NewDatabase) -> None:
+    url = new_database("postgresql", schema=False).replace("://", "+asyncpg://")
+    assert _run(str(EXAMPLES / "own_loop_async.py"), url, cwd=tmp_path).splitlines() == [
+        "invoice for 30, balance 70",
+        "balance: 70",
+    ]
+
+
 def test_webhook_function(
     tmp_path: Path, new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
