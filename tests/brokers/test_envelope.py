@@ -20,16 +20,13 @@ from pamqp.header import ContentHeader
 
 from tests.support.brokers.rigs import Alone
 from txbox import Headers, Message, UnusableMessage
-from txbox.brokers import envelope
+from txbox.brokers import envelope, nats, redis
 from txbox.brokers.base import Delivery
 from txbox.brokers.envelope import Transport, as_binary, as_structured
 from txbox.brokers.file import File
 from txbox.brokers.kafka.partitions import Partition, Record
 from txbox.brokers.kafka.source import delivery_of
-from txbox.brokers.nats import source as nats
-from txbox.brokers.nats.client import RawHeaders
 from txbox.brokers.rabbitmq import source as rabbitmq
-from txbox.brokers.redis import source as redis
 from txbox.brokers.sqs import SQS
 from txbox.brokers.sqs import source as sqs
 from txbox.errors import MessageRefused
@@ -108,7 +105,7 @@ def on_nats(attributes: Attributes, payload: bytes, content_type: str | None) ->
     pairs: Any = [*attributes.items(), *([("content-type", content_type)] if content_type else [])]
     reply = f"$JS.ACK.orders.shop.1.7.7.{STORED_MS}000000.0"
     client: Any = None
-    return nats.delivery_of(Msg(client, "orders", reply, payload, RawHeaders(pairs)), "orders")
+    return nats.delivery_of(Msg(client, "orders", reply, payload, nats.RawHeaders(pairs)), "orders")
 
 
 def on_redis(attributes: Attributes, payload: bytes, content_type: str | None) -> Delivery:

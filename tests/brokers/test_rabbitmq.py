@@ -35,7 +35,7 @@ from tests.support.servers.control import ThrowawayRabbitMQ
 from tests.support.waiting import eventually
 from txbox import ConfigurationError
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.brokers.rabbitmq.management import examine
+from txbox.brokers.rabbitmq.source import queue_facts
 from txbox.errors import BrokerUnavailable
 from txbox.identity import message_id
 
@@ -326,7 +326,7 @@ def test_the_password_of_the_http_api_goes_nowhere_else() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_address[1]
         with pytest.raises(BrokerUnavailable, match="answered 302"):
-            examine(f"http://ann:secret@127.0.0.1:{port}", URL("amqp://127.0.0.1/"), ["orders"])
+            queue_facts(f"http://ann:secret@127.0.0.1:{port}", URL("amqp://127.0.0.1/"), ["orders"])
         server.shutdown()
     assert [path for path, _ in asked] == ["/api/queues/%2F/orders"]
     assert asked[0][1]

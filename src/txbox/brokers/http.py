@@ -26,7 +26,7 @@ from aiohttp.resolver import ThreadedResolver
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import HTTP
 from txbox.brokers.loop import LAST_WORD_S, LoopPublisher
-from txbox.brokers.webhook.schemes import standard_key
+from txbox.brokers.webhook import standard_key
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,

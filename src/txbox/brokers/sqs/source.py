@@ -16,18 +16,18 @@ from typing import Any
 
 from txbox.brokers import envelope
 from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source
-from txbox.brokers.sqs.client import (
+from txbox.brokers.sqs.publisher import (
     DENIED,
     GONE,
     MALFORMED,
     NO_CREDENTIALS,
     CallError,
+    SQSPublisher,
     call,
     new_client,
     queue_attributes,
     read,
 )
-from txbox.brokers.sqs.publisher import SQSPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.identity import scoped_id
 from txbox.message import Headers
