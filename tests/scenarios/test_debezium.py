@@ -11,7 +11,6 @@ import psycopg
 import pytest
 
 from tests.docs.pages import page
-from tests.relay.test_relay import drained, relay_of
 from tests.support.brokers.kafka import new_group, new_topic, opened, take
 from tests.support.databases import Raw
 from tests.support.servers import connect, java
@@ -19,6 +18,7 @@ from tests.support.servers.connect import ConnectServer
 from tests.support.servers.control import ThrowawayPostgres
 from tests.support.servers.process import throwaway_name
 from tests.support.waiting import eventually
+from tests.test_relay import drained, relay_of
 from txbox import App, Headers, Message, Outbox, Outcome, Outgoing
 from txbox.brokers.kafka import Kafka
 from txbox.errors import StoreError

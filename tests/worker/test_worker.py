@@ -18,7 +18,7 @@ from txbox import App, Batching, Lease, Message, Outcome, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
-from txbox.relay.relay import Relay, Relays
+from txbox.relay import Relay, Relays
 from txbox.session import Transaction
 from txbox.store import jobs
 from txbox.worker.lane import Lane

@@ -8,9 +8,8 @@ import os
 from typing import Any
 
 from tests.support.brokers.rigs import Rig
-from txbox import App, Message
+from txbox import App, Message, relay
 from txbox.observers import logging
-from txbox.relay import relay
 from txbox.worker import pump
 
 _RIGS = {

@@ -23,13 +23,13 @@ from tests.support.databases import Raw
 from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
-from txbox import App, Message, Outbox, RelayPolicy
+from txbox import App, Message, Outbox, RelayPolicy, relay
 from txbox.connections import psycopg as psycopg_adapter
-from txbox.relay import Relays, relay
+from txbox.relay import Relays
 from txbox.worker.driving import Driver
 
 Look = Callable[[str], Raw]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 OFTEN = RelayPolicy(poll=timedelta(seconds=1))
 # no look falls into a test that waits to be woken
 SELDOM_S = 2 * DEADLINE_S
@@ -124,7 +124,7 @@ SHOP = """
 import os
 from datetime import timedelta
 from txbox import App, Message, RelayPolicy
-from txbox.relay import relay
+from txbox import relay
 
 relay._BUSY_S = 120.0
 app = App(os.environ["SHOP_URL"], notify=True, relaying=RelayPolicy(poll=timedelta(seconds=120)))

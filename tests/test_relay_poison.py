@@ -14,10 +14,10 @@ from typing import Any
 import aio_pika
 import pytest
 
-from tests.relay.test_relay import relay_of
 from tests.support.brokers.rabbitmq import declare, on_server
 from tests.support.databases import NewDatabase, Raw
 from tests.support.waiting import room
+from tests.test_relay import relay_of
 from txbox import App, Outbox, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.events import Event, OutgoingDead, OutgoingFailed
