@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -368,6 +369,33 @@ def test_no_key_is_always_the_last_one_to_be_looked_at(shop: Shop) -> None:
         shop.force(f"UPDATE txbox_inbox SET status = 'discarded' WHERE message_id = 'm{number}'")
     keys = [heads(shop, limit=1) for _ in range(3)]
     assert sorted(each for (each,) in keys) == ["m2001", "m3001", "m4001"]
+
+
+def test_rows_committed_during_a_look_keep_their_order(
+    shop: Shop, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A locking read sees them, but not the snapshot that tells who is first."""
+    if shop.raw.product != "mysql":
+        pytest.skip("a statement has one snapshot for all that it reads")
+    fill(shop.raw, 2, key="'a'")
+    queries: Any = shop.app.store.dialect.queries
+    assert queries["lease_ordered"].count(" ORDER BY next_attempt_at") == 1
+    # the look stops at the second row of `a`: after the first it has its snapshot
+    stops = " AND (own.message_id <> 'm1' OR GET_LOCK(DATABASE(), 600)) ORDER BY next_attempt_at"
+    stopping = queries["lease_ordered"].replace(" ORDER BY next_attempt_at", stops)
+    monkeypatch.setitem(queries, "lease_ordered", stopping)
+    with Raw(database_url) as storing, ThreadPoolExecutor(1) as pool:
+        storing.execute("BEGIN")
+        fill(storing, 3, key="'b'", first=2, due_in_s=-1800)
+        shop.raw.rows("SELECT GET_LOCK(DATABASE(), 0)")
+        look = pool.submit(heads, shop)
+        stopped = "SELECT count(*) FROM information_schema.processlist WHERE db = DATABASE() AND state = 'User lock'"
+        eventually(lambda: shop.raw.value(stopped), "the look has stopped")
+        storing.execute("COMMIT")
+        shop.raw.rows("SELECT RELEASE_LOCK(DATABASE())")
+        found = look.result(DEADLINE_S)
+    monkeypatch.undo()
+    assert found + heads(shop) == ["m0", "m2"]
 
 
 def test_two_looks_at_once_lease_no_row_twice(shop: Shop, database_url: str) -> None:

@@ -258,19 +258,19 @@ SELECT [leased starts + 1]
   FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
  WHERE [is_due starts > 0]
    AND (NOT :heads_only OR own.`key` IS NULL
-        OR own.arrival <= [head own.consumer, own.`key`, own.arrival, head.status,head.consumer,head.`key`,head.arrival])
+        OR own.arrival = [head own.consumer, own.`key`, 9223372036854775807, head.status,head.consumer,head.`key`,head.arrival])
  ORDER BY starts, next_attempt_at, arrival
  LIMIT 1
    FOR UPDATE SKIP LOCKED
 
 -- name: lease_ordered then lease_take
--- lease, but only the first unfinished row of each key.
-
+-- lease, but only the first unfinished row of each key. The rows are read as they are now, and which one is first by
+-- the statement's snapshot. What was committed since is first in no key there, so it is left for the next look.
 SELECT [leased starts + 1]
   FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
  WHERE [is_due starts = 0]
    AND (own.`key` IS NULL
-        OR own.arrival <= [head own.consumer, own.`key`, own.arrival, head.status,head.consumer,head.`key`,head.arrival])
+        OR own.arrival = [head own.consumer, own.`key`, 9223372036854775807, head.status,head.consumer,head.`key`,head.arrival])
  ORDER BY next_attempt_at, arrival
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
