@@ -13,7 +13,6 @@ import pytest
 from txbox.cli.options import duration
 from txbox.cli.output import print_json, print_table, shown
 from txbox.errors import redacted
-from txbox.text import age, counted
 
 
 @pytest.mark.parametrize(
@@ -61,13 +60,6 @@ def test_durations(text: str, seconds: float) -> None:
 def test_durations_without_a_unit_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="30s, 5m, 2h or 7d"):
         duration(text)
-
-
-def test_ages_and_counts_for_people() -> None:
-    assert [age(number) for number in (None, 0, 59.9, 61, 3600, 90061)] == [
-        "", "0s", "59s", "1m 1s", "1h", "1d 1h",
-    ]  # fmt: skip
-    assert [counted(1), counted(1234, "row")] == ["1 message", "1,234 rows"]
 
 
 def test_a_plain_table_is_aligned_and_leaves_empty_columns_out(

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "events": "observers/test_logging.py",
     "observers/activity": "worker/test_pulse.py",
     "observers/pauses": "worker/test_pulse_pauses.py",
+    "settings": "worker/test_checks.py",
     "store/inbox": "processing/test_intake.py",
     "store/jobs": "maintenance/test_maintenance.py",
     "store/outbox": "test_relay.py",
