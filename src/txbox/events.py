@@ -225,6 +225,20 @@ class RowsChanged(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoginRefused(Event):
+    """The dashboard has turned somebody away.
+
+    Attributes:
+        cause: `missing`, no credentials; `expired`, the session is over or its user is gone; `wrong`, name,
+            password or token; `limited`, too many wrong ones in a minute; `host`, the host application's callable.
+        address: of the client, or of the proxy in front; None where the server does not tell.
+    """
+
+    cause: str
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingSent(Event):
     """The broker has confirmed staged messages, and the outbox has recorded it."""
 

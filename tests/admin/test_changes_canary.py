@@ -47,8 +47,12 @@ def test_a_thousand_whose_cause_is_there_stop_after_the_first_and_go_through_onc
     with shop(database_url, broken) as app, running(worker(app)), Admin(database_url) as admin:
         stopped = admin.canary(GROUP, actor="ann", reason="try")
         assert (stopped.stopped, stopped.count, stopped.left) == ("returned", 1, 999)
-        assert stopped.steps == (Step(count=1, returned=1),)
-        assert "stopped by itself" in stopped.sentence
+        first = f"{FINGERPRINT[:5]}-0000"
+        assert stopped.steps == (Step(count=1, returned=1, again=(("billing", first),)),)
+        assert stopped.sentence == (
+            f"Stopped: the failure returned (billing {first}). 999 were not retried; of the 1 that were, 1 are not "
+            "processed yet and go on by their retry policy."
+        )
         assert counts(view)["dead"] >= 999
 
         broken.gateway = False

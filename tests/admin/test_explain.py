@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from tests.support.databases import Raw
 from tests.support.ordered import of
 from tests.support.shop import CONSUMER, TOPIC, Shop, as_id, opened, paid, shop
 from txbox import App, GapPolicy, Message, Outbox, Outcome, RetryPolicy
-from txbox.admin import Admin, InboxFilter
+from txbox.admin import Admin, InboxFilter, views
 from txbox.admin.explain import KINDS, Explanation, Sentence
 from txbox.cli.output import print_json
 from txbox.identity import derived_id
@@ -76,6 +76,19 @@ def ago(shop: Shop, seconds: int) -> str:
             return f"UTC_TIMESTAMP(6) - INTERVAL {seconds} SECOND"
         case _:
             return f"strftime('%Y-%m-%d %H:%M:%f', 'now', '{-seconds} seconds')"
+
+
+def test_the_time_of_an_event_is_no_part_of_its_origin(shop: Shop) -> None:
+    shop.handler(fails("m1"), retry=LATER)
+    happened = datetime(2026, 11, 2, 3, 4, 5, tzinfo=UTC)
+    assert shop.deliver(paid("m1", time=happened, origin={"partition": 3})) is Outcome.FAILED
+    told = explain(shop, "m1")
+    assert "Its event happened at 2026-11-02 03:04:05 UTC" in of_kind(told, "received").text
+    assert "It came from partition 3;" in of_kind(told, "received").text
+    message = told.found.inbox[0].message
+    assert (message.origin, message.time) == ({"partition": 3}, happened)
+    record = dict(views.record(message))
+    assert (record["origin"], record["event time"]) == ("partition=3", happened)
 
 
 # -- keys and versions ------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def test_from_the_list_by_the_group_and_the_canary_to_processed(
             page.locator("button.first").click()
 
         canary()
-        expect(page.get_by_text("It stopped by itself, since the failure returned")).to_be_visible()
+        expect(page.get_by_text("Stopped: the failure returned")).to_be_visible()
         broken.gateway = False
         page.goto("/failures")
         if page.get_by_role("button", name="Canary…").count():

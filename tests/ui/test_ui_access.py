@@ -13,6 +13,7 @@ from tests.support.dashboard import TOKEN, shop
 from tests.ui.conftest import ALL, Serve
 from txbox import App
 from txbox.errors import ConfigurationError
+from txbox.events import Event, LoginRefused
 from txbox.ui import Access, Dashboard, Grant, Token, Users, hashed
 from txbox.ui.pages import RULES
 from txbox.ui.security import Failures, Signed, known_host, same_origin
@@ -37,6 +38,45 @@ def test_a_route_is_401_without_credentials(method: str, path: str, app: App, se
     answer = browser.ask(method, path, {} if method == "POST" else None)
     assert answer.status == 401
     assert "www-authenticate" in answer.headers
+
+
+def test_who_is_turned_away_and_why(
+    app: App, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Event] = []
+    app.events.observers.append(seen.append)
+    browser = serve(app)
+
+    def cause(status: int, **headers: str) -> str:
+        seen.clear()
+        assert browser.ask("GET", "/", headers=headers).status == status
+        (event,) = seen
+        assert isinstance(event, LoginRefused)
+        assert event.address == "127.0.0.1"
+        return event.cause
+
+    browser.cookies.clear()
+    assert cause(401) == "missing"
+    browser.cookies["txbox_session"] = "bm9ib2R5.1.0"
+    assert cause(401) == "expired"
+    browser.cookies.clear()
+    assert cause(401, authorization="Basic eDp5") == "wrong"
+    for _ in range(5):
+        assert cause(401, authorization="Bearer secret-of-nobody") == "wrong"
+    assert cause(429, authorization="Bearer secret-of-nobody") == "limited"
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line for line in told if "LoginRefused" in line] == [
+        f"LoginRefused cause={cause} address=127.0.0.1"
+        for cause in ("missing", "expired", "wrong", "limited")
+    ]
+    assert "secret" not in caplog.text
+
+
+def test_a_host_application_turns_away(app: App, serve: Serve) -> None:
+    seen: list[Event] = []
+    app.events.observers.append(seen.append)
+    assert serve(app, authenticator=lambda _: None).get("/").status == 401
+    assert seen == [LoginRefused(cause="host", address="127.0.0.1")]
 
 
 @pytest.mark.parametrize(("path", "grant"), GRANTED)

@@ -554,6 +554,7 @@ def test_names_and_types_of_all_metrics() -> None:
         "messages", "transactions_retried", "settle_failures", "pauses", "paused_seconds",
         "lost_upstream", "sources_refused", "leases_expired", "rows_pruned", "sequence_gaps", "outgoing",
         "publish_seconds", "relay_pauses", "relay_paused_seconds", "webhook_answers",
+        "logins_refused",
     )  # fmt: skip
     gauges = ("ready", "in_flight", "source_silent_seconds", "rows_leased", "webhook_in_flight")
     wanted = {f"txbox_{name}_total counter" for name in counted}

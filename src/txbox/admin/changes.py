@@ -293,7 +293,7 @@ def _whole(payload: bytes | None, hashed: bytes, arrival: Arrival) -> bool:
 #: How many messages are let go before what becomes of them is waited for; then always the last.
 SIZES = (1, 10, 500)
 PATIENCE = timedelta(minutes=2)
-_LOOK_S = 0.25
+_LOOK_S, _AGAIN = 0.25, 10
 
 #: Consumer and id.
 Named = tuple[str, str]
@@ -311,6 +311,7 @@ class Step:
         returned: how many failed with the fingerprint of the filter; without one, how many failed.
         otherwise: how many failed in another way.
         waiting: how many have not run yet.
+        again: consumer and id of those that `returned` counts, the first ten.
     """
 
     count: int
@@ -318,6 +319,7 @@ class Step:
     returned: int = 0
     otherwise: int = 0
     waiting: int = 0
+    again: tuple[Named, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -349,18 +351,27 @@ class Redriven:
     @property
     def sentence(self) -> str:
         """How it ended."""
-        left = f"{self.left:,} are left alone"
+        if self.stopped is None:
+            return "All of them were retried, and the failure did not return."
+        unfinished = sum(step.count - step.processed for step in self.steps)
+        left = f"{self.left:,} were not retried"
+        if unfinished:
+            left += (
+                f"; of the {self.count:,} that were, {unfinished:,} are not processed yet and go on by their retry "
+                "policy"
+            )
         match self.stopped:
             case "returned":
-                return f"It stopped by itself, since the failure returned: {left}, the others go on by their policy."
+                again = self.steps[-1].again
+                named = ", ".join(" ".join(name) for name in again[:3])
+                more = f" and {len(again) - 3} more" if len(again) > 3 else ""
+                return f"Stopped: the failure returned ({named}{more}). {left}."
             case "otherwise":
-                return f"It stopped by itself, since nothing was processed: {left}."
+                return f"Stopped: every message failed in another way. {left}."
             case "nobody":
-                return f"It stopped by itself, since no worker took the messages: {left}. Is one running, unpaused?"
+                return f"Stopped: no worker took the messages. Does one run, and is the consumer paused? {left}."
             case "cancelled":
-                return f"It was cancelled: {left}."
-            case None:
-                return "All of them were retried, and the failure did not return."
+                return f"Cancelled. {left}."
 
 
 def redriven(
@@ -430,15 +441,19 @@ def _step(reader: Reader, fingerprint: str | None, keys: Sequence[Named]) -> Ste
     consumers, ids = zip(*keys, strict=True)
     found = reader.rows("inbox_states", rows={"consumer": consumers, "message_id": ids})
     became: Counter[str] = Counter()
-    for _, _, status, attempts, of_now in found:
+    again: list[Named] = []
+    for consumer, message_id, status, attempts, of_now in found:
         if status == Status.PROCESSED:
             became["processed"] += 1
         elif status == Status.DEAD or (status == Status.FAILED and int(attempts)):
             # a retry has set the attempts to 0: there has been one since
-            became["returned" if fingerprint in (None, of_now) else "otherwise"] += 1
+            if fingerprint in (None, of_now):
+                again.append((consumer, message_id))
+            else:
+                became["otherwise"] += 1
         elif status != Status.DISCARDED:
             became["waiting"] += 1
-    return Step(count=len(keys), **became)
+    return Step(count=len(keys), returned=len(again), again=tuple(again[:_AGAIN]), **became)
 
 
 def check_canary(where: InboxFilter) -> None:

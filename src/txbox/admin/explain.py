@@ -468,9 +468,9 @@ class _Saying:
         about = {"type": message.type, "key": message.key, "version": message.sequence}
         words = [f", {name} {value!r}" for name, value in about.items() if value is not None]
         origin = ", ".join(f"{name} {value}" for name, value in message.origin.items())
-        came = (
-            f" It came from {origin}; the broker has been told that it is stored." if origin else ""
-        )
+        came = f" Its event happened at {self.when(message.time)}." if message.time else ""
+        if origin:
+            came += f" It came from {origin}; the broker has been told that it is stored."
         yield _say(
             "received",
             f"It arrived at {self.when(message.received_at)}, with topic {message.topic!r}{''.join(words)}.{came}",

@@ -15,6 +15,7 @@ from txbox.connections import open_database
 from txbox.connections.base import Database
 from txbox.events import Events
 from txbox.handlers import Handler, Handlers
+from txbox.observers.logging import LoggingObserver
 from txbox.outbox import Routes
 from txbox.outcome import Status
 from txbox.policy import Lease, Limits, RelayPolicy, Retention
@@ -81,7 +82,7 @@ class _DatabaseOnly:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.handlers = Handlers()
-        self.events = Events()
+        self.events = Events(logs=LoggingObserver())
         self.limits = Limits()
         self.lease = Lease()
         self.retention = Retention()

@@ -268,9 +268,14 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class InboxMessage(Content, InboxRow):
-    """A message with everything that is known of it."""
+    """A message with everything that is known of it.
+
+    Attributes:
+        time: when the event happened, as its producer says.
+    """
 
     origin: dict[str, Any]
+    time: datetime | None
     sequence: int | None
     payload_hash: str | None
     result_bytes: int | None
@@ -285,9 +290,14 @@ class OutboxMessage(Content, OutboxRow):
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantinedMessage(Content, QuarantineRow):
-    """A quarantined message with everything that is known of it."""
+    """A quarantined message with everything that is known of it.
+
+    Attributes:
+        time: when the event happened, as its producer says.
+    """
 
     origin: dict[str, Any]
+    time: datetime | None
 
 
 RowT = TypeVar("RowT")
@@ -463,7 +473,7 @@ def message_of(
     values["payload"] = payload
     values["headers"] = _headers(columns, values["headers"], key_id, reveal=reveal)
     if "origin" in values:
-        values["origin"] = json.loads(values["origin"]) if values["origin"] else {}
+        values["origin"], values["time"] = decode_origin(values["origin"])
     if table is INBOX:
         result = values["result"]
         values["result_bytes"] = None if result is None else len(result)

@@ -51,10 +51,10 @@ _LISTED = {
 }  # fmt: skip
 # of all three tables; columns that a row lacks are left out
 _RECORD = (
-    "consumer", "id", "hash", "status", "topic", "route", "type", "key", "sequence", "number", "received", "staged",
-    "caused by", "updated", "processed", "sent", "next attempt", "waits for", "leased until", "attempts",
-    "unfinished starts", "seen", "content type", "headers", "origin", "payload", "payload sha-256", "result",
-    "reason", "error type", "fingerprint",
+    "consumer", "id", "hash", "status", "topic", "route", "type", "key", "sequence", "number", "event time",
+    "received", "staged", "caused by", "updated", "processed", "sent", "next attempt", "waits for", "leased until",
+    "attempts", "unfinished starts", "seen", "content type", "headers", "origin", "payload", "payload sha-256",
+    "result", "reason", "error type", "fingerprint",
 )  # fmt: skip
 
 
@@ -329,6 +329,7 @@ def _megabytes(count: int | None) -> str:
 
 _ATTRIBUTES = {
     "id": "message_id",
+    "event time": "time",
     "received": "received_at",
     "staged": "staged_at",
     "updated": "updated_at",

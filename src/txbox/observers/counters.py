@@ -58,6 +58,8 @@ _COUNTERS = [
          ("publisher",), {events.RelayPaused: 1}),
     _Counted("relay_paused_seconds", "Duration of finished relay pauses, in seconds.",
          ("publisher",), {events.RelayResumed: "paused_s"}),
+    _Counted("logins_refused", "Requests that the dashboard has turned away, by cause.",
+         ("cause",), {events.LoginRefused: 1}),
 ]  # fmt: skip
 
 

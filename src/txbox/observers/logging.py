@@ -26,7 +26,7 @@ _LEVELS: dict[type[Event], int] = {
     **dict.fromkeys((
         events.QuarantineTrimmed, events.MessageFailed, events.OutgoingFailed, events.RelayPaused,
         events.MessageUnmatched, events.ConsumptionPaused, events.ConsumerPaused, events.LeaseExpired,
-        events.SettleFailed,
+        events.SettleFailed, events.LoginRefused,
     ), logging.WARNING),
     **dict.fromkeys((
         events.MessageQuarantined, events.MessageDead, events.OutgoingDead, events.SequenceGap,
@@ -39,6 +39,7 @@ _BEGINS: dict[type[Event], str] = {
     events.ConsumptionPaused: "source",
     events.RelayPaused: "publisher",
     events.SettleFailed: "source",
+    events.LoginRefused: "cause",
 }
 _ENDS: dict[type[Event], type[Event]] = {
     events.ConsumptionResumed: events.ConsumptionPaused,

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from txbox.admin import Admin
 from txbox.errors import ConfigurationError, SchemaError, StoreError
+from txbox.events import LoginRefused
 from txbox.ui import security
 from txbox.ui.pages import (
     RULES,
@@ -57,6 +58,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger("txbox")
+
+#: Why somebody is not let in: those of `LoginRefused`.
+Cause = Literal["missing", "expired", "wrong", "limited", "host"]
 
 _FORM_BYTES = 256 * 1024
 _FORM_FIELDS = 500
@@ -174,7 +178,8 @@ class Dashboard:
         if path == "/login" and request.method == "POST":
             return await self._login(request)
         access = await self._access(request)
-        if access is None:
+        if not isinstance(access, Access):
+            self._turned_away(request, access)
             raise Refused(401, "")
         if path == _LIVE and request.method == "GET":
             return self._live(request)
@@ -246,7 +251,8 @@ class Dashboard:
 
     # -- logins -----------------------------------------------------------------------------
 
-    async def _access(self, request: Request) -> Access | None:
+    async def _access(self, request: Request) -> Access | Cause:
+        """Who has sent a request, or why that is not known."""
         authenticator = self._authenticator
         if not isinstance(authenticator, Authenticator):
             found: Any = authenticator(request)
@@ -254,18 +260,24 @@ class Dashboard:
                 found = await found
             if found is not None and not isinstance(found, Access):
                 raise TypeError("The dashboard's authenticator returns an Access, or None.")
-            return found
-        actor = self._signed.actor(request.cookies.get(security.SESSION, ""))
+            return found or "host"
+        session = request.cookies.get(security.SESSION, "")
+        actor = self._signed.actor(session)
         if actor is not None:
-            return authenticator.known(actor)
+            return authenticator.known(actor) or "expired"
         header = request.headers.get("authorization", "")
         if not header:
-            return None
+            return "expired" if session else "missing"
         given = security.basic(header) if authenticator.named else security.bearer(header)
         if given is None:
-            return None
+            return "wrong"
         name, secret = given if isinstance(given, tuple) else ("", given)
-        return await self._verify(request, name, secret)
+        return await self._verify(request, name, secret) or "wrong"
+
+    def _turned_away(self, request: Request, cause: Cause) -> None:
+        """Have the cause logged and counted; the answer does not tell it."""
+        address = request.client.host if request.client else None
+        self.admin.app.events.emit(LoginRefused(cause=cause, address=address))
 
     async def _verify(self, request: Request, name: str, secret: str) -> Access | None:
         """Check a name and secret, with a limit on failures."""
@@ -273,6 +285,7 @@ class Dashboard:
         assert isinstance(authenticator, Authenticator)
         address = request.client.host if request.client else ""
         if wait_s := self._failures.wait_s(address, name):
+            self._turned_away(request, "limited")
             raise Refused(
                 429, "Too many logins have failed: wait a minute.", {"retry-after": f"{wait_s:.0f}"}
             )
@@ -285,7 +298,6 @@ class Dashboard:
         access = await loop.run_in_executor(self._pool, authenticator.verified, name, secret)
         if access is None:
             self._failures.add(address, name)
-            _log.warning("A login to the dashboard failed, from %s.", address)
             return None
         if len(self._verified) >= _VERIFIED_MAX:
             self._verified.clear()
@@ -300,6 +312,7 @@ class Dashboard:
         name, secret = ((form.get(field) or [""])[0] for field in ("name", "secret"))
         access = await self._verify(request, name, secret)
         if access is None:
+            self._turned_away(request, "wrong")
             raise Refused(401, "Wrong name, password or token.")
         to = (form.get("to") or [""])[0]
         response = RedirectResponse(base_of(request) + (to if is_ours(to) else "/"), 303)
@@ -328,7 +341,7 @@ class Dashboard:
             while time.monotonic() < ends:
                 try:
                     # an expired login gets nothing more
-                    if await self._access(request) is None:
+                    if not isinstance(await self._access(request), Access):
                         return
                     now = await loop.run_in_executor(self._pool, self._summarized)
                 except (StoreError, SchemaError, Refused):
