@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from datetime import UTC
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, Producer
+from confluent_kafka import KafkaError, Producer, TopicPartition
 
 from tests.support.brokers.kafka import (
     PROTOCOLS,
@@ -153,6 +154,44 @@ def test_gaps_of_transactions_are_no_gaps(kafka_bootstrap: str) -> None:
         source.settle(found)
     with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
         assert nothing_comes(source)
+
+
+# -- the assignment in the log ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_partitions_are_logged_as_they_come_and_go(
+    kafka_bootstrap: str, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic, group_id = new_topic(kafka_bootstrap, 2), new_group()
+    both, either = f"{topic}[0,1]", {f"{topic}[0]", f"{topic}[1]"}
+    caplog.set_level(logging.INFO, "txbox")
+
+    def member() -> Kafka:
+        return Kafka(kafka_bootstrap, group=group_id, options=PROTOCOLS[protocol])
+
+    def told(what: str, *members: Kafka) -> set[str]:
+        """Of which partitions the log has said so by now."""
+        for each in members:
+            is_unavailable(each, "")
+        ends = {both, *either}
+        return {end for end in ends if f"kafka:{group_id}: {what} {end}" in caplog.messages}
+
+    with opened(member(), topic) as first:
+        eventually(lambda: both in told("assigned", first), "the assignment")
+        with opened(member(), topic) as second:
+            eventually(lambda: either & told("assigned", first, second), "one for the other")
+            # the eager protocol revokes all of them in between
+            assert told("revoked")
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+def test_lost_partitions_are_logged(kafka_bootstrap: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "txbox")
+    source = Kafka(kafka_bootstrap, group="shop")
+    lost = [("orders", 10), ("invoices", 0), ("orders", 9)]
+    source._lost(None, [TopicPartition(*each) for each in lost])  # type: ignore[arg-type]
+    assert caplog.messages == ["kafka:shop: lost invoices[0] orders[9,10]"]
 
 
 # -- the mock cluster: errors to order --------------------------------------------------------

@@ -58,6 +58,20 @@ def test_fields_are_readable_and_structured(caplog: pytest.LogCaptureFixture) ->
     assert vars(record)["txbox"]["attempt"] == 2
 
 
+@pytest.mark.parametrize(("kind", "shown"), [("order.lost", "order.lost"), (None, "none")])
+def test_an_unmatched_message_is_logged_with_its_topic_and_its_type_or_that_it_has_none(
+    kind: str | None, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    event = events.MessageUnmatched(message_id="m1", topic="orders", type=kind)
+    LoggingObserver()(event)
+    LoggingObserver(as_json=True)(event)
+    plain, structured = caplog.records
+    assert plain.getMessage() == f"MessageUnmatched message_id=m1 topic=orders type={shown}"
+    assert json.loads(structured.getMessage()) == {
+        "event": "MessageUnmatched", "message_id": "m1", "topic": "orders", "type": kind,
+    }  # fmt: skip
+
+
 def test_every_event_has_a_level() -> None:
     from txbox.observers.logging import _LEVELS
 

@@ -106,11 +106,14 @@ class LoggingObserver:
         if not self._log.isEnabledFor(level):
             return
         name = type(event).__name__
-        values = {
+        values: dict[str, Any] = {
             field.name: value
             for field in fields(event)
             if field.repr and (value := getattr(event, field.name)) is not None
         }
+        if isinstance(event, events.MessageUnmatched):
+            # that it has no type may be why nothing matches
+            values["type"] = event.type
         if isinstance(event, (events.ConsumptionPaused, events.ConsumptionResumed)):
             # in code None means these; a reader of log lines needs a name
             values = {"source": "database", "consumer": "all", **values}
@@ -137,6 +140,8 @@ def current_trace() -> dict[str, str]:
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, int):

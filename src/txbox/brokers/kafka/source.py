@@ -438,6 +438,7 @@ class Kafka(Source):
     # -- rebalances: called by the client inside poll, consume and close ----------------------
 
     def _assigned(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
+        self._tell("assigned", partitions)
         # a partition that was paused when it was lost comes back paused; the next receive resumes all
         self._paused = True
         for topic_partition in partitions:
@@ -448,6 +449,7 @@ class Kafka(Source):
             self._topic_ids.forget(topic_partition.topic)
 
     def _revoked(self, consumer: client.Consumer, partitions: list[TopicPartition]) -> None:
+        self._tell("revoked", partitions)
         leaving = self._partitions.known(partitions)
         gone = {id(partition) for partition in leaving}
         if self._in_flight is not None and not self._closing:
@@ -465,7 +467,17 @@ class Kafka(Source):
         self._partitions.forget(leaving)
 
     def _lost(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
+        self._tell("lost", partitions)
         self._partitions.forget(self._partitions.known(partitions))
+
+    def _tell(self, what: str, partitions: Sequence[TopicPartition]) -> None:
+        """Log what happened to partitions, as `orders[0,1] invoices[0]`."""
+        numbers: dict[str, list[str]] = {}
+        for partition in sorted(partitions, key=lambda each: (each.topic, each.partition)):
+            numbers.setdefault(partition.topic, []).append(str(partition.partition))
+        if numbers:
+            listed = (f"{topic}[{','.join(of_topic)}]" for topic, of_topic in numbers.items())
+            _log.info("%s: %s %s", self.name, what, " ".join(listed))
 
 
 def _settle(deliveries: Iterable[Delivery]) -> None:
