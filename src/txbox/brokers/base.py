@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -11,7 +14,12 @@ from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, Mes
 from txbox.events import Event
 from txbox.message import Message
 
+_log = logging.getLogger("txbox")
+
 Entry = TypeVar("Entry")
+
+#: At the end of a publisher's time: for finding out whether the server is there at all.
+LAST_WORD_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -182,8 +190,7 @@ class Source(Protocol):
 
     A subclass implements only what differs. `receive`, `tend` and `settle` may raise BrokerUnavailable,
     or the StoreError of their progress; they are then called again later. Any other exception stops
-    the worker. What a broker refuses is a ConfigurationError until the source has worked; after that
-    somebody may be repairing it, so it is BrokerUnavailable.
+    the worker. For what a broker refuses, see `refusal`.
 
     Guarantee: after a crash, a delivery that was not settled is delivered again.
     """
@@ -222,7 +229,7 @@ class Source(Protocol):
         return False
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        """Connect, without waiting for messages.
+        """Connect, without waiting for messages. A broker that is away is not an error, see `later_if_away`.
 
         Args:
             topics: what to deliver; "*" means everything. A source that is a single stream may ignore
@@ -262,6 +269,25 @@ class Source(Protocol):
     def close(self) -> None:
         """Give everything back; what was not settled is left for whoever opens it next."""
         ...
+
+
+@contextmanager
+def later_if_away(source: str) -> Generator[None]:
+    """Connect in `open`: a broker that is away at start-up is waited for, and the first receive reports it."""
+    try:
+        yield
+    except BrokerUnavailable as error:
+        _log.debug("%s cannot be opened yet: %s", source, error)
+
+
+def refusal(sentence: str, *, worked: bool) -> ConfigurationError | BrokerUnavailable:
+    """Return the error for what a broker refuses: an outage once it has worked, as somebody may be repairing it."""
+    return BrokerUnavailable(sentence) if worked else ConfigurationError(sentence)
+
+
+def taken(buffer: deque[Entry], count_max: int) -> list[Entry]:
+    """Take the oldest entries out of a buffer."""
+    return [buffer.popleft() for _ in range(min(count_max, len(buffer)))]
 
 
 class Publisher(Protocol):
@@ -328,6 +354,8 @@ class Batch:
     def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
         self.messages = messages
         self.until = time.monotonic() + within_s
+        #: What is left then is for finding out whether the broker is there at all.
+        self.last_word_s = min(LAST_WORD_S, within_s / 4)
         self.answers: list[BrokerError | None] = [
             BrokerError(f"{broker} has not confirmed the message for {message.topic!r} within {within_s:g} s.")
             for message in messages
@@ -360,6 +388,11 @@ class Batch:
         """Record the broker's answer to a message; None if it is confirmed."""
         self.heard = True
         self.answers[at] = error
+
+    def lose(self, sentence: str, cause: BaseException | None = None) -> None:
+        """Record that the broker cannot be reached."""
+        self.away = BrokerUnavailable(sentence)
+        self.away.__cause__ = cause
 
     def outcome(self) -> list[BrokerError | None]:
         """Return the answers so far; what is abandoned may still write into its own list.

@@ -23,13 +23,12 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
-from txbox.brokers.base import Batch
+from txbox.brokers.base import LAST_WORD_S, Batch
 from txbox.brokers.envelope import HTTP
-from txbox.brokers.loop import LAST_WORD_S, LoopPublisher
+from txbox.brokers.loop import LoopPublisher
 from txbox.brokers.webhook import standard_key
 from txbox.errors import (
     BrokerError,
-    BrokerUnavailable,
     ConfigurationError,
     MessageRefused,
     NotTried,
@@ -177,7 +176,7 @@ class HttpPublisher(LoopPublisher):
                 aiohttp.ConnectionTimeoutError,
                 _Refused,
             ) as error:
-                batch.away = BrokerUnavailable(f"{self.name} cannot be reached: {error}")
+                batch.lose(f"{self.name} cannot be reached: {error}", error)
                 return
             except TimeoutError:
                 batch.answer(

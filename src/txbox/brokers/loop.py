@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from txbox.brokers.base import Batch, Source
+from txbox.brokers.base import Batch, Source, later_if_away, refusal
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.message import Message
 
@@ -21,8 +21,6 @@ Result = TypeVar("Result")
 
 CALL_S = 10.0
 CLOSE_S = 5.0
-#: At the end of a publisher's time: for finding out whether the server is there at all.
-LAST_WORD_S = 0.5
 #: A connection that is lost at once, again and again, is made this often.
 _RECONNECT_S = 1.0
 
@@ -98,12 +96,7 @@ AnyLink = TypeVar("AnyLink", bound=Link)
 
 
 class LoopSource(Source, Generic[AnyLink]):
-    """A source over an async client. It connects when opened, and again whenever the connection is lost.
-
-    A server that is away at start-up is waited for, as it is later. What `_connect` reports as a
-    ConfigurationError stops the worker only before the first connection: after that somebody may be
-    repairing it, so it is waited for, too.
-    """
+    """A source over an async client. It connects when opened, and again whenever the connection is lost."""
 
     #: What the client raises when waiting may help.
     trouble: ClassVar[tuple[type[BaseException], ...]]
@@ -114,17 +107,19 @@ class LoopSource(Source, Generic[AnyLink]):
     _reconnect_at = 0.0
 
     async def _connect(self) -> AnyLink:
-        """Connect and subscribe; leaves nothing behind if that fails."""
+        """Connect and subscribe; leaves nothing behind if that fails.
+
+        Raises:
+            ConfigurationError: the server refuses it.
+        """
         raise NotImplementedError
 
     def _start(self) -> None:
         """Start the loop and try to connect, as the last part of `open`."""
         self._was_linked, self._reconnect_at = False, 0.0
         self._loop = EventLoop(f"txbox-{self.name}")
-        try:
+        with later_if_away(self.name):
             self._linked()
-        except BrokerUnavailable as error:
-            _log.debug("%s cannot be opened yet: %s", self.name, error)
 
     def _linked(self) -> AnyLink:
         """Return the connection; makes a new one if there is none that works."""
@@ -164,9 +159,7 @@ class LoopSource(Source, Generic[AnyLink]):
             # a client may delay a cancellation while it closes what is already dead
             return self._loop.call(work, CALL_S + more_s, 2 * CLOSE_S)
         except ConfigurationError as error:
-            if not self._was_linked:
-                raise
-            raise BrokerUnavailable(str(error)) from error
+            raise refusal(str(error), worked=self._was_linked) from error
         except self.trouble as error:
             raise BrokerUnavailable(
                 f"{self.name} cannot be reached ({error_text(error)}): it will be tried again."
@@ -224,10 +217,9 @@ class LoopPublisher(ABC):
             self._loop.call(self._publish(batch), within_s, CLOSE_S)
         except self.trouble as error:
             self._loop.call(self._disconnected(), CLOSE_S)
-            batch.away = BrokerUnavailable(
-                f"{self.name} is unavailable ({error_text(error)}): it will be tried again."
+            batch.lose(
+                f"{self.name} is unavailable ({error_text(error)}): it will be tried again.", error
             )
-            batch.away.__cause__ = error
         return batch.outcome()
 
     def close(self) -> None:

@@ -16,9 +16,18 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from txbox.brokers.base import Batch, Delivery, Facts, InFlight, Progress, refuse
+from txbox.brokers.base import (
+    LAST_WORD_S,
+    Batch,
+    Delivery,
+    Facts,
+    InFlight,
+    Progress,
+    refuse,
+    taken,
+)
 from txbox.brokers.envelope import NATS, clock, utf8
-from txbox.brokers.loop import LAST_WORD_S, LoopPublisher, LoopSource
+from txbox.brokers.loop import LoopPublisher, LoopSource
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.message import Message
 
@@ -283,7 +292,7 @@ class Nats(LoopSource["Link"]):
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         self._call(self._receive(self._receiving(), messages_max, wait_s), wait_s)
-        found = [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
+        found = taken(self._buffer, messages_max)
         self._unsettled.update(dict.fromkeys(delivery.tag for delivery in found))
         return found
 
@@ -622,23 +631,22 @@ class NatsPublisher(LoopPublisher):
         self._client: _PublishingClient | None = None
 
     async def _publish(self, batch: Batch) -> None:
-        last_word_s = min(LAST_WORD_S, batch.left_s() / 4)
         client = self._client
         if client is None or not client.is_connected:
             self._client = None
-            async with asyncio.timeout(batch.left_s() - last_word_s):
+            async with asyncio.timeout(batch.left_s() - batch.last_word_s):
                 client = self._client = await connect(
                     self._servers, self._options, _PublishingClient
                 )
                 await client.listen()
         client.batch = batch
         try:
-            async with asyncio.timeout(batch.left_s() - last_word_s):
+            async with asyncio.timeout(batch.left_s() - batch.last_word_s):
                 await client.send_all(batch)
         except TimeoutError:
             try:
                 if not batch.heard:
-                    await cast("Any", client).flush(last_word_s)
+                    await cast("Any", client).flush(batch.last_word_s)
             finally:
                 # the connection's buffer may still hold some, which must not be sent later
                 self._disconnect()

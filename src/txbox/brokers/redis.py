@@ -16,7 +16,19 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
-from txbox.brokers.base import Batch, Delivery, Facts, InFlight, Progress, Source, parts, refuse
+from txbox.brokers.base import (
+    Batch,
+    Delivery,
+    Facts,
+    InFlight,
+    Progress,
+    Source,
+    later_if_away,
+    parts,
+    refusal,
+    refuse,
+    taken,
+)
 from txbox.brokers.envelope import REDIS, clock, utf8
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.events import MessagesLost
@@ -189,12 +201,8 @@ class RedisStreams(Source):
         self._ready = self._was_ready = self._broken = False
         self._buffer.clear()
         self._held.clear()
-        try:
-            with self._translated():
-                self._prepare()
-        except BrokerUnavailable as error:
-            # a server that is away at start-up is waited for, as it is later
-            _log.debug("%s cannot be opened yet: %s", self.name, error)
+        with later_if_away(self.name), self._translated():
+            self._prepare()
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for the oldest entry of each stream, where a group that is recreated starts."""
@@ -214,7 +222,7 @@ class RedisStreams(Source):
                 self._claim(messages_max)
             if not self._buffer:
                 self._read_new(messages_max, wait_s)
-        return [self._buffer.popleft() for _ in range(min(messages_max, len(self._buffer)))]
+        return taken(self._buffer, messages_max)
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Reset the idle time of what is in flight, without delivering it or counting a delivery."""
@@ -398,18 +406,14 @@ class RedisStreams(Source):
 
     @contextmanager
     def _translated(self) -> Generator[None]:
-        """Raise Redis errors as BrokerUnavailable if waiting may help.
-
-        What Redis refuses this user, or these keys, is a ConfigurationError at first. Once it worked, somebody may
-        be repairing it.
-        """
+        """Raise Redis errors as BrokerUnavailable if waiting may help."""
         try:
             yield
         except exceptions.RedisError as error:
             if mistake := _mistake(error):
                 self._ready = False
-                kind = BrokerUnavailable if self._was_ready else ConfigurationError
-                raise kind(f"{self.name} cannot be read ({error}): {mistake}.") from error
+                sentence = f"{self.name} cannot be read ({error}): {mistake}."
+                raise refusal(sentence, worked=self._was_ready) from error
             if isinstance(error, _PASSING_ERRORS) or code_of(error) in _PASSING:
                 # a reply may have been lost on its way; what it held is pending under our name
                 self._ready, self._broken = False, True
@@ -598,8 +602,7 @@ class RedisPublisher:
                     batch.answer(at, _error_of(reply, messages[at].topic))
         except exceptions.RedisError as error:
             self.close()
-            batch.away = BrokerUnavailable(f"Redis is unavailable: {error}")
-            batch.away.__cause__ = error
+            batch.lose(f"Redis is unavailable: {error}", error)
         return batch.outcome()
 
     def close(self) -> None:

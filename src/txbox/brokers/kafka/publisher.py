@@ -11,14 +11,13 @@ from typing import Any
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException
 
-from txbox.brokers.base import Batch
+from txbox.brokers.base import LAST_WORD_S, Batch
 from txbox.brokers.envelope import KAFKA, utf8
 from txbox.brokers.kafka.client import ALL_BROKERS_DOWN, ClientLog, producer_options, text_of
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.message import Message
 
 _PROBE_S = 5.0
-_LAST_WORD_S = 0.5
 _FULL_S = 0.05
 # the client's own codes are public, even though their names start with an underscore
 _UNKNOWN = {
@@ -73,10 +72,9 @@ class KafkaPublisher:
     ) -> Sequence[BrokerError | None]:
         if not messages:
             return []
-        # part of the time is reserved for checking whether any broker is there at all
-        until = time.monotonic() + within_s - min(_LAST_WORD_S, within_s / 4)
-        producer = self._connected(until)
         batch = _Batch(KAFKA.name, messages, within_s)
+        until = batch.until - batch.last_word_s
+        producer = self._connected(until)
         for at, record in batch.entries(_record):
             self._send(producer, record, until, partial(batch.report, at))
         if not producer.flush(max(0.0, until - time.monotonic())):
@@ -165,7 +163,7 @@ class KafkaPublisher:
 
     def _check_there(self) -> None:
         """Raise BrokerUnavailable if no broker answers. Uses a new producer, as the old one may still be waiting."""
-        self._connected(time.monotonic() + _LAST_WORD_S)
+        self._connected(time.monotonic() + LAST_WORD_S)
 
     def _on_client_error(self, error: KafkaError) -> None:
         """Called by the client during poll and flush."""

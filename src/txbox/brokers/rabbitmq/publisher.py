@@ -25,7 +25,7 @@ from yarl import URL
 
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import RABBITMQ, utf8
-from txbox.brokers.loop import LAST_WORD_S, LoopPublisher, error_text
+from txbox.brokers.loop import LoopPublisher, error_text
 from txbox.brokers.rabbitmq.client import TROUBLE, Connection, close_quietly
 from txbox.errors import BrokerError, MessageRefused, UnusableMessage
 from txbox.identity import message_id
@@ -75,9 +75,8 @@ class RabbitMQPublisher(LoopPublisher):
         self._gone: BaseException | None = None
 
     async def _publish(self, batch: Batch) -> None:
-        last_word_s = min(LAST_WORD_S, batch.left_s() / 4)
         try:
-            async with asyncio.timeout(batch.left_s() - last_word_s):
+            async with asyncio.timeout(batch.left_s() - batch.last_word_s):
                 await self._open_channel()
                 make = partial(_entry, bytes_max=self._header_bytes_max())
                 for part in _parts(batch.entries(make)):
@@ -85,7 +84,7 @@ class RabbitMQPublisher(LoopPublisher):
         except TimeoutError:
             # a queue that cannot confirm does not mean the server is away
             if not batch.heard:
-                async with asyncio.timeout(last_word_s):
+                async with asyncio.timeout(batch.last_word_s):
                     await self._look()
             self._disconnect()
 

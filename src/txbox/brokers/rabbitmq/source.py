@@ -30,7 +30,7 @@ from aiormq.exceptions import (
 from pamqp import commands
 from yarl import URL
 
-from txbox.brokers.base import Delivery, Facts, InFlight, Progress, refuse
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, refuse, taken
 from txbox.brokers.envelope import RABBITMQ
 from txbox.brokers.loop import LoopSource, error_text
 from txbox.brokers.rabbitmq.client import HEARTBEAT_S, TROUBLE, Connection, close_quietly
@@ -178,13 +178,13 @@ class RabbitMQ(LoopSource["Link"]):
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         link = self._receiving()
-        taken = link.take(messages_max, wait_s)
-        if not taken and link.lost is None and link.silent_s() > self._check_s:
+        found = link.take(messages_max, wait_s)
+        if not found and link.lost is None and link.silent_s() > self._check_s:
             try:
                 self._call(link.check(self._queues))
             except BrokerUnavailable as error:
                 link.lose(str(error))
-        return taken
+        return found
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         link = self._link
@@ -294,14 +294,13 @@ class Link:
             if self.lost is not None:
                 # their tags are dead: the queue has the messages again
                 return []
-            count = min(messages_max, len(self._arrived))
-            taken = [self._arrived.popleft() for _ in range(count)]
-        if taken:
+            found = taken(self._arrived, messages_max)
+        if found:
             self._heard_at = time.monotonic()
         mark = self._connection.frames.mark
         return [
             delivery_of(queue, delivered, mark, (self, delivered.delivery_tag))
-            for queue, delivered in taken
+            for queue, delivered in found
         ]
 
     def silent_s(self) -> float:

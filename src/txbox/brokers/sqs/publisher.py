@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from txbox.brokers.base import Batch, parts
 from txbox.brokers.envelope import PACKED, SQS, SQS_GROUPED, Pair, utf8
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
+from txbox.errors import BrokerError, ConfigurationError, MessageRefused
 from txbox.message import Headers, HeaderValue, Message
 
 # -- calls --------------------------------------------------------------------------------------------
@@ -111,7 +111,8 @@ def call(function: Callable[[], Any]) -> Any:
 
 # -- publishing: batches of ten, in parallel except for FIFO queues -----------------------------------
 
-_BATCH_MAX = 10
+#: SQS's limit for every call.
+BATCH_MAX = 10
 _BATCH_BYTES_MIN, _BYTES_MAX = 256 * 1024, 1024 * 1024
 
 _Entry = tuple[int, dict[str, Any]]
@@ -166,14 +167,14 @@ class SQSPublisher:
         for queue in queues:
             entries = batch.entries(queue.entry_of, queue.topic)
             bytes_max = max(queue.bytes_max, _BATCH_BYTES_MIN)
-            in_parts = list(parts(entries, _size_of, _BATCH_MAX, bytes_max))
+            in_parts = list(parts(entries, _size_of, BATCH_MAX, bytes_max))
             if queue.fifo:
                 jobs.append(partial(self._send_in_order, batch, queue, in_parts))
             else:
                 jobs += [partial(self._send, batch, queue, part) for part in in_parts]
         in_time = _side_by_side(jobs, batch) and in_time
         if not in_time and batch.away is None:
-            batch.away = BrokerUnavailable(f"SQS did not answer within {within_s:g} s.")
+            batch.lose(f"SQS did not answer within {within_s:g} s.")
         return batch.outcome()
 
     def close(self) -> None:
@@ -265,9 +266,7 @@ class SQSPublisher:
 def _fail(batch: Batch, at: Iterable[int], error: CallError, topic: str) -> None:
     for index in at:
         if error.away:
-            batch.away = BrokerUnavailable(
-                f"SQS cannot be reached for queue {topic!r} ({error.code})."
-            )
+            batch.lose(f"SQS cannot be reached for queue {topic!r} ({error.code}).", error)
             batch.answers[index] = batch.away
         else:
             batch.answer(index, _error_of(error, topic))

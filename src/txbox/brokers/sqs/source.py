@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from txbox.brokers import envelope
-from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source
+from txbox.brokers.base import Delivery, Facts, InFlight, Progress, Source, later_if_away, refusal
 from txbox.brokers.sqs.publisher import (
+    BATCH_MAX,
     DENIED,
     GONE,
     MALFORMED,
@@ -36,7 +37,6 @@ _log = logging.getLogger("txbox")
 
 _WAIT_MAX = timedelta(seconds=20)
 VISIBLE_MAX_S = 12 * 3600.0  # counted from receipt; no extension goes beyond it
-_BATCH_MAX = 10  # SQS's limit for every call
 _ASK_S = 10.0
 _QUIET_S = (0.1, 1.0)
 _SHOWN = {
@@ -145,11 +145,8 @@ class SQS(Source):
             self._wanted = {_topic(topic): topic for topic in topics}
         self._receipts = {}
         self._client = self._given or new_client(self._options, self._wait_s + 10)
-        try:
+        with later_if_away(self.name):
             self._find_queues()
-        except BrokerUnavailable as error:
-            # the first receive looks for them again
-            _log.debug("%s is away: %s", self.name, error)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         self._find_queues()
@@ -369,7 +366,7 @@ class Queue:
     def receive(self, messages_max: int, wait_s: int) -> Sequence[dict[str, Any]]:
         answer = self._call(
             "receive_message",
-            MaxNumberOfMessages=min(messages_max, _BATCH_MAX),
+            MaxNumberOfMessages=min(messages_max, BATCH_MAX),
             WaitTimeSeconds=wait_s,
             VisibilityTimeout=self.visible_s,
             MessageAttributeNames=["All"],
@@ -458,8 +455,8 @@ def each_queue(
     failure: BrokerUnavailable | None = None
     for of_one in of_queue.values():
         try:
-            for start in range(0, len(of_one), _BATCH_MAX):
-                work(of_one[0].queue, of_one[start : start + _BATCH_MAX])
+            for start in range(0, len(of_one), BATCH_MAX):
+                work(of_one[0].queue, of_one[start : start + BATCH_MAX])
         except BrokerUnavailable as error:
             failure = error
     if failure is not None:
@@ -470,7 +467,7 @@ def _call_queue(call: Callable[[], Any], queue: str, *, found: bool = True) -> A
     """Call SQS, and decide whether waiting helps if it refuses.
 
     Args:
-        found: the queue could be used before, so somebody may be repairing it or its permissions.
+        found: the queue could be used before.
 
     Raises:
         ConfigurationError: waiting does not help.
@@ -479,10 +476,8 @@ def _call_queue(call: Callable[[], Any], queue: str, *, found: bool = True) -> A
     try:
         return call()
     except CallError as error:
-        mistake = _MISTAKES.get(error.code)
-        if mistake is not None and (not found or error.code == MALFORMED):
-            raise ConfigurationError(
-                f"Queue {queue!r} cannot be used ({error.code}): {mistake}."
-            ) from error
+        if mistake := _MISTAKES.get(error.code):
+            sentence = f"Queue {queue!r} cannot be used ({error.code}): {mistake}."
+            raise refusal(sentence, worked=found and error.code != MALFORMED) from error
         what = "SQS cannot be reached" if error.away else "SQS refused a call"
         raise BrokerUnavailable(f"{what} for queue {queue!r} ({error.code}).") from error
