@@ -565,7 +565,7 @@ class App:
         """
         db = Session(self._any_sync())
         try:
-            blocking(db.begin([BLOCK]))
+            blocking(db.begin([BLOCK], user_code=True))
             assert db.connection is not None
             yield db.connection.native
             blocking(_committed(db))
@@ -588,7 +588,7 @@ class App:
             )
         db = Session(self.database.asynchronous)
         try:
-            await db.begin([BLOCK])
+            await db.begin([BLOCK], user_code=True)
             assert db.connection is not None
             yield db.connection.native
             await _committed(db)

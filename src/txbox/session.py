@@ -239,6 +239,11 @@ class Connections(Protocol):
 
     @property
     def is_async(self) -> bool: ...
+    @property
+    def limits(self) -> Statements:
+        """What a transaction begins with so that its locks end soon after its process stands still."""
+        ...
+
     def acquire(self) -> Coroutine[Any, Any, Connection]: ...
     def release(self, connection: Any) -> Coroutine[Any, Any, None]: ...
 
@@ -293,13 +298,21 @@ class Session:
         self._offered = self._preparing = False
 
     async def begin(
-        self, statements: Statements = (), meanwhile: Callable[[], None] | None = None
+        self,
+        statements: Statements = (),
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        user_code: bool = False,
     ) -> list[Result]:
         """Begin a transaction and run statements, in one round trip if the driver can.
 
         Args:
             meanwhile: called while the server is at work, if the driver can do that; it must not raise.
+            user_code: user code runs in it, so only that, or the statements, can tell how long it may be idle.
         """
+        limits = () if user_code else self._connections.limits
+        if limits:
+            statements = (*limits, *statements)
         if self._preparing:
             await _pause(statements)
         if self._offered or self._begun is not None:
@@ -323,7 +336,7 @@ class Session:
                 others += 1
             else:
                 _around(statements, "after:begin", "after")
-                return results
+                return results[len(limits) :]
 
     async def execute(self, statement: Statement) -> Result:
         """Run one statement in the transaction."""

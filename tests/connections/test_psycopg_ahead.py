@@ -115,7 +115,7 @@ def test_the_next_transaction_goes_on_where_it_was_begun(driven: Driven) -> None
         (first,) = await db.begin((Statement("pid", "SELECT pg_backend_pid()", {}),))
         await commit_then(db, (insert("a"),), lambda: following)
         assert driven.marks() == {"a"}, "the first is committed, and only that"
-        _, second = await db.begin(following)
+        _, second = await db.begin(following, user_code=True)
         await db.commit((insert("c"),))
         return first.rows[0][0], second.rows[0][0]
 
@@ -221,7 +221,7 @@ def test_behind_a_commit_that_is_refused_nothing_begins(driven: Driven, refused:
         except StoreError as refusal:
             error = refusal
             await db.rollback()
-        await db.begin(following)
+        await db.begin(following, user_code=True)
         await db.commit()
         return error
 
@@ -238,7 +238,7 @@ def test_an_error_of_what_was_begun_is_its_own(driven: Driven) -> None:
         await db.begin()
         await commit_then(db, (insert("a"),), lambda: following)
         try:
-            await db.begin(following)
+            await db.begin(following, user_code=True)
         except StoreError as error:
             await db.rollback()
             return error
@@ -263,9 +263,9 @@ def test_a_statement_that_was_not_prepared_behind_a_refusal_is_prepared_later(
             await commit_then(db, (REFUSED[0],), lambda: following)
         await db.rollback()
         for _ in range(2):
-            await db.begin(following)
+            await db.begin(following, user_code=True)
             await db.rollback()
-        await db.begin(following)
+        await db.begin(following, user_code=True)
         await db.commit()
 
     driven.drive(steps)
@@ -284,7 +284,7 @@ def test_a_commit_does_not_wait_for_what_is_begun_behind_it(driven: Driven) -> N
             order.append("committed")
             # while the other one holds the id, which is given up here
             other.rollback()
-            await db.begin(following)
+            await db.begin(following, user_code=True)
             order.append("begun")
             await db.commit()
 
@@ -305,7 +305,7 @@ def test_a_commit_whose_answer_is_lost_is_in_doubt_and_what_follows_is_not(
             await commit_then(db, (insert("a"),), lambda: following)
         except StoreError as error:
             db.discard()
-            await db.begin(following)
+            await db.begin(following, user_code=True)
             await db.commit()
             return error
         return None
@@ -342,9 +342,9 @@ def test_a_connection_that_dies_behind_the_commit_has_lost_only_what_was_begun(
                 _eventually_idle(driven)
                 kill()
                 # its answer may be here already
-                await db.begin(following)
+                await db.begin(following, user_code=True)
             else:
-                await db.begin(following)
+                await db.begin(following, user_code=True)
                 kill()
             await db.execute(insert("b"))
         except StoreError as error:

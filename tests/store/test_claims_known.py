@@ -102,7 +102,7 @@ def test_a_batch_is_looked_up_first_while_duplicates_prevail(
         replay(shop, handler)
         sent.clear()
         assert take(shop.app, handler, *map(paid, IDS)) == [Outcome.DUPLICATE] * 6
-        assert sent == [["begin", "duplicates"], ["commit"]]
+        assert sent == [["begin", "limit_idle", "duplicates"], ["commit"]]
         told = [row.message_id for row in shop.events if isinstance(row, MessageDuplicate)]
         assert sorted(map(str, told)) == IDS
 

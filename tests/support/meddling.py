@@ -19,9 +19,13 @@ class _Meddled(Session):
         self._meddle = meddle
 
     async def begin(
-        self, statements: Statements = (), meanwhile: Callable[[], None] | None = None
+        self,
+        statements: Statements = (),
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        user_code: bool = False,
     ) -> Any:
-        begin = partial(super().begin, statements, meanwhile)
+        begin = partial(super().begin, statements, meanwhile, user_code=user_code)
         return await self._meddle("begin", statements, begin)
 
     async def execute(self, statement: Statement) -> Any:

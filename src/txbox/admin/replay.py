@@ -375,7 +375,7 @@ async def _claimed(
     )
     try:
         # first for all of the transaction: the claim puts back what it finds
-        results = await db.begin(app.store.begin_bounded(_LOCK_TIMEOUT, *claim))
+        results = await db.begin(app.store.begin_bounded(_LOCK_TIMEOUT, *claim), user_code=True)
     except StoreError as error:
         if error.fault is not Fault.LOCK_TIMEOUT:
             raise

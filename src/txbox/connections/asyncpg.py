@@ -90,7 +90,7 @@ class AsyncpgDatabase(Database):
 
 class _Connections(Pool["AsyncpgConnection"]):
     def __init__(self, database: AsyncpgDatabase, pool: Any) -> None:
-        super().__init__(is_async=True)
+        super().__init__(is_async=True, limits=database.dialect.limits)
         self._database = database
         self._pool = pool
 

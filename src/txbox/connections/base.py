@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakSet
 
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
-from txbox.session import Connection, Connections, Raised, Result, Statement, at
+from txbox.session import Connection, Connections, Raised, Result, Statement, Statements, at
 from txbox.store.dialect import Dialect
 
 C = TypeVar("C", bound=Connection)
@@ -167,8 +167,9 @@ class Pool(ABC, Generic[C]):
     Connections never cross a fork: a child process starts with none.
     """
 
-    def __init__(self, *, is_async: bool, kept: int = 16) -> None:
+    def __init__(self, *, is_async: bool, kept: int = 16, limits: Statements = ()) -> None:
         self.is_async = is_async
+        self.limits = limits
         self._kept = kept
         self._idle: deque[C] = deque()
         self._lock = threading.Lock()

@@ -82,6 +82,10 @@ class _Connections:
     def __init__(self, database: DjangoDatabase) -> None:
         self._database = database
 
+    @property
+    def limits(self) -> Statements:
+        return self._database.dialect.limits
+
     async def acquire(self) -> DjangoConnection:
         wrapper = _wrapper(self._database.alias)
         if not wrapper.in_atomic_block:

@@ -187,7 +187,7 @@ class HandlerTransaction:
         ran = TransactionResult(End.COMMITTED, together=len(arrivals) > 1)
         decode = partial(decode_ahead, handler, arrivals) if returned is None else None
         try:
-            results = await db.begin((*claiming, *checks), decode)
+            results = await db.begin((*claiming, *checks), decode, user_code=True)
             ran.claimed_at = time.monotonic()
             found: list[Result] = []
             if checks:

@@ -124,6 +124,11 @@ class Dialect:
         taken = await db.execute(self.statement(second, params, picked))
         return Result(found.rows, taken.count)
 
+    @property
+    def limits(self) -> tuple[Statement, ...]:
+        """See `Connections.limits`."""
+        return (self.statement("limit_idle"),) if self.has("limit_idle") else ()
+
     def has(self, name: str) -> bool:
         """Whether there is anything to do at this point on this database."""
         return bool(self.queries[name])

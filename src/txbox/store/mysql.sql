@@ -88,7 +88,7 @@ VALUES {(:consumer, :rows.message_id, 'processing', :token, :rows.topic, :rows.t
          :rows.payload_hash)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
--- nothing: claim_single
+-- nothing: claim_single limit_idle
 -- A single message is claimed like many.
 
 -- name: claim_kept

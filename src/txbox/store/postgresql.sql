@@ -201,6 +201,11 @@ SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
        set_config('lock_timeout', :lock_timeout_ms::text, true),
        [flushed]
 
+-- name: limit_idle
+-- Where no user code runs, a transaction is idle for milliseconds: after this long its process stands still, or its
+-- host is gone, and would hold rows that nobody else gets. A claim, which user code follows, sets a limit of its own.
+SELECT set_config('idle_in_transaction_session_timeout', '30s', true)
+
 -- name: restore_lock_timeout
 -- The limit was for the claim only; the handler gets its setting back. A fence that matched no row may not have
 -- set anything; then nothing changes.

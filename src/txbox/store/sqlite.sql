@@ -127,7 +127,7 @@ RETURNING message_id
 -- Instead, those that lead nowhere before and after are compared.
 SELECT "table", rowid, parent, fkid FROM pragma_foreign_key_check
 
--- nothing: bound_lock_timeout restore_lock_timeout
+-- nothing: bound_lock_timeout restore_lock_timeout limit_idle
 -- The wait is the connection's busy_timeout, at BEGIN.
 
 -- name: arm
