@@ -14,6 +14,7 @@ from tests.support.brokers.kafka import (
     MakeRaw,
     committed,
     each_once,
+    explained,
     handled,
     lag,
     new_group,
@@ -82,7 +83,7 @@ def test_kafka_rebalance_mid_batch(
     }  # fmt: skip
     load = Load(bootstrap, topic, database)
     one, two, three, four = (tmp_path / name for name in ("one", "two", "three", "four"))
-    with ExitStack() as stack:
+    with ExitStack() as stack, explained(plan, database, one, two, three, four):
         leaves = stack.enter_context(service(plan, one))
         load.until_working(one)
         stack.enter_context(service(plan, two))
@@ -119,7 +120,11 @@ def test_a_frozen_worker_commits_nothing_of_what_it_lost(
     }  # fmt: skip
     load = Load(bootstrap, topic, database)
     one, two = tmp_path / "one", tmp_path / "two"
-    with service(plan, one) as freezes, service(plan, two):
+    with (
+        service(plan, one) as freezes,
+        service(plan, two),
+        explained(plan, database, one, two),
+    ):
         load.until_working(two)
         load.until_working(one)
         freezes.send_signal(signal.SIGSTOP)
@@ -152,7 +157,7 @@ def test_a_handler_slower_than_the_poll_interval_runs_once(
         "handle_s": 8.0, "lease_s": 30, "options": _SESSION | {"max.poll.interval.ms": 6000},
     }  # fmt: skip
     output = tmp_path / "one"
-    with service(plan, output):
+    with service(plan, output), explained(plan, database, output):
         each_once(database, ["slow", "next"])
         eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 2, "the commit")
     assert handled(output) == ["slow", "next"]
@@ -175,7 +180,7 @@ def test_a_killed_worker_loses_and_doubles_nothing(
     }  # fmt: skip
     with service(plan, tmp_path / "1", (point, 2)) as process:
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    with service(plan, tmp_path / "2"):
+    with service(plan, tmp_path / "2"), explained(plan, database, tmp_path / "2"):
         each_once(database, range(30))
         eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 30, "the commit")
     assert set(notes(database).values()) == {1}

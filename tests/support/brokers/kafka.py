@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import confluent_kafka
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -22,6 +28,7 @@ from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
+from txbox.brokers.kafka.client import ASK_S
 from txbox.errors import BrokerUnavailable
 from txbox.events import Event
 
@@ -32,6 +39,13 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "kip-848": {"group.protocol": "consumer"},
 }
 _OFFSET_COMMIT = 8
+#: What is not finished yet, and which connections are in the way.
+_EVIDENCE = (
+    """SELECT status, message_id, starts, attempts, lease_until, next_attempt_at, clock_timestamp()
+         FROM txbox_inbox WHERE status <> 'processed' ORDER BY arrival LIMIT 20""",
+    """SELECT pid, state, wait_event, clock_timestamp() - xact_start, pg_blocking_pids(pid)::text, left(query, 60)
+         FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()""",
+)
 
 
 def new_topic(bootstrap: str, partitions: int = 1, copies: int = 1, name: str | None = None) -> str:
@@ -190,6 +204,30 @@ def service(
         if process.poll() is None:
             process.kill()
         process.wait(DEADLINE_S)
+
+
+@contextmanager
+def explained(plan: dict[str, Any], raw: Raw, *outputs: Path) -> Iterator[None]:
+    """If the block fails, print what its workers, their group and their database are about at that moment."""
+    try:
+        yield
+    except AssertionError:
+        for query in _EVIDENCE:
+            for row in raw.rows(query):
+                print(*row)
+        for output in filter(Path.exists, outputs):
+            print(output.name, *output.read_text(errors="replace").splitlines()[-15:], sep="\n  ")
+        admin = AdminClient({"bootstrap.servers": plan["bootstrap"]})
+        described = admin.describe_consumer_groups([plan["group"]], request_timeout=ASK_S)
+        try:
+            group = described[plan["group"]].result(ASK_S)
+        except KafkaException as error:
+            print("group", error)
+        else:
+            print("group", group.state)
+            for member in group.members:
+                print("member", member.member_id, member.assignment.topic_partitions)
+        raise
 
 
 def librdkafka() -> ctypes.CDLL:
