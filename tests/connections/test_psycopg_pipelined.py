@@ -529,6 +529,41 @@ def test_the_server_never_waits_until_its_answers_are_read(bench: Bench) -> None
     assert bench.take(bench.handler(writes), ["a"]) == [Outcome.PROCESSED]
 
 
+@pytest.mark.parametrize("frequent", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("before", [0, 31, 70])
+def test_a_failure_among_many_statements_is_its_own_messages(
+    bench: Bench, before: int, frequent: bool
+) -> None:
+    """Also when more was sent behind it, and behind a sync."""
+
+    def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
+        for number in range(100):
+            fails = message.id == "m2" and number == before
+            yield tx.execute(*((REFUSED, ("no number",)) if fails else (INSERT, (message.id,))))
+
+    handler = bench.handler(writes)
+    if frequent:
+        bench.frequent_failures(handler)
+    assert bench.take(handler) == [
+        Outcome.FAILED if message_id == "m2" else Outcome.PROCESSED for message_id in IDS
+    ]
+    assert bench.effects() == [100, 100, 0, 100, 100]
+
+
+def test_a_commit_is_never_put_off(bench: Bench) -> None:
+    """What follows it, behind a sync, would be committed by itself."""
+
+    def commits(message: Message[Any], tx: Any) -> Iterator[Any]:
+        yield tx.execute(INSERT, (message.id,))
+        with contextlib.suppress(psycopg.Error):
+            yield tx.execute("COMMIT", ())
+        for _ in range(500):
+            yield tx.execute(INSERT, (message.id,))
+
+    assert bench.take(bench.handler(commits), ["a"]) != [Outcome.PROCESSED]
+    assert bench.effects(["a"]) == [0]
+
+
 def test_a_swallowed_error_is_still_a_failure(bench: Bench) -> None:
     """The error that a later statement brings is caught; the transaction has failed all the same."""
 

@@ -517,6 +517,9 @@ def _element(value: Any) -> str:
 # Anything else the handler does with the connection first sends what was deferred.
 
 _PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
+# What follows a sync runs whatever came before it. Behind a COMMIT it would run in transactions of its own, so only what
+# cannot end the transaction is deferred.
+_DEFERRABLE = re.compile(r"\s*(?:select|insert|update|delete|merge|with|values)\b", re.IGNORECASE)
 # Behind so many bytes a sync is sent, well before libpq sends them without one, which it does at 8 kB: to the server, a
 # transaction is idle only behind a sync. Without it, a handler that hangs would hold its rows for as long as it hangs.
 _SYNC_BYTES = 4096
@@ -558,7 +561,7 @@ class Plans:
         self._known.clear()
 
     def find(self, query: str) -> Plan | None:
-        """Return the plan of a query with `%s` placeholders; None for queries only psycopg understands."""
+        """Return the plan of a query with `%s` placeholders; None for those left to psycopg."""
         if query in self._known:
             return self._known[query]
         if len(self._known) >= _PLANS_MAX:
@@ -569,7 +572,7 @@ class Plans:
         sql = _PLACEHOLDER.sub(
             lambda match: f"${next(numbers)}" if match[1] == "s" else match[1], query
         )
-        strange = any(placeholder not in ("s", "%") for placeholder in found)
+        strange = not _DEFERRABLE.match(query) or any(each not in ("s", "%") for each in found)
         plan = self._known[query] = None if strange else Plan(sql.encode(), found.count("s"))
         return plan
 
