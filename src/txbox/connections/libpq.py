@@ -517,8 +517,8 @@ def _element(value: Any) -> str:
 # Anything else the handler does with the connection first sends what was deferred.
 
 _PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
-# What follows a sync runs whatever came before it. Behind a COMMIT it would run in transactions of its own, so only what
-# cannot end the transaction is deferred.
+# What follows a sync runs whatever came before it, and behind a COMMIT in transactions of its own. So only what cannot
+# end the transaction is deferred.
 _DEFERRABLE = re.compile(r"\s*(?:select|insert|update|delete|merge|with|values)\b", re.IGNORECASE)
 # Behind so many bytes a sync is sent, well before libpq sends them without one, which it does at 8 kB: to the server, a
 # transaction is idle only behind a sync. Without it, a handler that hangs would hold its rows for as long as it hangs.
