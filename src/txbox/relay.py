@@ -55,10 +55,13 @@ Ended = Callable[[BaseException | None], None]
 
 _log = logging.getLogger("txbox")
 
+#: Between two looks at the outbox while messages flow.
 _BUSY_S = 0.02
 _TOGETHER_S = 0.005
+#: The shortest and the longest pause while the broker is away, and how often a pause checks for a stop.
 _PAUSE_S = (0.2, 10.0)
-_LOOK_S = 0.2
+_STOP_S = 0.2
+#: The shortest and the longest time between two looks for rows to adopt.
 _ADOPT_S = (1.0, 10.0)
 _ERROR_BYTES = 1024
 _OTHER_PAYLOAD = "A different payload was staged under a known id."
@@ -193,7 +196,7 @@ class Relay:
             # staging more does not bring the broker back
             ends = time.monotonic() + self._pause_s
             while not self._stop() and (left_s := ends - time.monotonic()) > 0:
-                time.sleep(min(left_s, _LOOK_S))
+                time.sleep(min(left_s, _STOP_S))
             return
         poll_s = self._policy.poll.total_seconds()
         idle = self._polled and self._pause_s >= poll_s

@@ -538,7 +538,7 @@ _PART_COMMANDS = 500
 _PART_BYTES = 4 * 1024 * 1024
 _FIELD_BYTES_MAX = 512 * 1024 * 1024
 #: The server is there but cannot write now: a failover is under way, or data is being loaded.
-_NOT_NOW = (
+_CANNOT_WRITE = (
     exceptions.ReadOnlyError,
     exceptions.ClusterDownError,
     exceptions.MasterDownError,
@@ -596,7 +596,7 @@ class RedisPublisher:
                 if time.monotonic() > until:
                     break
                 replies = self._run([command for _, command in part], timeout_s)
-                if all(isinstance(reply, _NOT_NOW) for reply in replies) and not batch.heard:
+                if all(isinstance(reply, _CANNOT_WRITE) for reply in replies) and not batch.heard:
                     raise replies[0]
                 for (at, _), reply in zip(part, replies, strict=True):
                     batch.answer(at, _error_of(reply, messages[at].topic))

@@ -220,12 +220,12 @@ def _text(value: object) -> str | None:
 # credentials open doors elsewhere and do not belong in a table
 _NOT_KEPT = frozenset({"authorization", "proxy-authorization", "cookie"})
 # headers txbox reads ids, types and reply topics from; ignored when unsigned in a scheme that signs
-_SPEAKING = re.compile(r"message-id|reply-to|(ce[-_]|cloudevents[:_]).*")
-# how much unverified data may be in transit at once, per process
+_IDENTIFYING = re.compile(r"message-id|reply-to|(ce[-_]|cloudevents[:_]).*")
+# how many requests, and how many of their bytes, may be read at once before they are verified, per process
 _READING_MAX = 256
 _READING_BYTES = 64 * 1024 * 1024
 _TEXT = b"text/plain; charset=utf-8"
-_NEVER_CURED = (Fault.SCHEMA, Fault.OTHER)
+_PERMANENT = (Fault.SCHEMA, Fault.OTHER)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -371,7 +371,7 @@ class Webhook:
             await self._answer(send, 401, "the signature is missing, wrong or too old")
             return
         if self.in_flight >= self._in_flight_max:
-            await self._come_again(send, "too many requests at once")
+            await self._retry_later(send, "too many requests at once")
             return
         await self._settle(
             self._message(scope, headers, body, verified), send, proven=verified is True
@@ -412,7 +412,7 @@ class Webhook:
         said = Verified(type=headers.text("ce-type"))
         if isinstance(verified, Verified):
             said = verified
-            kept = [(name, value) for name, value in kept if not _SPEAKING.fullmatch(name)]
+            kept = [(name, value) for name, value in kept if not _IDENTIFYING.fullmatch(name)]
         return Message(
             topic=self.topic,
             payload=body,
@@ -437,22 +437,22 @@ class Webhook:
         # neither the time limit nor a sender that hangs up may end a transaction half-way
         done, _ = await asyncio.wait([running], timeout=self._answer_s)
         if not done:
-            await self._come_again(send, "still running")
+            await self._retry_later(send, "still running")
             return
         try:
             answer = running.result()
         except StoreError as error:
-            if not isinstance(error, StoreUnavailable) and error.fault in _NEVER_CURED:
+            if not isinstance(error, StoreUnavailable) and error.fault in _PERMANENT:
                 raise
             _log.warning("A webhook message for %s was not accepted: %s", self.topic, error)
-            await self._come_again(send, "the database is unavailable")
+            await self._retry_later(send, "the database is unavailable")
             return
         answers: list[Outcome | Answer] = (
             list(answer.values()) if isinstance(answer, Mapping) else [answer]
         )
         outcomes = [given.outcome if isinstance(given, Answer) else given for given in answers]
         if not all(outcome.settles for outcome in outcomes):
-            await self._come_again(send, "in progress")
+            await self._retry_later(send, "in progress")
             return
         result = answers[0].json if len(answers) == 1 and isinstance(answers[0], Answer) else None
         # a captured request can be replayed: its signature does not prove who is asking
@@ -468,7 +468,7 @@ class Webhook:
             # retrieved here even if the answer was sent before, so that asyncio does not complain
             _log.debug("A webhook request for %s ended with %s", self.topic, type(error).__name__)
 
-    async def _come_again(self, send: Send, why: str) -> None:
+    async def _retry_later(self, send: Send, why: str) -> None:
         await self._answer(send, 503, why, [(b"retry-after", self._retry_after)])
 
     async def _answer(

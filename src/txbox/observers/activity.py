@@ -1,4 +1,4 @@
-"""Counts what this process does, by the minute, for the row that it writes every few seconds."""
+"""Counts what this process does per minute, for the row it writes every few seconds."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from txbox.events import Event
 from txbox.outcome import Answer, Outcome
 from txbox.store.activity import Counts, Key, Kind, bucket_of
 
-# minutes kept while they cannot be written; a statistic can bear to lose older ones
+# minutes kept while they cannot be written; older ones are dropped
 _KEPT = 60
 
 
 class Received(Protocol):
-    """Something that was received, at a time of `time.monotonic`."""
+    """Something that was received; when, by `time.monotonic`."""
 
     @property
     def received(self) -> float: ...
 
 
 class Moment(NamedTuple):
-    """When a message arrived that no source has received."""
+    """When a message arrived that did not come through a source."""
 
     received: float
 
 
 class Activity:
-    """Counts successes batch by batch as it is called, and failures by their events.
+    """Counts successes once per batch, by calls, and failures by their events.
 
-    Events of success exist only if somebody observes them: one per message would cost far more than this.
+    Success events exist only if somebody observes them: one per message would cost far more than this.
 
     Args:
-        went_well: called with a consumer's name when messages of its were processed.
+        went_well: called with a consumer's name when some of its messages were processed.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class Activity:
         self.ahead_s = 0.0
 
     def received(self, consumer: str, count: int) -> None:
-        """Messages were handed to a consumer."""
+        """Count messages handed to a consumer."""
         if self.counts:
             with self._lock:
                 self._of_consumer(consumer).received += count
@@ -71,7 +71,7 @@ class Activity:
     def settled(
         self, consumer: str, answers: Sequence[Answer], batch: Sequence[Received], began: float
     ) -> None:
-        """A batch has its answers.
+        """Count the answers of a batch.
 
         Args:
             batch: when each message was received, roughly in order.
@@ -116,7 +116,7 @@ class Activity:
         received_at: Sequence[datetime | None],
         began: float,
     ) -> None:
-        """Rows of the table have run; they were counted as received before.
+        """Count the answers of rows from the table, which were counted as received before.
 
         Args:
             received_at: when each was first received, by the database's clock.
@@ -141,7 +141,7 @@ class Activity:
 
     @property
     def kinds(self) -> Collection[type[Event]]:
-        """Trouble of messages, and what becomes of outgoing ones."""
+        """Failures of messages, and outcomes of outgoing ones."""
         return _COUNTED.keys()
 
     def __call__(self, event: Event) -> None:
@@ -157,18 +157,18 @@ class Activity:
     # -- for the writer -----------------------------------------------------------------------
 
     def late(self, ages_s: Mapping[str, float]) -> None:
-        """Note for how many seconds the oldest due row of each consumer has been due."""
+        """Record how long, in seconds, the oldest due row of each consumer has been due."""
         with self._lock:
             for consumer, age_s in ages_s.items():
                 self._of_consumer(consumer).merge(Counts(oldest_s=max(age_s, 0.0)))
 
     def ages(self, routes: Sequence[str]) -> Mapping[str, Counts]:
-        """This minute's counts of routes, to add the age of their oldest message to."""
+        """Return this minute's counts of routes, to add the age of their oldest message to."""
         with self._lock:
             return {route: self._of("route", route) for route in routes}
 
     def taken(self) -> Mapping[Key, Counts]:
-        """All counts not known to be written: this minute so far and earlier ones; see `forget`."""
+        """Return all counts not known to be written: this minute so far and earlier ones; see `forget`."""
         with self._lock:
             self._turned()
             self._taken = self._minute
@@ -176,7 +176,7 @@ class Activity:
             return {key: self._counted[key] for key in sorted(self._counted)}
 
     def forget(self) -> None:
-        """What was taken last is written: drop the minutes that were over by then."""
+        """Drop the minutes that were over at the last `taken`, because they are written now."""
         with self._lock:
             self._drop(self._taken)
 

@@ -64,7 +64,7 @@ _COUNTERS = [
 
 
 class _Observed(NamedTuple):
-    """`txbox_<name>`, a histogram by consumer: what it says, and which field of which event has its values."""
+    """`txbox_<name>`: a histogram by consumer, of one field of one event."""
 
     name: str
     help: str
@@ -73,7 +73,7 @@ class _Observed(NamedTuple):
     bounds: tuple[float, ...]
 
 
-# from a handler that is nearly nothing to a message that was tried again after an hour
+# from a trivial handler to a message that was retried after an hour
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0, 3600.0,
 )  # fmt: skip
@@ -90,7 +90,7 @@ _HISTOGRAMS = [
 
 
 class _Buckets:
-    """The values of one series, by the bounds they lie under; the last bucket has those beyond."""
+    """How many values of one series lie below each bound; the last bucket counts those above all of them."""
 
     __slots__ = ("counts", "sum")
 
@@ -111,7 +111,7 @@ class Counters:
         self._lock = threading.Lock()
         self._counts = [(counted, Counter[tuple[str, ...]]()) for counted in _COUNTERS]
         self._observed = [(observed, dict[str, _Buckets]()) for observed in _HISTOGRAMS]
-        # most events are of a kind that one or two of them are about
+        # most kinds of events concern only one or two of them
         self._counts_by: dict[type[Event], list[tuple[_Counted, Counter[tuple[str, ...]]]]] = {}
         for counted, counts in self._counts:
             for kind in counted.by:

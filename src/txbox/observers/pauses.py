@@ -1,4 +1,4 @@
-"""Which consumers this process knows to be paused, and which fail so often in a row that it pauses them itself.
+"""The paused consumers, as far as this process knows. It pauses those that fail too often in a row.
 
 Source: docs/decisions/0039-pauses.md
 """
@@ -16,18 +16,18 @@ from txbox.store import activity
 from txbox.store.activity import Pause
 from txbox.store.dialect import Dialect
 
-#: Who pauses a consumer that fails again and again.
+#: The actor who pauses a consumer that keeps failing.
 ACTOR = "txbox"
-# a process without a worker asks so often, when it has something to do
+# a process without a worker reads the pauses again after this long, when it has work
 _FRESH_S = 5.0
 
 
 class Pauses:
-    """The consumers that nobody runs, as far as this process has heard; and who is to be one of them.
+    """The paused consumers: those last read from the database, and those this process has paused since.
 
     Args:
-        limit: how many failures in a row pause a consumer; None where none do.
-        emit: told of each change.
+        limit: how many failures in a row pause a consumer; None for never.
+        emit: called with an event for each change.
     """
 
     def __init__(self, limit: Callable[[str], int | None], emit: Callable[[Event], None]) -> None:
@@ -35,22 +35,22 @@ class Pauses:
         self._emit = emit
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
-        #: From when on, by `time.monotonic`, what this process has heard is old.
+        #: When what was read becomes stale, by `time.monotonic`.
         self.stale_at = 0.0
-        #: The log has been told that the database does not say.
+        #: It has been logged that the pauses cannot be read.
         self.unreadable = False
-        #: Their names; replaced as a whole, so that it is read without a lock.
+        #: Their names; replaced as a whole, so that reading needs no lock.
         self.held: frozenset[str] = frozenset()
-        #: By consumer, why: paused by this process, which has not written it down yet.
+        #: Consumer → reason, for pauses of this process that are not written yet.
         self.unwritten: Mapping[str, str] = {}
-        #: Called when there is something to be written down; from any thread. Set while somebody does.
+        #: Called, from any thread, when there is a pause to write; set while somebody writes them.
         self.wake: Callable[[], None] | None = None
 
-    #: What it counts.
+    #: The events it counts.
     kinds = (MessageFailed, MessageDead)
 
     def __call__(self, event: Event) -> None:
-        """Count failures in a row; the one that is too many pauses its consumer at once."""
+        """Count failures in a row; one too many pauses its consumer at once."""
         if not isinstance(event, self.kinds) or self.wake is None:
             return
         consumer = event.consumer or ""
@@ -69,13 +69,13 @@ class Pauses:
         self.wake()
 
     def went_well(self, consumer: str) -> None:
-        """A message was processed: failures before it are no row any more."""
+        """Start counting anew, because a message was processed."""
         if self._failures and consumer not in self.held:
             with self._lock:
                 self._failures.pop(consumer, None)
 
     def heard(self, paused: Iterable[Pause]) -> frozenset[str]:
-        """The database says who is paused; returns who is not any more."""
+        """Take over what the database says; returns the consumers that are no longer paused."""
         known = {pause.consumer: pause for pause in paused}
         with self._lock:
             before = self.held
@@ -93,23 +93,23 @@ class Pauses:
         return resumed
 
     async def look(self, db: Session, dialect: Dialect) -> frozenset[str]:
-        """Ask the database who is paused; returns who is not any more."""
+        """Read the pauses from the database; returns the consumers that are no longer paused."""
         _, paused = await activity.pauses(db, dialect)
         return self.heard(paused)
 
     async def look_now_and_then(self, db: Session, dialect: Dialect) -> None:
-        """As `look`, where nobody else does, and it was long ago."""
+        """As `look`, if nobody else does and the last time was long ago."""
         now = time.monotonic()
         if self.wake is None and now >= self.stale_at:
-            # also where it fails: the next one is not to try again at once
+            # also if it fails, so that the next call does not try again at once
             self.stale_at = now + _FRESH_S
             await self.look(db, dialect)
 
     async def write(self, db: Session, dialect: Dialect) -> None:
-        """Write down whom this process has paused.
+        """Write the pauses of this process to the database.
 
-        Guarantee: a pause and its audit row are one commit; until then this process holds the consumer, and after a
-        crash its failures are counted anew.
+        Guarantee: a pause and its audit row are one commit. Until then the consumer is paused in this process only;
+        after a crash its failures are counted from zero.
         """
         for consumer, reason in self.unwritten.items():
             await activity.pause(db, dialect, consumer, actor=ACTOR, reason=reason)

@@ -31,14 +31,14 @@ except ModuleNotFoundError as error:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: The outcomes, with which the span of a message ends.
+#: Outcomes; each ends the span of its message.
 _ENDS = (
     events.MessageProcessed, events.MessageFailed, events.MessageDead, events.MessageDuplicate,
     events.MessageDeferred, events.MessageQuarantined,
 )  # fmt: skip
-# bounds spans whose outcome never comes: the connection was lost, and another process took the message
+# some spans never get an outcome: the connection was lost, and another process took the message
 _OPEN_MAX = 10_000
-#: What the conventions call a system otherwise than txbox.
+#: Systems that the conventions call by another name.
 _SYSTEMS = {"sqs": "aws_sqs"}
 
 
@@ -60,12 +60,12 @@ class Tracing:
     """For App(tracing=…) and Outbox(tracing=…).
 
     Args:
-        provider: where spans go; None is the program's own.
+        provider: where spans go; None means the program's global provider.
 
-    `create <topic>` is what `stage` does, and the context that the message carries from then on; `send <topic>`
-    is each try of a relay; `process <topic>` each run of a handler, up to what became of it. All are of the trace
-    that the message came with, so that one trace has the whole chain, with its retries. No attribute has a payload, a
-    header or an error text.
+    `create <topic>` is the staging of a message, whose context the message carries from then on; `send <topic>`
+    is one attempt of a relay; `process <topic>` is one run of a handler, with its outcome. All belong to the trace
+    the message came with, so one trace shows the whole chain with its retries. Attributes never contain payloads,
+    headers or error texts.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -82,7 +82,7 @@ class Tracing:
         message_id: str,
         cause: Message[Any] | None,
     ) -> None:
-        """Record a staged message, and put the context that it carries into its headers."""
+        """Record a staged message, and add its trace context to `headers`."""
         current = trace.get_current_span().get_span_context()
         context, links = contexts.get_current(), list[Link]()
         caused = None if cause is None else _carried(cause)
@@ -123,7 +123,7 @@ class Tracing:
             span = self._tracer.start_span(
                 f"send {message.topic}",
                 context,
-                # the context that the message carries is that of its creation
+                # not PRODUCER: the message carries the context of its creation
                 SpanKind.CLIENT,
                 _attributes("send", system, message.topic, str(message.id)),
                 _links([context]),
@@ -136,7 +136,7 @@ class Tracing:
     # -- processing ---------------------------------------------------------------------------
 
     def traced(self, function: F, consumer: str, *, is_async: bool) -> F:
-        """Wrap a handler so that each of its runs has a span, which is the current one in it."""
+        """Wrap a handler so that each run has a span, which is current during the run."""
 
         def call(given: Any, *tx: Any) -> Any:
             with self._processing(consumer, given):
@@ -174,7 +174,7 @@ class Tracing:
         try:
             yield
         except BaseException as error:
-            # the run is over; `around` adds what becomes of the message
+            # a failed run ends here; `around` then only makes its span current
             _failed(span, type(error).__qualname__)
             span.end()
             raise
@@ -183,7 +183,7 @@ class Tracing:
 
     def _opened(self, span: Span, keys: Sequence[tuple[str, str]]) -> None:
         with self._lock:
-            # a run before this one that was rolled back, for a neighbour's or a conflict's sake
+            # earlier runs that were rolled back because of a neighbour or a conflict
             over = [self._open.pop(key, None) for key in keys]
             self._open.update(dict.fromkeys(keys, span))
             while len(self._open) > _OPEN_MAX:
@@ -194,7 +194,7 @@ class Tracing:
 
     @contextmanager
     def around(self, event: Event) -> Generator[None]:
-        """Make the span of the message that an event is about the current one; end it with what became of it."""
+        """Make the span of an event's message current, and end it with the outcome."""
         span = self._span_of(event)
         if span is None:
             yield
@@ -216,7 +216,7 @@ class Tracing:
 
 
 def _carried(message: Message[Any]) -> Context:
-    """The trace context of a message: that of its creation."""
+    """Return the trace context a message carries: that of its creation."""
     return propagate.extract(message, Context(), _HEADERS)
 
 
@@ -244,7 +244,7 @@ def _attributes(
 
 
 def _system(name: object) -> str:
-    """The system by the name of a source or publisher, such as kafka:localhost:9092; what has none is the tables."""
+    """Return the system from the name of a source or publisher, such as kafka:localhost:9092; without one, txbox."""
     kind = str(name or "txbox").partition(":")[0]
     return _SYSTEMS.get(kind, kind)
 
