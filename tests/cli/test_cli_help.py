@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.support.command import Command
 from txbox import Inbox
 from txbox.cli import _COMMANDS, _EXAMPLES, make_parser
+from txbox.demo import make_parser as make_demo_parser
 from txbox.errors import ConfigurationError, SchemaError
 
 
@@ -82,6 +84,21 @@ def test_every_positional_has_help_and_every_command_an_example() -> None:
             assert action.help, (name, action.dest)
         if name not in ("demo",):
             assert "examples:\n  txbox " in parser.format_help(), name
+
+
+def _all(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for choice in action.choices.values():
+                yield from _all(choice)
+
+
+def test_every_help_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for parser in (make_parser(""), *_all(make_parser()), make_demo_parser()):
+        wide = [line for line in parser.format_help().splitlines() if len(line) > 80]
+        assert not wide, parser.prog
 
 
 @pytest.mark.parametrize("line", [each for several in _EXAMPLES.values() for each in several])

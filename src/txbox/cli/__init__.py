@@ -25,55 +25,56 @@ from txbox.errors import (
 )
 
 _EPILOG = """\
-All but demo and completion take --app MODULE:APP (or TXBOX_APP) or, where
-no handler is needed, --database URL (or TXBOX_DATABASE_URL), and --json.
-The working directory is importable. `txbox COMMAND --help` says more.
+`txbox COMMAND --help` has the options and examples of each. All but demo and
+completion need to know your App: --app MODULE:APP (or TXBOX_APP), found from
+the working directory. Where no handler is needed, --database URL (or
+TXBOX_DATABASE_URL) is enough. With --json they print JSON.
 
 Exit status: 0 done, 1 failed, 2 wrong configuration, schema or database."""
 
 #: The commands in the order of help: the module that adds each, its line there, and examples.
 _COMMANDS: dict[str, tuple[str, ...]] = {
-    "init": ("schema", "create the tables, or bring them to this release's version",
+    "init": ("schema", "create the tables, or upgrade them to this release",
              "init --app shop:app", "init --database sqlite:///shop.db"),
     "schema": ("schema", "print, check or apply the SQL of the tables"),
-    "run": ("run", "consume: sources, retries from the table, relay, maintenance",
+    "run": ("run", "run the service: receive, retry, send, and clean up",
             "run shop:app", "run shop:app --processes 4 --health-port 8080", "run shop:app --once"),
-    "maintain": ("run", "rescue and prune, again and again or --once", "maintain --app shop:app --once"),
-    "demo": ("", "a payment service under kill -9, beside a naive consumer"),
-    "relay": ("run", "send staged messages from the outbox to where they go", "relay shop:app"),
-    "status": ("look", "count messages by consumer and status; oldest unfinished age", "status --app shop:app"),
-    "doctor": ("look", "find what is wrong: settings, tables, stuck rows, brokers",
+    "maintain": ("run", "only clean up: rescue stuck messages, prune old ones", "maintain --app shop:app --once"),
+    "demo": ("", "watch a payment service survive kill -9"),
+    "relay": ("run", "only send the messages that are staged in the outbox", "relay shop:app"),
+    "status": ("look", "count messages by consumer and status", "status --app shop:app"),
+    "doctor": ("look", "find what is wrong: settings, tables, brokers, stuck rows",
                "doctor --app shop:app", "doctor --app shop:app --json --fail-on warning"),
     "list": ("look", "list messages, newest first, with filters", "list --app shop:app --status dead --older-than 1h"),
-    "show": ("look", "show one message with everything that is known of it",
+    "show": ("look", "show everything about one message",
              "show billing evt-1 --app shop:app", "show billing '/shop e3' --app shop:app --reveal"),
-    "explain": ("look", "say where a message stands, why, and what would help", "explain evt-1 --app shop:app"),
-    "retry": ("change", "give dead or failed messages a new budget of attempts",
+    "explain": ("look", "say why a message is where it is, and what would help", "explain evt-1 --app shop:app"),
+    "retry": ("change", "retry dead or failed messages",
               "retry billing evt-1 --app shop:app", "retry --error-type TimeoutError --app shop:app"),
     "discard": ("change", "give messages up for good", "discard billing evt-1 --reason 'test data' --app shop:app"),
-    "edit": ("change", "correct a dead or failed message, and retry it",
-             "edit billing evt-1 --payload fixed.json --reason 'wrong currency' --app shop:app"),
-    "rehearse": ("change", "run a message's handler, and roll back whatever it does",
+    "edit": ("change", "change the payload of a dead or failed message, and retry it",
+             "edit billing evt-1 --payload fixed.json --app shop:app"),
+    "rehearse": ("change", "run the handler of a message, and roll everything back",
                  "rehearse billing evt-1 --payload fixed.json --app shop:app"),
     "replay": ("change", "run processed messages again, or feed another consumer",
                "replay billing evt-1 --app shop:app"),
     "outbox": ("change", "list, show, retry, discard or reroute outgoing messages"),
-    "quarantine": ("change", "list messages that were set aside; accept or discard them"),
-    "prune": ("change", "delete finished messages past the retention", "prune --dry-run --app shop:app"),
-    "rescue": ("change", "put messages whose worker is gone back to work", "rescue --app shop:app"),
+    "quarantine": ("change", "list, show, accept or discard messages that were set aside"),
+    "prune": ("change", "delete finished messages that are older than the retention", "prune --dry-run --app shop:app"),
+    "rescue": ("change", "take messages back from workers that died", "rescue --app shop:app"),
     "send": ("change", "store a message for every consumer of its topic",
              "send orders --data '{\"cents\": 100}' --app shop:app"),
-    "workers": ("workers", "list who is at work: host, consumers, load, since when", "workers --app shop:app"),
-    "pause": ("workers", "have no worker run a consumer until it is resumed",
+    "workers": ("workers", "list the running workers and what they consume", "workers --app shop:app"),
+    "pause": ("workers", "stop all workers from running a consumer",
               "pause billing --reason 'the bank is down' --app shop:app"),
-    "resume": ("workers", "have workers run a paused consumer again", "resume billing --app shop:app"),
-    "top": ("workers", "watch rates, times, failures and workers",
+    "resume": ("workers", "let workers run a paused consumer again", "resume billing --app shop:app"),
+    "top": ("workers", "watch rates, latencies, failures and workers live",
             "top --app shop:app", "top --once --json --app shop:app"),
     "ui": ("run", "serve the dashboard",
            "ui --app shop:app --users users.txt", "ui --database sqlite:///shop.db --grant change"),
     "asyncapi": ("asyncapi", "print an AsyncAPI document of the handlers and routes",
                  "asyncapi shop:app", "asyncapi --app shop:app --title Shop --service-version 1.4"),
-    "completion": ("", "print a script that completes commands in a shell", "completion bash", "completion zsh"),
+    "completion": ("", "print a script for TAB completion in your shell", "completion bash", "completion zsh"),
 }  # fmt: skip
 _EXAMPLES = {
     **{name: examples for name, (_, _, *examples) in _COMMANDS.items() if examples},
@@ -189,7 +190,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills each paragraph of a description by itself; examples stay as they are written."""
+    """Fills each paragraph of a description by itself; lists stay as they are written."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -205,7 +206,7 @@ class HelpFormatter(argparse.HelpFormatter):
             textwrap.fill(
                 " ".join(paragraph.split()), width, initial_indent=indent, subsequent_indent=indent
             )
-            if not paragraph.startswith("examples:")
+            if not paragraph.startswith(("examples:", "jobs:"))
             else paragraph
             for paragraph in text.split("\n\n")
         )
@@ -226,10 +227,10 @@ def common() -> argparse.ArgumentParser:
     parent = Parser(add_help=False)
     group = parent.add_argument_group("which inbox (--app or --database)")
     option = group.add_argument
-    option("--app", metavar="MODULE:APP", help="the App, importable from here (or TXBOX_APP)")
+    option("--app", metavar="MODULE:APP", help="your App, such as shop:app (default: TXBOX_APP)")
     option(
         "--database", metavar="URL",
-        help="its database, where no App is needed; if it has a password, use TXBOX_DATABASE_URL: arguments are public",
+        help="its database, if no handler is needed (default: TXBOX_DATABASE_URL, which shows no password in `ps`)",
     )  # fmt: skip
     option("--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables")
     add_flags(parent, {"--json": "print JSON instead of text and tables"})
@@ -272,8 +273,8 @@ _FILES = frozenset({"FILE", "PATH"})
 
 
 def _completion(args: Namespace) -> int:
-    """Prints a script for the shell; once it is loaded, TAB completes commands, options and their values. Print it
-    again after an upgrade of txbox.
+    """Prints a script for your shell. Load it, for example with `source <(txbox completion bash)`, and TAB
+    completes commands, options and their values. Print it again after an upgrade of txbox.
     """
     try:
         import shtab

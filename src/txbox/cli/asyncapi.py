@@ -34,14 +34,19 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     option = add_command(commands, "asyncapi", _asyncapi, common).add_argument
-    option("path", nargs="?", metavar="MODULE:APP", help="the App, instead of --app")
-    option("--title", help="of the service (default: MODULE:APP)")
-    option("--service-version", default="0", metavar="VERSION", help="of the service (default 0)")
+    option("path", nargs="?", metavar="MODULE:APP", help="instead of --app")
+    option("--title", metavar="TEXT", help="the title of the service (default: MODULE:APP)")
+    option(
+        "--service-version",
+        default="0",
+        metavar="VERSION",
+        help="the version of the service (default 0)",
+    )
 
 
 def _asyncapi(args: argparse.Namespace) -> int:
-    """Prints an AsyncAPI 3.0 document, as JSON: a channel for each topic, the handlers that receive from it with the
-    schema of their bodies, and what the App publishes. It connects to nothing.
+    """Prints an AsyncAPI 3.0 document in JSON: a channel for each topic, the handlers that receive from it, with
+    the schemas of their bodies, and what the App publishes. It connects to nothing.
     """
     with opened(args, handlers="describes handlers") as app:
         print_json(document(app, title=args.title or args.app, version=args.service_version))

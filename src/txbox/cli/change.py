@@ -23,6 +23,7 @@ from txbox.cli.options import (
     add_audit,
     add_filter,
     admin_of,
+    any_of,
     duration,
     filter_of,
     header_of,
@@ -48,55 +49,60 @@ from txbox.outcome import Outcome, Status
 from txbox.text import age, counted
 
 _ASKED = """\
-Messages named by id are changed at once. What a filter matches is counted first, and you are asked; without a
-terminal it needs --yes. --dry-run changes nothing and asks nothing."""
+Messages named by id are changed at once. For a filter you are told the number and asked first; without a terminal,
+add --yes."""
 _CONSENT = f"""\
-Say what to change: message ids, at least one filter, or --all.
+Say which messages: their ids, a filter, or --all.
 {_ASKED}"""
 #: By verb: help in a list of commands, and the description.
 _HELP = {
     "retry": (
-        "give dead or failed {} a new budget of attempts, due at once",
-        "Gives {} a full new budget of attempts, due at once, under their ids.",
+        "retry dead or failed {}",
+        "Retries {}: they keep their ids, get a full new budget of attempts, and are due at once.",
     ),
-    "discard": ("give {} up for good", "Gives {} up for good: they never run or leave."),
+    "discard": (
+        "give {} up for good",
+        "Gives {} up for good: they are neither processed nor sent.",
+    ),
     "reroute": (
-        "give {} another route, if no App has theirs any more",
-        """Gives {} another route, with a full new budget of attempts: for those that no relay takes, since their route
-        was renamed or removed. Only a relay whose App has the new route takes them.""",
+        "give {} another route, such as when theirs was renamed",
+        """Gives {} another route, and a full new budget of attempts. It is for those that no relay takes because their
+        route was renamed or removed. Only a relay whose App has the new route takes them.""",
     ),
     "accept": (
         "have {} processed after all",
-        """Stores {} as pending, in the order in which they came; a worker then processes them. One without an id, or
-        with one that another message has (another payload under a known id), needs --id. With --app, version and hash
-        are made as its handler says.""",
+        """Stores {} as pending, in the order of their arrival, and a worker processes them. A message without an id, or
+        with the id of another message, needs a new one: --id. With --app, its version and hash are those that its
+        handler makes.""",
     ),
 }
 _ALSO = {
     (
         "inbox",
         "retry",
-    ): "Messages whose handler broke the transaction (what they wrote is unknown) are left alone unless "
-    "named by id or with --error-type TransactionBroken.",
-    ("inbox", "discard"): "A copy that arrives later is a duplicate.",
-    ("outbox", "discard"): "What a relay has leased is left to it.",
+    ): "Messages whose handler broke its transaction are left alone, because what they wrote is unknown: "
+    "look at each, then name it by id, or all of them with --error-type TransactionBroken.",
+    ("inbox", "discard"): "A copy that arrives later is a duplicate, and not processed either.",
+    ("outbox", "discard"): "A message that a relay is sending is left alone.",
     (
         "quarantine",
         "discard",
-    ): "Their payload is dropped, their row stays for Retention.quarantine.",
+    ): "Their payload is dropped at once, their row after Retention.quarantine.",
 }
 _REPLAY = """\
-Runs processed messages through their handler once more, here and now; their payload must have been kept
-(keep_payload=). A replay that fails leaves its message processed, and is reported. With --as, stores the messages in
-arrival order as pending ones of another consumer instead. Needs --app; with --as, --database is enough.
+Runs the handler of processed messages again, here and now. Their payload must have been kept (keep_payload=). If it
+fails, the message stays processed, and the failure is reported.
 
-A replay is for one consumer: CONSUMER and message ids, or --consumer with any other filter."""
+With --as, nothing is run: the messages are stored, in the order of their arrival, for another consumer, whose workers
+process them. --database is then enough.
+
+A replay is of one consumer: give CONSUMER and ids, or --consumer and a filter."""
 _DESCRIBED = {
-    "outbox": "What list, show, retry and discard do for the inbox, for outgoing messages: due, delayed (staged for "
-    "later), leased (by a relay), failed (waits for its next attempt), dead, sent (where RelayPolicy.keep_sent keeps "
-    "them), discarded. `txbox status` counts them.",
-    "quarantine": "Messages that were set aside: without a usable id, too large, or a known id with another payload. "
-    "Nobody processes them until they are accepted.",
+    "outbox": "Messages that were staged in the outbox, for a relay to send. Each is due, delayed (staged for later), "
+    "leased (a relay is sending it), failed (waits for its next attempt), dead, sent (if RelayPolicy.keep_sent keeps "
+    "it) or discarded.",
+    "quarantine": "Messages that were set aside instead of processed: without a usable id, too large, or with the id "
+    "of another message but another payload. They wait until you accept or discard them.",
 }  # fmt: skip
 
 
@@ -108,24 +114,30 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         command.add_argument("of", metavar="CONSUMER", help="the consumer of the message")
         command.add_argument("message_id", metavar="ID", help="its id")
     rehearse.add_argument(
-        "--payload", metavar="FILE", help="with this payload, as for edit; - is standard input"
+        "--payload", metavar="FILE", help="a file with another payload; - is standard input"
     )
     option = edit.add_argument
-    option("--payload", metavar="FILE", help="the new payload; - is standard input")
+    option("--payload", metavar="FILE", help="a file with the new payload; - is standard input")
     option("--content-type", metavar="TYPE", help="the new content type")
     option(
         "--header",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="instead of those of that name",
+        help="replace the headers of this name; may be repeated",
     )
-    option("--without-header", action="append", default=[], metavar="NAME", help="may be repeated")
-    option("--dry-run", action="store_true", help="check it, and change nothing")
+    option(
+        "--without-header",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="remove these headers; may be repeated",
+    )
+    option("--dry-run", action="store_true", help="show what would change")
     option(
         "--expect",
         metavar="VERSION",
-        help="only if it is still what --dry-run looked at, which prints this",
+        help="only if nobody has changed it since --dry-run, which prints this",
     )
     for command in (edit, rehearse):
         add_audit(command)
@@ -134,7 +146,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     names = ("consumer", "status", "topic", "type", "key")
     _add_targets(replay, InboxFilter, names, statuses=tuple(Status))
     replay.add_argument(
-        "--as", dest="as_consumer", metavar="CONSUMER", help="store them for this consumer instead"
+        "--as",
+        dest="as_consumer",
+        metavar="CONSUMER",
+        help="store them for this consumer instead of running them",
     )
     replay.set_defaults(kind=InboxFilter, verb="replay", all=False)
     for kind in (OutboxFilter, QuarantineFilter):
@@ -148,15 +163,18 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     prune = add_command(commands, "prune", _prune, common)
     rescue = add_command(commands, "rescue", _rescue, common)
     for command in (prune, rescue):
-        command.add_argument("--consumer", metavar="TEXT", help="messages of this consumer only")
+        command.add_argument("--consumer", metavar="TEXT", help="only of this consumer")
     prune.add_argument(
-        "--older-than", type=duration, metavar="AGE", help="instead of the retention (30d, 12h)"
+        "--older-than",
+        type=duration,
+        metavar="AGE",
+        help="finished longer ago than this, such as 30d or 12h (default: the retention)",
     )
     add_flags(
         prune,
         {
-            "--outbox": "sent and discarded outgoing messages instead",
-            "--dry-run": "count, and delete nothing",
+            "--outbox": "delete sent and discarded outgoing messages instead",
+            "--dry-run": "count them, and delete nothing",
             "--yes": "do not ask",
         },
     )
@@ -164,17 +182,28 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     option = send.add_argument
     option("topic", metavar="TOPIC", help="a topic that a handler of the App consumes")
     option(
-        "--id", dest="message_id", metavar="ID", help="the message id, by which copies are known"
+        "--id",
+        dest="message_id",
+        metavar="ID",
+        help="its id; a second message with this id is a duplicate",
     )
-    option("--type", metavar="TEXT", help="its type, by which handlers select")
+    option("--type", metavar="TEXT", help="its type")
     option("--key", metavar="TEXT", help="its ordering key")
-    option("--header", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     option(
-        "--content-type", metavar="TEXT", help="default: application/json when the payload is JSON"
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a header; may be repeated",
+    )
+    option(
+        "--content-type",
+        metavar="TEXT",
+        help="its content type (default: application/json if it is JSON)",
     )
     source = send.add_mutually_exclusive_group()
     source.add_argument(
-        "--data", metavar="JSON", help="the payload; JSON unless --content-type says otherwise"
+        "--data", metavar="JSON", help="the payload; must be JSON without --content-type"
     )
     source.add_argument(
         "--file", metavar="PATH", help="a file with the payload; - is standard input"
@@ -187,8 +216,10 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
     for verb, change in table.changes.items():
         told, described = (text.format(f"{table.noun}s") for text in _HELP[verb])
         if len(change.statuses) > 1:
-            meant = " or ".join(change.meant)
-            described += f" A filter means those that are {meant}, unless --status names others."
+            meant = any_of(change.meant)
+            described += (
+                f" A filter matches those that are {meant}, unless --status says otherwise."
+            )
         also = _ALSO.get((table.name, verb), "")
         description = f"{described} {also}\n\n{_CONSENT}"
         command = add_command(commands, verb, _change, common, help=told, description=description)
@@ -196,31 +227,32 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
         command.add_argument(
             "--all",
             action="store_true",
-            help="no filter: everything that a filter could mean",
+            help="all that a filter could match",
         )
         if verb == "reroute":
             command.add_argument(
                 "--to", required=True, metavar="ROUTE", type=route,
-                help="the new route, as `txbox status` shows it: a broker, local:… (an App's own consumers), local "
-                "(whichever App has a consumer), any (whichever App publishes or consumes the topic)",
+                help="the new route, as `txbox status` shows it: a broker; local:… (consumers of one App); local "
+                "(consumers of any App); any (whichever App publishes or consumes the topic)",
             )  # fmt: skip
         if (table.name, verb) == ("inbox", "retry"):
             command.add_argument(
                 "--canary", action="store_true",
-                help="dead ones: one, then ten, then the rest, while a worker runs; it ends when the failure returns",
+                help="retry one dead message, then ten, then all, while a worker runs; stop if the failure returns",
             )  # fmt: skip
         if verb == "accept":
             command.add_argument(
-                "--id", dest="message_id", metavar="ID", help="the id to process it under; for one message"
+                "--id", dest="message_id", metavar="ID", help="a new id, for one message"
             )  # fmt: skip
         command.set_defaults(kind=kind, verb=verb)
 
 
 def _edit(args: argparse.Namespace) -> int:
-    """Gives one dead or failed message another payload or other headers, and a full new budget of attempts, due at
-    once. It keeps its id, its place and the hash of what came: a copy of that is a duplicate. What was there before
-    stays readable as long as the message: `txbox quarantine show CONSUMER ID --reveal`. With --app, a payload that the
-    handler cannot read, or that has another id or version, is refused.
+    """Changes the payload or headers of one dead or failed message, and retries it with a full new budget of
+    attempts. It keeps its id and its place, and a copy of the original is still a duplicate. The original can be
+    read as long as the message is there: `txbox quarantine show CONSUMER ID --reveal`.
+
+    With --app, a payload is refused that the handler cannot read, or that has another id or version.
     """
     headers: dict[str, str | None] = dict.fromkeys(args.without_header)
     headers.update(header_of(pair) for pair in args.header)
@@ -254,10 +286,11 @@ def _edit(args: argparse.Namespace) -> int:
 
 
 def _rehearse(args: argparse.Namespace) -> int:
-    """Runs the handler of one message, whatever its status, in a transaction that is never committed, on a connection
-    that is thrown away, with deferred constraints checked. Reports what would have become of the message, what its
-    handler sent to the database and what it would have staged. What the handler does elsewhere (HTTP, files, other
-    connections) really happens. Needs --app; not on MySQL and MariaDB, where no COMMIT can be refused.
+    """Runs the handler of one message and always rolls back. It reports what would have become of the message, the
+    statements of the handler, and what it would have staged. Any message whose payload is kept can be rehearsed.
+
+    Beware: what the handler does outside its transaction (HTTP, files, other connections) really happens. It needs
+    --app, and PostgreSQL or SQLite: MySQL and MariaDB cannot refuse a COMMIT.
 
     Exit status: 0 it would be processed, 1 it would not.
     """
@@ -309,9 +342,9 @@ def _add_targets(
         command.add_argument(
             "of", nargs="?", metavar="CONSUMER", help="the consumer of the messages"
         )
-    command.add_argument("ids", nargs="*", metavar="ID", help="message ids")
+    command.add_argument("ids", nargs="*", metavar="ID", help="their ids")
     add_filter(command, kind, names, statuses=statuses)
-    command.add_argument("--dry-run", action="store_true", help="count, and change nothing")
+    command.add_argument("--dry-run", action="store_true", help="count them, and change nothing")
     command.add_argument("--yes", action="store_true", help="do not ask")
     add_audit(command)
 
@@ -497,11 +530,11 @@ def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> bo
 
 
 def _prune(args: argparse.Namespace) -> int:
-    """Deletes processed and discarded messages, with their attempts, that were finished longer ago than the retention;
-    never what is unfinished, dead or quarantined. Small batches; live traffic is not blocked. A copy of a deleted
-    message that comes later is processed again, so less than the retention of the App (or 30d with --database) is asked
-    about, or needs --yes. With --outbox, deletes outgoing messages instead: sent ones that were kept for
-    RelayPolicy.keep_sent, and discarded ones.
+    """Deletes messages that were processed or discarded longer ago than the retention, with their attempts; never
+    unfinished, dead or quarantined ones. It works in small batches and does not block live traffic.
+
+    A copy that arrives after its message was deleted is processed again. So an --older-than below the retention of
+    the App (30d with --database) asks first, or needs --yes.
     """
     if args.outbox and args.consumer is not None:
         raise ConfigurationError(
@@ -538,8 +571,9 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _rescue(args: argparse.Namespace) -> int:
-    """Puts messages whose worker's lease has run out back to failed (and due), or to dead when too many runs never
-    ended. `txbox run` and `txbox maintain` do this all the time.
+    """Takes messages back whose worker died or hangs, which shows by a lease that has run out: they fail and are
+    due at once, or are dead after too many runs that never ended. `txbox run` and `txbox maintain` do this all the
+    time.
     """
     with opened(args) as app, progress("rescue") as bar:
         perform(app, app.check_schema)
@@ -564,9 +598,9 @@ def _reported(args: argparse.Namespace, report: Report, verb: str, what: str = "
 
 
 def _send(args: argparse.Namespace) -> int:
-    """Stores a message as pending for every consumer of its topic and type; a worker then processes it. The payload is
-    --data, the bytes of --file, or standard input. Without --id it gets a random one, which no second `txbox send`
-    repeats.
+    """Stores a message as pending for every consumer of its topic and type; a worker then processes it. The payload
+    is --data, a --file, or standard input. Without --id it gets a random id, so sending it twice processes it
+    twice.
     """
     message = _message(args)
     with opened(args, handlers="stores a message for the consumers of its topic") as app:

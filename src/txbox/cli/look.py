@@ -41,13 +41,19 @@ _WORTH_A_LINE = 1024 * 1024
 # how far back `show` looks for ids like the one it was given
 _LATEST = 1_000
 _KEY = {
-    "consumer": ("CONSUMER", "whose message, as `txbox list` names it"),
-    "message_id": ("ID", "the whole id; of CloudEvents that is 'SOURCE ID', in quotes"),
+    "consumer": ("CONSUMER", "the consumer of the message"),
+    "message_id": ("ID", "its id; of a CloudEvent 'SOURCE ID', in quotes"),
 }
 _LIST = {
-    "inbox": "With --app, of handlers with an order, what each message waits for.",
-    "outbox": "Of each the one of its key that must leave before it.",
-    "quarantine": "They wait for a decision; with --status, what became of them.",
+    "inbox": "With --app also what each message waits for, if its handler keeps an order.",
+    "outbox": "Each with the message of its key that must leave first.",
+    "quarantine": "By default those that wait for a decision.",
+}
+
+_SHOW = {
+    "inbox": "its attempts, its last error, and what it waits for.",
+    "outbox": "its last error, and what must leave before it.",
+    "quarantine": "why it was set aside, and how often it came.",
 }
 
 
@@ -56,15 +62,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     doctor = add_command(commands, "doctor", _doctor, common)
     doctor.add_argument(
         "--fail-on", choices=SEVERITIES[:2], default=SEVERITIES[0],
-        help="how bad a finding must be for exit status 1 (default error)",
+        help="how bad a finding must be for exit status 1 (default: error)",
     )  # fmt: skip
     add_grace(doctor)
     add_table(commands, common, InboxFilter)
     explain = add_command(commands, "explain", _explain, common)
     explain.add_argument("message_id", metavar="ID", help=_KEY["message_id"][1])
-    explain.add_argument(
-        "--consumer", metavar="TEXT", help="only its inbox and quarantine; else all, and the outbox"
-    )
+    explain.add_argument("--consumer", metavar="TEXT", help="only in its inbox and quarantine")
 
 
 def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
@@ -86,40 +90,42 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
         "--before",
         type=str if table.place is None else count,
         metavar=(table.place or "place").upper(),
-        help="the next page: what the last one printed at its end",
+        help="continue the list: the last page prints this at its end",
     )
     if table is INBOX:
         listed.add_argument(
             "--quarantined",
             action="store_true",
-            help="what was set aside instead; filters: --consumer",
+            help="list the quarantine instead; only with --consumer and --limit",
         )
     listed.set_defaults(kind=kind)
     show = add_command(
-        commands, "show", _show, common, help=f"show one {table.noun} with everything that is known of it",
-        description=f"Shows one {table.noun} with its attempts, its last error and what it waits for. The payload and "
-        "the values of headers stay hidden (size and hash are shown) unless --reveal.",
+        commands, "show", _show, common, help=f"show everything about one {table.noun}",
+        description=f"Shows everything about one {table.noun}: {_SHOW[table.name]} Of its payload only size and hash "
+        "are shown, and of headers the names: add --reveal to see them.",
     )  # fmt: skip
     for column in table.key:
         if column == "hash":
-            show.add_argument("--hash", metavar="HEX", help="its hash, or the first digits of it")
+            show.add_argument(
+                "--hash", metavar="HEX", help="the hash of its payload; its first digits are enough"
+            )
         else:
             metavar, told = _KEY[column]
             many = None if table.place else "?"
             show.add_argument(column, nargs=many, metavar=metavar, help=told)
-    show.add_argument(
-        "--reveal", action="store_true", help="print the payload and header values too"
-    )
+    show.add_argument("--reveal", action="store_true", help="show payload and header values, too")
     show.set_defaults(kind=kind)
 
 
 def _explain(args: argparse.Namespace) -> int:
-    """Says where one message stands and why: in the inbox of every consumer, the outbox and the quarantine; what it
-    waits for (a message of its key, a version, its time, a lease, an open transaction, a relay), what it follows from
-    and what it has caused, and the command that lets it go on. Changes nothing and waits for nothing. What depends on
-    handlers and routes needs --app; it lists what it could not check.
+    """Says where one message is and why: in the inbox of every consumer, in the outbox and in quarantine. What it
+    waits for (an earlier message of its key, a version, its next attempt, a lease, an open transaction, a relay),
+    where it came from, what it has caused, and the command that gets it going. It changes nothing and waits for
+    nothing.
 
-    Exit status: 0 all is well or goes on by itself, 1 it is nowhere, or needs somebody.
+    With --app it also knows handlers and routes; what it could not check is listed.
+
+    Exit status: 0 it is done or goes on by itself; 1 it needs somebody, or was not found.
     """
     with admin_of(args) as admin:
         told = admin.explain(args.message_id, consumer=args.consumer)
@@ -140,10 +146,9 @@ def _print_explanation(told: Explanation) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    """Counts the messages of every consumer by status and what is quarantined, and says how long ago the oldest
-    unfinished one (pending, processing, failed) was received. Counts outgoing messages, if there are any, by topic,
-    route and status, and says how long ago the oldest unsent one was staged. Prints the size of tables and indexes,
-    and how far ahead partitions are made.
+    """Counts the messages of each consumer by status, and those in quarantine, with the age of the oldest
+    unfinished one (pending, processing or failed). Below: outgoing messages by topic, route and status, paused
+    consumers, the size of large tables, and the partitions.
     """
     with admin_of(args) as admin:
         consumers, topics = admin.status(), admin.topics()
@@ -309,9 +314,9 @@ def _print_bytes(title: str, content: bytes | None) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """Examines the database, its tables and the rows that wait; with --app, the App and its brokers, too. Each finding
-    has a code, a severity (error, warning, note), its evidence and its remedy. What could not be examined is listed
-    with the reason. Nothing is changed, and no table is scanned.
+    """Examines the database, the tables and what waits in them; with --app also the settings of the App and of its
+    brokers. Each finding has a severity (error, warning, note), a code, the evidence and the remedy. What could not
+    be examined is listed, and why. It changes nothing and scans no table.
 
     Exit status: 0 nothing as bad as --fail-on, 1 something, 2 wrong configuration or no database.
     """

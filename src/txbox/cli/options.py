@@ -67,29 +67,29 @@ def add_grace(parser: argparse.ArgumentParser) -> None:
         type=duration,
         default=GRACE,
         metavar="TIME",
-        help=f"from the signal to the end; what has not drained then is cut off (default {GRACE.seconds}s)",
+        help=f"how long a drain may take before the rest is cut off (default {GRACE.seconds}s)",
     )
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:
     """Add who changes something, and why."""
-    group = parser.add_argument_group("audit (each change is recorded in txbox_audit)")
-    group.add_argument("--actor", metavar="NAME", help="who changes this (default: user@host)")
+    group = parser.add_argument_group("audit, kept in txbox_audit")
+    group.add_argument("--actor", metavar="NAME", help="who did it (default: user@host)")
     group.add_argument("--reason", metavar="TEXT", help="why")
 
 
 #: Filter options, in the order in which help lists them; a command has those of its table's filter.
 _FILTERS = {
-    "consumer": "messages of this consumer",
-    "status": "messages in this status",
-    "topic": "messages of this topic",
-    "route": "messages that go this way, as `txbox status` shows it",
-    "type": "messages of this type",
-    "key": "messages with this ordering key",
-    "error_type": "whose last error has this type",
-    "fingerprint": "whose last error has this fingerprint",
-    "hash": "whose payload has this hash; the first digits of it are enough",
-    "older_than": "received, or staged, longer ago than this (90s, 5m, 2h, 7d)",
+    "consumer": "of this consumer",
+    "status": "",
+    "topic": "of this topic",
+    "route": "with this route, as `txbox status` shows it",
+    "type": "of this type",
+    "key": "with this ordering key",
+    "error_type": "whose last error has this type, such as TimeoutError",
+    "fingerprint": "whose last error has this fingerprint, as `txbox show` prints it",
+    "hash": "whose payload has this hash; its first digits are enough",
+    "older_than": "received or staged longer ago than this: 90s, 5m, 2h, 7d",
 }
 
 
@@ -106,11 +106,11 @@ def add_filter(
         names: only these of them.
         statuses: only these of the table's.
     """
-    group = parser.add_argument_group("filter (all that are given must match)")
+    group = parser.add_argument_group("filter: only messages (all must match)")
     known = {field.name for field in dataclasses.fields(kind)} if names is None else names
     choices = [str(status) for status in statuses or kind.table.statuses]
     given: dict[str, dict[str, Any]] = {
-        "status": {"choices": choices},
+        "status": {"choices": choices, "metavar": "STATUS", "help": any_of(choices)},
         "route": {"metavar": "TEXT", "type": route},
         "hash": {"metavar": "HEX"},
         "older_than": {"metavar": "AGE", "type": duration},
@@ -119,7 +119,14 @@ def add_filter(
         # what has one status only needs no filter
         if name in known and (name != "status" or len(choices) > 1):
             option = f"--{name.replace('_', '-')}"
-            group.add_argument(option, help=text, **given.get(name, {"metavar": "TEXT"}))
+            options: dict[str, Any] = {"help": text, "metavar": "TEXT", **given.get(name, {})}
+            group.add_argument(option, **options)
+
+
+def any_of(words: Sequence[str]) -> str:
+    """List words: due, failed or dead."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def route(text: str) -> str:

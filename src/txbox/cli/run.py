@@ -39,7 +39,10 @@ _log = logging.getLogger("txbox")
 _LOOK_S, _UI_LOOK_S, _UI_GRACE_S = 0.2, 3600.0, 10.0
 # in the environment: arguments are public
 _SHARED, _SIGNING = "TXBOX_UI_TOKEN", "TXBOX_UI_SECRET"
-_LOGS = {"--log-json": "log lines as JSON", "--verbose": "log everything, not only trouble"}
+_LOGS = {
+    "--log-json": "log JSON, an object a line",
+    "--verbose": "log every event, not only trouble",
+}
 _BACKLOG = 2048
 _GIVEN_UP = "Dead and quarantined messages wait for you: exit status 1."
 
@@ -47,46 +50,50 @@ _GIVEN_UP = "Dead and quarantined messages wait for you: exit status 1."
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run = add_command(commands, "run", _run, common)
     relay = add_command(commands, "relay", _relay, common)
-    jobs = "; ".join(f"{job.name} ({job.summary})" for job in JOBS)
+    jobs = "\n".join(f"  {job.name:<17} {job.summary}" for job in JOBS)
     maintain = add_command(
         commands, "maintain", _maintain, common,
-        description=f"Does maintenance without consuming: {jobs}. Runs until SIGTERM or Ctrl-C; several may run, a job "
-        "is done by one at a time.",
+        description="Does the maintenance of `txbox run`, and nothing else, until SIGTERM or Ctrl-C. Any number may "
+        f"run: each job is done by one at a time.\n\njobs:\n{jobs}",
     )  # fmt: skip
     for command in (run, relay):
         command.add_argument("path", nargs="?", metavar="MODULE:APP", help="instead of --app")
         add_grace(command)
     read = (
-        "end when all sources are read to their end and nothing in the table is due: a broker and a followed file "
-        "have no end, so with them it never ends; exit status 1 when a message died or was quarantined"
+        "end once every source is read to its end and nothing in the table is due; a broker and a followed file have "
+        "no end"
     )
     add_flags(run, {"--once": read, **_LOGS})
-    add_flags(relay, {"--once": "end when nothing is due", **_LOGS})
-    add_flags(maintain, {"--once": "each job once, then end", **_LOGS})
+    add_flags(relay, {"--once": "end once nothing is due", **_LOGS})
+    add_flags(maintain, {"--once": "do each job once, then end", **_LOGS})
     run.add_argument(
-        "--processes", type=count, default=1, metavar="N", help="worker processes (default 1)"
+        "--processes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="how many worker processes (default 1)",
     )
     add_flags(
         run,
         {
-            "--no-maintenance": "leave rescue and prune to `txbox maintain`",
-            "--no-relay": "leave staged messages to `txbox relay`",
+            "--no-maintenance": "leave maintenance to `txbox maintain`",
+            "--no-relay": "leave sending to `txbox relay`",
             # one of several processes: its parent says how it ended
             "--child": argparse.SUPPRESS,
         },
     )
     for name, what, default in (
-        ("health", "health (/livez, /readyz, /metrics; needs txbox[http])", ""),
-        ("http", "webhooks (what the App consumes as Webhook; needs txbox[http])", " (default 8000)"),
+        ("health", "health: /livez, /readyz, /metrics (needs txbox[http])", ""),
+        ("http", "webhooks of the App (needs txbox[http])", " (default 8000)"),
     ):  # fmt: skip
         group = run.add_argument_group(what)
         group.add_argument(
             f"--{name}-port", type=port, metavar="PORT",
-            help=f"serve them here{default}; 0 picks a port",
+            help=f"the port to serve on{default}; 0 picks one",
         )  # fmt: skip
         group.add_argument(
             f"--{name}-host", default="127.0.0.1", metavar="ADDRESS",
-            help="on this address (default 127.0.0.1; 0.0.0.0 or :: for all)",
+            help="the address to serve on (default 127.0.0.1; 0.0.0.0 or :: for all)",
         )  # fmt: skip
     _add_ui(commands, common)
 
@@ -96,19 +103,26 @@ def _add_ui(commands: Any, common: argparse.ArgumentParser) -> None:
     option = ui.add_argument
     option(
         "--host", default="127.0.0.1", metavar="ADDRESS",
-        help="the address to listen on (default 127.0.0.1); put a server that speaks TLS before any other",
+        help="the address to listen on (default 127.0.0.1); any other needs a TLS proxy in front",
     )  # fmt: skip
-    option("--port", type=port, default=8484, metavar="PORT", help="default 8484")
-    option("--users", metavar="FILE", help="who may log in, a line each")
+    option(
+        "--port",
+        type=port,
+        default=8484,
+        metavar="PORT",
+        help="the port to listen on (default 8484)",
+    )
+    option("--users", metavar="FILE", help="who may log in, one line each")
     option(
         "--grant", action="append", choices=("change", "payload"), default=[],
-        help=f"what holders of {_SHARED} may do: change messages, see payloads and headers; may be repeated",
+        help=f"what holders of {_SHARED} may do besides reading: change messages, or see payloads and headers; may be "
+        "repeated",
     )  # fmt: skip
     option(
         "--allow-host", action="append", default=[], metavar="NAME",
-        help="a host name under which it is reached, beside localhost; may be repeated",
+        help="a host name that browsers use for it, besides localhost; may be repeated",
     )  # fmt: skip
-    flags = {"--hash-password": "read a password, print its hash for --users, and end"}
+    flags = {"--hash-password": "ask for a password, print its hash for --users, and end"}
     add_flags(ui, {**flags, **_LOGS})
 
 
@@ -134,11 +148,14 @@ class _Tally:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Runs the service: takes messages from the sources of the App, retries from its table, sends what is staged, and
-    does maintenance in the background. SIGTERM or Ctrl-C drains: what runs is finished, the rest is left for
-    redelivery; what has not ended within --grace is cut off; a second one ends at once. Exit status 0 drained or idle,
-    1 cut off, something unexpected, or with --once a message that died or was quarantined, 2 wrong configuration,
-    schema or an unreachable database at the start.
+    """Runs the service: receives from the sources of the App, retries failed messages, sends staged ones, and does
+    maintenance.
+
+    SIGTERM or Ctrl-C drains: handlers that run may finish, and the rest is left for redelivery. What has not
+    finished within --grace is cut off. A second signal ends it at once.
+
+    Exit status: 0 drained or idle; 1 cut off, an unexpected error, or with --once a message that died or was
+    quarantined; 2 wrong configuration or schema, or no database at the start.
     """
     from txbox.worker import supervise
     from txbox.worker.supervisor import GAVE_UP
@@ -267,9 +284,13 @@ def _child(args: argparse.Namespace) -> list[str]:
 
 
 def _relay(args: argparse.Namespace) -> int:
-    """Sends what app.outbox.stage has written, by the routes of the App (app.publish); `txbox run` does the same beside
-    its handlers. Several may run, on many machines. SIGTERM or Ctrl-C drains: what was sent is marked, the rest is
-    left; --grace bounds it. Exit status 0 stopped or idle, 1 cut off or something unexpected, 2 wrong set-up or schema.
+    """Sends the messages that app.outbox.stage has written to where app.publish says. `txbox run` does the same
+    beside its handlers. Any number may run, on many machines.
+
+    SIGTERM or Ctrl-C drains: what is confirmed is marked as sent, the rest is left. What has not finished within
+    --grace is cut off, and sent again later.
+
+    Exit status: 0 stopped or idle; 1 cut off, or an unexpected error; 2 wrong configuration or schema.
     """
     from txbox.relay import Relays
     from txbox.store.activity import Doing
@@ -385,10 +406,11 @@ def _maintain_until_stopped(app: App) -> None:
 
 
 def _ui(args: argparse.Namespace) -> int:
-    """Serves the dashboard: what is stuck, why, since when, and what to do about it. It starts only when it knows who
-    may look. Either TXBOX_UI_TOKEN is a secret of 24 bytes or more that all share, and --grant says what they may do
-    beyond reading; or --users names a file with a line for each user, NAME:HASH or NAME:HASH:change,payload, where
-    --hash-password prints the HASH. txbox_audit records who was logged in.
+    """Serves the dashboard: what is stuck, why, since when, and what to do about it.
+
+    It does not start without a login. Either set TXBOX_UI_TOKEN to a secret of 24 bytes or more, which everybody uses,
+    and say with --grant what they may do besides reading. Or give --users a file with a line for each user: NAME:HASH
+    or NAME:HASH:change,payload, where --hash-password prints the HASH. Changes are kept in txbox_audit with the name.
     """
     try:
         from txbox.ui import Dashboard, hashed

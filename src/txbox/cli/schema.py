@@ -36,31 +36,31 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     shown = add_command(actions, "print", _print, common, help="print the SQL, without connecting")
     add_command(
         actions, "check", _check, common,
-        help="say whether this release can work with the tables (exit status 0 or 2)",
+        help="say whether this release works with the tables",
     )  # fmt: skip
     apply = add_command(
-        actions, "apply", _apply, common, help="create or upgrade the tables, as `txbox init`"
+        actions, "apply", _apply, common, help="create or upgrade the tables, like `txbox init`"
     )
     for command in (init, apply, shown):
         command.add_argument(
             "--partition", choices=KINDS,
-            help="on PostgreSQL, when the tables are made: partition the inbox by the time in its ids (uuid7 or ulid), "
-            "so that retention drops whole partitions, or by a hash of the key",
+            help="for new tables on PostgreSQL: partition the inbox by the time in its ids (uuid7, ulid), so that "
+            "pruning drops whole partitions, or by a hash of the id",
         )  # fmt: skip
     option = shown.add_argument
     option("--dialect", choices=["postgresql", "mysql", "sqlite"], help="mysql is also MariaDB")
     option(
         "--from", dest="after", type=_version, default=0, metavar="N",
-        help="the version the tables are at (default 0: no tables)",
+        help="the version of the tables now (default 0: none)",
     )  # fmt: skip
     option(
         "--to", dest="upto", type=count, default=tables.VERSION, metavar="N",
-        help=f"the version wanted (default {tables.VERSION}, that of this release)",
+        help=f"the version to reach (default {tables.VERSION}, this release)",
     )  # fmt: skip
     option(
         "--grants", nargs="*", metavar="KIND=ROLE",
-        help="print the rights that each kind of role needs instead: consumer, relay, maintenance, operator, readonly, "
-        "viewer; KIND=ROLE gives your name for one and leaves the others out",
+        help="print GRANT statements instead, for each kind of role: consumer, relay, maintenance, operator, readonly, "
+        "viewer; with KIND=ROLE only for that kind, and for your role",
     )  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def _version(text: str) -> int:
 
 
 def _apply(args: argparse.Namespace) -> int:
-    """Creates the tables, or brings them to this release's version; harmless when they are up to date. It needs a role
-    that may create tables; `txbox schema print` prints the same SQL for somebody else to run.
+    """Creates the tables, or upgrades them to this release. Running it again does no harm. It needs a role that may
+    create tables; `txbox schema print` prints the same SQL for whoever has one.
     """
     with opened(args) as app:
         if app.database.sync:
@@ -115,7 +115,7 @@ async def _init(app: App, partition: Kind | None) -> tuple[int, int, list[str]]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Says whether this release can work with the tables: exit status 0, or 2 and the command to run."""
+    """Says whether this release works with the tables. Exit status: 0 yes, 2 no, with the command to run."""
     with opened(args) as app:
         state = perform(app, tables.check, app.store.dialect)
         if args.json:
@@ -129,8 +129,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace) -> int:
-    """Prints the SQL that creates or upgrades the tables, without connecting to a database. The dialect is that of
-    --app or --database; --dialect works without either.
+    """Prints the SQL that creates or upgrades the tables. It connects to nothing: --dialect is enough, or an --app
+    or --database whose dialect it is.
     """
     sql_dialect, schema, kept = _dialect(args)
     if args.grants is not None:

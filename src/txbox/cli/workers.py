@@ -28,22 +28,24 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     add_command(commands, "workers", _workers, common)
     for name, run in (("pause", _pause), ("resume", _resume)):
         command = add_command(commands, name, run, common)
-        command.add_argument("consumer", metavar="CONSUMER", help="as `txbox workers` names it")
-        add_flags(command, {"--dry-run": "say what would be, and change nothing"})
+        command.add_argument(
+            "consumer", metavar="CONSUMER", help="the consumer, as `txbox workers` lists it"
+        )
+        add_flags(command, {"--dry-run": "say what would happen, and change nothing"})
         add_audit(command)
     top = add_command(commands, "top", _top, common)
     top.add_argument(
         "--interval", type=duration, default=timedelta(seconds=2), metavar="TIME",
-        help="between two looks (default 2s)",
+        help="how often to look (default 2s)",
     )  # fmt: skip
-    add_flags(top, {"--once": "look once, and end"})
+    add_flags(top, {"--once": "look once, then end"})
 
 
 def _workers(args: argparse.Namespace) -> int:
-    """Lists the processes of `txbox run` and `txbox relay` on this database: where each runs, what it consumes, how
-    many lanes are busy, and when it was last heard of; each reports every few seconds. One that has not for half a
-    minute is silent: killed, hanging, or cut off from the database; after an hour it is forgotten. Below, the consumers
-    that are paused.
+    """Lists the processes of `txbox run` and `txbox relay` on this database: where they run, what they consume, how
+    busy they are, and when they were last heard of, which is every few seconds. One that was not heard of for half
+    a minute is silent: killed, hanging, or cut off from the database. After an hour it is forgotten. Below: paused
+    consumers.
     """
     with admin_of(args) as admin:
         workers, paused = admin.workers(), admin.pauses()
@@ -61,16 +63,16 @@ def _workers(args: argparse.Namespace) -> int:
 
 
 def _pause(args: argparse.Namespace) -> int:
-    """Every worker stops running CONSUMER within a few seconds, and none starts to; a restart does not end that. What
-    runs is finished, retries wait in the table, and no attempt is lost. A source with no other consumer is not received
-    from; what it shares with another one, and what comes by `process` or a webhook, is stored as pending and
-    acknowledged.
+    """Stops all workers from running CONSUMER within a few seconds, also those that start later, until `txbox
+    resume`. Handlers that run may finish; no attempt is lost, and retries wait in the table. A source that only
+    this consumer reads is not read meanwhile. What comes by a shared source, `process` or a webhook is stored as
+    pending and acknowledged.
     """
     return _change(args, "pause")
 
 
 def _resume(args: argparse.Namespace) -> int:
-    """Workers run CONSUMER again within a few seconds, beginning with what has waited longest."""
+    """Lets workers run CONSUMER again, within a few seconds, starting with what has waited longest."""
     return _change(args, "resume")
 
 
@@ -127,9 +129,9 @@ def _since(pause: Pause) -> str:
 
 
 def _top(args: argparse.Namespace) -> int:
-    """Shows, again and again, what each consumer and each route of the outbox did in the last minute or two: rates,
-    failures, times from receipt to commit, and how long the first message that is due has waited; and who is at work.
-    It reads what workers have counted, and never the inbox. Ctrl-C ends it.
+    """Shows what each consumer and each route of the outbox did in the last minute or two, again and again: rates,
+    failures, latencies from receipt to commit, how long the oldest due message waits, and the workers. It reads
+    counts that workers write, never the inbox. Ctrl-C ends it.
     """
     if args.json and not args.once:
         raise ConfigurationError("top --json looks once: add --once.")

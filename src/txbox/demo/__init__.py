@@ -83,17 +83,34 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of the demo."""
     parser = argparse.ArgumentParser(
         prog="txbox demo",
-        description="A payment service consumes a stream with duplicates, and sends a receipt for each payment to a "
-        "second consumer, while its process is killed with kill -9, next to a naive service on the same stream. "
-        "Exit status 1 when txbox's books are wrong.",
+        description="Two payment services read the same stream, which has duplicates, while their processes are killed "
+        "with kill -9: one with txbox, which sends a receipt for each payment to a second consumer, and a naive one. "
+        "At the end their books are compared. It needs no server.",
+        epilog="Exit status: 0 the books of txbox are right, 1 they are wrong. Example: txbox demo --seconds 30",
     )
     add = parser.add_argument
-    add("--payments", type=int, default=400, help="distinct payments (default 400)")
-    add("--duplicates", type=float, default=0.1, help="share sent twice (default 0.1)")
-    add("--kills", type=int, default=12, help="of each process (default 12)")
-    add("--seconds", type=float, default=16.0, help="the stream lasts (default 16)")
-    add("--seed", type=int, help="for the same stream again")
-    add("--dir", help="where the databases go (default: a temporary directory, which is kept)")
+    add("--payments", type=int, default=400, metavar="N", help="distinct payments (default 400)")
+    add(
+        "--duplicates",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="how many come twice (default 0.1)",
+    )
+    add("--kills", type=int, default=12, metavar="N", help="of each process (default 12)")
+    add(
+        "--seconds",
+        type=float,
+        default=16.0,
+        metavar="N",
+        help="how long the stream lasts (default 16)",
+    )
+    add("--seed", type=int, metavar="N", help="for the same stream again")
+    add(
+        "--dir",
+        metavar="PATH",
+        help="where the databases go (default: a temporary directory, which is kept)",
+    )
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 

@@ -123,7 +123,7 @@ async def _letter(db: Transaction, app: App, row: Rescued) -> None:
 JOBS = (
     Job(
         "rescue",
-        "return the rows of workers that died to the queue",
+        "take messages back from workers that died",
         lambda app: app.lease.duration / 3,
         rescue,
     ),
@@ -135,31 +135,31 @@ JOBS = (
     ),
     Job(
         "prune",
-        "delete finished rows past the retention",
+        "delete finished messages past the retention",
         lambda app: app.retention.every,
         prune,
     ),
     Job(
         "prune-outbox",
-        "delete sent and discarded outgoing messages past their retention",
+        "delete sent and discarded outgoing messages",
         lambda app: app.retention.every,
         prune_outbox,
     ),
     Job(
         "prune-quarantine",
-        "delete accepted and discarded rows, and limit the payloads in the quarantine",
+        "delete decided quarantined messages, and limit payloads",
         lambda app: app.retention.every,
         prune_quarantine,
     ),
     Job(
         "prune-activity",
-        "merge the counts of each minute, and delete old counts and silent workers",
+        "merge counts, delete old ones, and forget dead workers",
         lambda app: app.retention.every,
         prune_activity,
     ),
     Job(
         "drop-payloads",
-        "drop payloads that were kept for a limited time",
+        "drop payloads whose keep_payload= has run out",
         lambda app: app.retention.every,
         drop_payloads,
     ),
