@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import starmap
+from typing import Any, NamedTuple
 
 from txbox import settings
 from txbox.admin.doctor.finding import Diagnosis, Finding
 from txbox.admin.reader import Application
-from txbox.brokers.base import Examinable, Facts, Source
+from txbox.brokers.base import Examinable, Facts
 from txbox.errors import BrokerError, ConfigurationError
 from txbox.handlers import Handlers
 from txbox.text import lasting
@@ -43,10 +45,136 @@ def weak_ids(handlers: Handlers) -> Iterator[Finding]:
             )
 
 
-# crashes count as deliveries, too
-_DELIVERIES_MIN = 20
-# a weekend's outage is longer; this one is anybody's
-_KEPT_MIN_S = 3600.0
+class _Rule(NamedTuple):
+    """What a broker is set to, and when that does not fit.
+
+    Attributes:
+        fact: a field of `Facts`.
+        wrong: compares the fact with the limit.
+        limit: of the App, in the unit of the fact.
+        problem, remedy: with {where}, {fact} and {limit}; {days} is the next whole day after the fact.
+    """
+
+    code: str
+    fact: str
+    wrong: Callable[[Any, Any], bool]
+    limit: Callable[[Application], Any]
+    problem: str
+    remedy: str
+
+
+def _no(_: Application) -> bool:
+    return False
+
+
+def _outage_s(_: Application) -> float:
+    # a weekend's outage is longer; this one is anybody's
+    return 3600.0
+
+
+def _deliveries(_: Application) -> int:
+    # crashes count as deliveries, too
+    return 20
+
+
+def _claim_s(app: Application) -> float:
+    return app.limits.lock_timeout.total_seconds()
+
+
+def _processed_s(app: Application) -> float:
+    return app.retention.processed.total_seconds()
+
+
+def _lease_s(app: Application) -> float:
+    return app.relaying.lease.total_seconds()
+
+
+def _endless(fact: float, _: float) -> bool:
+    return math.isinf(fact)
+
+
+def _longer(fact: float, limit: float) -> bool:
+    return limit < fact < math.inf
+
+
+_MISSING = _Rule(
+    "topic-missing", "found", operator.is_, _no,
+    "{where} does not exist.",
+    "Create it, or correct the topic.",
+)  # fmt: skip
+_OF_SOURCES = (
+    _Rule(
+        "auto-ack", "acknowledged", operator.is_, _no,
+        "{where} acknowledges a message by delivering it{said}: what a worker has received when it crashes is lost.",
+        "Have each message acknowledged by itself: delete the consumer, and let txbox create it.",
+    ),
+    _Rule(
+        "not-durable", "durable", operator.is_, _no,
+        "{where} is gone when its broker restarts{said}, with all that waits in it.",
+        "Declare it durable, under another name or after it is deleted.",
+    ),
+    _Rule(
+        "broker-drops", "overflows", operator.is_not, _no,
+        "{where} drops its oldest messages when it is full{said}: a longer outage loses them.",
+        "Take the limit away, or have the queue refuse what is too much (x-overflow=reject-publish).",
+    ),
+    _Rule(
+        "broker-drops", "kept_s", operator.lt, _outage_s,
+        "{where} drops after {fact} what nobody has received{said}: a longer outage loses messages.",
+        "Have the broker keep them for longer than an outage may last.",
+    ),
+    _Rule(
+        "delivery-limit", "deliveries_max", operator.lt, _deliveries,
+        "{where} gives a message up after {fact} deliveries{said}, and crashes and deployments count: attempts are "
+        "counted in the database.",
+        "Take the limit away, or make it {limit} or more.",
+    ),
+    _Rule(
+        "time-out-redelivery", "redelivery_s", operator.le, _claim_s,
+        "{where} delivers again after {fact}{said}, and a claim may wait {limit} (Limits.lock_timeout): a message that "
+        "waits comes a second time.",
+        "Make the broker's time-out longer, or Limits.lock_timeout shorter.",
+    ),
+    _Rule(
+        "replay-unbounded", "replay_s", _endless, _processed_s,
+        "{where} keeps messages for ever{said}, and Retention.processed is {limit}: who replays older ones processes "
+        "them again.",
+        "Bound it, or replay no further back than the retention.",
+    ),
+    _Rule(
+        "retention-too-short", "replay_s", _longer, _processed_s,
+        "{where} can deliver again what is {fact} old{said}, and Retention.processed is {limit}: what comes again "
+        "after that is processed again.",
+        "`Retention(processed=timedelta(days={days}))`, or let the broker keep less.",
+    ),
+)  # fmt: skip
+_OF_DESTINATIONS = (
+    _Rule(
+        "duplicate-window", "duplicates_s", operator.lt, _lease_s,
+        "{where} knows a message by its id for {fact}{said}, and a relay that dies sends again after {limit} "
+        "(RelayPolicy.lease): consumers see it twice.",
+        "Make the window longer than the lease; consumers with an inbox take the second one as a duplicate.",
+    ),
+)  # fmt: skip
+
+
+def _judged(
+    app: Application, rules: Sequence[_Rule], broker: str, facts: Facts
+) -> Iterator[Finding]:
+    """Compare the settings of one topic with what the App relies on."""
+    for rule in rules if facts.found else (_MISSING,):
+        fact, limit = getattr(facts, rule.fact), rule.limit(app)
+        if fact is None or not rule.wrong(fact, limit):
+            continue
+        said, seconds = facts.said.get(rule.fact), rule.fact.endswith("_s")
+        values = {
+            "where": f"{facts.topic!r} of {broker}",
+            "fact": lasting(fact) if seconds and fact < math.inf else fact,
+            "limit": lasting(limit) if seconds else limit,
+            "said": f" ({said})" if said else "",
+            "days": math.ceil(fact / 86400) + 1 if fact < math.inf else None,
+        }
+        yield Finding(rule.code, rule.problem.format(**values), rule.remedy.format(**values))
 
 
 def sources(app: Application, diagnosis: Diagnosis) -> None:
@@ -64,7 +192,7 @@ def sources(app: Application, diagnosis: Diagnosis) -> None:
             continue
         diagnosis.found(starmap(Finding, settings.order(app.handlers, source, topics)))
         for facts in _asked(source, source.name, topics, diagnosis):
-            diagnosis.found(_consumed(app, source, facts))
+            diagnosis.found(_judged(app, _OF_SOURCES, source.name, facts))
 
 
 def destinations(app: Application, diagnosis: Diagnosis) -> None:
@@ -72,7 +200,7 @@ def destinations(app: Application, diagnosis: Diagnosis) -> None:
     for route in app.routes.all():
         if route.destination is not None and route.topics and not route.others:
             for facts in _asked(route.destination, route.name, route.topics, diagnosis):
-                diagnosis.found(_published(app, route.name, facts))
+                diagnosis.found(_judged(app, _OF_DESTINATIONS, route.name, facts))
 
 
 def _asked(
@@ -89,100 +217,3 @@ def _asked(
         for sentence in facts.unknown:
             diagnosis.not_checked(f"{facts.topic} of {name}", sentence)
     return found
-
-
-def _consumed(app: Application, source: Source, facts: Facts) -> Iterator[Finding]:
-    where = f"{facts.topic!r} of {source.name}"
-    if not facts.found:
-        yield _missing(where)
-        return
-    if not facts.acknowledged:
-        yield Finding(
-            "auto-ack",
-            f"{where} counts what it delivers as acknowledged{_said(facts, 'acknowledged')}: what a crash leaves is "
-            "lost.",
-            "Have each message acknowledged by itself: delete the consumer, and let txbox create it.",
-        )
-    if not facts.durable:
-        yield Finding(
-            "not-durable",
-            f"{where} is gone when its broker restarts{_said(facts, 'durable')}, with all that waits in it.",
-            "Declare it durable, under another name or after it is deleted.",
-        )
-    yield from _kept(app, where, facts)
-    if facts.deliveries_max is not None and facts.deliveries_max < _DELIVERIES_MIN:
-        yield Finding(
-            "delivery-limit",
-            f"{where} gives a message up after {facts.deliveries_max} deliveries{_said(facts, 'deliveries_max')}, and "
-            "crashes and deployments count: attempts are counted in the database.",
-            f"Take the limit away, or make it {_DELIVERIES_MIN} or more.",
-        )
-    claim_s = app.limits.lock_timeout.total_seconds()
-    if facts.redelivery_s is not None and facts.redelivery_s <= claim_s:
-        yield Finding(
-            "time-out-redelivery",
-            f"{where} delivers again after {lasting(facts.redelivery_s)}{_said(facts, 'redelivery_s')}, and a claim "
-            f"may wait {lasting(claim_s)} (Limits.lock_timeout): a message that waits comes a second time.",
-            "Make the broker's time-out longer, or Limits.lock_timeout shorter.",
-        )
-
-
-def _kept(app: Application, where: str, facts: Facts) -> Iterator[Finding]:
-    kept_s = app.retention.processed.total_seconds()
-    if facts.replay_s is not None and math.isinf(facts.replay_s):
-        yield Finding(
-            "replay-unbounded",
-            f"{where} keeps messages without a bound in time{_said(facts, 'replay_s')}, and Retention.processed is "
-            f"{lasting(kept_s)}: who replays older ones processes them again.",
-            "Bound it, or replay no further back than the retention.",
-        )
-    elif facts.replay_s is not None and facts.replay_s > kept_s:
-        yield Finding(
-            "retention-too-short",
-            f"{where} can deliver again what is {lasting(facts.replay_s)} old{_said(facts, 'replay_s')}, and "
-            f"Retention.processed is {lasting(kept_s)}: what comes again after that is processed again.",
-            f"`Retention(processed=timedelta(days={math.ceil(facts.replay_s / 86400) + 1}))`, or let the broker keep "
-            "less.",
-        )
-    if facts.kept_s is not None and facts.kept_s < _KEPT_MIN_S:
-        yield Finding(
-            "broker-drops",
-            f"{where} drops after {lasting(facts.kept_s)} what nobody has received{_said(facts, 'kept_s')}: a longer "
-            "outage loses messages.",
-            "Have the broker keep them for longer than an outage may last.",
-        )
-    if facts.overflows:
-        yield Finding(
-            "broker-drops",
-            f"{where} drops its oldest messages when it is full{_said(facts, 'overflows')}: a longer outage "
-            "loses them.",
-            "Take the limit away, or have the queue refuse what is too much (x-overflow=reject-publish).",
-        )
-
-
-def _published(app: Application, route: str, facts: Facts) -> Iterator[Finding]:
-    where = f"{facts.topic!r} of {route}"
-    if not facts.found:
-        yield _missing(where)
-        return
-    lease_s = app.relaying.lease.total_seconds()
-    if facts.duplicates_s is not None and facts.duplicates_s < lease_s:
-        yield Finding(
-            "duplicate-window",
-            f"{where} knows a message by its id for {lasting(facts.duplicates_s)}{_said(facts, 'duplicates_s')}, and a "
-            f"relay that dies sends again after {lasting(lease_s)} (RelayPolicy.lease): consumers see it twice.",
-            "Make the window longer than the lease; consumers with an inbox take the second one as a duplicate.",
-        )
-
-
-def _missing(where: str) -> Finding:
-    return Finding(
-        "topic-missing",
-        f"{where} does not exist.",
-        "Create it, or correct the topic.",
-    )
-
-
-def _said(facts: Facts, what: str) -> str:
-    said = facts.said.get(what)
-    return f" ({said})" if said else ""
