@@ -1,4 +1,4 @@
-"""The relay on every database: what leaves, in which order, and what becomes of what does not."""
+"""The relay on every database: what is sent, in which order, and what happens to the rest."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_broker_that_is_away_counts_nothing(
 def test_a_large_batch_is_not_confirmed_in_the_time_of_a_small_one(
     database_url: str, plain_connection: Connect, raw: Look
 ) -> None:
-    """A slow broker that confirms what it gets: no message is dead because many others went with it."""
+    """A slow broker that confirms everything: no message becomes dead because many others were sent with it."""
 
     class Slow(Recorder):
         def publish(self, messages: Any, within_s: float) -> Any:
@@ -264,7 +264,7 @@ def test_a_lease_that_ran_out_is_taken_over_and_the_first_holder_marks_nothing(
 
         class Slow(Recorder):
             def publish(self, messages: Any, within_s: float) -> Any:
-                # what a lease's end looks like: the rows are due again
+                # as if the lease had expired: the rows are due again
                 raw(database_url).execute("UPDATE txbox_outbox SET available_at = staged_at")
                 drained(relay_of(other))
                 return super().publish(messages, within_s)
@@ -360,7 +360,7 @@ def test_waiting_rows_of_one_key_hide_no_other_key(
 def test_a_relay_that_is_slow_comes_to_the_end_of_the_waiting_rows(
     database_url: str, plain_connection: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It went back to the first of them every second: on a busy machine it never saw the rows behind."""
+    """It used to go back to the first of them every second: on a busy machine it never saw the rows behind."""
     monkeypatch.setattr(outbox, "_BACK_S", 1e-4)
     test_waiting_rows_of_one_key_hide_no_other_key(database_url, plain_connection)
 

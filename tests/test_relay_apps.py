@@ -1,4 +1,4 @@
-"""Several Apps on one database: each relays what it staged itself, and leaves the others' rows alone."""
+"""Several Apps on one database: each relays what it staged, and leaves the rows of the others alone."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_an_app_leaves_the_rows_of_another_alone(
 def test_two_apps_with_one_topic_and_key_wait_for_each_other_in_nothing(
     sqlite_url: str, plain_connection: Connect, raw: Look, pair: tuple[str, str]
 ) -> None:
-    """The order of a key is that of one route: what nobody takes holds up nothing but itself."""
+    """The order of a key applies within one route: rows that nobody takes hold up no others."""
 
     def of(way: str) -> Other:
         def made(app: App) -> None:
@@ -247,7 +247,7 @@ def test_an_outbox_without_an_app_keeps_the_order_with_one_that_has(
 def test_a_release_with_other_consumers_takes_what_the_last_one_left(
     database_url: str, plain_connection: Connect, raw: Look
 ) -> None:
-    """A deployment adds a consumer, another removes one: the rows in between are this App's all the same."""
+    """One deployment adds a consumer, another removes one: the rows in between still belong to this App."""
     look = raw(database_url)
     with App(database_url) as app:
         app.handler(TOPIC, consumer="stock")(handle)
@@ -334,7 +334,7 @@ def test_rows_of_a_route_that_is_gone_are_seen_and_rerouted(
 def test_what_waits_for_another_route_costs_this_one_nothing(
     postgresql_url: str, plain_connection: Connect, raw: Look
 ) -> None:
-    """The look at the outbox reads the index in its order, and nothing of other routes."""
+    """A look at the outbox reads the index in order, and no rows of other routes."""
     look = raw(postgresql_url)
     look.execute(
         "INSERT INTO txbox_outbox (id, topic, route, key) SELECT 'o' || n, 't', 'redis:gone/0', 'k' "
@@ -352,7 +352,7 @@ def test_what_waits_for_another_route_costs_this_one_nothing(
     ):
         app.publish(broker)
         (relay,) = relays(app)
-        # the statement that the relay really sends
+        # the statement the relay sends
         seen: list[Statement] = []
 
         async def noted(verb: Verb, statements: Statements, carried_out: Any) -> Any:

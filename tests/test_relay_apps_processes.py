@@ -1,4 +1,4 @@
-"""Several Apps on one database, in processes of their own, with real brokers."""
+"""Several Apps on one database, as separate processes with real brokers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relays killed for good: nothing is lost, ids stay, and two of them never send one row at a time."""
+"""Relays killed at every point: nothing is lost, ids stay, and no two relays send one row at the same time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stage(url: str, connect: Connect, topic: str, first: int, count: int) -> lis
 def killed_again_and_again(
     plan: Plan, points: list[tuple[str, int]], topic: str, connect: Connect
 ) -> list[str]:
-    """Stage, start a relay, have it die at a point, and so on; a last one lives. Returns all ids."""
+    """Stage, let one relay after another die at a point, then let a last one live; returns all ids."""
     ids: list[str] = []
     for number in range(KILLS):
         ids += stage(plan.url, connect, topic, len(ids), ROWS_A_ROUND)
@@ -164,7 +164,7 @@ def test_relay_republishes_to_its_own_app(
 
 
 class Calls:
-    """What the publish log says: which call of which process published which rows, and when."""
+    """An entry of the publish log: which call of which process published which rows, and when."""
 
     def __init__(self, log: Path) -> None:
         self.ended: dict[tuple[int, str], float] = {}
@@ -218,7 +218,7 @@ def test_two_relays_never_publish_one_row_and_one_takes_over_from_the_other(
         assert set(calls.by_row()) == set(ids)
         assert all(len(each) == 1 for each in calls.by_row().values()), "each row once"
 
-        # now one dies while it publishes
+        # now one dies while publishing
         more = stage(database_url, plain_connection, "out", 600, 600)
         eventually(lambda: caught_publishing(one, log), "the first, while it publishes")
         one.kill()

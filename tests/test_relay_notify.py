@@ -1,4 +1,4 @@
-"""Wake-up by NOTIFY: at once across processes, and by polling wherever nobody hears."""
+"""Wake-up by NOTIFY: at once across processes, and by polling where nobody listens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from txbox.worker.driving import Driver
 Look = Callable[[str], Raw]
 ROOT = Path(__file__).parents[1]
 OFTEN = RelayPolicy(poll=timedelta(seconds=1))
-# no look falls into a test that waits to be woken
+# so seldom that a test that waits to be woken never meets a poll
 SELDOM_S = 2 * DEADLINE_S
 ARRIVED = "SELECT 1 FROM txbox_inbox WHERE message_id = ?"
 LISTENERS = (
@@ -96,7 +96,7 @@ def running(url: str, app: App) -> Iterator[Running]:
 
 @pytest.fixture
 def seldom(monkeypatch: pytest.MonkeyPatch) -> RelayPolicy:
-    """Relays that do not look by themselves, nor more often after work: what comes was woken."""
+    """Relays that do not poll, not even after work: whatever is sent, they were woken for it."""
     monkeypatch.setattr(relay, "_BUSY_S", SELDOM_S)
     return RelayPolicy(poll=timedelta(seconds=SELDOM_S))
 

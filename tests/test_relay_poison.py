@@ -1,4 +1,4 @@
-"""Ten thousand keys, and of a hundred of them a message that no broker takes."""
+"""Ten thousand keys, a hundred of which have a message that no broker accepts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_ten_thousand_keys_with_poison_keep_their_order(
     plain_connection: Connect,
 ) -> None:
     url, nowhere, events = new_database("postgresql"), f"no-{secrets.token_hex(6)}", list[Event]()
-    # of each key number 0, and then of each number 1; the poison is a number 0
+    # number 0 of every key, then number 1; the poison is a number 0
     messages: list[Outgoing] = []
     for number in range(PER_KEY):
         for key in range(KEYS):
@@ -88,7 +88,7 @@ def test_ten_thousand_keys_with_poison_keep_their_order(
         assert [tuple(row) for row in raw(url).rows(status)] == [
             (str(100 * number + 57), 1) for number in range(BAD)
         ]
-        # what goes nowhere is tried again and again, and its key waits
+        # what no queue takes is retried, and its key waits
         assert any(isinstance(event, OutgoingFailed) for event in events)
         waiting = raw(url).rows(
             "SELECT key, attempts > 0 FROM txbox_outbox WHERE status = 'pending' ORDER BY number"

@@ -1,4 +1,4 @@
-"""A drain ends within its grace, whatever hangs: a broker or the database that accepts and never answers."""
+"""A drain ends within its grace, even if a broker or the database accepts connections and never answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Run:
         return self.output.read_text().splitlines()
 
     def says(self, text: str) -> list[str]:
-        """Wait until log lines hold the text; returns them."""
+        """Wait for log lines that contain the text; returns them."""
 
         def found() -> list[str]:
             lines = [line for line in self.lines if text in line]
@@ -68,7 +68,7 @@ class Run:
         return said
 
     def drained(self) -> tuple[float, int]:
-        """Send SIGTERM; returns the seconds until the end, and the exit status."""
+        """Send SIGTERM; returns the seconds until the process ended, and its exit status."""
         asked = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(DEADLINE_S)
@@ -93,7 +93,7 @@ def hanging(
             server: ThrowawayKafka = request.getfixturevalue("throwaway_kafka")
             rig = stack.enter_context(rig_of(broker, server.bootstrap))
             pid = int((server.directory / "pid").read_text())
-            # its clients go to the address that it names, past any proxy
+            # its clients connect to the address it advertises, past any proxy
             stack.callback(os.kill, pid, signal.SIGCONT)
             yield rig, server.bootstrap, lambda: os.kill(pid, signal.SIGSTOP)
             return
@@ -179,7 +179,7 @@ def test_a_relay_ends_within_its_grace(redis_url: str, postgresql_url: str, tmp_
             with tx.transaction():
                 Outbox().stage(tx, rig.topic, "{}")
             with Run(tmp_path, plan, "--grace", "2s", verb="relay") as run:
-                # leased, and on its way
+                # leased and being sent
                 assert proxy.hung.wait(DEADLINE_S)
                 took_s, code = run.drained()
         assert code == 1

@@ -1,4 +1,4 @@
-"""What a worker logs while a broker or its database is away: one line at the start, one at the end, all formatted."""
+"""Log of a worker whose broker or database is away: one line at the start, one at the end, all formatted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEARTBEATS = {"rabbitmq": "?heartbeat=5"}
 def interrupted(
     broker: str, how: str, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Rig, str, Callable[[], object], Callable[[], object]]]:
-    """A topic, where a service finds it, what takes the server away, and what brings it back."""
+    """Yield a rig, the address for a service, and two functions: one takes the server away, one brings it back."""
     with ExitStack() as stack:
         if broker == "kafka":
             server: ThrowawayKafka = request.getfixturevalue("throwaway_kafka")
@@ -55,14 +55,14 @@ def processed(url: str) -> int:
 
 
 def parsed(run: Run, since: int) -> list[dict[str, Any]]:
-    """The lines after so many, each of which must be JSON of the formatter's."""
+    """Return the lines from `since` on, each of which must be JSON written by the formatter."""
     lines = [json.loads(line) for line in run.lines[since:]]
     assert all({"time", "level"} <= line.keys() for line in lines)
     return lines
 
 
 def by_trouble(lines: list[dict[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-    """(event, level) of each line, by what it is about."""
+    """Return (event, level) of each line, by source or publisher."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for line in lines:
         about = line.get("source") or line.get("publisher") or "others"

@@ -1,4 +1,4 @@
-"""One envelope: an event is the same message on every transport, binary and structured; no event stops a source."""
+"""The same event becomes the same message on every transport, binary or structured; none stops a source."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_what_a_relay_sends_structured_is_read_back_byte_for_byte(
 
 
 def test_what_leaves_comes_back(transport: Transport) -> None:
-    """Whatever is no header here is passed beside them, as the publisher and the source of the transport do."""
+    """Fields that are not headers are passed separately, as publisher and source of the transport do."""
     at = datetime(2026, 11, 20, tzinfo=UTC)
     message: Message[Any] = Message(
         topic="orders", id="m1", type="t", key="k", content_type="x/y", time=at, payload=b"1",
@@ -295,7 +295,7 @@ def test_the_clock_of_the_broker_is_the_time_where_nobody_says_one(
 
 
 def test_ids_in_headers_go_before_those_of_a_structured_event(wire: Wire) -> None:
-    """They were the id before events in the payload were read: a known message must not get another."""
+    """They were the id before structured events were read: a known message must not get another id."""
     for headers, expected in (
         ({"message-id": "m1"}, "m1"),
         ({"ce_id": "e2", "ce_source": "/other"}, "/other e2"),
@@ -416,7 +416,7 @@ def test_base64_in_an_event(wire: Wire) -> None:
 
 
 def test_headers_of_sqs_that_are_nested_without_end_stay_an_attribute() -> None:
-    """Python's parser gives up on them with an error of its own."""
+    """Python's parser raises RecursionError for them."""
     hostile = "[" * 100_000
     message = the_message(on_sqs({"txbox-headers": hostile, "message-id": "m1"}, b"1", None))
     assert (message_id(message), message.headers.get("txbox-headers")) == ("m1", hostile)

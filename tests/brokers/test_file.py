@@ -1,4 +1,4 @@
-"""The File source: what a line becomes, and how far it came."""
+"""The File source: how lines become messages, and where reading continues."""
 
 from __future__ import annotations
 

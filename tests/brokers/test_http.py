@@ -1,4 +1,4 @@
-"""Outgoing HTTP: what an endpoint gets, and what becomes of a message by what it answers."""
+"""Outgoing HTTP: the requests an endpoint gets, and what each of its answers does to the message."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Reply = tuple[int, dict[str, str], bytes]
 
 
 class Scripted:
-    """An ASGI endpoint that answers by the body of the request, and remembers what came."""
+    """An ASGI endpoint that answers as the body of the request says, and records the requests."""
 
     def __init__(self, answers: dict[bytes, list[Reply]] | None = None) -> None:
         self.answers = answers or {}
@@ -145,7 +145,7 @@ def test_answer_decides_what_becomes_of_a_message(status: int, kind: type | None
 def test_retry_after_is_read_as_seconds_or_date(
     said: str | int, least_s: float | None, most_s: float | None
 ) -> None:
-    """A number stands for the date that is so many seconds away."""
+    """A number stands for a date that many seconds from now."""
     value = said if isinstance(said, str) else formatdate(time.time() + said, usegmt=True)
     endpoint_app = Scripted({b"{}": [(503, {"retry-after": value}, b"")]})
     with serving(endpoint_app) as endpoint:
@@ -178,7 +178,7 @@ def test_requests_go_side_by_side_up_to_the_bound() -> None:
         endpoint_app.most = max(endpoint_app.most, endpoint_app.together)
         if endpoint_app.together == 3:
             three.set()
-        # nobody is answered until three have met here
+        # nobody gets an answer until three requests are here
         await three.wait()
         endpoint_app.together -= 1
 
@@ -242,7 +242,7 @@ def test_what_there_was_no_time_for_was_not_tried() -> None:
 
 
 def test_what_hangs_past_its_bound_ends_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a machine that stands still: requests would go on for longer than the call
+    # as on a machine that hangs: requests would outlast the call
     monkeypatch.setattr(publisher_module, "LAST_WORD_S", -1.0)
     with raw(silent) as (address, _), pytest.raises(BrokerUnavailable):
         answers(Http(address, private=True), message(), within_s=2.0)
@@ -337,7 +337,7 @@ def test_what_http_cannot_carry_is_refused_and_not_sent(more: dict[str, Any]) ->
 
 @contextmanager
 def relayed(path: Path, http: Http) -> Iterator[tuple[App, list[Event], Relay]]:
-    """An App that publishes to the endpoint, what it tells, and its relay; retries are due at once."""
+    """Yield an App that publishes to the endpoint, its events, and its relay; retries are due at once."""
     events: list[Event] = []
     at_once = RelayPolicy(retry=RetryPolicy(base=timedelta(0), max_attempts=3))
     with App(f"sqlite:///{path}", observers=[events.append], relaying=at_once) as app:
@@ -364,7 +364,7 @@ def due(path: Path) -> list[tuple[Any, ...]]:
 
 
 def test_from_one_service_to_the_webhook_of_another(tmp_path: Path) -> None:
-    """Processed once under its id, however often the answer gets lost."""
+    """A message is processed once, however often the answer gets lost."""
     path = tmp_path / "sender.db"
     handled: list[Message[Any]] = []
     with App(f"sqlite:///{tmp_path}/receiver.db") as receiver:

@@ -1,4 +1,4 @@
-"""Kafka on a real broker and the mock cluster: options, identity, the committed front, errors to order."""
+"""Kafka: the conformance suite; options, identity, the committed front, the log, and errors from the mock cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, Producer, TopicPartition
 
+from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.kafka import (
     PROTOCOLS,
     MockCluster,
@@ -22,6 +23,9 @@ from tests.support.brokers.kafka import (
     produce,
     take,
 )
+from tests.support.brokers.rigs import Rig
+from tests.support.brokers.rigs.kafka import KafkaRig
+from tests.support.servers.control import ThrowawayKafka
 from tests.support.waiting import eventually
 from txbox import Message
 from txbox.brokers.base import Delivery
@@ -29,6 +33,18 @@ from txbox.brokers.kafka import Kafka
 from txbox.errors import BrokerUnavailable, ConfigurationError
 
 pytestmark = pytest.mark.brokers
+
+
+class TestKafka(SourceConformance):
+    @pytest.fixture
+    def rig(self, kafka_bootstrap: str) -> Iterator[Rig]:
+        with KafkaRig(kafka_bootstrap) as rig:
+            yield rig
+
+    @pytest.fixture
+    def throwaway_rig(self, throwaway_kafka: ThrowawayKafka) -> Iterator[Rig]:
+        with KafkaRig(throwaway_kafka.bootstrap, throwaway_kafka) as rig:
+            yield rig
 
 
 def nothing_comes(source: Kafka) -> bool:
@@ -136,7 +152,7 @@ def test_only_the_gapless_front_is_committed(kafka_bootstrap: str, protocol: str
     ) as source:
         again = take(source, 3)
         assert [message_of(one).origin["offset"] for one in again] == [3, 4, 5]
-        source.settle(found)  # of an assignment that is over: ignored
+        source.settle(found)  # from an assignment that has ended: ignored
     assert committed(kafka_bootstrap, group_id, topic) == 3
 
 
@@ -262,7 +278,7 @@ def test_a_refused_commit_is_said_and_asked_for_again(mock_cluster: MockCluster)
 
 
 def test_a_topic_that_is_missing_is_said_until_it_exists(kafka_bootstrap: str) -> None:
-    """Silence would look like a topic without messages, and the worker like one that is ready."""
+    """Otherwise it would look like an empty topic, and the worker like one that is ready."""
     topic = f"missing-{new_group()}"
     with opened(Kafka(kafka_bootstrap, group=new_group()), topic) as source:
         eventually(partial(is_unavailable, source, topic), "a receive that says what is missing")

@@ -1,4 +1,4 @@
-"""Anchored offsets: what a database has lost after a failover or a restore is read again."""
+"""Anchored offsets: what a database lost in a failover or a restore is read again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.brokers
 
 
 class Service:
-    """A worker on one partition, a database that can be taken back, and what it has seen."""
+    """A worker on one partition, a database that can be set back, and the messages handled so far."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ def test_a_failover_is_noticed_without_traffic(
 def test_what_was_lost_since_the_last_anchor_is_noticed(
     kafka_bootstrap: str, postgresql_url: str, backup: Backup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The anchor itself survives: only the history says that something after it may be gone."""
+    """The anchor survives: only the history shows that something after it may be lost."""
     shop = Service(kafka_bootstrap, postgresql_url)
     shop.produce(0, 5)
     with shop.runs():
@@ -307,7 +307,7 @@ def test_partitions_that_move_keep_their_anchors(
         anchors = raw.rows("SELECT state FROM txbox_job WHERE name LIKE 'anchor:kafka:%'")
     assert len(anchors) == 4
     assert sum(int(state) for (state,) in anchors) == produced + 20
-    # nothing is read again without a reason
+    # nothing is read again needlessly
     assert not [record for record in caplog.records if "reads" in record.getMessage()]
 
 
@@ -323,7 +323,7 @@ def test_two_writers_never_move_an_anchor_back(database_url: str) -> None:
     seen: list[list[int]] = [[], []]
 
     def write(message_id: int) -> None:
-        # the zombie's positions lag behind; both are facts
+        # the zombie's positions are older; both are valid
         for position in range(10 - message_id * 3, 60, 2):
             moves = {name: (max(position, 1), start) for name in names}
             while True:
@@ -379,7 +379,7 @@ def test_a_postgresql_that_was_copied_has_another_history(
 
 
 class Memory:
-    """Anchors that a test may take back."""
+    """Anchors that a test can set back."""
 
     lease_s = 1.0
 
@@ -442,7 +442,7 @@ def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
         source.settle(before[:6])
         eventually(lambda: source.receive(100, 0.1) or progress.positions, "the anchor")
         assert list(progress.positions.values()) == [6]
-        # the anchor survives a failover, 6 to 9 are in flight: what they become nobody knows
+        # the anchor survives a failover while 6 to 9 are in flight, whose outcome is unknown
         progress.history = "second"
         after = take(source, 4)
         assert offsets(after) == [6, 7, 8, 9]

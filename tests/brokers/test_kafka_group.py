@@ -1,4 +1,4 @@
-"""A consumer group on a real broker: members that come, leave, die, freeze and are slow."""
+"""A consumer group on a real broker: members that join, leave, die, freeze or are slow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SESSION = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500}
 
 @pytest.fixture
 def bootstrap(request: pytest.FixtureRequest) -> str:
-    """Of the shared broker; KIP-848 groups take one whose settings make dead members missed soon."""
+    """The shared broker; for KIP-848 groups one whose settings detect dead members soon."""
     if request.node.callspec.params["protocol"] == "kip-848":
         server: ThrowawayKafka = request.getfixturevalue("throwaway_kafka")
         return server.bootstrap
@@ -49,7 +49,7 @@ def options_of(protocol: str) -> dict[str, Any]:
 
 
 class Load:
-    """Keeps so many messages waiting, until it is told that it was enough."""
+    """Produces messages, so that enough are always waiting."""
 
     def __init__(self, bootstrap: str, topic: str, database: Raw) -> None:
         self._bootstrap, self._topic, self._database = bootstrap, topic, database
@@ -60,7 +60,7 @@ class Load:
         self.produced += count
 
     def until_working(self, output: Path) -> None:
-        """Until a worker that prints to this file handles messages, from now on."""
+        """Wait until the worker that prints to this file has handled more messages."""
         before = len(said(output, "handling"))
 
         def works() -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.brokers.kafka import (
     MakeRaw,
+    MockCluster,
     committed,
     each_once,
     handled,
@@ -21,6 +22,7 @@ from tests.support.brokers.kafka import (
     new_group,
     new_topic,
     notes,
+    opened,
     produce,
     said,
     service,
@@ -30,6 +32,9 @@ from tests.support.servers.control import ThrowawayKafka, ThrowawayKafkaCluster,
 from tests.support.shop import create_effects, statuses
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App
+from txbox.brokers.base import Delivery
+from txbox.brokers.kafka import Kafka
+from txbox.errors import BrokerUnavailable
 
 pytestmark = pytest.mark.brokers
 
@@ -119,7 +124,7 @@ def test_consumption_goes_on_after_the_broker_was_killed_and_restarted(
     with service(plan, output) as process:
         eventually(lambda: len(handled(output)) > 30, "work")
         throwaway_kafka.stop(immediate=True)
-        assert len(notes(database)) < 300  # in the middle
+        assert len(notes(database)) < 300  # still under way
         throwaway_kafka.start()
         produce(throwaway_kafka.bootstrap, topic, range(300, 340))
         each_once(database, range(340))
@@ -198,3 +203,40 @@ def test_one_broker_of_three_is_killed_under_load_and_another_restarted(
     assert statuses(database) == {"processed": len(fed)}
     assert handled(one)
     assert handled(two)
+
+
+@pytest.mark.slow
+def test_a_partition_lost_while_the_broker_was_away_is_received_again() -> None:
+    """It is away for longer than the session of the group."""
+    mock = MockCluster()
+    try:
+        topic = mock.topic()
+        produce(mock.bootstrap, topic, ["before"])
+        options = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500, "log_level": 0}
+        with opened(Kafka(mock.bootstrap, group="shop", options=options), topic) as source:
+            found: list[Delivery] = []
+
+            def receive() -> None:
+                try:
+                    found.extend(source.receive(10, 0.2))
+                except BrokerUnavailable:
+                    time.sleep(0.05)
+
+            def lost() -> bool:
+                receive()
+                return not source._partitions
+
+            def received(count: int) -> bool:
+                receive()
+                return len(found) >= count
+
+            eventually(lambda: received(1))
+            source.settle(found)
+            mock.broker(up=False)
+            # no longer assigned: the session ended while the partition was paused
+            eventually(lost)
+            mock.broker(up=True)
+            produce(mock.bootstrap, topic, ["after"])
+            eventually(lambda: received(2), "what was sent after the broker came back")
+    finally:
+        mock.close()

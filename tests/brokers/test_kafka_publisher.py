@@ -1,4 +1,4 @@
-"""Kafka: the points of every publisher, and its own."""
+"""Publishing to Kafka: the conformance suite for publishers, and what is special about Kafka."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestKafkaPublisher(PublisherConformance):
             yield opened_rig
 
     def test_a_batch_that_is_too_large_is_no_message_that_is(self, rig: Rig) -> None:
-        """The topic's limit counts for a batch, which the broker refuses as a whole."""
+        """The topic's limit applies to a batch, which the broker refuses as a whole."""
         topic = f"small-{rig.topic}"
         new_topic(rig.address, topic, {"max.message.bytes": "2000"})
         messages = [message(rig, number, topic=topic, key="k") for number in range(200)]
@@ -116,7 +116,7 @@ def test_too_few_replicas_fail_their_message_alone(
         return isinstance(lost, BrokerError) and "strict" in str(lost) and kept is None
 
     eventually(refused, "a topic with too few replicas")
-    # alone as well, when nothing is confirmed: the other brokers are there
+    # also if nothing is confirmed: the other brokers still answer
     (lost,) = publisher.publish([strict], 5)
     assert isinstance(lost, BrokerError)
     assert not isinstance(lost, MessageRefused)
@@ -149,7 +149,7 @@ def test_options_with_which_a_confirmation_means_nothing_are_refused(
 
 
 def test_what_there_was_no_time_to_send_alone_is_tried_again() -> None:
-    """Of a refused batch most are innocent: only one that was refused alone is refused for good."""
+    """Most messages of a refused batch are innocent: only one that is refused alone is refused for good."""
     messages: list[Message[Any]] = [Message(topic="orders", id=str(number)) for number in range(2)]
     batch = _Batch("Kafka", messages, 5)
     for at in range(2):

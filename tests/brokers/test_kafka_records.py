@@ -35,7 +35,7 @@ _HEADER = 9  # RD_KAFKA_VTYPE_HEADER; the others: TOPIC 1, VALUE 4
 def one_worker(
     url: str, bootstrap: str, topic: str, group: str, seen: list[Message[Any]]
 ) -> Worker:
-    """A worker that keeps what its handler saw, and writes an effect of each."""
+    """A worker that records what its handler saw, and writes an effect for each message."""
     app = App(url)
 
     @app.handler(topic, consumer=CONSUMER, retry=AT_ONCE)
@@ -147,7 +147,7 @@ def test_ids_that_are_no_text_are_quarantined_and_their_neighbours_processed(
 def test_a_header_whose_name_is_no_text_does_not_stop_the_partition(
     kafka_bootstrap: str, sqlite_url: str, raw: MakeRaw
 ) -> None:
-    """No Python client can write one; those of other languages can."""
+    """No Python client can write one, but clients in other languages can."""
     topic, group_id, database = new_topic(kafka_bootstrap), new_group(), raw(sqlite_url)
     create_effects(database)
     produce(kafka_bootstrap, topic, ["before"])

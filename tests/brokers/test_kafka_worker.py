@@ -1,4 +1,4 @@
-"""A whole worker on Kafka: what comes again, order, messages without ids; and the example."""
+"""A whole worker on Kafka: redelivery, order, messages without ids, and the example."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Refusing(Consumer):
     during: list[str] | None = None
 
     def subscribe(self, topics: list[str], **callbacks: Any) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        # a member that has none is told so in every rebalance, too
+        # a member without partitions is called in every rebalance, too
         def on_assign(consumer: Consumer, partitions: list[Any]) -> None:
             callbacks["on_assign"](consumer, partitions)
             self.given.extend([self] * len(partitions))
@@ -180,7 +180,7 @@ def test_what_a_refused_commit_leaves_behind_is_a_duplicate(
 
     def feed() -> None:
         nonlocal fed
-        # more is waiting than is handled between two looks: there is nearly always something to commit
+        # more messages wait than are handled between two checks, so there is nearly always something to commit
         if fed - len(notes(database)) < 400:
             produce(mock_cluster.bootstrap, topic, range(fed, fed + 200))
             fed += 200
@@ -196,8 +196,8 @@ def test_what_a_refused_commit_leaves_behind_is_a_duplicate(
     with ExitStack() as workers:
         workers.enter_context(running(one_worker()))
         for _ in range(5):
-            # only who owns the partition can lose it: one that joins while the group still rebalances,
-            # and one that leaves it then, change nothing that anybody is told of
+            # only the owner of the partition can lose it: a member that joins or leaves while the group
+            # still rebalances changes nothing
             eventually(partial(works, len(notes(database))), "work")
             times_before = len(taken)
             workers.enter_context(running(one_worker()))

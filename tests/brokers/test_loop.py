@@ -1,4 +1,4 @@
-"""The event loop under async clients: answers, time-outs, and an end that leaves nothing behind."""
+"""The event loop for async clients: answers, timeouts, and a close that leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NATS JetStream: subjects, headers, consumers; the points of every source are in test_conformance_nats."""
+"""NATS JetStream: the conformance suite; subjects, headers, consumers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from nats.js.api import ConsumerConfig
 
+from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.example_runs import booked, example
-from tests.support.brokers.rigs import Alone, Note
+from tests.support.brokers.rigs import Alone, Note, Rig
 from tests.support.brokers.rigs.nats import NatsRig
 from tests.support.servers.control import ThrowawayNats
 from tests.support.waiting import eventually
@@ -23,6 +24,19 @@ from txbox.errors import BrokerUnavailable
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
+
+
+class TestNats(SourceConformance):
+    @pytest.fixture
+    def rig(self, nats_url: str) -> Iterator[Rig]:
+        with NatsRig(nats_url) as rig:
+            yield rig
+
+    @pytest.fixture
+    def throwaway_rig(self, throwaway_nats: ThrowawayNats) -> Iterator[Rig]:
+        with NatsRig(throwaway_nats.url, throwaway_nats) as rig:
+            yield rig
+
 
 SECOND = timedelta(seconds=1)
 
@@ -137,7 +151,7 @@ def test_a_server_that_is_away_at_first(throwaway_nats: ThrowawayNats, closing: 
     with pytest.raises(BrokerUnavailable):
         source.settle(mine)
     throwaway_nats.start()
-    # a new connection acknowledges what came by the old one
+    # a new connection acknowledges what came through the old one
     source.settle(mine)
     assert stream.outstanding() == 0
 
@@ -154,7 +168,7 @@ def test_a_deleted_consumer_is_created_again(stream: Stream, closing: Any) -> No
 
 
 def test_a_deleted_stream_is_waited_for(stream: Stream, closing: Any) -> None:
-    """Also by a source that has to connect anew: it was right once, and somebody may be repairing it."""
+    """Also when the source has to reconnect: it worked once, and somebody may be repairing it."""
     source = closing(stream.opened())
     stream.remove()
     source._call(source._link._client.close())

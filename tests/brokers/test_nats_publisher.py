@@ -1,4 +1,4 @@
-"""NATS JetStream: the points of every publisher, and its own."""
+"""Publishing to NATS: the conformance suite for publishers, and what is special about NATS."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestNatsPublisher(PublisherConformance):
             assert second is None
             assert isinstance(full, BrokerError)
             assert not isinstance(full, MessageRefused)
-            # what the stream has already it confirms, full or not
+            # the stream confirms what it already has, full or not
             confirmed(publisher, [message(rig, "m1")])
 
     def test_headers_that_steer_the_server_stay_behind(self, rig: NatsRig) -> None:

@@ -1,11 +1,11 @@
-"""RabbitMQ on its real server: identity, hostile bytes, acknowledgements, dead consumers, refusals."""
+"""RabbitMQ: the conformance suite; identity, hostile bytes, acknowledgements, dead consumers, refusals."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +17,8 @@ from aio_pika.abc import AbstractChannel
 from pamqp.commands import Basic
 from yarl import URL
 
+from tests.support.broker_fixtures import throwaway
+from tests.support.brokers.conformance import SourceConformance, each_once, service
 from tests.support.brokers.rabbitmq import (
     HOSTILE,
     STAND_IN,
@@ -31,8 +33,12 @@ from tests.support.brokers.rabbitmq import (
     publish_plain,
     received,
 )
+from tests.support.brokers.rigs import Note, Rig
+from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
 from tests.support.servers.control import ThrowawayRabbitMQ
-from tests.support.waiting import eventually
+from tests.support.shop import Shop
+from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.workers import running, worker
 from txbox import ConfigurationError
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.brokers.rabbitmq.source import queue_facts
@@ -40,6 +46,49 @@ from txbox.errors import BrokerUnavailable
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
+
+
+class TestRabbitMQ(SourceConformance):
+    @pytest.fixture
+    def rig(self, rabbitmq_url: str) -> Iterator[Rig]:
+        with RabbitMQRig(rabbitmq_url) as rig:
+            yield rig
+
+    @pytest.fixture
+    def throwaway_rig(self, throwaway_rabbitmq: ThrowawayRabbitMQ) -> Iterator[Rig]:
+        with RabbitMQRig(throwaway_rabbitmq.url, throwaway_rabbitmq) as rig:
+            yield rig
+
+    @pytest.fixture
+    def impatient_rig(self) -> Iterator[Rig]:
+        for server in throwaway("rabbitmq", _Impatient()):
+            with RabbitMQRig(server.url, server) as rig:
+                yield rig
+
+    def test_a_slow_handler_runs_once(self, impatient_rig: Rig, shop: Shop) -> None:
+        """Nothing extends a delivery here: the server closes its channel, and delivers it again."""
+        go = threading.Event()
+        watched = service(shop, impatient_rig, lambda _: go.wait(DEADLINE_S))
+        impatient_rig.publish(Note("m1"))
+        with running(worker(shop.app)) as codes:
+            eventually(lambda: len(watched.received) >= 2 and watched.received[-1].redelivered)
+            go.set()
+            eventually(lambda: watched.settled)
+            impatient_rig.publish(Note("m2"))
+            eventually(lambda: shop.effects() == 2)
+            assert codes == []
+        assert shop.calls == ["m1", "m2"]
+        each_once(shop, 2)
+        assert impatient_rig.outstanding() == 0
+
+
+class _Impatient(ThrowawayRabbitMQ):
+    """Takes back what is not acknowledged within a second."""
+
+    def environment(self) -> Mapping[str, str]:
+        known, name = super().environment(), "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS"
+        quick = "-rabbit consumer_timeout 1000 -rabbit channel_tick_interval 500"
+        return {**known, name: f"{known[name]} {quick}"}
 
 
 @pytest.fixture
@@ -203,7 +252,7 @@ def test_several_queues(rabbitmq_url: str, queue: str) -> None:
 
 
 def test_a_deleted_queue_is_waited_for(rabbitmq_url: str, queue: str) -> None:
-    """The server cancels the consumer: without looking, it would wait for ever."""
+    """The server cancels the consumer: without a check, it would wait for ever."""
     publish(rabbitmq_url, queue, note("m1"))
     with opened_source(rabbitmq_url, queue) as source:
         old = received(source, 1)
@@ -223,7 +272,7 @@ def test_a_deleted_queue_is_waited_for(rabbitmq_url: str, queue: str) -> None:
         assert ids(new) == ["m2"]
         source.settle(
             old
-        )  # its tag is 1, as that of the new delivery: it must not acknowledge that
+        )  # its tag is 1, like that of the new delivery, which it must not acknowledge
         assert left(rabbitmq_url, queue) == 0
     with opened_source(rabbitmq_url, queue) as source:
         assert ids(received(source, 1)) == ["m2"]
@@ -242,7 +291,7 @@ def test_a_consumer_that_vanished_silently_is_noticed(rabbitmq_url: str, queue: 
 
 
 def test_a_server_that_hangs_is_left(throwaway_rabbitmq: ThrowawayRabbitMQ) -> None:
-    """No frames come and nothing is closed: only the heartbeats tell."""
+    """No frames come and nothing is closed: only missing heartbeats show it."""
     declare(throwaway_rabbitmq.url, name="orders")
     publish(throwaway_rabbitmq.url, "orders", note("m1"))
     pid = throwaway_rabbitmq._pid()

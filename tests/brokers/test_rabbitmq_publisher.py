@@ -1,4 +1,4 @@
-"""RabbitMQ: the points of every publisher, and its own."""
+"""Publishing to RabbitMQ: the conformance suite for publishers, and what is special about RabbitMQ."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestRabbitMQPublisher(PublisherConformance):
             asyncio.run(ended())
 
     def test_a_queue_that_never_confirms_costs_its_own_messages_alone(self, rig: Rig) -> None:
-        """As a quorum queue without a majority: what the others confirmed is confirmed."""
+        """Like a quorum queue without a majority: messages the other queues confirmed stay confirmed."""
         with publisher_of(rig) as publisher:
             publisher.publish([message(rig, "first")], WITHIN_S)
             publish = publisher._channel.basic_publish
@@ -103,7 +103,7 @@ class TestRabbitMQPublisher(PublisherConformance):
         assert [answer.id for answer in first] == [f"m{number}" for number in range(80)]
 
     def test_one_id_for_two_topics_is_told_apart(self, rig: Rig) -> None:
-        """The client knows what is returned by its id alone."""
+        """The client identifies returned messages by their id alone."""
         nowhere = self.unroutable(rig)
         batch = [
             message(rig, "m1", topic=nowhere),

@@ -1,4 +1,4 @@
-"""A worker on RabbitMQ: what cannot be decoded or kept; the points of every source are in test_conformance_rabbitmq."""
+"""A whole worker on RabbitMQ: what cannot be decoded or stored, and a server that is away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis Streams: entries, claims, what was trimmed; the points of every source are in test_conformance_redis."""
+"""Redis Streams: the conformance suite; entries, claims, trimmed entries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.example_runs import booked, example
-from tests.support.brokers.rigs import Alone
+from tests.support.brokers.rigs import Alone, Rig
 from tests.support.brokers.rigs.redis import GROUP, RedisRig
 from tests.support.servers.control import ThrowawayRedis
 from tests.support.waiting import eventually
@@ -22,6 +23,18 @@ from txbox.events import MessagesLost
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
+
+
+class TestRedisStreams(SourceConformance):
+    @pytest.fixture
+    def rig(self, redis_url: str) -> Iterator[Rig]:
+        with RedisRig(redis_url) as rig:
+            yield rig
+
+    @pytest.fixture
+    def throwaway_rig(self, throwaway_redis: ThrowawayRedis) -> Iterator[Rig]:
+        with RedisRig(throwaway_redis.url, throwaway_redis) as rig:
+            yield rig
 
 
 class Stream(RedisRig):
@@ -132,7 +145,7 @@ def test_trimmed_entries_raise_an_alarm(stream: Stream, caplog: pytest.LogCaptur
     stream.client.xtrim(stream.topic, maxlen=1, approximate=False)
     with caplog.at_level(logging.WARNING, "txbox"):
         (delivery,) = eventually(lambda: living.receive(10, 0.2))
-        # what is pending under the own name comes without fields
+        # what is pending under our name comes without fields
         dead._held.clear()
         dead._ready = False
         assert dead.receive(10, 0) == []
@@ -220,7 +233,7 @@ def test_a_server_that_is_away_at_first(throwaway_redis: ThrowawayRedis) -> None
 
 
 def test_a_right_that_is_taken_away_is_waited_for(stream: Stream) -> None:
-    """It worked, so it is not the configuration: whoever changes the rights may give them back."""
+    """It worked before, so it is not the configuration: whoever took the right away may give it back."""
     stream.client.acl_setuser(
         "reader", enabled=True, passwords=["+pw"], keys=["*"], categories=["+@all"]
     )

@@ -1,4 +1,4 @@
-"""Redis Streams: the points of every publisher, and its own."""
+"""Publishing to Redis: the conformance suite for publishers, and what is special about Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SQS: attributes, queues, visibility, partial failures; the points of every source are in test_conformance_sqs."""
+"""SQS: the conformance suite; attributes, queues, visibility, partial failures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any, cast
 import pytest
 from botocore.awsrequest import AWSResponse
 
+from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.example_runs import booked, example
-from tests.support.brokers.rigs import Note, Pairs
+from tests.support.brokers.rigs import Note, Pairs, Rig
 from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
+from tests.support.servers.control import ThrowawayElasticMQ
 from tests.support.shop import CONSUMER, Shop, add_effect, opened
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
@@ -24,11 +26,24 @@ from txbox.errors import BrokerError, BrokerUnavailable
 
 pytestmark = pytest.mark.brokers
 
+
+class TestSqs(SourceConformance):
+    @pytest.fixture
+    def rig(self, sqs_url: str) -> Iterator[Rig]:
+        with SqsRig(sqs_url) as rig:
+            yield rig
+
+    @pytest.fixture
+    def throwaway_rig(self, throwaway_sqs: ThrowawayElasticMQ) -> Iterator[Rig]:
+        with SqsRig(throwaway_sqs.url, throwaway_sqs) as rig:
+            yield rig
+
+
 NOBODY = cast("Any", None)  # SQS needs neither progress nor what is in flight
 
 
 class Queue(SqsRig):
-    """A queue of one test alone, made at once."""
+    """A queue for a single test, created at once."""
 
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(address, **options)
@@ -311,7 +326,7 @@ def test_an_unreachable_server_is_waited_for() -> None:
 
 
 def test_a_queue_that_was_there_is_waited_for(queue: Queue) -> None:
-    """A server that comes back, or a queue that is made anew, is no wrong configuration."""
+    """A server that comes back, or a queue that is recreated, is not a wrong configuration."""
     source = Open(queue.source())
     queue.remove()
     with pytest.raises(BrokerUnavailable, match=r"NonExistentQueue|QueueDoesNotExist"):

@@ -1,4 +1,4 @@
-"""SQS: the points of every publisher, and its own."""
+"""Publishing to SQS: the conformance suite for publishers, and what is special about SQS."""
 
 from __future__ import annotations
 

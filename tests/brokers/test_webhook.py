@@ -1,4 +1,4 @@
-"""A real server on loopback: what is answered, and what is in the database by then."""
+"""Webhooks on a real server: the response, and what the database has by then."""
 
 from __future__ import annotations
 

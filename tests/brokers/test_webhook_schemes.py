@@ -1,4 +1,4 @@
-"""Signatures: published examples, and everything that is not quite one."""
+"""Signatures: published examples, and forgeries that are close."""
 
 from __future__ import annotations
 

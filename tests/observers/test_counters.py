@@ -1,4 +1,4 @@
-"""Histograms of real work; and that the dashboard and the alerts ask for what is exported."""
+"""Metrics of real work, and that dashboard and alerts only query metrics that exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def page(counters: Counters) -> str:
 
 
 def samples(text: str) -> dict[str, float]:
-    """Each sample by its name and labels, read by the official parser."""
+    """Return each sample by name and labels, as read by the official parser."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -70,7 +70,7 @@ def test_every_message_and_every_transaction_is_in_its_buckets(database_url: str
     assert all(event.latency_s >= event.duration_s > 0 for event in processed)
     transactions = found[f"txbox_batch_messages_count{labels}"]
     assert 1 <= transactions <= 40
-    # one that fails alone is in none, one that fails under a savepoint is in that of its neighbours
+    # a message that fails alone is in no transaction, one that fails under a savepoint is in that of its neighbours
     assert found[f"txbox_batch_messages_sum{labels}"] in (39, 40)
     for name in ("handler_seconds", "commit_seconds"):
         assert found[f"txbox_{name}_count{labels}"] == transactions
@@ -136,7 +136,7 @@ def every_event() -> Iterator[Event]:
 
 
 def exported() -> dict[str, set[str]]:
-    """The labels of each name on the page of a worker to which everything has happened."""
+    """Return the labels of each metric of a worker that has seen every event."""
     counters, hook = Counters(), Webhook(topic="hooks", path="/hook", verify=GitHub("s" * 32))
     for event in every_event():
         counters(event)
@@ -144,7 +144,7 @@ def exported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {"txbox_process_up": {"process"}}
     for family in text_string_to_metric_families(asyncio.run(served(Health(), counters, hook))):
         if family.type == "gauge":
-            # of one without a sample only the name is known
+            # without a sample only the name is known
             found[family.name] = set(_GAUGES.get(family.name, ()))
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
@@ -171,7 +171,7 @@ async def served(health: Health, counters: Counters, hook: Webhook) -> str:
 
 
 def wrong(expression: str, known: dict[str, set[str]]) -> list[str]:
-    """Names and labels in a query that nothing exports."""
+    """Return names and labels in a query that no metric has."""
     selected = list(_SELECTOR.finditer(expression))
     said = [f"{found[1]} is not exported" for found in selected if found[1] not in known]
     labels = {label for found in selected for label in known.get(found[1], set())} | _ADDED
@@ -230,7 +230,7 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     assert len(asked) > 25
     for expression in asked:
         assert not wrong(expression, known), expression
-    # what is exported and on no panel is forgotten
+    # a metric on no panel was forgotten
     used = {name for expression in asked for name, _ in _SELECTOR.findall(expression)}
     bases = {re.sub(r"_(bucket|count|sum)$", "", name) for name in used}
     exported_bases = {re.sub(r"_(bucket|count|sum)$", "", name) for name in known}

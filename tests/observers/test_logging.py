@@ -1,4 +1,4 @@
-"""The log observer: one line an event, a level that fits, and nothing that could forge a line."""
+"""The log observer: one line per event, at the right level, that nobody can forge."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_trouble_is_told_when_it_begins_once_a_minute_and_when_it_ends(
     told = _told(caplog.records)
     assert [level for level, _ in told] == ["WARNING", "WARNING", "WARNING", "INFO"]
     assert all(named in line and "reason=gone" in line for _, line in told), told
-    # the next one is another
+    # the next one is a new trouble
     observer(paused)
     assert len(caplog.records) == 5
 

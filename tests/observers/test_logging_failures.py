@@ -1,4 +1,4 @@
-"""What a failure leaves in the log, with no set-up at all: one line with its traceback, and nobody's data."""
+"""A failure in the log without any set-up: one line with its traceback, and no data of others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATER = RetryPolicy(base=timedelta(hours=1))
 
 @pytest.fixture(autouse=True)
 def as_it_is_imported() -> Iterator[None]:
-    """The level that nobody has set."""
+    """The default level."""
     log = logging.getLogger("txbox")
     before = log.level
     log.setLevel(logging.NOTSET)
@@ -38,7 +38,7 @@ def fails(message: Message[Any], tx: Any) -> None:
 
 
 def the_failures(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Level, and line with traceback, of what is told of messages."""
+    """Return level, line and traceback of every log record."""
     for record in caplog.records:
         assert record.name == "txbox"
     formatter = logging.Formatter("%(levelname)s %(message)s")
@@ -176,7 +176,7 @@ def test_what_goes_well_makes_no_event_unless_somebody_hears_it(
 
 
 def test_no_traceback_quotes_a_row(database_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the database's error itself nor one that a handler's own was raised from."""
+    """Neither that of the database's error itself nor that of a handler's error raised from it."""
     with opened(database_url) as shop:
         shop.raw.execute("CREATE TABLE person (email varchar(64) PRIMARY KEY)")
 

@@ -1,4 +1,4 @@
-"""Spans: which there are, what ends them, and that neither batches, threads nor COMMITs mix them up."""
+"""Spans: which exist, what ends them, and that batches, threads and COMMITs do not mix them up."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_handlers_that_share_a_transaction_have_a_span_each(database_url: str) -
         assert hexadecimal(span)[0] == traces[str(said["messaging.message.id"])]
         outcome = said.get("txbox.outcome", said.get("error.type"))
         outcomes.setdefault(said["messaging.message.id"], set()).add(outcome)
-    # a run that was rolled back with its batch has neither, and another one came after it
+    # a run that was rolled back with its batch has neither; another followed it
     assert outcomes.pop("m1") == {"Reject"}
     assert all("processed" in told for told in outcomes.values())
     assert set(outcomes) == {"m0", "m2", "m3"}

@@ -1,4 +1,4 @@
-"""One trace across two services, a real broker, and the retries of both, in an exporter that remembers."""
+"""One trace across two services and a real broker, including the retries of both."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_one_trace_spans_two_services_a_broker_and_their_retries(
     failed, billed = billing.named(f"process {rig.topic}")
     (mail,) = billing.named("create mails")
     refused, posted = billing.named("send mails")
-    # who was caused by whom
+    # which message caused which
     for span, parent in (
         (ordered, root.get_span_context()), (created, context_of(ordered)), (sent, context_of(created)),
         (failed, context_of(created)), (billed, context_of(created)), (mail, context_of(billed)),

@@ -1,7 +1,7 @@
 """What the conformance suites need of each broker: one rig a broker.
 
 To add a broker: write a `Rig` (publish, make the source, count what is unacknowledged) and a test class
-of about ten lines, as in `test_conformance_redis.py`; the points to be passed are in `conformance.py`.
+of about ten lines, as in `tests/brokers/test_redis.py`; what is tested is in `conformance.py`.
 """
 
 from __future__ import annotations
