@@ -174,7 +174,7 @@ def test_a_batch_that_goes_on_puts_back_what_was_prepared_behind_it(verb: str) -
                 await db.begin(ONE)
                 await db.commit()
             elif verb == "read":
-                await db.read(ONE[0])
+                await db.alone(ONE[0])
             else:
                 await db.wait(0)
 

@@ -208,7 +208,7 @@ class RelayPolicy:
     batch: int = 500
     lease: timedelta = timedelta(seconds=30)
     confirm_within: timedelta = timedelta(seconds=10)
-    poll: timedelta = timedelta(seconds=1)
+    poll: timedelta = timedelta(seconds=2.5)
     retry: RetryPolicy = RetryPolicy(
         max_attempts=20, base=timedelta(seconds=1), cap=timedelta(minutes=5)
     )

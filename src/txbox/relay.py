@@ -200,7 +200,7 @@ class Relay:
             return
         poll_s = self._policy.poll.total_seconds()
         idle = self._polled and self._pause_s >= poll_s
-        woken = self._woken.wait(None if idle else self._pause_s * random.uniform(0.75, 1.25))
+        woken = self._woken.wait(None if idle else self._pause_s * random.uniform(0.75, 1.0))
         if self._staged:
             # the transaction that staged commits a moment later, and rows seldom come alone
             time.sleep(_TOGETHER_S)

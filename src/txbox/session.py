@@ -184,8 +184,8 @@ class Connection(ABC):
         """Whether the transaction it began has ended, known without a round trip; False if unknown."""
         return False
 
-    async def read(self, statement: Statement) -> Result:
-        """Read outside any transaction, in one round trip if the driver can."""
+    async def alone(self, statement: Statement) -> Result:
+        """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can."""
         (result,) = await self.begin((statement,))
         await self.commit(())
         return result
@@ -392,14 +392,14 @@ class Session:
 
     close = discard
 
-    async def read(self, statement: Statement) -> Result:
-        """Read outside any transaction, in one round trip if the driver can."""
+    async def alone(self, statement: Statement) -> Result:
+        """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can."""
         if self._preparing:
             await _pause(None)
         await self._go_on()
         connection = self.connection = await self._connections.acquire()
         at(f"before:{statement.name}")
-        result = await connection.read(statement)
+        result = await connection.alone(statement)
         at(f"after:{statement.name}")
         self.connection = None
         await self._connections.release(connection)

@@ -230,9 +230,7 @@ def test_who_is_at_work(shop: Shop) -> None:
     )  # fmt: skip
     doing = Doing(state="running", busy=0, leases=0, in_flight=0)
     assert shop.app.database.sync is not None
-    drive(
-        shop.app.database.sync, write, shop.app.store.dialect, identity, doing, {}, {}, heard=list
-    )
+    drive(shop.app.database.sync, write, shop.app.store.dialect, identity, doing, {})
     assert "1 process that may run consumer" in of_kind(explain(shop, "m1"), "overdue").text
 
 

@@ -225,11 +225,14 @@ def driven(given: Given, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @every()
-def test_a_read_leaves_no_transaction_and_no_snapshot_behind(
+def test_a_statement_alone_leaves_no_transaction_and_no_snapshot_behind(
     given: Given, db: Raw, number: int
 ) -> None:
+    async def write(db: Session) -> Any:
+        await db.alone(statement("UPDATE account SET balance = 4 WHERE id = :id", id=number))
+
     async def read(db: Session) -> Any:
-        result = await db.read(statement("SELECT balance FROM account WHERE id = :id", id=number))
+        result = await db.alone(statement("SELECT balance FROM account WHERE id = :id", id=number))
         return result.rows[0][0]
 
     db.execute("INSERT INTO account (id, balance) VALUES (?, 1)", (number,))
@@ -243,6 +246,10 @@ def test_a_read_leaves_no_transaction_and_no_snapshot_behind(
     held.rollback()
     held.release()
     assert driven(given, read) == 2
+    driven(given, write)
+    assert balance(db, number) == 4
+    # by others, and they need not wait
+    db.execute("UPDATE account SET balance = 5 WHERE id = ?", (number,))
 
 
 @every()

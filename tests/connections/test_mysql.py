@@ -255,6 +255,23 @@ def test_a_handlers_autocommit_does_not_outlive_its_transaction(
     assert balance(db, number) is None
 
 
+@both
+def test_a_statement_alone_is_all_that_is_sent(given: Given, held: Held, number: int) -> None:
+    questions = statement("SHOW SESSION STATUS LIKE 'Questions'")
+
+    def sent() -> int:
+        ((_, count),) = given.wait(held.connection.alone(questions)).rows
+        return int(count)
+
+    before = sent()
+    assert sent() == before + 1
+    # a handler is never in autocommit
+    held.begin()
+    held.do(f"INSERT INTO account (id, balance) VALUES ({number}, 1)")
+    held.rollback()
+    assert held.execute(statement("SELECT @@SESSION.autocommit")).rows == ((0,),)
+
+
 # -- claims --------------------------------------------------------------------------------------
 
 

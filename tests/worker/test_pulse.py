@@ -87,27 +87,47 @@ def test_messages_of_process_and_of_the_table_are_counted_in_a_worker(shop: Shop
     assert counted(shop).latency.count == 2
 
 
-def test_a_beat_of_an_idle_worker_is_one_transaction(
+def test_an_idle_worker_reads_who_is_paused_and_writes_nothing_that_is_known(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points: list[str] = []
+    monkeypatch.setattr(pulse, "_WRITE_S", 3600.0)
+    shop.handler()
+    source = Memory([paid("a")], endless=True)
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        eventually(lambda: counted(shop).processed == 1)
+        sent = pulse_sends(monkeypatch)
+        eventually(lambda: sent.count("pauses") >= 10 and set(sent[-5:]) == {"pauses"})
+        # what has changed is written at the next beat
+        source.waiting += Memory([paid("b")]).waiting
+        eventually(lambda: counted(shop).processed == 2)
 
-    def note(point: str) -> None:
-        if threading.current_thread().name == "txbox-pulse":
-            points.append(point)
 
+def test_an_idle_worker_says_in_one_statement_that_it_is_there(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "_WRITE_S", 0.2)
     shop.handler()
     with running(worker(shop.app)):
         eventually(lambda: shop.raw.value("SELECT count(*) FROM txbox_worker") == 1)
-        monkeypatch.setattr(session, "crash_point", note)
-        eventually(lambda: points.count("after:commit") >= 4, "four beats")
+        sent = pulse_sends(monkeypatch)
+        eventually(lambda: sent.count("worker_write") >= 4, "four heartbeats")
         monkeypatch.setattr(session, "crash_point", None)
-    # from the first whole beat on
-    beats = points[points.index("after:commit") + 1 :]
-    assert {point for point in beats if point.startswith("before:")} == {
-        "before:begin", "before:commit",
-    }  # fmt: skip
-    assert "after:pauses" in beats
+    assert set(sent) == {"pauses", "worker_write"}
+    assert sent.count("pauses") > sent.count("worker_write")
+
+
+def pulse_sends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the pulse sends from now on, BEGIN and COMMIT included."""
+    sent: list[str] = []
+
+    def note(point: str) -> None:
+        verb, _, name = point.partition(":")
+        if verb == "before" and threading.current_thread().name == "txbox-pulse":
+            sent.append(name)
+
+    monkeypatch.setattr(session, "crash_point", note)
+    return sent
 
 
 def test_nothing_is_counted_where_nobody_writes_it_down(shop: Shop) -> None:

@@ -16,7 +16,7 @@ from tests.support.workers import running, worker
 from txbox import Message, RelayPolicy, Retry, session
 from txbox.brokers.base import Delivery
 from txbox.brokers.local import Local
-from txbox.worker import table
+from txbox.worker import pulse, table
 
 NEVER_S = 3600.0
 
@@ -29,39 +29,44 @@ def never_poll(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Points:
-    """The statements of a process: each passes a crash point before it."""
+    """The statements of a process, BEGIN and COMMIT included: each passes a crash point before it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
         monkeypatch.setattr(session, "crash_point", self._note)
 
     def _note(self, point: str) -> None:
-        # what the pulse says and asks every few seconds is the same for any number of handlers
-        if threading.current_thread().name != "txbox-pulse":
-            self.seen.append(point)
+        self.seen.append(point)
 
     def sent(self) -> list[str]:
         return [point.removeprefix("before:") for point in self.seen if point.startswith("before:")]
 
 
 @pytest.mark.parametrize("handlers", [1, 100])
-def test_an_idle_worker_asks_for_all_consumers_at_once_and_once_a_second(
+def test_an_idle_worker_sends_fewer_statements_than_seconds_pass(
     shop: Shop, handlers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # everything ten times as fast
+    for module, name in ((table, "_IDLE_S"), (pulse, "_BEAT_S"), (pulse, "_WRITE_S")):
+        monkeypatch.setattr(module, name, getattr(module, name) / 10)
     for number in range(handlers):
         shop.handler(consumer=f"consumer-{number}")
     shop.app.consume(Memory([], endless=True))
     points = Points(monkeypatch)
     with running(worker(shop.app, maintenance=True)):
-        # it has looked often at first: the last pauses were whole seconds
-        eventually(lambda: points.sent().count("due") >= 8)
+        # at first it looks often, and maintains
+        eventually(lambda: len(points.sent()) > 20 and set(points.sent()[-10:]) == IDLE)
         points.seen.clear()
         started = time.monotonic()
-        eventually(lambda: points.sent().count("due") >= 4)
+        eventually(lambda: points.sent().count("worker_write") >= 3)
         took_s = time.monotonic() - started
-        assert points.sent() == ["due"] * 4, "nothing but one statement for all of them"
-        assert took_s >= 3 * 0.75
+        sent = points.sent()
+    assert set(sent) == IDLE, "single statements, without BEGIN and COMMIT, for all consumers"
+    assert len(sent) < took_s * 10
     assert shop.calls == []
+
+
+IDLE = {"due", "pauses", "worker_write"}
 
 
 def test_one_consumer_that_is_busy_costs_the_idle_ones_nothing(

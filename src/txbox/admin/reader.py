@@ -199,7 +199,7 @@ class Reader:
         """Read the rows of a query; none where this database has no such query."""
         if not self.dialect.has(name) or (rows is not None and not next(iter(rows.values()))):
             return ()
-        return self.on_database(Session.read, self.dialect.statement(name, params, rows)).rows
+        return self.on_database(Session.alone, self.dialect.statement(name, params, rows)).rows
 
     def page_rows(self, name: str, params: Mapping[str, Any] | None = None) -> Rows:
         """As `rows`, for a page: no statement of it may take long, where the database can say so."""

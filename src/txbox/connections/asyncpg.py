@@ -161,7 +161,7 @@ class AsyncpgConnection(Connection):
             raise self._failure(error) from error
 
     # outside `begin`, each statement is its own transaction
-    read = execute
+    alone = execute
 
     async def savepoint(self) -> None:
         await self.execute(SAVEPOINT)

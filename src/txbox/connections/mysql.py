@@ -149,7 +149,7 @@ def _kind(is_async: bool) -> Any:
     `met`: somebody else was using it. `refused`: it did not become free in time.
     """
     driver: Any = async_driver("asyncmy", "MySQL").connection if is_async else pymysql.connections
-    commands = ("query", "begin", "commit", "rollback")
+    commands = ("query", "begin", "commit", "rollback", "autocommit")
     turns = {name: _in_turn(getattr(driver.Connection, name), is_async) for name in commands}
     return type("Connection", (driver.Connection,), {"met": False, "refused": False, **turns})
 
@@ -217,22 +217,26 @@ class MysqlConnection(Connection):
         except self._errors as error:
             raise self._failed(error) from error
 
-    async def read(self, statement: Statement) -> Result:
-        result = await self.execute(statement)
-        # without autocommit the read began a transaction, whose snapshot must not go stale
-        await self.commit(())
-        return result
+    async def alone(self, statement: Statement) -> Result:
+        await self._set_autocommit(True)
+        return await self.execute(statement)
 
     async def begin(self, statements: Statements) -> list[Result]:
-        self._check_open()
+        # if a handler rolls back, it must end up in a new transaction, not in autocommit
+        await self._set_autocommit(False)
         try:
-            if self.native.get_autocommit():
-                # an earlier handler switched it on; after rollback() this one would be in autocommit
-                await _done(self.native.autocommit(False), self.is_async)
             await _done(self.native.begin(), self.is_async)
         except self._errors as error:
             raise self._failed(error) from error
         return [await self.execute(statement) for statement in statements]
+
+    async def _set_autocommit(self, on: bool) -> None:
+        self._check_open()
+        if self.native.get_autocommit() is not on:
+            try:
+                await _done(self.native.autocommit(on), self.is_async)
+            except self._errors as error:
+                raise self._failed(error) from error
 
     async def savepoint(self) -> None:
         await self.execute(SAVEPOINT)

@@ -359,7 +359,7 @@ class PsycopgConnection(Connection):
         return result
 
     # outside a transaction, a pipeline is a transaction of its own
-    read = execute
+    alone = execute
 
     async def savepoint(self) -> None:
         await self._command(SAVEPOINT)

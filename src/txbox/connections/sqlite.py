@@ -224,9 +224,13 @@ class SqliteConnection(Connection):
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
-    async def read(self, statement: Statement) -> Result:
+    async def alone(self, statement: Statement) -> Result:
         self._renew()
-        return await self.execute(statement)
+        result = await self.execute(statement)
+        if self._raw.in_transaction:
+            # the driver began one, as it does before a statement that writes
+            await self.commit(())
+        return result
 
     async def begin(self, statements: Statements) -> list[Result]:
         self._check_open()

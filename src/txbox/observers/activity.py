@@ -45,7 +45,9 @@ class Activity:
         "_lock",
         "_minute",
         "_taken",
+        "_taken_in",
         "_went_well",
+        "_written",
         "ahead_s",
         "counts",
     )
@@ -54,8 +56,11 @@ class Activity:
         self._went_well = went_well
         self._lock = threading.Lock()
         self._counted: dict[Key, Counts] = {}
+        # copies: what was taken last, and what is known to be written of the minutes still counted
+        self._taken: dict[Key, Counts] = {}
+        self._written: dict[Key, Counts] = {}
         # this minute's counts of consumers, which every batch needs
-        self._minute = self._taken = 0
+        self._minute = self._taken_in = 0
         self._consumers: dict[str, Counts] = {}
         #: Whether anything is counted: only if somebody writes it down.
         self.counts = False
@@ -156,33 +161,35 @@ class Activity:
 
     # -- for the writer -----------------------------------------------------------------------
 
-    def late(self, ages_s: Mapping[str, float]) -> None:
-        """Record how long, in seconds, the oldest due row of each consumer has been due."""
+    def late(self, kind: Kind, ages_s: Mapping[str, float]) -> None:
+        """Record for how many seconds the oldest due row of each consumer or route has been due, if it is due."""
         with self._lock:
-            for consumer, age_s in ages_s.items():
-                self._of_consumer(consumer).merge(Counts(oldest_s=max(age_s, 0.0)))
-
-    def ages(self, routes: Sequence[str]) -> Mapping[str, Counts]:
-        """Return this minute's counts of routes, to add the age of their oldest message to."""
-        with self._lock:
-            return {route: self._of("route", route) for route in routes}
+            for name, age_s in ages_s.items():
+                if age_s > 0:
+                    self._of(kind, name).merge(Counts(oldest_s=age_s))
 
     def taken(self) -> Mapping[Key, Counts]:
-        """Return all counts not known to be written: this minute so far and earlier ones; see `forget`."""
+        """Return copies of the counts, of this minute and earlier ones, that differ from what was written."""
         with self._lock:
             self._turned()
-            self._taken = self._minute
-            # not copies: what is counted meanwhile may be written too
-            return {key: self._counted[key] for key in sorted(self._counted)}
+            self._taken_in = self._minute
+            self._taken = {
+                key: self._counted[key].copy()
+                for key in sorted(self._counted)
+                if self._counted[key] != self._written.get(key, _NOTHING)
+            }
+            return self._taken
 
-    def forget(self) -> None:
-        """Drop the minutes that were over at the last `taken`, because they are written now."""
+    def written(self) -> None:
+        """Remember that what was taken last is written, and drop the minutes that were over by then."""
         with self._lock:
-            self._drop(self._taken)
+            self._written |= self._taken
+            self._drop(self._taken_in)
 
     def _drop(self, before: int) -> None:
-        for key in [key for key in self._counted if key.minute < before]:
-            del self._counted[key]
+        for counts in (self._counted, self._written):
+            for key in [key for key in counts if key.minute < before]:
+                del counts[key]
 
     def _turned(self) -> None:
         minute = int((time.time() + self.ahead_s) // 60)
@@ -203,6 +210,7 @@ class Activity:
         return self._counted.setdefault(Key(self._minute, kind, name), Counts())
 
 
+_NOTHING = Counts()
 _COUNTED: dict[type[Event], tuple[Kind, str]] = {
     events.MessageFailed: ("consumer", "failed"),
     events.MessageDead: ("consumer", "dead"),

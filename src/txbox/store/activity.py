@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from operator import add
 from typing import Any, Literal, NamedTuple
 
 from txbox.errors import Fault, StoreError
-from txbox.session import Result, Session
+from txbox.session import Session
 from txbox.store.dialect import Dialect, as_time
 
 #: Upper bounds of the histogram buckets, in seconds; the last bucket, above them, has none.
@@ -126,8 +126,10 @@ class Counts:
         if other.oldest_s is not None:
             self.oldest_s = max(other.oldest_s, self.oldest_s or 0.0)
 
-
-_NOTHING = Counts()
+    def copy(self) -> Counts:
+        copied = Counts()
+        copied.merge(self)
+        return copied
 
 
 class Key(NamedTuple):
@@ -201,38 +203,19 @@ async def write(
     identity: Identity,
     doing: Doing,
     counted: Mapping[Key, Counts],
-    ages: Mapping[str, Counts],
-    *,
-    heard: Callable[[Sequence[Pause]], object],
-) -> float:
-    """Write this process's heartbeat and counts, and read which consumers are paused.
+) -> None:
+    """Write this process's heartbeat and counts, in one commit.
 
     Args:
-        counted: each minute's totals so far; they replace those written before.
-        ages: for each route this process relays, the counts that receive the age of its oldest message.
-        heard: called with the pauses before the counts are written, so that it does not depend on them.
-
-    Returns:
-        The database's clock in seconds since the epoch.
+        counted: totals of minutes; they replace those written before.
     """
-    statements = [
-        dialect.statement("pauses"),
-        dialect.statement("worker_write", {**_flat(identity), **_fields(doing)}),
-    ]
-    if ages:
-        statements.append(dialect.statement("outbox_ages", {}, {"route": list(ages)}))
-    results = await db.begin(tuple(statements))
-    clock_s, paused = pauses_in(results[0])
-    heard(paused)
-    if ages:
-        for route, age_s in results[-1].rows:
-            # negative while the first message is still delayed
-            if float(age_s) > 0:
-                ages[str(route)].merge(Counts(oldest_s=float(age_s)))
-    if changed := {key: counts for key, counts in counted.items() if counts != _NOTHING}:
-        await _write(db, dialect, identity.worker, changed)
+    heartbeat = dialect.statement("worker_write", {**_flat(identity), **_fields(doing)})
+    if not counted:
+        await db.alone(heartbeat)
+        return
+    await db.begin((heartbeat,))
+    await _write(db, dialect, identity.worker, counted)
     await db.commit()
-    return clock_s
 
 
 async def _write(db: Session, dialect: Dialect, worker: str, counted: Mapping[Key, Counts]) -> None:
@@ -249,8 +232,13 @@ async def _write(db: Session, dialect: Dialect, worker: str, counted: Mapping[Ke
 
 async def gone(db: Session, dialect: Dialect, worker: str) -> None:
     """Delete the record of a process that has ended."""
-    await db.begin((dialect.statement("worker_gone", {"worker": worker}),))
-    await db.commit()
+    await db.alone(dialect.statement("worker_gone", {"worker": worker}))
+
+
+async def outbox_ages(db: Session, dialect: Dialect, routes: Sequence[str]) -> dict[str, float]:
+    """Read for how many seconds the first message of each route has been due; negative while it is delayed."""
+    found = await db.alone(dialect.statement("outbox_ages", {}, {"route": list(routes)}))
+    return {str(route): float(age_s) for route, age_s in found.rows}
 
 
 async def read(
@@ -264,10 +252,10 @@ async def read(
     Returns:
         The database's clock in seconds since the epoch, and the counts.
     """
-    clock = await db.read(dialect.statement("clock"))
+    clock = await db.alone(dialect.statement("clock"))
     clock_s = float(clock.rows[0][0])
     first = int(clock_s // 60) - minutes + 1
-    found = await db.read(dialect.statement("activity_read", {"minute": first, "step": step}))
+    found = await db.alone(dialect.statement("activity_read", {"minute": first, "step": step}))
     return clock_s, [_counted(row) for row in found.rows]
 
 
@@ -321,7 +309,7 @@ async def _minute_before(db: Session, dialect: Dialect, older_than_s: float) -> 
 
 async def workers(db: Session, dialect: Dialect) -> list[Worker]:
     """Read the worker processes, oldest first."""
-    found = await db.read(dialect.statement("workers"))
+    found = await db.alone(dialect.statement("workers"))
     return [_worker(row) for row in found.rows]
 
 
@@ -381,19 +369,15 @@ async def pauses(db: Session, dialect: Dialect) -> tuple[float, list[Pause]]:
     Returns:
         The database's clock in seconds since the epoch, and the pauses by consumer.
     """
-    return pauses_in(await db.read(dialect.statement("pauses")))
-
-
-def pauses_in(result: Result) -> tuple[float, list[Pause]]:
-    """Read the result of the statement `pauses`, as `pauses` returns it."""
+    found = await db.alone(dialect.statement("pauses"))
     paused: list[Pause] = []
-    for _, consumer, actor, reason, paused_at in result.rows:
+    for _, consumer, actor, reason, paused_at in found.rows:
         at = as_time(paused_at)
         if at is not None:
             paused.append(
                 Pause(consumer=str(consumer), actor=str(actor), reason=reason, paused_at=at)
             )
-    return float(result.rows[0][0]), paused
+    return float(found.rows[0][0]), paused
 
 
 async def pause(

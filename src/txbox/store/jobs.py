@@ -253,7 +253,7 @@ async def due(
         "consumer": [*consumers, *list(consumers[:1]) * (len(routes) - len(consumers))],
         "route": [*routes, *[None] * (len(consumers) - len(routes))],
     }
-    found = await db.read(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
+    found = await db.alone(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
     return [(str(consumer), float(in_s)) for consumer, in_s in found.rows]
 
 

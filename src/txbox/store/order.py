@@ -116,7 +116,7 @@ async def waits_by_arrival(
     Args:
         dead_blocks: messages also wait for dead ones.
     """
-    found = await db.read(
+    found = await db.alone(
         dialect.statement(
             "waits_order",
             {"consumer": consumer, "dead_blocks": dead_blocks},
@@ -137,7 +137,7 @@ async def waits_by_version(
     Args:
         first: the version a key begins with; None for any.
     """
-    found = await db.read(
+    found = await db.alone(
         dialect.statement("waits_version", {"consumer": consumer}, {"message_id": list(ids)})
     )
     waiting: dict[str, Waits] = {}

@@ -283,7 +283,7 @@ class OutboxStore:
 
     async def left(self, db: Session, taken: Taken) -> bool:
         """Whether rows that a relay takes are due or leased."""
-        found = await db.read(self.dialect.statement("relay_left", taken.params, taken.rows))
+        found = await db.alone(self.dialect.statement("relay_left", taken.params, taken.rows))
         return any(taken.fits(topic, kind) for topic, kind in found.rows)
 
     async def adopt(
@@ -296,7 +296,7 @@ class OutboxStore:
 
         Returns: whether there were any.
         """
-        found = await db.read(self.dialect.statement("relay_strays", {"route": route}))
+        found = await db.alone(self.dialect.statement("relay_strays", {"route": route}))
         strays = [row for row in found.rows if adopts(*row)]
         for stray in strays:
             given = dict(zip(("from_route", "topic", "type", "cause_consumer"), stray, strict=True))

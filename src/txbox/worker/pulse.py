@@ -24,6 +24,8 @@ from txbox.worker.table import Table
 _log = logging.getLogger("txbox")
 
 _BEAT_S = 5.0
+# even if nothing has changed; a process that has not written for 30 s counts as silent
+_WRITE_S = 15.0
 _NAME_MAX = 255
 
 
@@ -37,7 +39,8 @@ class Pulse:
         routes: those of the outbox that it relays.
         lanes: how many batches it may have in flight.
         doing: called for each row.
-        late: how long each consumer's first due row has waited, in seconds.
+        late: for how many seconds the first due row of each consumer, and of the outbox under the empty name, has
+            been due; None if nobody looks.
         tables: of paused consumers, what is leased and does not run is given back.
         resumed: called with consumers that are not paused any more.
 
@@ -57,7 +60,7 @@ class Pulse:
         routes: Sequence[str] = (),
         lanes: int = 0,
         doing: Callable[[], Doing] = Doing,
-        late: Callable[[], Mapping[str, float]] = dict,
+        late: Callable[[], Mapping[str, float]] | None = None,
         tables: Collection[Table] = (),
         resumed: Callable[[Collection[str]], None] | None = None,
     ) -> None:
@@ -83,6 +86,8 @@ class Pulse:
             lanes=lanes,
         )
         self._over = False
+        self._written: Doing | None = None
+        self._write_at = 0.0
         self._woken = threading.Event()
         self._told: set[str | None] = set()
         self._thread: threading.Thread | None = None
@@ -124,25 +129,27 @@ class Pulse:
         self._heard(paused)
 
     async def _beat(self, db: Session) -> None:
+        clock_s, paused = await activity.pauses(db, self._app.store.dialect)
+        self._app.activity.ahead_s = clock_s - time.time()
+        self._heard(paused)
         await self._write(db)
         for table in self._tables:
             if table.paused:
                 await table.give_back(db)
 
     async def _write(self, db: Session) -> None:
-        counting, identity = self._app.activity, self.identity
-        counting.late(self._late())
-        clock_s = await activity.write(
-            db,
-            self._app.store.dialect,
-            identity,
-            self._doing(),
-            counting.taken(),
-            counting.ages(identity.routes),
-            heard=self._heard,
-        )
-        counting.forget()
-        counting.ahead_s = clock_s - time.time()
+        counting, dialect = self._app.activity, self._app.store.dialect
+        # where nobody looks, the outbox may hold something
+        late = {"": 0.0} if self._late is None else self._late()
+        counting.late("consumer", {name: age_s for name, age_s in late.items() if name})
+        if self.identity.routes and "" in late:
+            ages_s = await activity.outbox_ages(db, dialect, self.identity.routes)
+            counting.late("route", ages_s)
+        doing, counted = self._doing(), counting.taken()
+        if counted or doing != self._written or time.monotonic() >= self._write_at:
+            await activity.write(db, dialect, self.identity, doing, counted)
+            counting.written()
+            self._written, self._write_at = doing, time.monotonic() + _WRITE_S
 
     def _heard(self, paused: Iterable[Pause]) -> None:
         resumed = self._app.pauses.heard(paused)

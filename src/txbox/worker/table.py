@@ -25,7 +25,9 @@ from txbox.store import jobs, leases
 from txbox.store.codec import Leased
 
 _BUSY_S = 0.05
-_IDLE_S = 1.0
+_IDLE_S = 2.5
+# a pause is then about a quarter of the time since something happened
+_GROWTH = 1.25
 # a row that is due by the database's clock must be so when it is asked for
 _MARGIN_S = 0.005
 _UNMATCHED_S = 60.0
@@ -99,7 +101,7 @@ class Poll:
         outbox: ask for the outbox, too.
         stop: True when nothing more is to be started.
 
-    It asks once a second, or as often as `RelayPolicy.poll` wants it, and more often for a while after `soon`.
+    It asks often after `soon`, and then less and less often: at least every 2.5 s, or as `RelayPolicy.poll` says.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Poll:
         self._asked_at = self._ask_at = 0.0
         # what the last answers said of the time until the next ones
         self._due_at: dict[str, float] = {}
-        # since when, by the last answer, the first row of a consumer has been due
+        # since when, by the last answer, the first row has been due
         self._late_since: dict[str, float] = {}
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -156,9 +158,9 @@ class Poll:
             self._changed.notify()
 
     def late(self) -> dict[str, float]:
-        """How long each consumer's first due row has waited, in seconds, as the last answer says."""
+        """For how many seconds the first due row of each consumer, and of the outbox under "", has been due."""
         now = time.monotonic()
-        return {consumer: now - since for consumer, since in self._late_since.items()}
+        return {name: now - since for name, since in self._late_since.items()}
 
     def wake(self) -> None:
         """Look whether to stop."""
@@ -184,8 +186,8 @@ class Poll:
 
     def _ask(self, perform: _Perform) -> None:
         with self._changed:
-            pause_s = self._pause_s * random.uniform(0.75, 1.25)
-            self._pause_s = min(self._pause_s * 2, self._idle_s)
+            pause_s = self._pause_s * random.uniform(0.9, 1.0)
+            self._pause_s = min(self._pause_s * _GROWTH, self._idle_s)
             # before the answer comes: `soon` may be called meanwhile
             self._asked_at = time.monotonic()
             self._ask_at = self._asked_at + pause_s
@@ -217,7 +219,7 @@ class Poll:
 
     def _tell(self, answer: _Due) -> None:
         now = time.monotonic()
-        self._late_since = {name: now + in_s for name, in_s in answer if name and in_s <= 0}
+        self._late_since = {name: now + in_s for name, in_s in answer if in_s <= 0}
         for name, in_s in answer:
             if in_s <= 0:
                 self._due(name)

@@ -251,7 +251,7 @@ class Worker:
             routes=[route.name for route in self._app.routes.all()] if self._relay else [],
             lanes=len(self._lanes),
             doing=self._doing,
-            late=self._lanes.late,
+            late=self._lanes.late if tables else None,
             tables=tables.values(),
             resumed=self._lanes.look_now,
         )  # fmt: skip

@@ -360,7 +360,7 @@ async def _shared(case: Case, first: Connection, second: Connection) -> tuple[bo
     mixed = False
     for _ in range(_POOLER_LOOKS):
         for connection, known in zip((first, second), seen, strict=True):
-            ((backend, plans),) = (await connection.read(asked)).rows
+            ((backend, plans),) = (await connection.alone(asked)).rows
             known.add(int(backend))
             mixed = mixed or bool(plans)
         if seen[0] & seen[1]:

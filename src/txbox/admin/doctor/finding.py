@@ -152,7 +152,7 @@ class Case:
 
     async def rows(self, query: str, **params: Any) -> Rows:
         """Read in a transaction of its own."""
-        return (await self.db.read(self.statement(query, **params))).rows
+        return (await self.db.alone(self.statement(query, **params))).rows
 
     def statement(self, query: str, **params: Any) -> Statement:
         return self.dialect.statement(query, params)
