@@ -9,7 +9,7 @@ import re
 
 import txbox
 from tests.docs.pages import page
-from txbox import testing
+from txbox import events, testing
 from txbox.admin import Admin
 
 PAGE = page("docs/assistants.md")
@@ -27,6 +27,7 @@ _OWNERS = {
     "outbox": txbox.Outbox,
     "message": txbox.Message,
     "outcome": txbox.Outcome,
+    "event": events.MessageDead,
     "Outcome": txbox.Outcome,
 }
 
@@ -39,7 +40,7 @@ def test_every_public_name_is_there() -> None:
     words = set(re.findall(r"\w+", " ".join(_inline())))
     assert set(txbox.__all__) - words == set()
     assert set(testing.__all__) - words <= {
-        "Crashed", "deliver_async", "drain_async", "race_async", "install_from_environment",
+        "Crashed", "race_async", "install_from_environment",
     }  # fmt: skip
 
 
@@ -57,7 +58,14 @@ def test_every_option_is_there_and_no_other() -> None:
     assert of_handler | of_app <= named
     others = {
         name
-        for call in (txbox.Outbox.stage, txbox.Message, txbox.Retry, txbox.Inbox.accept)
+        for call in (
+            txbox.App.effect,
+            txbox.Outbox.stage,
+            txbox.Message,
+            txbox.Retry,
+            txbox.Inbox.accept,
+            testing.drain,
+        )
         for name in inspect.signature(call).parameters
     }
     assert named - of_handler - of_app - others == {"minutes"}
@@ -82,7 +90,8 @@ def test_every_name_exists() -> None:
         missing += [
             word
             for word in re.findall(r"(?<![\"'.\w])[A-Z][a-z]+(?:[A-Z]\w+)?\b(?!\.)", each)
-            if word not in txbox.__all__ and word not in _OTHERS and not hasattr(builtins, word)
+            if word not in {*txbox.__all__, Admin.__name__, *_OTHERS}
+            and not hasattr(builtins, word)
         ]
     assert missing == []
 
