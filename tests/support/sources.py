@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from txbox.brokers.base import Delivery, InFlight, Progress
 
 
 class Memory:
-    """A source over a list; `settled` keeps what was acknowledged, in that order."""
+    """A source over a list; `settled` keeps what was acknowledged, in that order.
+
+    It fails when two threads call it at once, or one calls it after it was closed.
+    """
 
     topics: Sequence[str] | None = None
     tend_every_s: float | None = None
@@ -32,6 +36,17 @@ class Memory:
         self.tended: list[list[Delivery]] = []
         self.threads: set[str] = set()
         self.closed = False
+        self._called = threading.Lock()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        assert self._called.acquire(blocking=False), "called by two threads at once"
+        try:
+            assert not self.closed, "called after it was closed"
+            self.threads.add(threading.current_thread().name)
+            yield
+        finally:
+            self._called.release()
 
     @property
     def exhausted(self) -> bool:
@@ -52,28 +67,29 @@ class Memory:
         return True
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.in_flight = in_flight
+        self.closed = False
+        with self._alone():
+            self.in_flight = in_flight
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        self.threads.add(threading.current_thread().name)
-        found, self.waiting = self.waiting[:messages_max], self.waiting[messages_max:]
-        self.received += found
-        if not found:
-            time.sleep(min(wait_s, 0.02))
-        return found
+        with self._alone():
+            found, self.waiting = self.waiting[:messages_max], self.waiting[messages_max:]
+            self.received += found
+            if not found:
+                time.sleep(min(wait_s, 0.02))
+            return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.tended.append(list(deliveries))
+        with self._alone():
+            self.tended.append(list(deliveries))
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.settled += deliveries
+        with self._alone():
+            self.settled += deliveries
 
     def close(self) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.closed = True
+        with self._alone():
+            self.closed = True
 
 
 def event_line(own_id: object, **more: Any) -> str:

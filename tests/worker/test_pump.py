@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.support.shop import TOPIC, Shop, opened, paid, quarantined
+from tests.support.shop import TOPIC, Shop, effects, opened, paid, quarantined
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
-from txbox.brokers.base import Delivery
+from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.errors import BrokerError, Fault, StoreUnavailable
 from txbox.events import ConsumptionPaused, SettleFailed
 from txbox.message import Message
 from txbox.session import Session
-from txbox.worker.pump import Lead
+from txbox.worker.lane import Lane
+from txbox.worker.lanes import Lanes
+from txbox.worker.pump import Lead, Pump
 
 
 def test_what_is_in_flight_is_tended_while_the_database_is_away(
@@ -193,6 +197,185 @@ def test_what_another_lane_has_done_is_acknowledged_while_the_receiving_thread_i
         eventually(lambda: source.settled_ids == ["m2"])
         go_on.set()
         eventually(lambda: len(source.settled) == 2)
+
+
+class Held:
+    """A handler that stands still in its first message until it is let go, and what the worker did meanwhile."""
+
+    def __init__(self, shop: Shop, source: Memory) -> None:
+        self.inside, self._go_on = threading.Event(), threading.Event()
+        self.shop = shop
+        shop.handler(self._handle)
+        shop.app.consume(source)
+
+    def _handle(self, _message: Message[Any], _tx: Any) -> None:
+        if not self.inside.is_set():
+            self.inside.set()
+            assert self._go_on.wait(DEADLINE_S)
+
+    def runs_where_it_was_received(self) -> None:
+        """Wait until the handler runs, in the thread that has received."""
+        assert self.inside.wait(DEADLINE_S)
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+
+class Lending(Memory):
+    """Gives nothing out before a second thread follows, so the one that receives runs the lane."""
+
+    follows: Callable[[], bool]
+    looks = 0
+
+    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+        super().open(topics, progress, in_flight)
+        assert isinstance(in_flight, Pump)
+        self.follows = lambda: in_flight._lead._follows
+
+    def has_looked(self, since: int) -> bool:
+        return self.looks > since
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        self.looks += 1
+        return super().receive(messages_max if self.follows() else 0, wait_s)
+
+
+def test_a_drain_cut_off_in_the_handler_closes_the_source_once(shop: Shop) -> None:
+    """The one that follows closes it; the one that comes back from the lane touches nothing any more."""
+    source = Lending([paid("m1")], endless=True)
+    held = Held(shop, source)
+    cut = worker(shop.app, grace=timedelta(seconds=0.5))
+    with running(cut) as codes:
+        held.runs_where_it_was_received()
+        cut.stop()
+        eventually(lambda: source.closed)
+        eventually(lambda: codes == [1])
+    assert source.settled == []
+    held.let_go()
+    eventually(lambda: not _pumping(), "no thread is left")
+    assert source.settled == []
+
+
+def test_a_source_that_breaks_while_the_other_thread_runs_a_lane_ends_the_worker(
+    shop: Shop,
+) -> None:
+    broken = threading.Event()
+
+    class Breaks(Lending):
+        def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+            if broken.is_set():
+                raise ZeroDivisionError("as no source may")
+            return super().receive(messages_max, wait_s)
+
+    source = Breaks([paid("m1")], endless=True)
+    held = Held(shop, source)
+    with running(worker(shop.app)) as codes:
+        held.runs_where_it_was_received()
+        broken.set()
+        eventually(lambda: source.closed)
+        held.let_go()
+        eventually(lambda: codes == [1])
+    # it is done, and comes again as a duplicate
+    assert effects(shop.raw, "m1") == 1
+    assert source.settled == []
+    eventually(lambda: not _pumping(), "no thread is left")
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_what_a_handler_raises_does_not_end_the_thread_that_receives(
+    shop: Shop, error: type[BaseException]
+) -> None:
+    source = Lending([paid("m1")], endless=True)
+    runs: list[str] = []
+
+    def raises(message: Message[Any], _tx: Any) -> None:
+        runs.append(str(message.id))
+        if runs == ["m1"]:
+            raise error
+
+    shop.handler(raises)
+    shop.app.consume(source)
+    with running(worker(shop.app)) as codes:
+        eventually(lambda: source.settled_ids == ["m1"])
+        source.waiting.append(Delivery(paid("m2"), TOPIC))
+        eventually(lambda: effects(shop.raw) == 2)
+        eventually(lambda: source.settled_ids == ["m1", "m2"])
+    assert codes == [0]
+
+
+def test_partitions_are_lost_while_the_other_thread_runs_what_came_from_them(shop: Shop) -> None:
+    """The thread that follows waits for the lane of the one that it follows, and both go on."""
+    asked = threading.Event()
+    lost: list[Delivery] = []
+
+    class Loses(Lending):
+        def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+            if self.received and not asked.is_set():
+                asked.set()
+                lost.extend(self.in_flight.settled(lambda _: True, DEADLINE_S))
+            return super().receive(messages_max, wait_s)
+
+    source = Loses([paid("m1")], endless=True)
+    held = Held(shop, source)
+    with running(worker(shop.app)):
+        held.runs_where_it_was_received()
+        assert asked.wait(DEADLINE_S)
+        held.let_go()
+        eventually(lambda: lost == source.received)
+        source.waiting.append(Delivery(paid("m2"), TOPIC))
+        eventually(lambda: source.settled_ids == ["m2"])
+
+
+def test_a_worker_stopped_before_the_receiving_thread_runs_its_lane_runs_nothing(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one closes the source meanwhile."""
+    source = Lending([paid("m1")], endless=True)
+    shop.handler()
+    shop.app.consume(source)
+    stopped = worker(shop.app)
+    turn_here = Lanes.turn_here
+
+    def late(lanes: Lanes, lane: Lane) -> None:
+        stopped.stop()
+        eventually(lambda: source.closed)
+        turn_here(lanes, lane)
+
+    monkeypatch.setattr(Lanes, "turn_here", late)
+    with running(stopped) as codes:
+        eventually(lambda: codes == [0])
+        eventually(lambda: not _pumping(), "no thread is left")
+    assert source.settled == []
+    assert shop.calls == []
+
+
+def test_the_lead_goes_to_and_fro(shop: Shop) -> None:
+    """Each thread takes the lead over from the other while that runs a lane, and follows afterwards."""
+    runs: queue.SimpleQueue[int] = queue.SimpleQueue()
+    go_on = threading.Semaphore(0)
+
+    def slow(_message: Message[Any], _tx: Any) -> None:
+        runs.put(threading.get_ident())
+        assert go_on.acquire(timeout=DEADLINE_S)
+
+    source = Lending([], endless=True)
+    shop.handler(slow)
+    shop.app.consume(source)
+    threads: list[int] = []
+    with running(worker(shop.app)):
+        for number in range(6):
+            source.waiting.append(Delivery(paid(f"m{number}"), TOPIC))
+            threads.append(runs.get(timeout=DEADLINE_S))
+            looks = source.looks
+            eventually(partial(source.has_looked, looks), "the other one leads")
+            go_on.release()
+            eventually(partial(source.has_settled, number + 1))
+    assert threads == [threads[0], threads[1]] * 3
+    assert threads[0] != threads[1]
+
+
+def _pumping() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "txbox-memory"]
 
 
 class TestLead:

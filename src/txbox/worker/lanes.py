@@ -252,7 +252,7 @@ class Lanes:
         threads.put(lane)
 
     def turn_here(self, lane: Lane) -> None:
-        """Run a lane with sync handlers in the caller's thread until it rests."""
+        """Run a lane with sync handlers in the caller's thread until it rests; reports errors, and raises none."""
         self._begin()
         thread = threading.current_thread()
         name, thread.name = thread.name, lane.name

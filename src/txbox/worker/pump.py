@@ -121,28 +121,29 @@ class Pump:
             self._run(leads=True)
 
     def _run(self, *, leads: bool = False) -> None:
-        """Pump while leading, until the end. A lane that was idle is run here where somebody follows."""
-        ended_by: BaseException | None = None
+        """Lead and follow by turns; whoever leads at the end closes the source, and the other one just ends."""
         try:
             while leads or self._lead.follow():
                 lane = self._pump()
                 if lane is None:
-                    break
-                # with another lane idle, what arrives meanwhile must not wait
-                after_s = 0.0 if self._dispatch.has_idle_lane() else _BUSY_LOOK_S
-                leads = not self._lead.lend(after_s)
-                if leads:
-                    lane.run()
-                else:
-                    self._dispatch.turn_here(lane)
-                    leads = self._lead.take_back()
-            else:
-                return
+                    self._end(None)
+                    return
+                leads = self._run_lane(lane)
         except BaseException as error:  # noqa: BLE001  # reported: the worker decides what happens
-            ended_by = error
-        self._end(ended_by)
+            self._end(error)
+
+    def _run_lane(self, lane: Lane) -> bool:
+        """Run a lane that was idle, here if somebody follows; returns whether this thread still leads."""
+        # with another lane idle, what arrives meanwhile must not wait
+        after_s = 0.0 if self._dispatch.has_idle_lane() else _BUSY_LOOK_S
+        if not self._lead.lend(after_s):
+            lane.run()
+            return True
+        self._dispatch.turn_here(lane)
+        return self._lead.take_back()
 
     def _end(self, error: BaseException | None) -> None:
+        """Close the source and report; never raises."""
         self._round_at = None
         try:
             self.source.close()
