@@ -172,7 +172,7 @@ def test_a_killed_tests_server_is_stopped_and_deleted() -> None:
 def test_processes_that_a_killed_command_started_are_ended() -> None:
     mark = f"TXBOX_TEST_MARK={base_directory().name}-{os.getpid()}"
     name, value = mark.split("=")
-    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); signal.pause()"
+    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     parent = (
         f"import os, signal, subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {child!r}], "
         "stdout=subprocess.PIPE); c.stdout.readline(); print(c.pid, flush=True); "
