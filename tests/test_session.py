@@ -89,7 +89,7 @@ class Lends:
     def __init__(self, *, is_async: bool = False) -> None:
         self.told: list[str] = []
         self.is_async = is_async
-        self.limits: Statements = ()
+        self.idle_limit: Statements = ()
         self.connection = Scripted(self.told, is_async=is_async)
 
     async def acquire(self) -> Connection:

@@ -240,7 +240,7 @@ class Connections(Protocol):
     @property
     def is_async(self) -> bool: ...
     @property
-    def limits(self) -> Statements:
+    def idle_limit(self) -> Statements:
         """What a transaction begins with so that its locks end soon after its process stands still."""
         ...
 
@@ -310,9 +310,9 @@ class Session:
             meanwhile: called while the server is at work, if the driver can do that; it must not raise.
             user_code: user code runs in it, so only that, or the statements, can tell how long it may be idle.
         """
-        limits = () if user_code else self._connections.limits
-        if limits:
-            statements = (*limits, *statements)
+        idle_limit = () if user_code else self._connections.idle_limit
+        if idle_limit:
+            statements = (*idle_limit, *statements)
         if self._preparing:
             await _pause(statements)
         if self._offered or self._begun is not None:
@@ -336,7 +336,7 @@ class Session:
                 others += 1
             else:
                 _around(statements, "after:begin", "after")
-                return results[len(limits) :]
+                return results[len(idle_limit) :]
 
     async def execute(self, statement: Statement) -> Result:
         """Run one statement in the transaction."""

@@ -52,7 +52,6 @@ class Transport:
         name: for people.
         prefix: of headers with CloudEvents attributes.
         id, type, key, content_type, time: the header a publisher writes the field to; None if it goes elsewhere.
-        tombstones: the payload may be None.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Transport:
     key: str | None = _KEY
     content_type: str | None = _CONTENT_TYPE
     time: str | None = _TIME
-    tombstones: bool = False
 
     def delivery(
         self,
@@ -156,7 +154,7 @@ class Transport:
 
 
 #: The record itself has a key and a time.
-KAFKA = Transport("Kafka", "ce_", key=None, time=None, tombstones=True)
+KAFKA = Transport("Kafka", "ce_", key=None, time=None)
 #: Everything but the key is a property.
 RABBITMQ = Transport("RabbitMQ", "cloudEvents:", id=None, type=None, content_type=None, time=None)
 SQS = Transport("SQS", "ce-")

@@ -90,7 +90,7 @@ class AsyncpgDatabase(Database):
 
 class _Connections(Pool["AsyncpgConnection"]):
     def __init__(self, database: AsyncpgDatabase, pool: Any) -> None:
-        super().__init__(is_async=True, limits=database.dialect.limits)
+        super().__init__(is_async=True, idle_limit=database.dialect.idle_limit)
         self._database = database
         self._pool = pool
 

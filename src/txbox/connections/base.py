@@ -167,9 +167,9 @@ class Pool(ABC, Generic[C]):
     Connections never cross a fork: a child process starts with none.
     """
 
-    def __init__(self, *, is_async: bool, kept: int = 16, limits: Statements = ()) -> None:
+    def __init__(self, *, is_async: bool, kept: int = 16, idle_limit: Statements = ()) -> None:
         self.is_async = is_async
-        self.limits = limits
+        self.idle_limit = idle_limit
         self._kept = kept
         self._idle: deque[C] = deque()
         self._lock = threading.Lock()

@@ -83,8 +83,8 @@ class _Connections:
         self._database = database
 
     @property
-    def limits(self) -> Statements:
-        return self._database.dialect.limits
+    def idle_limit(self) -> Statements:
+        return self._database.dialect.idle_limit
 
     async def acquire(self) -> DjangoConnection:
         wrapper = _wrapper(self._database.alias)

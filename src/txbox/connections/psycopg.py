@@ -127,7 +127,7 @@ class _Connections(Pool["PsycopgConnection"]):
     """Connections by URL, or from the user's pool."""
 
     def __init__(self, database: PsycopgDatabase, pool: Any, *, is_async: bool) -> None:
-        super().__init__(is_async=is_async, limits=database.dialect.limits)
+        super().__init__(is_async=is_async, idle_limit=database.dialect.idle_limit)
         self._database = database
         self._pool = pool
         self._known: WeakKeyDictionary[Any, PsycopgConnection] = WeakKeyDictionary()

@@ -111,7 +111,7 @@ class SQLAlchemyDatabase(Database):
 class _Connections:
     def __init__(self, database: SQLAlchemyDatabase, engine: Any, maker: Any) -> None:
         self.is_async = isinstance(engine, sa_async.AsyncEngine)
-        self.limits = database.dialect.limits
+        self.idle_limit = database.dialect.idle_limit
         self._database = database
         self._engine = engine
         self._maker = maker

@@ -125,8 +125,8 @@ class Dialect:
         return Result(found.rows, taken.count)
 
     @property
-    def limits(self) -> tuple[Statement, ...]:
-        """See `Connections.limits`."""
+    def idle_limit(self) -> tuple[Statement, ...]:
+        """See `Connections.idle_limit`."""
         return (self.statement("limit_idle"),) if self.has("limit_idle") else ()
 
     def has(self, name: str) -> bool:

@@ -99,7 +99,7 @@ class Savepoints:
     def __init__(self, tx: Any, lent: Executor) -> None:
         self.is_async = lent.is_async
         # how long it may be idle is the test's own business
-        self.limits: Statements = ()
+        self.idle_limit: Statements = ()
         self._tx = tx
         self._lent = lent
         self._last: _Savepoint | None = None

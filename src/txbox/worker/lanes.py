@@ -69,7 +69,7 @@ class Seat:
 
     def __init__(self, connections: Connections, seats: Seats) -> None:
         self.is_async = connections.is_async
-        self.limits = connections.limits
+        self.idle_limit = connections.idle_limit
         self._connections = connections
         self._seats = seats
         self._seated = False
