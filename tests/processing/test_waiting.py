@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 from tests.support.databases import Raw, missing_server, require
 from tests.support.servers.control import ThrowawayPostgres
@@ -10,9 +11,12 @@ from tests.support.shop import effects, opened, paid, statuses
 from tests.support.sources import Memory, write_events
 from tests.support.waiting import eventually
 from tests.support.workers import Process, running, worker
-from txbox import App
+from txbox import App, Limits
 from txbox.brokers.base import Delivery
-from txbox.events import ConsumptionPaused, ConsumptionResumed
+from txbox.errors import StoreUnavailable
+from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, Events
+from txbox.processing.waiting import Waiting
+from txbox.session import Session, blocking
 
 
 def test_database_unavailable_pauses_and_resumes(tmp_path: Path) -> None:
@@ -58,6 +62,44 @@ def test_a_drain_ends_while_the_database_is_away(tmp_path: Path) -> None:
         with Process(url=server.url, file=str(path), once=True) as process:
             assert process.ended() == 0
         _all_processed(server.url, 3)
+
+
+def test_a_try_from_before_the_database_answered_tells_of_no_new_trouble() -> None:
+    seen: list[Event] = []
+    waiting = Waiting(Limits(), Events([seen.append]))
+    db = cast("Session", Answerless())
+    begun = iter([True])
+
+    async def overtaken(_: Session) -> None:
+        if next(begun, False):
+            await waiting.persistently(db, Failing())
+            raise StoreUnavailable("away")
+
+    blocking(waiting.persistently(db, overtaken))
+    kinds = [type(event) for event in seen]
+    assert kinds == [ConsumptionPaused, ConsumptionResumed, ConsumptionResumed]
+    blocking(waiting.persistently(db, away_again := Failing()))
+    assert away_again.calls == 2
+    assert [type(event) for event in seen[3:]] == [ConsumptionPaused, ConsumptionResumed]
+
+
+class Answerless:
+    """A session without a connection."""
+
+    def discard(self) -> None: ...
+
+    async def wait(self, seconds: float, freed: Any = None) -> None: ...
+
+
+class Failing:
+    """Raises once, then answers."""
+
+    calls = 0
+
+    async def __call__(self, _: Session) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise StoreUnavailable("away")
 
 
 def _all_processed(url: str, count: int) -> None:

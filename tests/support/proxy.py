@@ -45,6 +45,8 @@ class Proxy:
         self.cut: Cut | None = None
         self.cuts = 0
         self._refusing = False
+        # a connection is either made before all of them end, or it is refused
+        self._lock = threading.Lock()
         #: Set once a client waits for an answer that does not come.
         self.hung = threading.Event()
         self._flows = threading.Event()
@@ -72,9 +74,11 @@ class Proxy:
         self._flows.clear()
 
     def refuse(self) -> None:
-        self._refusing = True
-        for made in self._sockets[1:]:
-            _end(made)
+        with self._lock:
+            self._refusing = True
+            made = self._sockets[1:]
+        for each in made:
+            _end(each)
 
     def go_on(self) -> None:
         self._refusing = False
@@ -86,11 +90,12 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            if self._refusing:
-                client.close()
-                continue
-            server = socket.create_connection(self._server)
-            self._sockets += [client, server]
+            with self._lock:
+                if self._refusing:
+                    client.close()
+                    continue
+                server = socket.create_connection(self._server)
+                self._sockets += [client, server]
             # set while the connection is about to be cut: the answer is read, and dropped
             deaf = threading.Event()
             for run, args in (

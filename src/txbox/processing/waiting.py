@@ -117,6 +117,8 @@ class Waiting:
         self.in_flight = InFlight()
         self._limits = limits
         self._events = events
+        # consumer → when the database answered again, by `time.monotonic`
+        self._resumed_at: dict[str | None, float] = {}
 
     async def for_id(
         self, db: Session, consumer: str, message_id: str, holder: Holder | None = None
@@ -175,6 +177,7 @@ class Waiting:
         paused_at: float | None = None
         pause_s = _PAUSE_S[0]
         while True:
+            began = time.monotonic()
             try:
                 answer = await operation(db)
             except StoreError as error:
@@ -199,9 +202,11 @@ class Waiting:
                             definite=error.definite,
                         ) from error
                 wait_s = pause_s * random.uniform(0.5, 1.5)
-                self._events.emit(
-                    ConsumptionPaused(consumer=consumer, reason=str(error), retry_in_s=wait_s)
-                )
+                # a try from before somebody else was answered tells of trouble that is over
+                if began >= self._resumed_at.get(consumer, 0.0):
+                    self._events.emit(
+                        ConsumptionPaused(consumer=consumer, reason=str(error), retry_in_s=wait_s)
+                    )
                 until = now + wait_s
                 while (left_s := until - time.monotonic()) > 0:
                     if stop is not None and stop():
@@ -210,6 +215,7 @@ class Waiting:
                 pause_s = min(pause_s * 2, _PAUSE_S[1])
             else:
                 if paused_at is not None:
-                    paused_s = time.monotonic() - paused_at
+                    self._resumed_at[consumer] = now = time.monotonic()
+                    paused_s = now - paused_at
                     self._events.emit(ConsumptionResumed(consumer=consumer, paused_s=paused_s))
                 return answer
