@@ -1,14 +1,15 @@
-"""The README's shop and its whole service, pasted by a reader: one file, the commands, their output."""
+"""The README: its shop and service, pasted by a reader (one file, the commands, their output), and its figures."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.docs.pages import page
+from tests.docs.pages import ROOT, page
 from tests.support.databases import NewDatabase
 from tests.support.waiting import DEADLINE_S
 
@@ -55,3 +56,14 @@ def test_importing_the_service_does_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", "import shop"], cwd=tmp_path, check=True, timeout=DEADLINE_S
     )
     assert {found.name for found in tmp_path.iterdir()} <= {"shop.py", "__pycache__"}
+
+
+def test_the_rates_are_those_of_the_results() -> None:
+    """A figure that links a result is one of its bars, rounded."""
+    linked = re.findall(r"\[([^\]]+)\]\((benchmarks/results/\w+\.json)\)", page("README.md").prose)
+    assert len(linked) >= 4
+    for text, file in linked:
+        measured = [bar["measured"] for bar in json.loads((ROOT / file).read_text())["bars"]]
+        for figure in re.findall(r"\d+(?:\.\d+)?", text):
+            decimals = len(figure.partition(".")[2])
+            assert figure in {f"{each:.{decimals}f}" for each in measured}, f"{text}: {file}"

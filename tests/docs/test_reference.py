@@ -16,9 +16,13 @@ from txbox import App, errors, events, outcome, policy, settings
 from txbox.admin import doctor
 from txbox.admin.doctor import CODES
 from txbox.handlers import HandlerOptions
+from txbox.observers.counters import Counters
+from txbox.worker import routes
+from txbox.worker.health import Health
 
 HANDLERS = page("docs/reference/handlers.md")
 EVENTS = page("docs/reference/events.md")
+METRICS = page("docs/reference/metrics.md")
 ERRORS = page("docs/reference/errors.md")
 TABLES = page("docs/reference/tables.md")
 DOCTOR = page("docs/reference/doctor.md")
@@ -103,6 +107,17 @@ def test_every_code_is_used_and_every_used_one_is_known() -> None:
     }
     assert set(CODES) <= used
     assert used <= set(CODES)
+
+
+def test_every_metric_is_in_the_tables_with_its_kind_and_no_other() -> None:
+    families = [*Counters().collect(), *routes._gauges(Health()), *routes._of_webhooks(())]
+    kinds = {
+        f"`{family.name}{'_total' if family.type == 'counter' else ''}`": family.type
+        for family in families
+    }
+    rows = [row for row in _rows(METRICS.text) if row[0].startswith("`")]
+    # of a parent alone
+    assert {row[0]: row[2] for row in rows} == kinds | {"`txbox_process_up`": "gauge"}
 
 
 def test_every_error_has_a_heading() -> None:

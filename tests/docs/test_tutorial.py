@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -15,10 +16,11 @@ import pytest
 
 from tests.docs.pages import page
 from tests.support.databases import NewDatabase
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, eventually
 
 PAGE = page("docs/tutorial.md")
 SERVER = "## 7. The same service on PostgreSQL"
+BROKER = "## 8. From Kafka"
 URL = "postgresql://localhost/shop"
 _FILE = re.compile(r"`(\w+\.py)`[^`]*$")
 _AGE = re.compile(r"\b\d+(ms|s|m)$", re.MULTILINE)
@@ -56,11 +58,17 @@ def _steps(text: str) -> list[Step]:
     return steps
 
 
+def _section(heading: str) -> str:
+    return PAGE.text.partition(heading)[2].partition("\n## ")[0]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
 def _run(command: str, folder: Path) -> str:
-    words = shlex.split(command)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+        shlex.split(command), cwd=folder, env=_environment(), capture_output=True, text=True,
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     if done.returncode == -signal.SIGKILL:
@@ -88,7 +96,33 @@ def test_typed_on_postgresql_it_prints_what_the_page_says(
     tmp_path: Path, new_database: NewDatabase
 ) -> None:
     url = new_database("postgresql", schema=False)
-    _type(PAGE.text.partition(SERVER)[2].partition("\n## ")[0], tmp_path, url)
+    _type(_section(SERVER), tmp_path, url)
+
+
+def test_typed_with_kafka_it_prints_what_the_page_says(
+    tmp_path: Path, new_database: NewDatabase, kafka_bootstrap: str
+) -> None:
+    url = new_database("postgresql", schema=False)
+    _type(_section(SERVER), tmp_path, url)
+    text = _section(BROKER).replace("localhost:9092", kafka_bootstrap).replace(URL, url)
+    # the broker is shared: topics and a group of this test
+    mark = secrets.token_hex(4)
+    text = re.sub(r'"(orders|invoices|shop)"', rf'"\1-{mark}"', text)
+    before, _, behind = text.partition("A few seconds later")
+    (typed,), (looked,) = _steps(f"{before}```text\n```\n"), _steps(behind)
+    for name, content in typed.files.items():
+        (tmp_path / name).write_text(content)
+    (publish, run), (look,) = typed.commands, looked.commands
+    assert _run(publish, tmp_path) == ""
+    service = subprocess.Popen(shlex.split(run), cwd=tmp_path, env=_environment())
+    try:
+        eventually(lambda: _run(look, tmp_path) == looked.output, "the output of the page")
+        service.send_signal(signal.SIGINT)  # Ctrl-C
+        assert service.wait(DEADLINE_S) == 0
+    finally:
+        service.kill()
+        service.wait(DEADLINE_S)
+    assert _run(look, tmp_path) == looked.output
 
 
 def test_an_output_that_differs_is_seen(tmp_path: Path) -> None:
