@@ -142,8 +142,8 @@ def message_id(
         return canonical_id(f"weak:{message.origin['weak_id']}")
     if found is None:
         raise UnusableMessage(
-            "The message has no id: send a message-id header or CloudEvents source and id, "
-            "or set message_id= on the handler."
+            "The message has no id: send a message-id header or CloudEvents source and id "
+            "(behind a webhook's signature only Verified(id=…) counts), or set message_id= on the handler."
         )
     if scope == "topic":
         # checked before scoping: an empty id must not become the id of a whole topic
