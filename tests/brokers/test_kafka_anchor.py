@@ -27,7 +27,7 @@ from txbox.brokers.kafka import partitions as kafka_partitions
 from txbox.brokers.kafka import source as kafka_source
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.worker.driving import Driver
-from txbox.worker.progress import StoredAnchors
+from txbox.worker.pump import StoredAnchors
 
 pytestmark = pytest.mark.brokers
 

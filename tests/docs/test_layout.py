@@ -32,7 +32,6 @@ ELSEWHERE = {
     "events": "observers/test_logging.py",
     "observers/activity": "worker/test_pulse.py",
     "observers/pauses": "worker/test_pulse_pauses.py",
-    "settings": "worker/test_checks.py",
     "store/inbox": "processing/test_intake.py",
     "store/jobs": "maintenance/test_maintenance.py",
     "store/outbox": "test_relay.py",
@@ -40,8 +39,6 @@ ELSEWHERE = {
     "ui/render": "ui/test_pages.py",
     "ui/security": "ui/test_ui_access.py",
     "worker/driving": "worker/test_worker.py",
-    "worker/routes": "worker/test_health.py",
-    "worker/supervisor": "worker/test_signals.py",
 }
 
 

@@ -23,7 +23,7 @@ from txbox.brokers.webhook import GitHub, Webhook
 from txbox.events import Event, MessageProcessed
 from txbox.observers.counters import Counters
 from txbox.worker.health import Health
-from txbox.worker.routes import probes
+from txbox.worker.serving import probes
 
 OPS = Path(__file__).parents[2] / "ops"
 

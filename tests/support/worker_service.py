@@ -21,7 +21,7 @@ from txbox.brokers import file
 from txbox.brokers.file import File
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, WorkerStarted
 from txbox.testing import install_from_environment
-from txbox.worker import Worker, progress, supervise
+from txbox.worker import Worker, pump, supervise
 
 
 def say(*what: object) -> None:
@@ -48,7 +48,7 @@ class _Told(Worker):
 
 def serve(plan: dict[str, Any]) -> int:
     # what reads the file of a process that was killed waits this long for it
-    progress._LEASE_S, file._WAIT_FOR_LEASE_S = 1.0, 0.1
+    pump._LEASE_S, file._WAIT_FOR_LEASE_S = 1.0, 0.1
     app = App(
         plan["url"],
         lease=Lease(

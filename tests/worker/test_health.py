@@ -42,8 +42,7 @@ from txbox.events import (
 )
 from txbox.observers.counters import Counters
 from txbox.worker.health import Health
-from txbox.worker.routes import Routes, probes, probes_of
-from txbox.worker.serving import PROBES, Bounds, Server
+from txbox.worker.serving import PROBES, Bounds, Routes, Server, probes, probes_of
 from txbox.worker.supervisor import Child
 
 HEALTH = ("--health-port", "0")
@@ -592,7 +591,7 @@ from prometheus_client import REGISTRY, Gauge, generate_latest
 from txbox.events import MessageDuplicate
 from txbox.observers.counters import Counters
 from txbox.worker.health import Health
-from txbox.worker.routes import probes
+from txbox.worker.serving import probes
 
 queue = Gauge("shop_queue", "The application's own.")
 queue.set_function(lambda: 7)

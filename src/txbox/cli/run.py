@@ -27,7 +27,17 @@ from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEv
 from txbox.maintenance import JOBS, Report, Task, run_once
 from txbox.observers.logging import current_trace
 from txbox.policy import GRACE
-from txbox.worker.signals import Stop, draining_on_signals, last_s, leave, leave_by
+from txbox.worker.supervisor import (
+    GAVE_UP,
+    HEALTH_FD,
+    HTTP_FD,
+    Stop,
+    draining_on_signals,
+    last_s,
+    leave,
+    leave_by,
+    supervise,
+)
 
 if TYPE_CHECKING:
     from txbox.ui import Authenticator
@@ -157,17 +167,13 @@ def _run(args: argparse.Namespace) -> int:
     Exit status: 0 drained or idle; 1 cut off, an unexpected error, or with --once a message that died or was
     quarantined; 2 wrong configuration or schema, or no database at the start.
     """
-    from txbox.worker import supervise
-    from txbox.worker.supervisor import GAVE_UP
-
     start_logging(args)
     app = opened(args, handlers="runs handlers")
     health, http = _health_socket(args), _http_socket(args, app)
     webhooks: Server | None = None
     if http is not None:
         from txbox.brokers.webhook import by_path
-        from txbox.worker.routes import Routes
-        from txbox.worker.serving import WEBHOOKS, Server
+        from txbox.worker.serving import WEBHOOKS, Routes, Server
 
         webhooks = Server(Routes(by_path(app.webhooks, app.handlers.topics())), http, WEBHOOKS)
     if args.processes > 1:
@@ -213,8 +219,7 @@ def _work(
     server: Server | None = None
     if listener is not None:
         from txbox.observers.counters import Counters
-        from txbox.worker.routes import probes
-        from txbox.worker.serving import PROBES, Server
+        from txbox.worker.serving import PROBES, Server, probes
 
         counters = Counters()
         app.events.observers += [health, counters]
@@ -241,21 +246,15 @@ def _work(
 
 
 def _health_socket(args: argparse.Namespace) -> socket.socket | None:
-    from txbox.worker.supervisor import HEALTH_FD
-
     if args.child:
         return inherited(HEALTH_FD)
     if args.health_port is None:
         return None
     what = "/livez, /readyz, /metrics"
-    return listening(
-        args.health_host, args.health_port, "--health-port", what, "txbox.worker.routes"
-    )
+    return listening(args.health_host, args.health_port, "--health-port", what)
 
 
 def _http_socket(args: argparse.Namespace, app: App) -> socket.socket | None:
-    from txbox.worker.supervisor import HTTP_FD
-
     if args.child:
         return inherited(HTTP_FD)
     if not app.webhooks or args.once:
@@ -268,7 +267,7 @@ def _http_socket(args: argparse.Namespace, app: App) -> socket.socket | None:
         return None
     paths = ", ".join(webhook.path for webhook in app.webhooks)
     chosen = 8000 if args.http_port is None else args.http_port
-    return listening(args.http_host, chosen, "--http-port", paths, "txbox.worker.routes")
+    return listening(args.http_host, chosen, "--http-port", paths)
 
 
 def _child(args: argparse.Namespace) -> list[str]:
@@ -561,11 +560,8 @@ class _JsonLines(logging.Formatter):
 # -- ports ----------------------------------------------------------------------------------------
 
 
-def listening(host: str, port: int, option: str, what: str, *needs: str) -> socket.socket:
+def listening(host: str, port: int, option: str, what: str) -> socket.socket:
     """Bind and listen, and say where.
-
-    Args:
-        needs: modules that it is served with, beside the server.
 
     Raises:
         ConfigurationError: the port is taken, this machine has no such address, or what serves it is not
@@ -573,8 +569,7 @@ def listening(host: str, port: int, option: str, what: str, *needs: str) -> sock
     """
     try:
         # needed later: what is missing is said now, and once
-        for module in ("txbox.worker.serving", *needs):
-            importlib.import_module(module)
+        importlib.import_module("txbox.worker.serving")
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"{what} cannot be served without {error.name}: run pip install 'txbox[http]'."

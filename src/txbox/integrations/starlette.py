@@ -342,7 +342,7 @@ def probes(app: App, health: Health) -> list[BaseRoute]:
         health: the one that `lifespan` is given.
     """
     from txbox.observers.counters import Counters
-    from txbox.worker.routes import probes as pages
+    from txbox.worker.serving import probes as pages
 
     counters = Counters()
     app.events.observers.append(counters)

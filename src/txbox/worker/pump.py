@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from txbox import session
 from txbox.app import App
-from txbox.brokers.base import Delivery, Progress, Source
+from txbox.brokers.base import Anchor, Delivery, Source
 from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError, UnusableMessage
 from txbox.events import (
     ConsumptionPaused,
@@ -23,10 +24,13 @@ from txbox.events import (
     SourceRefused,
 )
 from txbox.handlers import Handler
+from txbox.identity import canonical_id
 from txbox.message import Message
 from txbox.processing.intake import presentable
 from txbox.processing.waiting import CURABLE
 from txbox.session import Session
+from txbox.store import jobs
+from txbox.store.jobs import JobLease
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Dispatch
@@ -43,6 +47,9 @@ _PAUSE_S = (0.1, 5.0)
 _LOOKS = 10
 # a source whose first messages, so many, all lack an id is set up wrongly (promise 1.3)
 _FIRST = 100
+# of a source that only one process may read: short, because whoever takes over waits this long; too short only costs
+# reading again
+_LEASE_S = 3.0
 
 
 class Pump:
@@ -65,7 +72,6 @@ class Pump:
         dispatch: Dispatch,
         *,
         topics: Sequence[str],
-        progress: Progress,
         in_flight_max: int,
         stop: Callable[[], bool],
     ) -> None:
@@ -74,7 +80,6 @@ class Pump:
         self._driver = driver
         self._dispatch = dispatch
         self._topics = topics
-        self._progress = progress
         self._in_flight_max = in_flight_max
         self._bytes_max = 2 * app.batching.payload_bytes
         self._stop = stop
@@ -111,7 +116,8 @@ class Pump:
 
     def _open(self) -> None:
         try:
-            self.source.open(self._topics, self._progress, self)
+            progress = StoredProgress(self._app, self._driver, self.source.name)
+            self.source.open(self._topics, progress, self)
             self._opened.set()
             self._go.wait()
             self._thread(self._run)
@@ -564,3 +570,61 @@ class FirstIds:
             f"None of the first {_FIRST} messages of {self._source} has a usable id, and the source is paused: "
             f"set message_id= on {names}{weak}, then start the worker again."
         )
+
+
+class StoredProgress:
+    """The lease and the state of one source, and the anchors of its partitions."""
+
+    def __init__(self, app: App, driver: Driver, name: str) -> None:
+        self._driver = driver
+        self._lease = JobLease(app.store.dialect, name, secrets.token_hex(16), _LEASE_S)
+        self.anchors = StoredAnchors(app, driver)
+
+    @property
+    def lease_s(self) -> float:
+        return self._lease.lease_s
+
+    def acquire(self) -> bool:
+        return self._driver.perform(self._lease.acquire)
+
+    def load(self) -> str | None:
+        return self._driver.perform(self._lease.load)
+
+    def save(self, state: str) -> bool:
+        return self._driver.perform(self._lease.save, state)
+
+    def release(self) -> None:
+        self._driver.perform(self._lease.release)
+
+
+class StoredAnchors:
+    """Positions that any process may advance; no lease, for each is a fact."""
+
+    def __init__(self, app: App, driver: Driver) -> None:
+        self._dialect = app.store.dialect
+        self._driver = driver
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Anchor]:
+        stored = [_stored_name(name) for name in names]
+        history, positions = self._driver.perform(jobs.anchors, self._dialect, stored)
+        return {name: Anchor(positions.get(_stored_name(name)), history) for name in names}
+
+    def advance(self, moves: Mapping[str, tuple[int, Anchor]]) -> Mapping[str, Anchor]:
+        wanted = {_stored_name(name): move for name, move in moves.items()}
+
+        def allowed(history: str, positions: Mapping[str, int]) -> Mapping[str, int]:
+            return {
+                name: position
+                for name, (position, known) in wanted.items()
+                if not known.is_missing_in(Anchor(positions.get(name), history))
+            }
+
+        history, before = self._driver.perform(jobs.anchors, self._dialect, list(wanted), allowed)
+        after = dict(before)
+        for name, position in allowed(history, before).items():
+            after[name] = max(position, before.get(name, position))
+        return {name: Anchor(after.get(_stored_name(name)), history) for name in moves}
+
+
+def _stored_name(name: str) -> str:
+    return canonical_id(f"anchor:{name}")

@@ -1,18 +1,236 @@
-"""How a port is served: uvicorn on a socket that is already bound, and the limits that uvicorn lacks."""
+"""What a process answers over HTTP (the probes and metrics of a worker, its webhooks, the dashboard), and how.
+
+With several processes the parent answers for its workers: it asks each of them on loopback.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import uvicorn
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from txbox.brokers.webhook import Receive, Scope, Send, Webhook, answer
+from txbox.observers.counters import Counters
+from txbox.worker.health import Health
 
 # a page takes 2 s at most, a stop of uvicorn a little more
 _CLOSE_S = 5.0
+_CHILD_S = 2.0
+_JSON = b"application/json"
+_PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+#: Status, content type, body.
+Page = tuple[int, bytes, bytes]
+
+
+class Routes:
+    """An ASGI application: each path has one of its own, everything else is 404."""
+
+    def __init__(self, applications: Mapping[str, Application]) -> None:
+        self.applications = applications
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        application = self.applications.get(scope["path"])
+        if application is None:
+            await answer(send, 404, "nothing is here")
+            return
+        await application(scope, receive, send)
+
+    async def ended(self) -> None:
+        """Wait for what webhooks still do that were told to come again."""
+        for application in self.applications.values():
+            if isinstance(application, Webhook):
+                await application.ended()
+
+
+def probes(health: Health, counters: Counters, hooks: Sequence[Webhook] = ()) -> Routes:
+    """`/livez`, `/readyz` and `/metrics` of one worker."""
+
+    async def livez() -> Page:
+        return _state("alive", health.stuck())
+
+    async def readyz() -> Page:
+        return _state("ready", health.unready())
+
+    async def metrics() -> Page:
+        return _exposition([*counters.collect(), *_gauges(health), *_of_webhooks(hooks)])
+
+    return _pages(livez=livez, readyz=readyz, metrics=metrics)
+
+
+def _pages(**contents: Callable[[], Awaitable[Page]]) -> Routes:
+    return Routes({f"/{name}": _page(content) for name, content in contents.items()})
+
+
+def _page(content: Callable[[], Awaitable[Page]]) -> Application:
+    async def application(scope: Scope, _: Receive, send: Send) -> None:
+        # a probe comes alone: what stays open would only be in the way of others
+        headers = [(b"cache-control", b"no-store"), (b"connection", b"close")]
+        if scope["method"] not in ("GET", "HEAD"):
+            await answer(send, 405, "GET or HEAD", [(b"allow", b"GET, HEAD"), *headers])
+            return
+        status, kind, body = await content()
+        await answer(send, status, body, headers, kind=kind)
+
+    return application
+
+
+def _state(name: str, why_not: Sequence[str]) -> Page:
+    said = json.dumps({name: not why_not, "because": list(why_not)}) + "\n"
+    return 503 if why_not else 200, _JSON, said.encode()
+
+
+def _exposition(families: Iterable[Metric]) -> Page:
+    return 200, _PROMETHEUS, generate_latest(_Collected(families))
+
+
+class _Collected:
+    """In place of a registry: what an application has in its own is none of ours."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _gauges(health: Health) -> Iterable[Metric]:
+    pumps = {pump.source.name: pump for pump in health.pumps}
+    yield GaugeMetricFamily(
+        "txbox_ready", "1 when /readyz says 200.", value=float(not health.unready())
+    )
+    yield _gauge(
+        "in_flight", "Deliveries that were received and are not settled.", "source",
+        {name: pump.in_flight for name, pump in pumps.items()},
+    )  # fmt: skip
+    yield _gauge(
+        "source_silent_seconds", "Seconds since the source's loop came round last.", "source",
+        {name: pump.silent_s for name, pump in pumps.items()},
+    )  # fmt: skip
+    yield _gauge(
+        "rows_leased", "Rows of the table that this process holds a lease of.", "consumer",
+        {table.consumer: table.leased for table in health.tables},
+    )  # fmt: skip
+
+
+def _of_webhooks(hooks: Sequence[Webhook]) -> Iterable[Metric]:
+    in_flight = {hook.path: hook.in_flight for hook in hooks}
+    yield _gauge("webhook_in_flight", "Requests at work.", "path", in_flight)
+    answers = CounterMetricFamily(
+        "txbox_webhook_answers", "Requests answered, by path and status.", labels=("path", "status")
+    )
+    for hook in hooks:
+        for status, count in hook.answers.copy().items():
+            answers.add_metric((hook.path, str(status)), count)
+    yield answers
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"txbox_{name}", text, labels=(label,))
+    for labelled, value in values.items():
+        family.add_metric((labelled,), value)
+    return family
+
+
+# -- several processes ----------------------------------------------------------------------------
+
+
+class Child(Protocol):
+    """A worker process, as its parent sees it; see `supervisor.Child`."""
+
+    number: int
+    health: socket.socket | None
+    answered: bool
+
+    @property
+    def running(self) -> bool: ...
+
+
+def probes_of(children: Sequence[Child]) -> Routes:
+    """`/livez`, `/readyz` and `/metrics` of a parent.
+
+    Alive: every process that runs is; one that has died is started again and one that starts has not
+    answered yet, neither is judged. Ready: all of them are. Metrics: the label `process`.
+    """
+
+    async def livez() -> Page:
+        def silent(child: Child) -> str:
+            judged = child.running and child.answered
+            return f"no answer within {_CHILD_S:g} s" if judged else ""
+
+        return await state("alive", "/livez", silent)
+
+    async def readyz() -> Page:
+        return await state(
+            "ready", "/readyz", lambda child: "no answer" if child.running else "not running"
+        )
+
+    async def state(name: str, path: str, silent: Callable[[Child], str]) -> Page:
+        why: list[str] = []
+        for child, body in await _asked(children, path):
+            because = [silent(child)] if body is None else json.loads(body)["because"]
+            why += [f"process {child.number}: {reason}" for reason in because if reason]
+        return _state(name, why)
+
+    async def metrics() -> Page:
+        # not prometheus_client's multiprocess mode: docs/decisions/0030-metrics-of-several-processes.md
+        families: dict[str, Metric] = {}
+        for child, body in await _asked(children, "/metrics"):
+            for family in text_string_to_metric_families(body or ""):
+                samples = [
+                    sample._replace(labels=sample.labels | {"process": str(child.number)})
+                    for sample in family.samples
+                ]
+                first = families.setdefault(family.name, family)
+                first.samples = samples if first is family else first.samples + samples
+        up = {str(child.number): float(child.running) for child in children}
+        return _exposition(
+            [*families.values(), _gauge("process_up", "1 while the process runs.", "process", up)]
+        )
+
+    return _pages(livez=livez, readyz=readyz, metrics=metrics)
+
+
+async def _asked(children: Sequence[Child], path: str) -> list[tuple[Child, str | None]]:
+    answers = await asyncio.gather(*(_ask(child, path) for child in children))
+    return list(zip(children, answers, strict=True))
+
+
+async def _ask(child: Child, path: str) -> str | None:
+    """The body of a child's answer; None when it does not run or did not answer."""
+    if not child.running or child.health is None:
+        return None
+    try:
+        async with asyncio.timeout(_CHILD_S):
+            reader, writer = await asyncio.open_connection(*child.health.getsockname())
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+                # a page ends with its connection
+                page = await reader.read()
+            finally:
+                writer.close()
+    except (TimeoutError, OSError):
+        return None
+    head, _, body = page.partition(b"\r\n\r\n")
+    # neither cut off with a child that died, nor uvicorn's word that it has too many connections
+    if b"\r\ncontent-length: %d\r\n" % len(body) not in head or b"no-store" not in head:
+        return None
+    child.answered = True
+    return body.decode()
+
+
+# -- a port ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

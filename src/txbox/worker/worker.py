@@ -8,7 +8,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,6 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ParamSpec
 
+from txbox import settings
 from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
@@ -24,18 +25,14 @@ from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
 from txbox.relay import Relays
 from txbox.session import Operation
-from txbox.settings import topics_of
 from txbox.store import jobs
 from txbox.store.activity import Doing
-from txbox.worker import checks
 from txbox.worker.driving import Driver, thread
 from txbox.worker.health import Health
 from txbox.worker.lanes import Dispatch, Lanes
-from txbox.worker.progress import StoredProgress
 from txbox.worker.pulse import Pulse
 from txbox.worker.pump import Pump
-from txbox.worker.signals import draining_on_signals, last_s
-from txbox.worker.supervisor import PARENT_FD, tell_parent
+from txbox.worker.supervisor import PARENT_FD, draining_on_signals, last_s, tell_parent
 from txbox.worker.table import Table
 
 if TYPE_CHECKING:
@@ -192,18 +189,35 @@ class Worker:
         app = self._app
         # without handlers it is a relay, where there is something to send
         sends = self._relay and not self._consumptions and bool(app.routes.all())
-        checks.check_handlers(app, needed=not sends)
-        checks.check_time_outs(app)
+        _check_handlers(app, needed=not sends)
+        _refuse(settings.time_outs(app))
         for consumption in self._consumptions:
-            checks.check_redelivery(app, consumption.source)
+            _refuse(settings.redelivery(app, consumption.source))
         topics = [
-            topics_of(app.handlers, consumption.source, consumption.topics)
+            settings.topics_of(app.handlers, consumption.source, consumption.topics)
             for consumption in self._consumptions
         ]
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
-            checks.check_order(app, consumption.source, wanted)
-        checks.check_database(app, self._driver)
+            _refuse(settings.order(app.handlers, consumption.source, wanted))
+        self._check_database()
         return topics
+
+    def _check_database(self) -> None:
+        """Check that the database answers and holds tables that fit.
+
+        Raises:
+            StoreError: it does not answer.
+            SchemaError: the message contains the command to run.
+        """
+        try:
+            self._driver.perform(self._app.check_schema)
+        except StoreError as error:
+            raise StoreError(
+                f"The database {self._app.database.name} cannot be used ({error}): "
+                "check that it runs and that the URL is right.",
+                fault=error.fault,
+                code=error.code,
+            ) from error
 
     def _open_sources(self, topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open or something has ended."""
@@ -214,7 +228,6 @@ class Worker:
             pump = Pump(
                 app, self._driver, source, dispatch,
                 topics=wanted,
-                progress=StoredProgress(app, self._driver, source.name),
                 in_flight_max=_in_flight_max(app.batching.messages, len(self._lanes)),
                 stop=self._stopping.is_set,
             )  # fmt: skip
@@ -230,7 +243,7 @@ class Worker:
         """Start whatever takes messages or rows, and let the pumps go."""
         for consumption in self._consumptions:
             # some ask their broker what it is set to
-            checks.check_redelivery(self._app, consumption.source)
+            _refuse(settings.redelivery(self._app, consumption.source))
         tables = self._lanes.tables
         self._app.events.emit(
             WorkerStarted(
@@ -377,7 +390,7 @@ class Worker:
             left += [
                 f"the relay to {name} did not end" for name in self._relays.join(self._left_s(last))
             ]
-        # should the watch of signals.py be first, it says the same
+        # should the watch of supervisor.py be first, it says the same
         self._awaited = [*left, *self._silent]
         answered = self._background.join(self._left_s(last))
         if self._poll is not None:
@@ -479,6 +492,31 @@ class Worker:
 
     def _thread_ended(self, error: BaseException | None) -> None:
         self._reports.put(lambda: self._failed(error))
+
+
+def _check_handlers(app: App, *, needed: bool) -> None:
+    """Check that there are handlers, if they are `needed`, and sync or async connections as they need.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    if needed and not len(app.handlers):
+        raise ConfigurationError(
+            "The app has no handlers: decorate a function with @app.handler(topic, consumer=…)."
+        )
+    for handler in app.handlers:
+        connections = app.database.asynchronous if handler.is_async else app.database.sync
+        if connections is None:
+            kind = "async" if handler.is_async else "sync"
+            raise ConfigurationError(
+                f"{handler.name} is {kind}, but {app.database.name} has no {kind} connections: "
+                "give App() a URL, or an object that has them."
+            )
+
+
+def _refuse(conflicts: Iterable[settings.Conflict]) -> None:
+    for conflict in conflicts:
+        raise ConfigurationError(conflict.sentence)
 
 
 def _in_flight_max(batch: int, lanes: int) -> int:
