@@ -23,25 +23,26 @@ PLOTS = ROOT / "docs" / "plots"
 _SUMMARY = """\
 # What it costs
 
-Five figures and four plots, then every bar, then the rounds behind them. A figure is a **ratio**, to the textbook
-loop (*naive*) or to itself, measured in one run with the contenders taking turns: the median of the rounds, and beside
-it the lowest and the highest. Absolute rates mean little on a shared machine. PostgreSQL had its default durability,
-and client and server ran on one machine. Yours will differ: [measure it](#how-it-is-measured).
+Five figures and four plots come first, then every bar, then the rounds behind them. A figure is a **ratio**: to the
+textbook loop (*naive*), or to txbox with an empty table. The contenders took turns in one run; shown are the median of
+the rounds, the lowest and the highest. Absolute rates mean little on a shared machine. PostgreSQL had its default
+durability, and client and server ran on one machine. Yours will differ: [measure it](#how-it-is-measured).
 """
 
 _INTRODUCTION = """\
 ## How it is measured
 
-This page is written by `make bench` from the results in [benchmarks/results](../benchmarks/results); do not edit it.
-Default durability is `fsync=on` and `synchronous_commit=on`. What misses its bar says so.
+`make bench` writes this page from the results in [benchmarks/results](../benchmarks/results); do not edit it. Default
+durability is `fsync=on` and `synchronous_commit=on`. A bar that txbox requires of itself is met or **MISSED**; one that
+is further than required, or only reported, is met or not reached.
 
 The workload is "order paid": distinct messages plus 10 % duplicates interleaved, 200 bytes of JSON each; the handler
 does one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one
 connection: BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT, COMMIT, without guard, payload hash,
-retries or events. The *limit* does the same work in one statement a batch of 100. *By hand*, where an ordinary handler
-is measured, is naive with txbox's round trips and nothing else: how far those alone go, with psycopg's own `execute`.
-txbox is the worker of `txbox run`, fed from memory. Every round is verified: orders, balances and inbox rows are
-compared with the workload, and **lost** and **doubled** stand beside every rate. From a checkout,
+retries or events. The *limit* does the same work in one statement per batch of 100. *By hand*, where an ordinary handler
+is measured, is naive with txbox's round trips and nothing else: it shows how far those alone go, with psycopg's own
+`execute`. txbox is the worker of `txbox run`, fed from memory. Every round is verified: orders, balances and inbox rows
+are compared with the workload, and every rate has **lost** and **doubled** beside it. From a checkout,
 `python -m benchmarks --database postgresql://…` measures your own server (see [Contributing](../CONTRIBUTING.md)).
 """
 
