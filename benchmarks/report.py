@@ -39,10 +39,10 @@ is further than required, or only reported, is met or not reached.
 The workload is "order paid": distinct messages plus 10 % duplicates interleaved, 200 bytes of JSON each; the handler
 does one UPDATE of one of 1,000 accounts and one INSERT of an order. *naive* is the textbook psycopg loop on one
 connection: BEGIN, `INSERT … ON CONFLICT DO NOTHING RETURNING`, UPDATE, INSERT, COMMIT, without guard, payload hash,
-retries or events. The *limit* does the same work in one statement per batch of 100. *By hand*, where an ordinary handler
-is measured, is naive with txbox's round trips and nothing else: it shows how far those alone go, with psycopg's own
-`execute`. txbox is the worker of `txbox run`, fed from memory. Every round is verified: orders, balances and inbox rows
-are compared with the workload, and every rate has **lost** and **doubled** beside it. From a checkout,
+retries or events. The *limit* does the same work in one statement per batch of 100. *By hand*, where an ordinary
+handler is measured, is naive with txbox's round trips and nothing else: it shows how far those alone go, with psycopg's
+own `execute`. txbox is the worker of `txbox run`, fed from memory. Every round is verified: orders, balances and inbox
+rows are compared with the workload, and every rate has **lost** and **doubled** beside it. From a checkout,
 `python -m benchmarks --database postgresql://…` measures your own server (see [Contributing](../CONTRIBUTING.md)).
 """
 

@@ -17,7 +17,7 @@ from txbox.admin import doctor
 from txbox.admin.doctor import CODES
 from txbox.handlers import HandlerOptions
 from txbox.observers.counters import Counters
-from txbox.worker import routes
+from txbox.worker import serving
 from txbox.worker.health import Health
 
 HANDLERS = page("docs/reference/handlers.md")
@@ -110,7 +110,7 @@ def test_every_code_is_used_and_every_used_one_is_known() -> None:
 
 
 def test_every_metric_is_in_the_tables_with_its_kind_and_no_other() -> None:
-    families = [*Counters().collect(), *routes._gauges(Health()), *routes._of_webhooks(())]
+    families = [*Counters().collect(), *serving._gauges(Health()), *serving._of_webhooks(())]
     kinds = {
         f"`{family.name}{'_total' if family.type == 'counter' else ''}`": family.type
         for family in families
