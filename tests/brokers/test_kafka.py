@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.kafka import (
@@ -57,6 +58,15 @@ def is_unavailable(source: Kafka, what: str) -> bool:
     except BrokerUnavailable as error:
         return what in str(error)
     return False
+
+
+def is_made(bootstrap: str, topic: str) -> bool:
+    try:
+        new_topic(bootstrap, name=topic)
+    except KafkaException:
+        # its deletion is not over
+        return False
+    return True
 
 
 def message_of(delivery: Delivery) -> Message[Any]:
@@ -134,6 +144,27 @@ def test_a_topic_made_again_has_other_weak_ids(kafka_bootstrap: str) -> None:
     assert ids[0] != ids[1]
 
 
+def test_a_topic_made_again_under_its_reader_has_other_weak_ids(kafka_bootstrap: str) -> None:
+    """Nothing tells the reader but the offsets, which start over; its first messages are no duplicates."""
+    topic = new_topic(kafka_bootstrap)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+
+    def weak_ids(source: Kafka, count: int) -> list[str]:
+        for _ in range(count):
+            producer.produce(topic, b"{}")
+        assert producer.flush(20) == 0
+        return [message_of(each).origin["weak_id"] for each in take(source, count)]
+
+    with opened(Kafka(kafka_bootstrap, group=new_group()), topic) as source:
+        before = weak_ids(source, 5)
+        admin.delete_topics([topic])[topic].result(20)
+        eventually(partial(is_made, kafka_bootstrap, topic), "the topic, made again")
+        after = weak_ids(source, 3)
+    assert [weak_id.rpartition("/")[2] for weak_id in after] == ["0", "1", "2"]
+    assert not set(before) & set(after)
+
+
 # -- the committed front ----------------------------------------------------------------------
 
 
@@ -154,6 +185,38 @@ def test_only_the_gapless_front_is_committed(kafka_bootstrap: str, protocol: str
         assert [message_of(one).origin["offset"] for one in again] == [3, 4, 5]
         source.settle(found)  # from an assignment that has ended: ignored
     assert committed(kafka_bootstrap, group_id, topic) == 3
+
+
+class RebalancedWithin:
+    """A consumer that gives its partitions back within `consume`, after that has taken a message."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+        self.taken: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def consume(self, _count: int, _timeout: float) -> list[Any]:
+        self.taken = self._consumer.consume(1, 20)
+        self._consumer.unsubscribe()
+        eventually(lambda: not self._consumer.poll(0.1) and not self.assignment(), "the revocation")
+        return self.taken
+
+
+def test_what_the_call_that_lost_a_partition_took_from_it_is_the_next_owners(
+    kafka_bootstrap: str,
+) -> None:
+    """Committing it would skip what the next owner has in flight."""
+    topic, group_id = new_topic(kafka_bootstrap), new_group()
+    produce(kafka_bootstrap, topic, range(1))
+    with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
+        take(source, 1)
+        consumer: Any = RebalancedWithin(source._open_consumer())
+        source._consumer = consumer
+        produce(kafka_bootstrap, topic, range(2))
+        assert nothing_comes(source)
+        assert [raw.offset() for raw in consumer.taken] == [2]
 
 
 def test_gaps_of_transactions_are_no_gaps(kafka_bootstrap: str) -> None:

@@ -241,11 +241,14 @@ class Kafka(Source):
     def _take(self, raw: client.Message) -> None:
         error = raw.error()
         if error is None:
-            key = (raw.topic() or "", raw.partition() or 0)
-            offset = raw.offset() or 0
-            partition = self._partitions.get(key) or self._partitions.add(*key)
+            topic, offset = raw.topic() or "", raw.offset() or 0
+            partition = self._partitions.get((topic, raw.partition() or 0))
+            if partition is None:
+                # consume() took it, and then ran the rebalance that gives its partition to another member
+                return
             if offset <= partition.last:
-                # the log was truncated and reading restarted: what is in flight belongs to another past
+                # the log was truncated, or the topic made again: what is in flight belongs to another past
+                self._topic_ids.forget(topic)
                 partition = self._partitions.replace(partition)
             record = partition.deliver(offset, raw.leader_epoch(), self._window)
             self._held.append((raw, record))
