@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.support.workers import running, worker
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.file import File
+from txbox.errors import StoreUnavailable
 
 
 class Kept:
@@ -30,6 +32,7 @@ class Kept:
         self.state: str | None = None
         self.held_by_another = False
         self.lost = False
+        self.away = False
 
     def acquire(self) -> bool:
         return not self.held_by_another
@@ -38,6 +41,8 @@ class Kept:
         return self.state
 
     def save(self, state: str) -> bool:
+        if self.away:
+            raise StoreUnavailable("The database is away.")
         if self.lost:
             return False
         self.state = state
@@ -254,6 +259,33 @@ def test_following_a_rotated_file_loses_nothing(tmp_path: Path) -> None:
     assert read(File(path), kept) == []
 
 
+def test_a_line_written_just_before_the_rotation_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, ["a"])
+    read_bytes, rotated = os.read, tmp_path / "events.jsonl.1"
+
+    def rotated_after_the_end(fd: int, count: int) -> bytes:
+        found = read_bytes(fd, count)
+        if not found and not rotated.exists():
+            with path.open("a") as file:
+                file.write(event_line("b"))
+            path.rename(rotated)
+            write_events(path, ["c"])
+        return found
+
+    source = File(path, follow=True)
+    source.open(["*"], Kept())
+    source.settle(source.receive(1, 0.0))
+    monkeypatch.setattr(os, "read", rotated_after_the_end)
+    for message_id in ("b", "c"):
+        found = list(source.receive(1, 5.0))
+        assert ids(found) == [message_id]
+        source.settle(found)
+    source.close()
+
+
 def test_following_a_truncated_file_starts_anew(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, ["a", "b"])
@@ -321,6 +353,25 @@ def test_a_reader_that_lost_its_lease_starts_from_what_is_saved(tmp_path: Path) 
     source.settle(first)
     source.close()
     assert len(read(File(path), kept)) == 4
+
+
+def test_lines_wait_while_progress_cannot_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbox.brokers.file._SAVE_S", 0.0)
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(3))
+    kept, source = Kept(), File(path)
+    source.open(["*"], kept)
+    first = source.receive(1, 0.0)
+    kept.away = True
+    with pytest.raises(StoreUnavailable):
+        source.settle(first)
+    with pytest.raises(StoreUnavailable):
+        source.receive(10, 0.0)
+    kept.away = False
+    assert ids(list(source.receive(10, 0.0))) == ["1", "2"]
+    source.close()
 
 
 def _open_files() -> int:
@@ -411,6 +462,7 @@ def test_standard_input(sqlite_url: str, raw: Any) -> None:
 import sys
 from txbox import App
 from txbox.brokers.file import File
+from txbox.errors import StoreUnavailable
 from txbox.worker import Worker
 app = App({sqlite_url!r})
 @app.handler({TOPIC!r}, consumer={CONSUMER!r})

@@ -115,8 +115,10 @@ class File(Source):
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         deadline = time.monotonic() + wait_s
         while True:
-            found = self._read(messages_max, wait_s) if self._leased() else []
-            self._save()
+            found: list[Delivery] = []
+            # saving may fail, and what has been read by then would never be handed out
+            if self._leased() and self._save():
+                found = self._read(messages_max, wait_s)
             left_s = deadline - time.monotonic()
             if found or self.exhausted or left_s <= 0 or self._stdin:
                 return found
@@ -164,20 +166,20 @@ class File(Source):
         self._saved = {}
         self._holding = self._ended = self._dirty = False
 
-    def _save(self, *, now: bool = False) -> None:
+    def _save(self, *, now: bool = False) -> bool:
+        """Save the progress if that is due; returns False if the lease turns out to be lost."""
         progress = self._progress
-        if progress is None or not self._dirty or not self._holding:
-            return
-        if not now and time.monotonic() < self._save_at:
-            return
+        if progress is None or not self._dirty or (not now and time.monotonic() < self._save_at):
+            return True
         for name, cursor in self._cursors.items():
             self._saved[name] = cursor.state()
-        if progress.save(json.dumps(self._saved)):
-            self._dirty = False
-            self._save_at = time.monotonic() + _SAVE_S
-        else:
+        if not progress.save(json.dumps(self._saved)):
             self._drop()
             self._lease_at = 0.0
+            return False
+        self._dirty = False
+        self._save_at = time.monotonic() + _SAVE_S
+        return True
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -261,10 +263,11 @@ class File(Source):
             found = cursor.path.stat()
         except FileNotFoundError:
             return
-        if found.st_ino != cursor.inode and cursor.buffer:
-            # the rest of its last line will never be written
+        replaced = found.st_ino != cursor.inode
+        if replaced and not cursor.last:
+            # read on: it may have grown just before, and what it ends with is a line
             cursor.last = True
-        elif found.st_ino != cursor.inode or found.st_size < cursor.start + len(cursor.buffer):
+        elif replaced or found.st_size < cursor.start + len(cursor.buffer):
             cursor.close()
             self._saved.pop(cursor.path.name, None)
             del self._cursors[cursor.path.name]
