@@ -23,7 +23,6 @@ import pytest
 from tests.support.proxy import closed_port
 from tests.support.webhook.senders import STANDARD_SECRET, Endpoint, serving
 from txbox import App, Message, Outgoing, RelayPolicy, RetryPolicy
-from txbox.brokers import http as publisher_module
 from txbox.brokers.http import Http, is_public
 from txbox.brokers.webhook import StandardWebhooks, Webhook
 from txbox.errors import (
@@ -189,6 +188,16 @@ def test_requests_go_side_by_side_up_to_the_bound() -> None:
     assert endpoint_app.most == 3
 
 
+def test_a_short_confirm_within_leaves_time_for_the_request() -> None:
+    with (
+        serving(Scripted()) as endpoint,
+        closing(Http(url(endpoint), private=True).publisher()) as publisher,
+    ):
+        assert list(publisher.publish([message()], WITHIN_S)) == [None]
+        (answer,) = publisher.publish([message("m2")], 0.5)
+        assert not isinstance(answer, NotTried)
+
+
 @contextmanager
 def raw(behave: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[int]]]:
     """A server that accepts and then does what it is told; the list holds a number for each connection."""
@@ -243,7 +252,7 @@ def test_what_there_was_no_time_for_was_not_tried() -> None:
 
 def test_what_hangs_past_its_bound_ends_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     # as on a machine that hangs: requests would outlast the call
-    monkeypatch.setattr(publisher_module, "LAST_WORD_S", -1.0)
+    monkeypatch.setattr("txbox.brokers.base.LAST_WORD_S", -1.0)
     with raw(silent) as (address, _), pytest.raises(BrokerUnavailable):
         answers(Http(address, private=True), message(), within_s=2.0)
 

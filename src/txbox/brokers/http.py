@@ -23,7 +23,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
-from txbox.brokers.base import LAST_WORD_S, Batch
+from txbox.brokers.base import Batch
 from txbox.brokers.envelope import HTTP
 from txbox.brokers.loop import LoopPublisher
 from txbox.brokers.webhook import standard_key
@@ -135,7 +135,7 @@ class HttpPublisher(LoopPublisher):
         async def sends() -> None:
             # they share one iterator: whichever is free takes the next message
             for at, headers in entries:
-                left_s = batch.left_s() - LAST_WORD_S
+                left_s = batch.left_s() - batch.last_word_s
                 if left_s <= 0 or batch.away is not None:
                     return
                 await self._send(batch, at, headers, min(left_s, self._endpoint.timeout_s))

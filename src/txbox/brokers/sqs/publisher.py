@@ -32,6 +32,11 @@ DENIED = frozenset({
 #: Errors the client raises itself, before calling.
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"})
 MALFORMED = "ParamValidation"
+#: What only a message can be the reason for. Anything else, such as a disabled key or a wrong clock, may pass.
+_OF_A_MESSAGE = frozenset({
+    MALFORMED, "BatchRequestTooLong", "InvalidAttributeValue", "InvalidMessageContents", "InvalidParameterValue",
+    "MissingParameter", "UnsupportedOperation",
+})  # fmt: skip
 #: Throttling or server trouble, whatever the messages are.
 _LATER = ("Throttl", "RequestThrottled", "OverLimit", "ServiceUnavailable", "InternalError",
           "InternalFailure", "RequestExpired", "ExpiredToken")  # fmt: skip
@@ -40,16 +45,11 @@ _LATER = ("Throttl", "RequestThrottled", "OverLimit", "ServiceUnavailable", "Int
 class CallError(Exception):
     """SQS refused a call or one of its entries, or could not be reached."""
 
-    def __init__(self, code: str, *, sender: bool = True, away: bool = False) -> None:
+    def __init__(self, code: str, *, away: bool = False) -> None:
         super().__init__(code)
         self.code = code
         self.away = away
-        self.of_the_messages = (
-            sender
-            and not away
-            and code not in GONE | DENIED
-            and not any(fragment in code for fragment in _LATER)
-        )
+        self.of_a_message = code.rpartition(".")[2] in _OF_A_MESSAGE
 
 
 def new_client(given: Mapping[str, Any], within_s: float) -> Any:
@@ -246,7 +246,7 @@ class SQSPublisher:
                 lambda: self._client.send_message_batch(QueueUrl=queue.url, Entries=entries)
             )
         except CallError as error:
-            if error.of_the_messages and len(part) > 1:
+            if error.of_a_message and len(part) > 1:
                 half = len(part) // 2
                 self._send(batch, queue, part[:half])
                 self._send(batch, queue, part[half:])
@@ -259,7 +259,7 @@ class SQSPublisher:
         for sent in answer.get("Successful", []):
             batch.answer(part[int(sent["Id"])][0], None)
         for failed in answer.get("Failed", []):
-            why = CallError(str(failed.get("Code", "")), sender=bool(failed.get("SenderFault")))
+            why = CallError(str(failed.get("Code", "")))
             _fail(batch, [part[int(failed["Id"])][0]], why, queue.topic)
 
 
@@ -279,7 +279,7 @@ def _error_of(error: CallError, topic: str) -> BrokerError:
         return BrokerError(
             f"Access to queue {topic!r} was denied ({error.code}): check the region and the permissions."
         )
-    if error.of_the_messages:
+    if error.of_a_message:
         return MessageRefused(
             f"SQS will not accept the message for queue {topic!r} ({error.code}): "
             "make it smaller, or correct its attributes."
