@@ -46,6 +46,10 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
+# SQLSTATE insufficient_privilege; MySQL's "access denied" to a database, a table, a column and a routine
+_LACKS_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
+
+
 class StoreError(TxboxError):
     """The database refused a statement from txbox or from the handler's transaction."""
 
@@ -64,6 +68,11 @@ class StoreError(TxboxError):
         self.constraint = constraint
         #: False when the COMMIT may or may not have taken effect (promise 2.6).
         self.definite = definite
+
+    @property
+    def lacks_right(self) -> bool:
+        """Whether the role may not do this: `txbox schema print --grants` prints what it needs."""
+        return self.code in _LACKS_RIGHT
 
 
 class StoreUnavailable(StoreError):

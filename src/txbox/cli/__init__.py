@@ -92,10 +92,6 @@ _EXAMPLES = {
     "schema print": ["schema print --dialect postgresql"],
 }
 _INTERRUPTED = 130
-# insufficient_privilege; access denied to a database, a table, a column, a routine
-_NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
-
-
 # -P: a txbox.py of the working directory is not this package
 _PROGRAM = (sys.executable, "-P", "-m", "txbox")
 
@@ -142,7 +138,7 @@ def main(argv: Sequence[str] | None = None, *, program: Sequence[str] = _PROGRAM
 
 
 def _with_remedy(error: TxboxError) -> str:
-    if isinstance(error, StoreError) and error.code in _NO_RIGHT:
+    if isinstance(error, StoreError) and error.lacks_right:
         return (
             f"{error}: this database role lacks a right that the command needs; "
             "`txbox schema print --grants` prints the rights of each kind of role."

@@ -40,7 +40,6 @@ _LOCK_TRIES = 10
 # while we wait for the inbox everyone else queues behind us, so at first wait only as long as a short transaction
 _LOCK_WAIT_MS = 5
 _LOCK_WAIT_MAX_MS = 100
-_NOT_ALLOWED = "42501"
 # nobody writes counts for a minute this old, unless the database was away
 _FOLDED_AFTER_S = 300.0
 # keep crashed workers visible for a while
@@ -226,7 +225,7 @@ async def _patiently(db: Session, run: _Run, work: Callable[..., Awaitable[T]]) 
             done = await work(db, wait_ms=wait_ms)
         except StoreError as error:
             await db.rollback()
-            if error.code == _NOT_ALLOWED:
+            if error.lacks_right:
                 _log.warning(
                     "This role may not add or drop partitions of the inbox: grant it what "
                     "`txbox schema print --partition … --grants` prints."

@@ -517,7 +517,7 @@ def refused_for(error: Exception) -> Refused:
             return Refused(
                 503, "The database took too long: narrow the filter, by consumer and status."
             )
-        if error.code in _NO_RIGHT:
+        if error.lacks_right:
             return Refused(
                 500, "The database role of this dashboard lacks a right that this takes: "
                 "`txbox schema print --grants` prints those of each kind of role.",
@@ -525,9 +525,6 @@ def refused_for(error: Exception) -> Refused:
         return Refused(500, "The database refused this: the log of the dashboard says why.")
     # the request makes no sense, and the sentence says why
     return Refused(409 if isinstance(error, MessageChanged) else 400, str(error))
-
-
-_NO_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
 
 
 def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[Any, Any]:
