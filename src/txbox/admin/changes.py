@@ -1,32 +1,48 @@
-"""The operator's transactions, each with its audit row: a batch of a change, an accepted or edited message, a copy;
-and the canary, which retries dead messages step by step."""
+"""The verbs that change messages, in small transactions that each carry their audit row; and the canary, which retries
+dead messages step by step."""
 
 from __future__ import annotations
 
-import json
+import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 from txbox.admin import tables
-from txbox.admin.reader import Reader
-from txbox.admin.tables import QUARANTINE, Filter, InboxFilter, QuarantineFilter, Verb
-from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
-from txbox.identity import TOMBSTONE_HASH
-from txbox.message import Message
+from txbox.admin.reader import Audit, Reader
+from txbox.admin.tables import (
+    INBOX,
+    OUTBOX,
+    QUARANTINE,
+    Filter,
+    InboxFilter,
+    OutboxFilter,
+    QuarantineFilter,
+    Table,
+    Verb,
+)
+from txbox.errors import ConfigurationError, Fault, Reject, StoreError, UnusableMessage
+from txbox.handlers import Handler
+from txbox.identity import TOMBSTONE_HASH, canonical_id, checked_consumer, payload_hash
+from txbox.message import Headers, Message
 from txbox.outcome import Status
-from txbox.session import Session, Statement
+from txbox.policy import HIDDEN, Limits
+from txbox.processing.failure import BROKEN
+from txbox.session import Session
+from txbox.store.activity import pause, resume
 from txbox.store.codec import Arrival
 from txbox.store.inbox import InboxStore
 
 T = TypeVar("T")
 #: What names a row: the columns of `Table.key`.
 Key = tuple[Any, ...]
+_SAMPLE = 10
 _BATCH = 500
 _CONFLICT_PAUSE_S = 0.05
 # the place of key_id among the columns of a lease
@@ -38,262 +54,76 @@ _PAYLOAD_CUT = (
     "not all of its payload was kept, or its hash is made in another way: give --app if the handler has "
     "payload_hash=, else let its producer send it again"
 )
+#: How many messages a canary retries before it waits for what becomes of them; then always the last.
+_SIZES = (1, 10, 500)
+_PATIENCE = timedelta(minutes=2)
+_LOOK_S, _AGAIN = 0.25, 10
+
+#: Called after each batch with the number of messages done so far.
+Progress = Callable[[int], None]
+
+
+class How(TypedDict, total=False):
+    """The options of every change.
+
+    Keys:
+        actor: who, for `txbox_audit`; by default the login name and the host.
+        reason: why, for `txbox_audit`.
+        dry_run: count, and change nothing.
+        progress: called after each batch with the number of messages done so far.
+        most: change at most so many, the oldest first.
+        cancelled: called before each batch; True ends the change there.
+    """
+
+    actor: str | None
+    reason: str | None
+    dry_run: bool
+    progress: Progress | None
+    most: int | None
+    cancelled: Callable[[], bool] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """Who changes rows, and why; written into `txbox_audit` with the change."""
+class Changed:
+    """What a change did, or in a dry run would do.
 
-    actor: str
-    reason: str | None = None
+    Attributes:
+        count: rows changed.
+        spared: rows left alone because their transaction was broken; see `Admin.retry`.
+        sample: the keys of the first changed rows.
+        refused: the keys of rows that cannot be accepted, with the reason.
+        cancelled: it ended before everything that matches was changed.
+    """
 
-    def row(
-        self, store: InboxStore, action: str, where: Filter[Any, Any], affected: int
-    ) -> Statement:
-        params = {
-            "actor": self.actor, "action": action, "reason": self.reason, "affected": affected,
-            "filter": json.dumps(where.criteria(), sort_keys=True),
-        }  # fmt: skip
-        return store.dialect.statement("audit", params)
-
-
-class Matching(NamedTuple):
-    """How many rows of one status and consumer a change matches, and how many of them it leaves alone."""
-
-    status: str
-    consumer: str | None
-    rows: int
+    action: Verb | Literal["replay"]
+    dry_run: bool
+    count: int
     spared: int
+    sample: tuple[dict[str, str], ...]
+    refused: tuple[dict[str, str], ...] = ()
+    cancelled: bool = False
 
 
-class Batch(NamedTuple):
-    """One batch of a change: its rows, how many were left alone, and where the next one begins, if any."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """What an edit changed, or in a dry run would change; pairs are before and after.
 
-    keys: list[Key]
-    spared: int
-    place: Any
-
-
-@asynccontextmanager
-async def _transaction(db: Session, *, commit: bool) -> AsyncGenerator[None]:
-    """A transaction that ends with this block; rolled back in a dry run, and when the change is refused."""
-    await db.begin()
-    try:
-        yield
-    except (ConfigurationError, UnusableMessage):
-        await db.rollback()
-        raise
-    await (db.commit() if commit else db.rollback())
-
-
-async def change(
-    db: Session,
-    store: InboxStore,
-    verb: Verb,
-    where: Filter[Any, Any],
-    matching: Matching,
-    audit: Audit | None,
-    *,
-    spared: str | None,
-    after: Any,
-    to: str | None = None,
-    most: int | None = None,
-) -> Batch:
-    """Change one batch in a transaction of its own, the oldest rows first.
-
-    Args:
-        where: what the operator asked for, possibly for all consumers.
-        matching: the status and consumer of this batch.
-        audit: None makes it a dry run.
-        spared: rows with this error type are counted and left alone.
-        after: the `place` of the batch before; None for the first.
-        to: the new route, for a reroute.
-        most: a smaller limit than that of a batch.
-
-    Guarantee: rows that a live delivery or a relay holds are left to it, without waiting; the change
-        and its audit row are one commit.
+    Attributes:
+        version: of the message before; pass it as `expected` to edit exactly that.
+        payload_hash: SHA-256 in hexadecimal digits.
+        headers: the names of those that were set or removed.
     """
-    table, limit = where.table, _BATCH if most is None else min(most, _BATCH)
-    params = {
-        **where.params(),
-        **tables.mark_params(after),
-        "status": matching.status,
-        "consumer": matching.consumer,
-        # without its payload a retried row would wait for ever
-        "needs_payload": verb == "retry",
-        "after": -1 if after is None else after,
-        "limit": limit,
-    }
-    async with _transaction(db, commit=audit is not None):
-        found = await db.execute(store.dialect.statement(f"{table.name}_select", params))
-        keys = [tuple(key) for *key, _, error in found.rows if spared is None or error != spared]
-        if audit is not None and keys:
-            rows = dict(zip(table.key, zip(*keys, strict=True), strict=True))
-            name, given = f"{table.name}_{verb}", {"to": to}
-            if table is QUARANTINE:
-                name, given = "quarantine_end", {"status": "discarded"}
-            await db.execute(store.dialect.statement(name, given, rows))
-            await db.execute(audit.row(store, table.audited.format(verb), where, len(keys)))
-    place = None
-    if len(found.rows) == limit:
-        *last, number, _ = found.rows[-1]
-        place = tuple(last) if table.place is None else number
-    return Batch(keys, len(found.rows) - len(keys), place)
+
+    dry_run: bool
+    version: str
+    payload_bytes: tuple[int | None, int | None]
+    payload_hash: tuple[str, str]
+    headers: tuple[str, ...]
 
 
-async def accept(
-    db: Session,
-    store: InboxStore,
-    key: Key,
-    arrival_of: Callable[[Message[Any]], Arrival],
-    audit: Audit | None,
-    *,
-    token: str,
-) -> None:
-    """Store one quarantined message as pending.
+class MessageChanged(ConfigurationError):
+    """The message is no longer the version that an edit expects."""
 
-    Args:
-        arrival_of: gives the message the id and the hash to store it with.
-        audit: None makes it a dry run.
-
-    Raises:
-        UnusableMessage: it cannot be accepted.
-        ConfigurationError: written through a codec that this app does not have.
-
-    Guarantee: the pending row, the end of the quarantine row and the audit row are one commit.
-    """
-    consumer, message_id, hashed = key
-    hashed = bytes(hashed)
-    named = {"consumer": consumer, "message_id": message_id, "hash": hashed}
-    async with _transaction(db, commit=audit is not None):
-        found = await db.execute(store.dialect.statement("quarantine_lock", named))
-        if not found.rows:
-            raise UnusableMessage("somebody else has decided on it meanwhile")
-        kept_bytes, message = tables.quarantined(store.columns, found.rows[0])
-        arrival = arrival_of(message)
-        if not _whole(message.payload, hashed, arrival):
-            raise UnusableMessage(_PAYLOAD_CUT if kept_bytes else _PAYLOAD_GONE)
-        if not await store.store(db, consumer, [arrival], token=token):
-            raise UnusableMessage(
-                f"{consumer} has another message under the id {arrival.message_id}: give it one of its own (--id)"
-            )
-        if audit is not None:
-            rows = {name: [value] for name, value in named.items()}
-            ended = store.dialect.statement("quarantine_end", {"status": "accepted"}, rows)
-            await db.execute(ended)
-            where = QuarantineFilter(consumer=consumer, message_id=message_id, hash=hashed.hex())
-            await db.execute(audit.row(store, "quarantine accept", where, 1))
-
-
-async def edit(
-    db: Session,
-    store: InboxStore,
-    where: InboxFilter,
-    edited: Callable[[Arrival], Message[Any]],
-    audit: Audit | None,
-) -> tuple[Message[Any], Message[Any]] | None:
-    """Give one dead or failed message other content and a full new budget of attempts.
-
-    Args:
-        where: consumer and id.
-        edited: makes the new message of the stored one.
-        audit: None makes it a dry run.
-
-    Returns:
-        The message before and after; None when there is none that can be edited now.
-
-    Raises:
-        ConfigurationError: written through a codec that this app does not have; or what `edited` raises.
-
-    Guarantee: the change, the row that keeps what was there before and the audit row are one commit.
-    """
-    columns, named = store.columns, where.params()
-    async with _transaction(db, commit=audit is not None):
-        found = await db.execute(store.dialect.statement("edit_lock", named))
-        if not found.rows:
-            return None
-        *row, error = found.rows[0]
-        arrival = columns.arrival(str(where.consumer), row).arrival
-        after = edited(arrival)
-        text = columns.error_back(error, row[_KEY_ID])
-        if audit is not None:
-            before = arrival.message.payload
-            hashed = TOMBSTONE_HASH if before is None else sha256(before).digest()
-            reason = f"edited by {audit.actor}" + (f": {audit.reason}" if audit.reason else "")
-            kept = {**named, "hash": hashed, "reason": reason}
-            await db.execute(store.dialect.statement("edit_set_aside", kept))
-            # the key that a row names is that of all its columns: its error is written anew as well
-            content = {
-                **named,
-                **columns.content(after),
-                "key_id": columns.key_id,
-                "error": None if text is None else columns.error(text),
-            }
-            await db.execute(store.dialect.statement("edit_write", content))
-            await db.execute(audit.row(store, "edit", where, 1))
-    return arrival.message, after
-
-
-async def copy(
-    db: Session,
-    store: InboxStore,
-    consumer: str,
-    arrivals: Sequence[Arrival],
-    audit: Audit,
-    where: InboxFilter,
-    *,
-    token: str,
-) -> int:
-    """Store messages as pending rows of another consumer, in the order given; returns how many were new.
-
-    Guarantee: the rows and their audit row are one commit.
-    """
-    async with _transaction(db, commit=True):
-        # in arrival order, not by id: two such commands may deadlock, and are tried again
-        fresh = await store.store(db, consumer, arrivals, token=token)
-        await db.execute(audit.row(store, f"replay as {consumer}", where, len(fresh)))
-    return len(fresh)
-
-
-async def announce(
-    db: Session,
-    store: InboxStore,
-    audit: Audit,
-    action: str,
-    where: Filter[Any, Any],
-    affected: int,
-) -> None:
-    """Write the audit row of work whose own transactions follow."""
-    await db.begin((audit.row(store, action, where, affected),))
-    await db.commit()
-
-
-async def again(
-    db: Session, operation: Callable[..., Awaitable[T]], *args: Any, **options: Any
-) -> T:
-    """Repeat a small transaction that lost to another."""
-    for tried in range(10):
-        try:
-            return await operation(db, *args, **options)
-        except StoreError as error:
-            if error.fault not in (Fault.CONFLICT, Fault.LOCK_TIMEOUT) or tried == 9:
-                raise
-            db.discard()
-            await db.wait(_CONFLICT_PAUSE_S * (tried + 1))
-    raise AssertionError("the last try returned or raised")
-
-
-def _whole(payload: bytes | None, hashed: bytes, arrival: Arrival) -> bool:
-    """Say whether this is the payload that was hashed; without one, whether there was none."""
-    if payload is None:
-        return hashed in (TOMBSTONE_HASH, sha256(b"").digest())
-    return hashed in (sha256(payload).digest(), arrival.hash)
-
-
-#: How many messages are let go before what becomes of them is waited for; then always the last.
-SIZES = (1, 10, 500)
-PATIENCE = timedelta(minutes=2)
-_LOOK_S, _AGAIN = 0.25, 10
 
 #: Consumer and id.
 Named = tuple[str, str]
@@ -374,42 +204,615 @@ class Redriven:
                 return f"Cancelled. {left}."
 
 
-def redriven(
-    reader: Reader,
-    fingerprint: str | None,
+class Matching(NamedTuple):
+    """How many rows of one status and consumer a change matches, and how many of them it leaves alone."""
+
+    status: str
+    consumer: str | None
+    rows: int
+    spared: int
+
+
+class Batch(NamedTuple):
+    """One batch of a change: its rows, how many were left alone, and where the next one begins, if any."""
+
+    keys: list[Key]
+    spared: int
+    place: Any
+
+
+class Changes(Reader):
+    """The verbs that change messages. A filter says which table a verb is about."""
+
+    def retry(self, where: InboxFilter | OutboxFilter, **how: Unpack[How]) -> Changed:
+        """Give messages a full new budget of attempts, due at once, under their ids.
+
+        A filter matches dead messages unless it names the status `failed`; with a message id it matches
+        both. Rows of a broken transaction (their effects are unknown) are left alone unless the filter
+        names the message id or that error type. An outgoing message leaves before the later ones of its key.
+
+        Guarantee: batches are small transactions with their audit row, and never wait for live traffic.
+        """
+        return self._change("retry", where, how)
+
+    def canary(
+        self,
+        where: InboxFilter,
+        *,
+        patience: timedelta = _PATIENCE,
+        on_step: Callable[[Step], None] | None = None,
+        **how: Unpack[How],
+    ) -> Redriven:
+        """Retry dead messages one, then ten, then five hundred at a time, as long as their failure does not return.
+
+        Workers run them, and each step waits for the one before. It stops when a message fails with the
+        fingerprint of the filter (without one, when any fails), when a step processes nothing, or when no
+        worker takes the messages. A dry run counts.
+
+        Args:
+            patience: stop when no message of a step has been processed or failed for so long.
+            on_step: called after each step.
+
+        Raises:
+            ConfigurationError: a filter that names a message, or another status than dead.
+
+        Guarantee: that of `retry`; after a crash the released messages are retried, the rest stay dead.
+        """
+        if where.message_id is not None:
+            raise ConfigurationError("A canary is for many messages: retry one by its id.")
+        if where.status not in (None, Status.DEAD):
+            raise ConfigurationError(
+                f"A canary is for dead messages, not {where.status} ones: leave the status out."
+            )
+        where = replace(where, status=Status.DEAD)
+        total, most = self.retry(where, dry_run=True).count, how.get("most")
+        total = total if most is None else min(most, total)
+        steps: list[Step] = []
+        if how.get("dry_run"):
+            return Redriven(steps=(), count=0, left=total, stopped=None)
+        reason, report = how.get("reason"), how.get("progress")
+        who = {"actor": how.get("actor"), "reason": f"canary: {reason}" if reason else "canary"}
+        is_cancelled = how.get("cancelled") or (lambda: False)
+        count = 0
+        why: Why | None = None
+        while why is None and count < total:
+            if is_cancelled():
+                why = "cancelled"
+                break
+            size = min(_SIZES[min(len(steps), len(_SIZES) - 1)], total - count)
+            given = cast("How", {**who, "most": size})
+            changed = self._change("retry", where, given, named_max=size)
+            if not changed.count:
+                break
+            count += changed.count
+            if report is not None:
+                report(count)
+            keys = [(key["consumer"], key["message_id"]) for key in changed.sample]
+            step, why = _settled(self, where.fingerprint, keys, is_cancelled, patience)
+            steps.append(step)
+            if on_step is not None:
+                on_step(step)
+        left = max(0, total - count)
+        return Redriven(steps=tuple(steps), count=count, left=left, stopped=why)
+
+    def discard(
+        self, where: InboxFilter | OutboxFilter | QuarantineFilter, **how: Unpack[How]
+    ) -> Changed:
+        """Give messages up for good: they never run or leave, and a copy that arrives later is a duplicate.
+
+        A filter matches dead messages unless it names another status; with a message id it matches every
+        status that can be discarded. An outgoing message whose relay died may have been published before.
+        A quarantined message loses its payload at once, and its row after `Retention.quarantine`.
+        The guarantee is that of `retry`.
+        """
+        return self._change("discard", where, how)
+
+    def reroute(self, where: OutboxFilter, to: str, **how: Unpack[How]) -> Changed:
+        """Give outgoing messages another route, with a full new budget of attempts, under their ids.
+
+        A filter matches messages that have not left, and dead ones only if it names the status `dead`; with
+        a message id it matches both. The guarantee is that of `retry`.
+
+        Args:
+            to: a route as `topics` and `list` show it, or the name= of app.publish; "" is any App that
+                publishes or consumes the topic.
+        """
+        return self._change("reroute", where, how, to=to)
+
+    def accept(
+        self, where: QuarantineFilter, *, message_id: str | None = None, **how: Unpack[How]
+    ) -> Changed:
+        """Store quarantined messages as pending, in the order of their arrival, to be processed after all.
+
+        Each keeps its id. One without an id, or under the id of another message (a known id with another
+        payload), needs `message_id`. With an App, its handler determines version and hash.
+
+        Args:
+            message_id: the id to store it under; then the filter must match one message.
+
+        Raises:
+            ConfigurationError: `message_id`, and the filter matches several messages.
+
+        Guarantee: each pending row, the end of its quarantine row and its audit row are one commit.
+        """
+        if message_id is not None:
+            several = sum(matching.rows for matching in self._matching("accept", where))
+            if several > 1:
+                raise ConfigurationError(
+                    f"A new id is for one message, and {several} match: give the hash, too."
+                )
+
+        def accept(key: Key, audit: Audit | None) -> str | None:
+            arrival_of = partial(self._accepted, key, message_id)
+            token = secrets.token_hex(16)
+            try:
+                self.on_database(_accept, self.store, key, arrival_of, audit, token=token)
+            except UnusableMessage as error:
+                return str(error)
+            return None
+
+        return self._change("accept", where, how, each=accept)
+
+    def _accepted(self, key: Key, message_id: str | None, message: Message[Any]) -> Arrival:
+        consumer, known, _ = key
+        if not consumer:
+            raise UnusableMessage("no handler consumed it: send it again with `txbox send`")
+        if message_id is None and not known:
+            raise UnusableMessage("it has no id: give it one (--id)")
+        accepted_id = known if message_id is None else canonical_id(message_id)
+        found = self.app.handlers.matching(message.topic, message.type, consumer)
+        if found:
+            return found[0].accepted(message, accepted_id)
+        return Arrival(message, accepted_id, payload_hash(message))
+
+    def edit(
+        self,
+        consumer: str,
+        message_id: str,
+        *,
+        payload: bytes | None = None,
+        content_type: str | None = None,
+        headers: Mapping[str, str | None] | None = None,
+        expected: str | None = None,
+        **how: Unpack[How],
+    ) -> Edited:
+        """Correct what a dead or failed message carries, and give it a full new budget of attempts, due at once.
+
+        It keeps its id, its place and the hash of the original, whose copies stay duplicates. The original stays in
+        the quarantine, as `replaced`, as long as the message itself. With an App, its handler must be able to read
+        the new payload, and find the same id and version in it.
+
+        Args:
+            payload: the new payload; None keeps the old one.
+            content_type: in the same way.
+            headers: new values by name, in any case; None removes a header.
+            expected: the `version` that a dry run returned; None edits whatever is there.
+
+        Raises:
+            MessageChanged: payload, content type or headers are no longer those of `expected`.
+            ConfigurationError: nothing to change, no dead or failed message with a payload under this id,
+                a payload that the handler refuses, or one copied from redacted text.
+
+        Guarantee: the change, the copy of the original and the audit row are one commit.
+        """
+        if payload is None and content_type is None and not headers:
+            raise ConfigurationError("Nothing to edit: give a payload, a content type or headers.")
+        redact, given = self.app.store.columns.redact, headers or {}
+        hidden = [name for name, value in given.items() if value == HIDDEN]
+        if any(redact.header(name, "") for name in hidden) or redact.was_shown(payload or b""):
+            raise ConfigurationError(
+                f"Your edit contains {HIDDEN!r}, which stands for what App(redact=…) hides: give the real value."
+            )
+        names = {name.lower() for name in given}
+
+        def edited(arrival: Arrival) -> Message[Any]:
+            message = arrival.message
+            if expected not in (None, _version(message)):
+                raise MessageChanged("The message has changed meanwhile: look at it again.")
+            kept = [pair for pair in message.headers if pair[0].lower() not in names]
+            fresh = [(name, value) for name, value in given.items() if value is not None]
+            after = replace(
+                message,
+                payload=message.payload if payload is None else payload,
+                content_type=content_type or message.content_type,
+                headers=Headers([*kept, *fresh]),
+            )
+            for handler in self.app.handlers.matching(message.topic, message.type, consumer)[:1]:
+                _check_edited(handler, arrival, after, self.app.limits)
+            return after
+
+        where, audit = InboxFilter(consumer=consumer, message_id=message_id), audit_of(how)
+        found = self.on_database(again, _edit, self.store, where, edited, audit)
+        if found is None:
+            raise ConfigurationError(self.why_not("edit", where))
+        self.emit("edit", 1, audit)
+        before, after = found
+        return Edited(
+            dry_run=audit is None,
+            version=_version(before),
+            payload_bytes=(_length(before), _length(after)),
+            payload_hash=(payload_hash(before).hex(), payload_hash(after).hex()),
+            headers=tuple(sorted(names)),
+        )
+
+    def pause(self, consumer: str, **how: Unpack[How]) -> bool:
+        """Stop all workers from running a consumer until it is resumed; returns False when it is paused already.
+
+        Every worker notices within a few seconds, and later ones when they start. Running messages finish; rows
+        stay in the table. A source without another consumer is not received from, and keeps its messages;
+        messages of a shared source, of `process` or of a webhook are stored as pending.
+
+        Guarantee: the pause and its audit row are one commit.
+        """
+        return self._paused("pause", pause, consumer, how)
+
+    def resume(self, consumer: str, **how: Unpack[How]) -> bool:
+        """Let workers run a consumer again, within a few seconds; returns False when it is not paused.
+
+        Guarantee: the end of the pause and its audit row are one commit.
+        """
+        return self._paused("resume", resume, consumer, how)
+
+    def _paused(
+        self, action: str, change: Callable[..., Coroutine[Any, Any, bool]], consumer: str, how: How
+    ) -> bool:
+        checked_consumer(consumer)
+        audit, dry_run = Audit.of(how.get("actor"), how.get("reason")), how.get("dry_run", False)
+        done = self.on_database(
+            change, self.dialect, consumer, actor=audit.actor, reason=audit.reason, dry_run=dry_run
+        )
+        self.emit(action, int(done), None if dry_run else audit)
+        return done
+
+    def _change(
+        self,
+        verb: Verb,
+        where: Filter[Any, Any],
+        how: How,
+        *,
+        to: str | None = None,
+        each: Callable[[Key, Audit | None], str | None] | None = None,
+        named_max: int = _SAMPLE,
+    ) -> Changed:
+        """Change what a filter matches, in batches; or one by one with `each`, which says why a message is refused."""
+        table, audit, report = where.table, audit_of(how), how.get("progress")
+        meant = where.named or getattr(where, "error_type", None) == BROKEN.error_type
+        broken = BROKEN.error_type if verb == "retry" and table is INBOX and not meant else None
+        counted = self._matching(verb, where, broken)
+        most, is_cancelled = how.get("most"), how.get("cancelled")
+        count = spared = 0
+        cancelled = False
+        sample: list[Key] = []
+        refused: list[dict[str, str]] = []
+        for matching in counted:
+            after, more = None, True
+            while more and (audit or each or len(sample) < named_max):
+                if most is not None and count >= most:
+                    break
+                if is_cancelled is not None and is_cancelled():
+                    cancelled = True
+                    break
+                batch = self.on_database(
+                    again, _batch, self.store, verb, where, matching, None if each else audit,
+                    spared=broken, after=after, to=to, most=None if most is None else most - count,
+                )  # fmt: skip
+                whys = {key: each(key, audit) for key in batch.keys} if each else {}
+                refused += [{**_key(table, key), "reason": why} for key, why in whys.items() if why]
+                changed = [key for key in batch.keys if not whys.get(key)]
+                sample += changed[: named_max - len(sample)]
+                count, spared = count + len(changed), spared + batch.spared
+                after, more = batch.place, batch.place is not None
+                if report is not None and audit is not None:
+                    report(count)
+        if audit is None and each is None:
+            count = sum(matching.rows for matching in counted)
+            spared = sum(matching.spared for matching in counted)
+        self.emit(table.audited.format(verb), count, audit)
+        return Changed(
+            action=verb,
+            dry_run=audit is None,
+            count=count,
+            spared=spared,
+            sample=tuple(_key(table, key) for key in sample),
+            refused=tuple(refused),
+            cancelled=cancelled,
+        )
+
+    def _matching(
+        self, verb: Verb, where: Filter[Any, Any], spared: str | None = None
+    ) -> Sequence[Matching]:
+        """Count what a change matches, in the order in which to change it; nothing is locked."""
+        statuses = list(_statuses(verb, where))
+        params = {**where.params(), "needs_payload": verb == "retry", "spared": spared}
+        found = self.rows(f"{where.table.name}_count", params, {"status": statuses})
+        counted = [
+            Matching(status, consumer, int(count - left), int(left))
+            for status, consumer, count, left in found
+        ]
+        return sorted(counted, key=lambda matching: statuses.index(matching.status))
+
+    def why_not(self, verb: str, where: Filter[Any, Any]) -> str:
+        """Explain in a sentence why a change or a replay did nothing to the message that a filter names."""
+        if where.table is QUARANTINE:
+            return "No such quarantined message: `txbox quarantine list` shows what is there."
+        consumer = getattr(where, "consumer", None)
+        name = str(where.message_id) if consumer is None else f"{consumer} {where.message_id}"
+        found: Any = next(iter(self.messages(where)), None)
+        if found is None and where.table is OUTBOX:
+            return (
+                f"The outbox has no message {name!r}: what was sent is deleted, unless "
+                "RelayPolicy.keep_sent keeps it."
+            )
+        if found is None:
+            return f"{name}: there is no such message; `txbox list` shows which there are."
+        if verb == "replay" and not found.has_payload:
+            return f"{name}: its payload was not kept; set keep_payload= on the handler for messages to come."
+        if verb == "replay":
+            return f"{name} is {found.status}: only processed messages are replayed."
+        if verb == "rehearse":
+            return (
+                f"{name} has no payload to run its handler with: it was not kept (keep_payload=)."
+            )
+        if verb == "edit" and found.status not in (Status.DEAD, Status.FAILED):
+            return f"{name} is {found.status}: only dead and failed messages can be edited."
+        if found.status == Status.PROCESSED and verb != "discard":
+            return f"{name} is processed: `txbox replay` runs it again."
+        if verb != "edit" and found.status not in where.table.changes[cast("Verb", verb)].statuses:
+            return f"{name} is {found.status}: {verb} does not apply."
+        if verb in ("retry", "edit") and where.table is INBOX and not found.has_payload:
+            return f"{name} has no payload: send it again from its producer."
+        return f"{name} is held by a transaction or a relay right now: try again."
+
+
+def audit_of(how: How) -> Audit | None:
+    """Who changes something and why; None in a dry run."""
+    return None if how.get("dry_run") else Audit.of(how.get("actor"), how.get("reason"))
+
+
+def _key(table: Table, key: Key) -> dict[str, str]:
+    values = (
+        bytes(value).hex() if name == "hash" else str(value)
+        for name, value in zip(table.key, key, strict=True)
+    )
+    return dict(zip(table.key, values, strict=True))
+
+
+def _statuses(verb: Verb, where: Filter[Any, Any]) -> tuple[str, ...]:
+    """The statuses to change, in the order in which to change them."""
+    change = where.table.changes[verb]
+    if where.status is None:
+        return change.statuses if where.named else change.meant
+    if where.status not in change.statuses:
+        raise ConfigurationError(
+            f"{verb} does not apply to the status {where.status!r}: use {' or '.join(change.statuses)}."
+        )
+    return (where.status,)
+
+
+def _length(message: Message[Any]) -> int | None:
+    return None if message.payload is None else len(message.payload)
+
+
+def _version(message: Message[Any]) -> str:
+    """Of what an edit may change: 32 hexadecimal digits."""
+    content = (message.payload, message.content_type, list(message.headers))
+    return sha256(repr(content).encode()).hexdigest()[:32]
+
+
+def _check_edited(handler: Handler, arrival: Arrival, after: Message[Any], limits: Limits) -> None:
+    """Check that a handler can read an edited message, and finds the same id and version in it.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    try:
+        if handler.options.message_id is not None:
+            made = handler.arrival(replace(after, id=None), limits)
+        else:
+            made = handler.accepted(after, arrival.message_id)
+        handler.bound(replace(made, message=after))
+    except (UnusableMessage, Reject) as error:
+        raise ConfigurationError(
+            f"{handler.consumer} could not read the edited message: {error}"
+        ) from None
+    if made.message_id != arrival.message_id or made.message.sequence != arrival.message.sequence:
+        raise ConfigurationError(
+            f"The new payload has another id or version for {handler.consumer}: leave these as they are, or send a "
+            "new message."
+        )
+    if after.payload is not None and len(after.payload) > limits.payload_bytes:
+        raise ConfigurationError(
+            f"The new payload has {len(after.payload)} bytes, the limit is {limits.payload_bytes}: raise "
+            "Limits.payload_bytes."
+        )
+
+
+# -- transactions -----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _transaction(db: Session, *, commit: bool) -> AsyncGenerator[None]:
+    """A transaction that ends with this block; rolled back in a dry run, and when the change is refused."""
+    await db.begin()
+    try:
+        yield
+    except (ConfigurationError, UnusableMessage):
+        await db.rollback()
+        raise
+    await (db.commit() if commit else db.rollback())
+
+
+async def _batch(
+    db: Session,
+    store: InboxStore,
+    verb: Verb,
+    where: Filter[Any, Any],
+    matching: Matching,
+    audit: Audit | None,
     *,
-    total: int,
-    release: Callable[[int], Sequence[Named]],
-    cancelled: Callable[[], bool],
-    patience: timedelta,
-    on_step: Callable[[Step], None],
-) -> Redriven:
-    """Release dead messages in steps, and wait after each for what becomes of them.
+    spared: str | None,
+    after: Any,
+    to: str | None = None,
+    most: int | None = None,
+) -> Batch:
+    """Change one batch in a transaction of its own, the oldest rows first.
 
     Args:
-        fingerprint: the failure that must not return; None for any failure.
-        total: how many there are.
-        release: retries so many of them, the oldest first; returns which.
-        patience: without any message of a step done or failed for so long, it stops.
-        on_step: called after each step.
+        where: what the operator asked for, possibly for all consumers.
+        matching: the status and consumer of this batch.
+        audit: None makes it a dry run.
+        spared: rows with this error type are counted and left alone.
+        after: the `place` of the batch before; None for the first.
+        to: the new route, for a reroute.
+        most: a smaller limit than that of a batch.
+
+    Guarantee: rows that a live delivery or a relay holds are left to it, without waiting; the change
+        and its audit row are one commit.
     """
-    steps: list[Step] = []
-    count = 0
-    why: Why | None = None
-    while why is None and count < total:
-        if cancelled():
-            why = "cancelled"
-            break
-        size = min(SIZES[min(len(steps), len(SIZES) - 1)], total - count)
-        keys = release(size)
-        if not keys:
-            break
-        count += len(keys)
-        step, why = _settled(reader, fingerprint, keys, cancelled, patience)
-        steps.append(step)
-        on_step(step)
-    left = max(0, total - count)
-    return Redriven(steps=tuple(steps), count=count, left=left, stopped=why)
+    table, limit = where.table, _BATCH if most is None else min(most, _BATCH)
+    params = {
+        **where.params(),
+        **tables.mark_params(after),
+        "status": matching.status,
+        "consumer": matching.consumer,
+        # without its payload a retried row would wait for ever
+        "needs_payload": verb == "retry",
+        "after": -1 if after is None else after,
+        "limit": limit,
+    }
+    async with _transaction(db, commit=audit is not None):
+        found = await db.execute(store.dialect.statement(f"{table.name}_select", params))
+        keys = [tuple(key) for *key, _, error in found.rows if spared is None or error != spared]
+        if audit is not None and keys:
+            rows = dict(zip(table.key, zip(*keys, strict=True), strict=True))
+            name, given = f"{table.name}_{verb}", {"to": to}
+            if table is QUARANTINE:
+                name, given = "quarantine_end", {"status": "discarded"}
+            await db.execute(store.dialect.statement(name, given, rows))
+            await db.execute(audit.row(store.dialect, table.audited.format(verb), where, len(keys)))
+    place = None
+    if len(found.rows) == limit:
+        *last, number, _ = found.rows[-1]
+        place = tuple(last) if table.place is None else number
+    return Batch(keys, len(found.rows) - len(keys), place)
+
+
+async def _accept(
+    db: Session,
+    store: InboxStore,
+    key: Key,
+    arrival_of: Callable[[Message[Any]], Arrival],
+    audit: Audit | None,
+    *,
+    token: str,
+) -> None:
+    """Store one quarantined message as pending.
+
+    Args:
+        arrival_of: gives the message the id and the hash to store it with.
+        audit: None makes it a dry run.
+
+    Raises:
+        UnusableMessage: it cannot be accepted.
+        ConfigurationError: written through a codec that this app does not have.
+
+    Guarantee: the pending row, the end of the quarantine row and the audit row are one commit.
+    """
+    consumer, message_id, hashed = key
+    hashed = bytes(hashed)
+    named = {"consumer": consumer, "message_id": message_id, "hash": hashed}
+    async with _transaction(db, commit=audit is not None):
+        found = await db.execute(store.dialect.statement("quarantine_lock", named))
+        if not found.rows:
+            raise UnusableMessage("somebody else has decided on it meanwhile")
+        kept_bytes, message = tables.quarantined(store.columns, found.rows[0])
+        arrival = arrival_of(message)
+        if not _whole(message.payload, hashed, arrival):
+            raise UnusableMessage(_PAYLOAD_CUT if kept_bytes else _PAYLOAD_GONE)
+        if not await store.store(db, consumer, [arrival], token=token):
+            raise UnusableMessage(
+                f"{consumer} has another message under the id {arrival.message_id}: give it one of its own (--id)"
+            )
+        if audit is not None:
+            rows = {name: [value] for name, value in named.items()}
+            ended = store.dialect.statement("quarantine_end", {"status": "accepted"}, rows)
+            await db.execute(ended)
+            where = QuarantineFilter(consumer=consumer, message_id=message_id, hash=hashed.hex())
+            await db.execute(audit.row(store.dialect, "quarantine accept", where, 1))
+
+
+async def _edit(
+    db: Session,
+    store: InboxStore,
+    where: InboxFilter,
+    edited: Callable[[Arrival], Message[Any]],
+    audit: Audit | None,
+) -> tuple[Message[Any], Message[Any]] | None:
+    """Give one dead or failed message other content and a full new budget of attempts.
+
+    Args:
+        where: consumer and id.
+        edited: makes the new message of the stored one.
+        audit: None makes it a dry run.
+
+    Returns:
+        The message before and after; None when there is none that can be edited now.
+
+    Raises:
+        ConfigurationError: written through a codec that this app does not have; or what `edited` raises.
+
+    Guarantee: the change, the row that keeps what was there before and the audit row are one commit.
+    """
+    columns, named = store.columns, where.params()
+    async with _transaction(db, commit=audit is not None):
+        found = await db.execute(store.dialect.statement("edit_lock", named))
+        if not found.rows:
+            return None
+        *row, error = found.rows[0]
+        arrival = columns.arrival(str(where.consumer), row).arrival
+        after = edited(arrival)
+        text = columns.error_back(error, row[_KEY_ID])
+        if audit is not None:
+            before = arrival.message.payload
+            hashed = TOMBSTONE_HASH if before is None else sha256(before).digest()
+            reason = f"edited by {audit.actor}" + (f": {audit.reason}" if audit.reason else "")
+            kept = {**named, "hash": hashed, "reason": reason}
+            await db.execute(store.dialect.statement("edit_set_aside", kept))
+            # the key that a row names is that of all its columns: its error is written anew as well
+            content = {
+                **named,
+                **columns.content(after),
+                "key_id": columns.key_id,
+                "error": None if text is None else columns.error(text),
+            }
+            await db.execute(store.dialect.statement("edit_write", content))
+            await db.execute(audit.row(store.dialect, "edit", where, 1))
+    return arrival.message, after
+
+
+async def again(
+    db: Session, operation: Callable[..., Awaitable[T]], *args: Any, **options: Any
+) -> T:
+    """Repeat a small transaction that lost to another."""
+    for tried in range(10):
+        try:
+            return await operation(db, *args, **options)
+        except StoreError as error:
+            if error.fault not in (Fault.CONFLICT, Fault.LOCK_TIMEOUT) or tried == 9:
+                raise
+            db.discard()
+            await db.wait(_CONFLICT_PAUSE_S * (tried + 1))
+    raise AssertionError("the last try returned or raised")
+
+
+def _whole(payload: bytes | None, hashed: bytes, arrival: Arrival) -> bool:
+    """Say whether this is the payload that was hashed; without one, whether there was none."""
+    if payload is None:
+        return hashed in (TOMBSTONE_HASH, sha256(b"").digest())
+    return hashed in (sha256(payload).digest(), arrival.hash)
+
+
+# -- the canary -------------------------------------------------------------------------------
 
 
 def _settled(
@@ -454,17 +857,3 @@ def _step(reader: Reader, fingerprint: str | None, keys: Sequence[Named]) -> Ste
         elif status != Status.DISCARDED:
             became["waiting"] += 1
     return Step(count=len(keys), returned=len(again), again=tuple(again[:_AGAIN]), **became)
-
-
-def check_canary(where: InboxFilter) -> None:
-    """Refuse a filter that is not for dead messages in bulk.
-
-    Raises:
-        ConfigurationError: it names a message, or another status than dead.
-    """
-    if where.message_id is not None:
-        raise ConfigurationError("A canary is for many messages: retry one by its id.")
-    if where.status not in (None, Status.DEAD):
-        raise ConfigurationError(
-            f"A canary is for dead messages, not {where.status} ones: leave the status out."
-        )

@@ -1,19 +1,21 @@
-"""What the operator's verbs stand on: an App, or a database alone, whose tables are read by named queries."""
+"""What the verbs stand on: the connections of an App or of a database alone, its messages, and the audit."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import getpass
+import json
+import socket
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from txbox.admin import tables
-from txbox.admin.tables import INBOX, Filter, InboxFilter, MessageT, RowT, Table
+from txbox.admin.tables import INBOX, Filter, MessageT
 from txbox.brokers.base import Source
 from txbox.connections import open_database
 from txbox.connections.base import Database
-from txbox.events import Events
+from txbox.events import Events, RowsChanged
 from txbox.handlers import Handler, Handlers
 from txbox.observers.logging import LoggingObserver
 from txbox.outbox import Routes
@@ -22,7 +24,7 @@ from txbox.policy import Lease, Limits, RelayPolicy, Retention
 from txbox.processing.attempt import InboxProtocol
 from txbox.session import Operation, Result, Session, Statement, drive, drive_async
 from txbox.store import order, schema
-from txbox.store.codec import Columns, Leased
+from txbox.store.codec import Columns
 from txbox.store.dialect import Dialect, dialect
 from txbox.store.inbox import InboxStore
 from txbox.store.order import Waits
@@ -32,18 +34,6 @@ P = ParamSpec("P")
 Rows = Sequence[Sequence[Any]]
 
 _SHOWN_MAX = 20
-# of one statement of a page
-_PAGE_MS = "5000"
-# greater than every place in a table
-_LAST = 2**63 - 1
-# rows that a page looks through at first, and how many times as many it takes next
-_STRETCH, _LONGER = 1_000, 8
-#: The statuses that an index knows, and the query that reads by it.
-_OPEN = {
-    "inbox": ("pending", "processing", "failed", "dead", "discarded"),
-    "outbox": ("dead", "sent", "discarded"),
-}
-_INDEXED = {"inbox": "inbox_list_open", "outbox": "outbox_list_ended"}
 
 
 class Consumes(Protocol):
@@ -104,17 +94,43 @@ def says_anything(app: Application) -> bool:
     return bool(len(app.handlers) or app.consumptions or app.routes.all())
 
 
-class Page(NamedTuple, Generic[RowT]):
-    """Rows, the newest first, and the place to continue from; None at the end."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Who does something and why, for `txbox_audit`; by default the login name and the host."""
 
-    rows: list[RowT]
-    behind: int | str | None
+    actor: str
+    reason: str | None = None
+
+    @classmethod
+    def of(cls, actor: str | None, reason: str | None) -> Audit:
+        return cls(actor=actor or _default_actor(), reason=reason)
+
+    def row(self, dialect: Dialect, action: str, where: Filter[Any, Any], rows: int) -> Statement:
+        params = {
+            "actor": self.actor, "action": action, "reason": self.reason, "affected": rows,
+            "filter": json.dumps(where.criteria(), sort_keys=True),
+        }  # fmt: skip
+        return dialect.statement("audit", params)
+
+
+def _default_actor() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # a container's user id may have no name
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
 
 
 class Reader:
-    """Runs operations on the connections of an App or a database, and reads rows and messages.
+    """Runs operations on the connections of an App or a database, and reads messages.
 
-    A method may be called from any thread, but not inside a running event loop.
+    Args:
+        target: an App; or a database URL, pool or engine.
+        schema: with a database: the PostgreSQL schema of the tables.
+
+    Nothing connects before the first verb. A verb may be called from any thread, but not inside a
+    running event loop: use `asyncio.to_thread` there.
     """
 
     def __init__(self, target: Any, *, schema: str | None = None) -> None:
@@ -188,7 +204,7 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- rows ---------------------------------------------------------------------------------
+    # -- rows and messages --------------------------------------------------------------------
 
     def rows(
         self,
@@ -201,22 +217,9 @@ class Reader:
             return ()
         return self.on_database(Session.alone, self.dialect.statement(name, params, rows)).rows
 
-    def page_rows(self, name: str, params: Mapping[str, Any] | None = None) -> Rows:
-        """As `rows`, for a page: no statement of it may take long, where the database can say so."""
-        if not self.dialect.has("bound_look"):
-            return self.rows(name, params)
-        bound = self.dialect.statement("bound_look", {"statement_ms": _PAGE_MS})
-        return self.snapshot_of(bound, self.dialect.statement(name, params))[-1].rows
-
-    def snapshot_of(self, *statements: Statement) -> list[Result]:
-        """Read in one transaction: one snapshot, where the database gives one."""
+    def in_transaction(self, *statements: Statement) -> list[Result]:
+        """Execute these in one transaction: one snapshot, where the database gives one."""
         return self.on_database(_in_transaction, statements)
-
-    def consumers(self) -> Sequence[str]:
-        """Name the consumers that have rows in inbox or quarantine, "" among them; costs one index probe each."""
-        return [str(name) for (name,) in self.page_rows("consumers")]
-
-    # -- messages -----------------------------------------------------------------------------
 
     def messages(self, where: Filter[Any, MessageT], *, reveal: bool = False) -> list[MessageT]:
         """Read at most 20 messages with all that is known of them, the oldest first.
@@ -232,19 +235,6 @@ class Reader:
         attempts = self.rows("inbox_attempts", params) if found and table is INBOX else ()
         columns = self.store.columns
         return [tables.message_of(columns, table, row, attempts, reveal=reveal) for row in found]
-
-    def kept(self, where: InboxFilter, *, after: int, limit: int) -> list[Leased]:
-        """Read messages of one consumer whose payload was kept, in arrival order, without locking them.
-
-        Args:
-            where: error type, fingerprint and age are ignored.
-            after: the arrival to continue behind; -1 for the first.
-
-        Raises:
-            ConfigurationError: a payload was written through a codec that this app does not have.
-        """
-        found = self.rows("replay_read", {**where.params(), "after": after, "limit": limit})
-        return [self.store.columns.arrival(str(where.consumer), row) for row in found]
 
     def with_waits(self, messages: Sequence[Any]) -> list[Any]:
         """Add to messages of the inbox what they wait for, where a handler has an order."""
@@ -271,77 +261,16 @@ class Reader:
             replace(row, waits_for=waiting.get((row.consumer, row.message_id))) for row in messages
         ]
 
-    # -- pages --------------------------------------------------------------------------------
+    # -- the audit ----------------------------------------------------------------------------
 
-    def page(
-        self,
-        where: Filter[RowT, Any],
-        *,
-        limit: int = 50,
-        before: int | str | None = None,
-        within_s: float | None = None,
-    ) -> Page[RowT]:
-        """Read a page of rows, the newest first, and the place to continue from.
+    def announce(self, audit: Audit, action: str, where: Filter[Any, Any], rows: int) -> None:
+        """Commit the audit row of what follows: a look at what is hidden, or work in transactions of its own."""
+        self.in_transaction(audit.row(self.dialect, action, where, rows))
 
-        Args:
-            before: the place that the page before ended with; None for the first page.
-            within_s: stop after about so long: where no index helps, a page may then have fewer rows than
-                `limit`, or none, and more behind it. None looks through the whole table.
-
-        Raises:
-            ConfigurationError: `before` is no place in this table.
-        """
-        table, reached = where.table, None
-        params = {**where.params(), "limit": limit}
-        if table.place is None:
-            mark = None if before is None else tables.mark_of(str(before))
-            found = self.page_rows(f"{table.name}_list", {**params, **tables.mark_params(mark)})
-        else:
-            params["before"] = _LAST if before is None else before
-            if where.message_id is not None:
-                found = self._of_each(f"{table.name}_list_id", params, table)
-            elif where.status in _OPEN[table.name]:
-                found = self._of_each(_INDEXED[table.name], params, table)
-            else:
-                found, reached = self._through(table, params, within_s)
-        columns = self.store.columns
-        rows = [tables.row_of(columns, table, row) for row in found[:limit]]
-        if table is INBOX:
-            rows = self.with_waits(rows)
-        return Page(rows, tables.place_of(rows[-1]) if len(rows) == limit else reached)
-
-    def _of_each(self, name: str, params: dict[str, Any], table: Table) -> Rows:
-        """Read a page of rows that an index has in their order, consumer by consumer."""
-        if "consumer" not in table.key or params["consumer"] is not None:
-            return self.page_rows(name, params)
-        found = [
-            row
-            for consumer in self.consumers()
-            for row in self.page_rows(name, {**params, "consumer": consumer})
-        ]
-        # behind the place stands only the key of the codec
-        return sorted(found, key=lambda row: int(row[-2]), reverse=True)
-
-    def _through(
-        self, table: Table, params: dict[str, Any], within_s: float | None
-    ) -> tuple[Rows, int | None]:
-        """Read a page stretch by stretch, each longer than the one before; and say where it stopped, if early."""
-        ((newest,),) = self.page_rows(f"{table.name}_newest")
-        upper, stretch = min(int(params["before"]), int(newest) + 1), _STRETCH
-        found: list[Sequence[Any]] = []
-        began = time.monotonic()
-        while upper > 1:
-            floor, looked = max(0, upper - 1 - stretch), time.monotonic()
-            bounds = {"before": upper, "floor": floor, "limit": params["limit"] - len(found)}
-            found += self.page_rows(f"{table.name}_list", {**params, **bounds})
-            if len(found) >= params["limit"]:
-                return found, None
-            upper, stretch = floor + 1, stretch * _LONGER
-            now = time.monotonic()
-            # the next one takes that many times as long
-            if within_s is not None and now - began + (now - looked) * _LONGER > within_s:
-                return found, upper if upper > 1 else None
-        return found, None
+    def emit(self, action: str, rows: int, audit: Audit | None) -> None:
+        """Raise the event of a change; none in a dry run."""
+        if audit is not None and rows:
+            self.app.events.emit(RowsChanged(action=action, rows=rows, actor=audit.actor))
 
 
 async def _in_transaction(db: Session, statements: tuple[Statement, ...]) -> list[Result]:

@@ -1,5 +1,5 @@
-"""Handlers that an operator runs: a replay runs kept messages again, or copies them to another consumer; a rehearsal
-runs one in a guarded transaction that is never committed (promise 7.5).
+"""The verbs that run handlers: a replay runs kept messages again, or copies them to another consumer; a rehearsal runs
+one message in a guarded transaction that is never committed (promise 7.5).
 
 Source: docs/decisions/0040-rehearsals.md
 """
@@ -10,30 +10,26 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from os import urandom
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-from txbox.admin import changes
-from txbox.admin.changes import Audit, again
+from txbox.admin.changes import Changes, How, again, audit_of
 from txbox.admin.found import Link
-from txbox.admin.reader import Application, Reader
-from txbox.admin.tables import InboxFilter
+from txbox.admin.reader import Application, Audit
+from txbox.admin.tables import InboxFilter, stored_id
 from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
 from txbox.handlers import Handler
 from txbox.identity import derived_id, payload_hash
 from txbox.outcome import Outcome, Status
 from txbox.processing.calls import handled
-from txbox.processing.failure import failure_of
+from txbox.processing.failure import BROKEN, failure_of
 from txbox.session import Raised, Session
 from txbox.store import claims
-from txbox.store.codec import Arrival
-
-#: Called after each batch with the number of messages done so far.
-Progress = Callable[[int], None]
+from txbox.store.codec import Arrival, Leased
+from txbox.store.inbox import InboxStore
 
 # each message of a batch brings its payload along
 _BATCH = 50
@@ -72,43 +68,54 @@ class Replayed:
     failures: tuple[ReplayFailure, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
-class Replay:
-    """One replay: reads in batches, and runs or copies what it reads; without an audit it is a dry run."""
+class Replays(Changes):
+    """The verbs that run handlers."""
 
-    reader: Reader
-    where: InboxFilter
-    as_consumer: str | None
-    audit: Audit | None
-    counts: Counter[str] = field(default_factory=Counter[str])
-    failures: list[ReplayFailure] = field(default_factory=list[ReplayFailure])
+    def replay(
+        self, where: InboxFilter, *, as_consumer: str | None = None, **how: Unpack[How]
+    ) -> Replayed:
+        """Run processed messages through their handler once more, or feed them to another consumer.
 
-    def carried_out(self, progress: Progress | None) -> Replayed:
-        """Replay what the filter matches."""
-        self._check()
-        if self.as_consumer is None:
-            self.where = replace(self.where, status=Status.PROCESSED)
-        newest = self.reader.page(InboxFilter(consumer=self.where.consumer), limit=1).rows
-        upto, after = newest[0].arrival if newest else 0, -1
+        Only messages whose payload was kept are replayed, in arrival order, and none that arrived after
+        the start. The filter takes consumer (required), message_id, topic, type and key; with
+        `as_consumer` also status.
+
+        Args:
+            as_consumer: store the messages as pending rows of this consumer instead of running them.
+
+        Raises:
+            ConfigurationError: no consumer, a criterion that a replay does not take, or no handler.
+
+        Guarantee: a replay that fails leaves its row `processed` and its effects undone. Each batch is
+            announced in `txbox_audit` before it runs; with `as_consumer` it is one commit with its rows.
+        """
+        self._check_replay(where, as_consumer)
+        if as_consumer is None:
+            where = replace(where, status=Status.PROCESSED)
+        audit, report, counts = audit_of(how), how.get("progress"), Counter[str]()
+        failures: list[ReplayFailure] = []
+        ((newest,),) = self.rows("inbox_newest")
+        after = -1
         while True:
-            found = self.reader.kept(self.where, after=after, limit=_BATCH)
-            batch = [leased for leased in found if leased.number <= upto]
+            found = self._kept(where, after=after, limit=_BATCH)
+            batch = [leased for leased in found if leased.number <= int(newest)]
             if not batch:
                 break
             after = batch[-1].number
-            self.counts["count"] += len(batch)
-            if self.audit is not None:
-                arrivals = [leased.arrival for leased in batch]
-                if self.as_consumer is None:
-                    self._run_again(arrivals, self.audit)
-                else:
-                    self._copy(arrivals, self.as_consumer, self.audit)
-            if progress is not None:
-                progress(self.counts["count"])
-        return Replayed(dry_run=self.audit is None, failures=tuple(self.failures), **self.counts)
+            counts["count"] += len(batch)
+            arrivals = [leased.arrival for leased in batch]
+            if audit is not None and as_consumer is not None:
+                counts.update(self._copied(arrivals, as_consumer, audit, where))
+            elif audit is not None:
+                self.announce(audit, "replay", where, len(arrivals))
+                for arrival in arrivals:
+                    counts[self._run_again(arrival, where, failures)] += 1
+            if report is not None:
+                report(counts["count"])
+        self.emit("replay", counts["processed"] + counts["stored"], audit)
+        return Replayed(dry_run=audit is None, failures=tuple(failures), **counts)
 
-    def _check(self) -> None:
-        where, as_consumer = self.where, self.as_consumer
+    def _check_replay(self, where: InboxFilter, as_consumer: str | None) -> None:
         if where.consumer is None:
             raise ConfigurationError("A replay is for one consumer: give consumer=.")
         for name in ("error_type", "fingerprint", "older_than"):
@@ -124,7 +131,7 @@ class Replay:
             raise ConfigurationError(
                 f"Consumer {as_consumer!r} already has these messages: leave as_consumer out to run them again."
             )
-        known = self.reader.app.handlers.consumers()
+        known = self.app.handlers.consumers()
         needed = where.consumer if as_consumer is None else as_consumer
         if needed not in known and (as_consumer is None or known):
             raise ConfigurationError(
@@ -132,25 +139,34 @@ class Replay:
                 + (f"this app has {', '.join(sorted(known))}." if known else "a replay needs the App.")
             )  # fmt: skip
 
-    def _run_again(self, arrivals: Sequence[Arrival], audit: Audit) -> None:
-        self.reader.on_database(
-            changes.announce, self.reader.store, audit, "replay", self.where, len(arrivals)
-        )
-        for arrival in arrivals:
-            outcome = Outcome.DEFERRED
-            handler = self._handler(arrival, str(self.where.consumer))
-            if handler is not None:
-                outcome = self.reader.on_handlers_database(
-                    handler, self.reader.app.protocol.replay, handler, arrival
-                ).outcome
-            done = outcome in (Outcome.PROCESSED, Outcome.FAILED)
-            self.counts[str(outcome) if done else "skipped"] += 1
-            if outcome is Outcome.FAILED and len(self.failures) < _FAILURES_NAMED:
-                self.failures.append(self._failure(arrival.message_id))
+    def _kept(self, where: InboxFilter, *, after: int, limit: int) -> list[Leased]:
+        """Read messages of one consumer whose payload was kept, in arrival order, without locking them.
 
-    def _failure(self, message_id: str) -> ReplayFailure:
-        named = InboxFilter(consumer=self.where.consumer, message_id=message_id)
-        (row,) = self.reader.messages(named)
+        Args:
+            where: error type, fingerprint and age are ignored.
+            after: the arrival to continue behind; -1 for the first.
+
+        Raises:
+            ConfigurationError: a payload was written through a codec that this app does not have.
+        """
+        found = self.rows("replay_read", {**where.params(), "after": after, "limit": limit})
+        return [self.store.columns.arrival(str(where.consumer), row) for row in found]
+
+    def _run_again(
+        self, arrival: Arrival, where: InboxFilter, failures: list[ReplayFailure]
+    ) -> str:
+        """Replay one message; returns which of the counts it belongs to."""
+        handler = self._handler(arrival, str(where.consumer))
+        if handler is None:
+            return "skipped"
+        replay = self.app.protocol.replay
+        outcome = self.on_handlers_database(handler, replay, handler, arrival).outcome
+        if outcome is Outcome.FAILED and len(failures) < _FAILURES_NAMED:
+            failures.append(self._failure(handler.consumer, arrival.message_id))
+        return str(outcome) if outcome in (Outcome.PROCESSED, Outcome.FAILED) else "skipped"
+
+    def _failure(self, consumer: str, message_id: str) -> ReplayFailure:
+        (row,) = self.messages(InboxFilter(consumer=consumer, message_id=message_id))
         last = row.history[-1] if row.history else None
         return ReplayFailure(
             message_id=message_id,
@@ -158,36 +174,30 @@ class Replay:
             error=(last.error or "").partition("\n")[0] if last is not None else None,
         )
 
-    def _copy(self, arrivals: Sequence[Arrival], consumer: str, audit: Audit) -> None:
+    def _copied(
+        self, arrivals: Sequence[Arrival], consumer: str, audit: Audit, where: InboxFilter
+    ) -> Counter[str]:
         converted = [self._as(consumer, arrival) for arrival in arrivals]
         taken = [arrival for arrival in converted if arrival is not None]
-        token = secrets.token_hex(16)
-        fresh: int = 0
+        token, fresh = secrets.token_hex(16), 0
         if taken:
-            fresh = self.reader.on_database(
-                again,
-                changes.copy,
-                self.reader.store,
-                consumer,
-                taken,
-                audit,
-                self.where,
-                token=token,
+            fresh = self.on_database(
+                again, _copy, self.store, consumer, taken, audit, where, token=token
             )
-        self.counts["stored"] += fresh
-        self.counts["duplicates"] += len(taken) - fresh
-        self.counts["skipped"] += len(arrivals) - len(taken)
+        return Counter(
+            stored=fresh, duplicates=len(taken) - fresh, skipped=len(arrivals) - len(taken)
+        )
 
     def _as(self, consumer: str, arrival: Arrival) -> Arrival | None:
         """The message as the other consumer would have received it; None when it does not take it."""
-        if not len(self.reader.app.handlers):
+        if not self.has_handlers:
             return arrival
         handler = self._handler(arrival, consumer)
         if handler is None:
             return None
         try:
             if handler.options.message_id is not None:
-                return handler.arrival(arrival.message, self.reader.app.limits)
+                return handler.arrival(arrival.message, self.app.limits)
         except UnusableMessage:
             return None
         # hashed by the rule of its new consumer: else a live copy would look like another payload
@@ -196,9 +206,82 @@ class Replay:
 
     def _handler(self, arrival: Arrival, consumer: str) -> Handler | None:
         message = arrival.message
-        found = self.reader.app.handlers.matching(message.topic, message.type, consumer)
+        found = self.app.handlers.matching(message.topic, message.type, consumer)
         return found[0] if found else None
 
+    def rehearse(
+        self,
+        consumer: str,
+        message_id: str,
+        *,
+        payload: bytes | None = None,
+        actor: str | None = None,
+        reason: str | None = None,
+    ) -> Rehearsed:
+        """Run a message's handler in a transaction that is never committed, and report what it would have done.
+
+        Any message whose payload is kept can be rehearsed, unless it is being processed right now.
+
+        Args:
+            payload: a new payload, as for `edit`.
+
+        Raises:
+            ConfigurationError: no App, no such message, no payload, a database that cannot refuse a COMMIT (MySQL,
+                MariaDB), or a handler that works outside of a transaction.
+
+        Guarantee: nothing of the transaction stays, and its connection is thrown away. What the handler does
+            elsewhere (HTTP, files, other connections) really happens. `txbox_audit` has it before it runs.
+        """
+        where = InboxFilter(consumer=consumer, message_id=stored_id(message_id))
+        if not self.has_handlers:
+            raise ConfigurationError("A rehearsal runs a handler: give the App.")
+        found = self._kept(where, after=-1, limit=1)
+        if not found:
+            raise ConfigurationError(self.why_not("rehearse", where))
+        arrival = found[0].arrival
+        if payload is not None:
+            arrival = replace(arrival, message=replace(arrival.message, payload=payload))
+        handler, message = self._handler(arrival, consumer), arrival.message
+        if handler is None:
+            raise ConfigurationError(
+                f"{consumer} has no handler for topic {message.topic!r} with type {message.type!r}."
+            )
+        if not self.dialect.refuses_commit:
+            raise ConfigurationError(
+                "MySQL and MariaDB cannot refuse the COMMIT of a handler, so a rehearsal might leave something behind: "
+                "rehearse on a copy in SQLite or PostgreSQL, or retry the message."
+            )
+        if not handler.options.transactional:
+            raise ConfigurationError(
+                f"{consumer} works outside a transaction: it cannot be rolled back."
+            )
+        self.announce(Audit.of(actor, reason), "rehearse", where, 1)
+        return self.on_handlers_database(handler, _rehearsed, self.app, handler, arrival)
+
+
+async def _copy(
+    db: Session,
+    store: InboxStore,
+    consumer: str,
+    arrivals: Sequence[Arrival],
+    audit: Audit,
+    where: InboxFilter,
+    *,
+    token: str,
+) -> int:
+    """Store messages as pending rows of another consumer, in the order given; returns how many were new.
+
+    Guarantee: the rows and their audit row are one commit.
+    """
+    await db.begin()
+    # in arrival order, not by id: two such commands may deadlock, and are tried again
+    fresh = await store.store(db, consumer, arrivals, token=token)
+    await db.execute(audit.row(store.dialect, f"replay as {consumer}", where, len(fresh)))
+    await db.commit()
+    return len(fresh)
+
+
+# -- a rehearsal ------------------------------------------------------------------------------
 
 # neither waits long for others, nor lets others wait
 _LOCK_TIMEOUT = timedelta(seconds=2)
@@ -263,24 +346,9 @@ class _Watch:
             self.statements.append(" ".join(sql.split())[:_STATEMENT_CHARACTERS])
 
 
-def check_rehearsal(app: Application, handler: Handler) -> None:
-    """Check that a handler can be rehearsed.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    if not app.store.dialect.refuses_commit:
-        raise ConfigurationError(
-            "MySQL and MariaDB cannot refuse the COMMIT of a handler, so a rehearsal might leave something behind: "
-            "rehearse on a copy in SQLite or PostgreSQL, or retry the message."
-        )
-    if not handler.options.transactional:
-        raise ConfigurationError(
-            f"{handler.consumer} works outside a transaction: it cannot be rolled back."
-        )
-
-
-async def rehearsed(db: Session, app: Application, handler: Handler, arrival: Arrival) -> Rehearsed:
+async def _rehearsed(
+    db: Session, app: Application, handler: Handler, arrival: Arrival
+) -> Rehearsed:
     """Run a handler for a message whose row is there, and roll back.
 
     Raises:
@@ -291,7 +359,7 @@ async def rehearsed(db: Session, app: Application, handler: Handler, arrival: Ar
     """
     watch, started = _Watch(), time.monotonic()
     try:
-        await _claimed(db, app, handler, arrival, token := urandom(16).hex())
+        await _claimed(db, app, handler, arrival, token := secrets.token_hex(16))
         before = await _staged(db, app, handler, arrival)
         faults = await _broken_references(db, app)
         assert db.connection is not None
@@ -328,29 +396,25 @@ async def rehearsed(db: Session, app: Application, handler: Handler, arrival: Ar
         staged=tuple(link for link in staged if link not in before),
         result=answers[0] if answers and handler.options.keep_result else None,
     )
-    return (
-        done
-        if raised is None and not watch.left
-        else _rehearsal_failed(app, handler, arrival, done, raised, watch)
-    )
-
-
-def _rehearsal_failed(
-    app: Application, handler: Handler, arrival: Arrival, done: Rehearsed, raised: Raised | None, watch: _Watch
-) -> Rehearsed:  # fmt: skip
-    if watch.left or raised is None:
+    if watch.left:
         return replace(
             done,
             outcome="broken",
-            error_type="TransactionBroken",
+            error_type=BROKEN.error_type,
             error="the handler ended the transaction that txbox began, or tried to: a worker would reject it for good",
             staged=(),
         )
+    return done if raised is None else _failed(app, handler, arrival, done, raised)
+
+
+def _failed(
+    app: Application, handler: Handler, arrival: Arrival, done: Rehearsed, raised: Raised
+) -> Rehearsed:
+    """What a worker would have made of this failure."""
     failure = failure_of(
         raised.error, raised.database_error, handler.options, app.limits, app.store.columns.redact
     )
-    retry = handler.options.retry
-    dead = failure.final or arrival.message.attempt >= retry.max_attempts
+    dead = failure.final or arrival.message.attempt >= handler.options.retry.max_attempts
     return replace(
         done,
         outcome="dead" if dead else "failed",

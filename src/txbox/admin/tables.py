@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, UnusableMessage
+from txbox.identity import DIGEST_PREFIX, canonical_id
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
@@ -19,8 +20,6 @@ from txbox.store.order import Waits
 
 #: What operators do to rows.
 Verb = Literal["retry", "discard", "reroute", "accept"]
-#: What a relay should have sent.
-_UNSENT = ("due", "leased", "failed")
 _ENCODED = "(encoded: the App that has the codec= can read it)"
 
 
@@ -399,6 +398,11 @@ class Filter(Generic[RowT, MessageT]):
     key: str | None = None
     older_than: timedelta | None = None
 
+    @property
+    def named(self) -> bool:
+        """Whether it names single messages."""
+        return self.message_id is not None or getattr(self, "hash", None) is not None
+
     def criteria(self) -> dict[str, str]:
         """The criteria that are set, as text for people and `txbox_audit`."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -444,6 +448,18 @@ class QuarantineFilter(Filter[QuarantineRow, QuarantinedMessage]):
 
     consumer: str | None = None
     hash: str | None = None
+
+
+def stored_id(message_id: str) -> str:
+    """The id in the row: a long one is stored as its hash, which is accepted as well.
+
+    Raises:
+        ConfigurationError: no message has this id: it is empty, or contains what no database can store.
+    """
+    try:
+        return message_id if message_id.startswith(DIGEST_PREFIX) else canonical_id(message_id)
+    except UnusableMessage as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def row_of(columns: Columns, table: Table, found: Sequence[Any]) -> Any:
@@ -494,54 +510,9 @@ def _shown(
     return (None, False) if data is None else columns.redact.json(what, bytes(data))
 
 
-def failures_of(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> FailureGroup:
-    """Read a row of `failure_groups`."""
-    fingerprint, error_type, count, first, last, message_id = row
-    first_at, last_at = as_time(first), as_time(last)
-    assert first_at is not None
-    assert last_at is not None
-    return FailureGroup(
-        fingerprint=fingerprint,
-        error_type=error_type,
-        count=int(count),
-        consumers={consumer: {status: int(count)}},
-        first_at=first_at,
-        last_at=last_at,
-        sample=(consumer, message_id),
-        more=more,
-    )
-
-
 def age_of(seconds: Any) -> float | None:
     """An age as the database tells it; a row that arrives between two clocks has no negative one."""
     return None if seconds is None else max(0.0, float(seconds))
-
-
-def topics_of(rows: Sequence[Sequence[Any]]) -> list[TopicStatus]:
-    """Put the rows of `outbox_status` together by topic and route."""
-    routes: dict[tuple[str, str], list[Sequence[Any]]] = {}
-    for topic, route, *counted in rows:
-        routes.setdefault((topic, route), []).append(counted)
-    return [
-        TopicStatus(
-            topic=topic,
-            route=route,
-            counts={status: int(count) for status, count, _, _ in counted},
-            overdue=sum(int(late) for *_, late in counted),
-            oldest_waiting_s=age_of(
-                max((age for status, _, age, _ in counted if status in _UNSENT), default=None)
-            ),
-        )
-        for (topic, route), counted in sorted(routes.items())
-    ]
-
-
-def audited_of(found: Sequence[Any]) -> Audited:
-    """Read a row of `audit_list`."""
-    values = dict(zip((item.name for item in fields(Audited)), found, strict=True))
-    values["recorded_at"] = as_time(values["recorded_at"])
-    values["filter"] = json.loads(values["filter"])
-    return Audited(**values)
 
 
 def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[Any]]:

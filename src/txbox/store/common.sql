@@ -255,7 +255,7 @@ SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 -- nothing: schema_creators
 -- Names are looked up in one database only, and then among the built-ins.
 
--- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
+-- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
 -- name: status
 SELECT [text own.consumer], own.status, count(*)

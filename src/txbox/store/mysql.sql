@@ -479,7 +479,7 @@ SELECT RELEASE_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)))
 SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
  WHERE table_schema = DATABASE() AND table_name = 'txbox_inbox' AND engine = 'InnoDB'
 
--- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
+-- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
 -- name: outbox_status
 -- Overdue: due for over a minute and never tried.

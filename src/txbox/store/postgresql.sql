@@ -704,7 +704,7 @@ SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
    AND own.grantee <> n.nspowner AND own.grantee <> home.relowner AND NOT coalesce(role.rolsuper, false)
  ORDER BY 1
 
--- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
+-- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
 -- name: bound_look
 -- A page that takes longer is none: the index for what it asks is missing.

@@ -434,7 +434,7 @@ SELECT (SELECT foreign_keys FROM pragma_foreign_keys)
        AND (SELECT count(*) FROM pragma_foreign_key_list('txbox_guard')) AS triggers,
        'origin' AS role
 
--- ---- admin/reader.py, admin/changes.py ------------------------------------------------------------------------------
+-- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
 -- name: consumers
 -- From one to the next in the keys: as many steps as there are consumers, however many rows they have.

@@ -1,114 +1,128 @@
 """`txbox doctor`: what is wrong, the evidence and the remedy; and what could not be examined.
 
-Nothing here writes, and nothing scans a table.
+database.py examines the server, its tables and their rows, app.py an App and its brokers. Nothing there writes, and
+nothing scans a table.
 
 Source: docs/decisions/0035-doctor.md
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from datetime import timedelta
-from itertools import starmap
+from dataclasses import dataclass, field
+from typing import Literal
 
-from txbox import settings
-from txbox.admin.doctor import app as of_app
-from txbox.admin.doctor import database
-from txbox.admin.doctor.finding import (
-    CODES,
-    SEVERITIES,
-    Case,
-    Diagnosis,
-    Finding,
-    Severity,
-    Unchecked,
-)
-from txbox.admin.reader import Application, says_anything
-from txbox.errors import StoreError, StoreUnavailable
-from txbox.session import Session
+Severity = Literal["error", "warning", "note"]
+#: The worst first.
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
-__all__ = [
-    "CODES",
-    "SEVERITIES",
-    "Diagnosis",
-    "Finding",
-    "Severity",
-    "Unchecked",
-    "examine",
-    "examine_app",
-]
-
-Check = Callable[[Case], AsyncIterator[Finding]]
-
-# what is examined, a query that not every database has, and the check
-_OF_SERVER: tuple[tuple[str, str | None, Check], ...] = (
-    ("the pooler", "doctor_backend", database.pooler),
-    ("the server's settings", None, database.settings),
-    ("the clock", "doctor_clock", database.clock),
-    ("standbys", "doctor_standbys", database.standbys),
-    ("old transactions", "doctor_transactions", database.transactions),
-)
-_OF_TABLES: tuple[tuple[str, str | None, Check], ...] = (
-    ("who may create in the schema", "schema_creators", database.creators),
-    ("dead rows and autovacuum", "doctor_storage", database.storage),
-    ("partitions", "partitions", database.partitioned),
-    ("messages that wait", None, database.inbox),
-    ("outgoing messages that wait", None, database.outbox),
-    ("the quarantine", None, database.quarantine),
-    ("pruning", None, database.pruning),
-)
-
-
-async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
-    """Examine the database, in small transactions that only read.
-
-    Raises:
-        StoreUnavailable: it does not answer.
-    """
-    case = Case(db, app, says_anything(app), app.database.dialect, diagnosis)
-    try:
-        await db.begin()
-    except StoreError:
-        db.discard()
-        if finding := await database.transactions_refused(case):
-            diagnosis.found([finding])
-            return
-        raise
-    await db.commit()
-    await _check(case, "the tables", database.tables)
-    for what, query, check in (*_OF_SERVER, *(_OF_TABLES if case.usable else ())):
-        if query is None or case.dialect.has(query):
-            await _check(case, what, check)
-    if not case.usable:
-        diagnosis.not_checked("rows, pruning and partitions", "the tables are not whole")
-    elif not case.known:
-        diagnosis.not_checked(
-            "rows that no handler or relay takes",
-            "no App was given (--app): handlers and routes are not known",
-        )
+#: Every code: an error breaks a promise or stops work, a warning will, a note is good to know.
+CODES: dict[str, Severity] = {
+    # the tables
+    "schema-missing": "error",
+    "schema-version": "error",
+    "schema-behind": "warning",
+    "schema-drift": "error",
+    "index-invalid": "error",
+    "guard-off": "error",
+    "guard-changed": "error",
+    "foreign-create": "warning",
+    "partitions-missing": "warning",
+    # the server
+    "on-replica": "error",
+    "isolation-level": "warning",
+    "pooler-statement": "error",
+    "pooler-prepared": "error",
+    "pooler-transaction": "note",
+    "pooler-listen": "warning",
+    "durability-fsync": "error",
+    "durability-torn-pages": "error",
+    "durability-flush": "error",
+    "durability-commit": "warning",
+    "durability-journal": "error",
+    "replication-lag": "warning",
+    "replication-asynchronous": "note",
+    "clock-skew": "warning",
+    "autovacuum-off": "warning",
+    "dead-tuples": "warning",
+    "old-transaction": "warning",
+    # time-outs, in the order in which they must grow
+    "time-out-order": "error",
+    "time-out-statement": "warning",
+    "time-out-transaction": "warning",
+    "time-out-lock-wait": "warning",
+    "time-out-redelivery": "error",
+    "time-out-grace": "note",
+    # what the App says
+    "topic-unhandled": "error",
+    "order-not-kept": "error",
+    "weak-ids": "note",
+    # the brokers
+    "topic-missing": "error",
+    "auto-ack": "error",
+    "not-durable": "error",
+    "retention-too-short": "error",
+    "replay-unbounded": "note",
+    "broker-drops": "warning",
+    "delivery-limit": "warning",
+    "duplicate-window": "note",
+    # rows
+    "orphan-consumer": "warning",
+    "orphan-messages": "warning",
+    "orphan-route": "warning",
+    "consumer-paused": "warning",
+    "inbox-overdue": "warning",
+    "outbox-overdue": "warning",
+    "lease-expired": "warning",
+    "dead-messages": "warning",
+    "dead-outgoing": "warning",
+    "quarantined-messages": "warning",
+    "pruning-stopped": "warning",
+}
 
 
-async def _check(case: Case, what: str, check: Check) -> None:
-    try:
-        async for finding in check(case):
-            case.diagnosis.found([finding])
-    except StoreUnavailable:
-        raise
-    except StoreError as error:
-        # above all a missing right
-        await case.db.rollback()
-        case.diagnosis.not_checked(what, str(error))
-
-
-def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None) -> None:
-    """Examine the settings of an App and of its brokers.
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, or good to know.
 
     Args:
-        grace: how long a drain may take, if that is known.
+        code: a key of `CODES`.
+        problem: one sentence, with the figures that prove it.
+        remedy: the command, the statement or the setting that mends it.
     """
-    diagnosis.found(starmap(Finding, settings.time_outs(app)))
-    diagnosis.found(of_app.weak_ids(app.handlers))
-    if grace is not None:
-        diagnosis.found(of_app.grace(app, grace))
-    of_app.sources(app, diagnosis)
-    of_app.destinations(app, diagnosis)
+
+    code: str
+    problem: str
+    remedy: str
+
+    @property
+    def severity(self) -> Severity:
+        return CODES[self.code]
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """What could not be examined, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """What was found, and what could not be examined."""
+
+    findings: list[Finding] = field(default_factory=list[Finding])
+    unchecked: list[Unchecked] = field(default_factory=list[Unchecked])
+
+    def not_checked(self, what: str, why: str) -> None:
+        self.unchecked.append(Unchecked(what, why))
+
+    def at_least(self, severity: Severity) -> list[Finding]:
+        """The findings of this severity or worse."""
+        bad = SEVERITIES[: SEVERITIES.index(severity) + 1]
+        return [finding for finding in self.findings if finding.severity in bad]
+
+    def sort(self) -> None:
+        """The worst first; within a severity in the order of `CODES`."""
+        order = {code: place for place, code in enumerate(CODES)}
+        self.findings.sort(key=lambda one: (SEVERITIES.index(one.severity), order[one.code]))

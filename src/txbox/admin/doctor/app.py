@@ -10,7 +10,7 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 from txbox import settings
-from txbox.admin.doctor.finding import Diagnosis, Finding
+from txbox.admin.doctor import Diagnosis, Finding
 from txbox.admin.reader import Application
 from txbox.brokers.base import Examinable, Facts
 from txbox.errors import BrokerError, ConfigurationError
@@ -18,22 +18,37 @@ from txbox.handlers import Handlers
 from txbox.text import lasting
 
 
-def grace(app: Application, given: timedelta) -> Iterator[Finding]:
+def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None) -> None:
+    """Examine the settings of an App and of its brokers.
+
+    Args:
+        grace: how long a drain may take, if that is known.
+    """
+    found = diagnosis.findings
+    found += starmap(Finding, settings.time_outs(app))
+    found += _weak_ids(app.handlers)
+    if grace is not None:
+        found += _cut_off(app, grace)
+    _sources(app, diagnosis)
+    _destinations(app, diagnosis)
+
+
+def _cut_off(app: Application, grace: timedelta) -> Iterator[Finding]:
     """A handler that may run longer than a drain waits is cut off by each deployment."""
-    given_s = given.total_seconds()
+    grace_s = grace.total_seconds()
     for handler in app.handlers:
         timeout = handler.options.timeout
-        if timeout is not None and timeout > given:
+        if timeout is not None and timeout > grace:
             timeout_s = timeout.total_seconds()
             yield Finding(
                 "time-out-grace",
-                f"timeout= of {handler.name} is {lasting(timeout_s)} and the grace of a drain {lasting(given_s)}: a "
+                f"timeout= of {handler.name} is {lasting(timeout_s)} and the grace of a drain {lasting(grace_s)}: a "
                 "run that takes its time is cut off by each stop, and begins again.",
                 f"`txbox run --grace {timeout_s + 5:g}s`, and as long in what sends the SIGTERM.",
             )
 
 
-def weak_ids(handlers: Handlers) -> Iterator[Finding]:
+def _weak_ids(handlers: Handlers) -> Iterator[Finding]:
     """Ids of the transport name a delivery and not an event: a producer that sends again passes as new."""
     for handler in handlers:
         if handler.options.weak_ids:
@@ -177,30 +192,29 @@ def _judged(
         yield Finding(rule.code, rule.problem.format(**values), rule.remedy.format(**values))
 
 
-def sources(app: Application, diagnosis: Diagnosis) -> None:
+def _sources(app: Application, diagnosis: Diagnosis) -> None:
     """Check each source, and the settings of its topics."""
     for consumption in app.consumptions:
         source = consumption.source
-        diagnosis.found(starmap(Finding, settings.redelivery(app, source)))
+        diagnosis.findings += starmap(Finding, settings.redelivery(app, source))
         try:
             topics = settings.topics_of(app.handlers, source, consumption.topics)
         except ConfigurationError as error:
             problem, _, remedy = str(error).rpartition(": ")
-            diagnosis.found(
-                [Finding("topic-unhandled", f"{problem}.", f"{remedy[0].upper()}{remedy[1:]}")]
-            )
+            remedy = f"{remedy[0].upper()}{remedy[1:]}"
+            diagnosis.findings.append(Finding("topic-unhandled", f"{problem}.", remedy))
             continue
-        diagnosis.found(starmap(Finding, settings.order(app.handlers, source, topics)))
+        diagnosis.findings += starmap(Finding, settings.order(app.handlers, source, topics))
         for facts in _asked(source, source.name, topics, diagnosis):
-            diagnosis.found(_judged(app, _OF_SOURCES, source.name, facts))
+            diagnosis.findings += _judged(app, _OF_SOURCES, source.name, facts)
 
 
-def destinations(app: Application, diagnosis: Diagnosis) -> None:
+def _destinations(app: Application, diagnosis: Diagnosis) -> None:
     """Check the settings of the topics that are published to."""
     for route in app.routes.all():
         if route.destination is not None and route.topics and not route.others:
             for facts in _asked(route.destination, route.name, route.topics, diagnosis):
-                diagnosis.found(_judged(app, _OF_DESTINATIONS, route.name, facts))
+                diagnosis.findings += _judged(app, _OF_DESTINATIONS, route.name, facts)
 
 
 def _asked(

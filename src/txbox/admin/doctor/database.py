@@ -6,18 +6,19 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any, Final
 
-from txbox.admin.doctor.finding import Case, Finding
-from txbox.admin.reader import Application
+from txbox.admin.doctor import Diagnosis, Finding
+from txbox.admin.reader import Application, Rows, says_anything
 from txbox.admin.views import UNMATCHED
 from txbox.connections.base import Database
 from txbox.errors import Fault, StoreError, StoreUnavailable
-from txbox.session import Connection, Connections
+from txbox.session import Connection, Connections, Session, Statement
 from txbox.store import activity, partitions, schema
+from txbox.store.dialect import Dialect
 from txbox.store.dialect import dialect as load_dialect
 from txbox.text import counted, lasting
 
@@ -30,6 +31,34 @@ _DEAD_SHARE = 0.2
 _NAMED = 5
 _POOLER_LOOKS = 5
 _BETWEEN = "whether a pooler is between"
+
+
+@dataclass(slots=True)
+class Case:
+    """One database that is examined.
+
+    Args:
+        app: its policies, or the defaults of a database alone.
+        known: handlers, sources and routes are those of a real App.
+        dialect: with the schema of the tables, once that is known.
+        usable: the tables are there, and of a version that this release works with.
+        settings: those of the server that matter, by their names.
+    """
+
+    db: Session
+    app: Application
+    known: bool
+    dialect: Dialect
+    diagnosis: Diagnosis
+    usable: bool = False
+    settings: dict[str, str] = field(default_factory=dict[str, str])
+
+    async def rows(self, query: str, **params: Any) -> Rows:
+        """Read in a transaction of its own."""
+        return (await self.db.alone(self.statement(query, **params))).rows
+
+    def statement(self, query: str, **params: Any) -> Statement:
+        return self.dialect.statement(query, params)
 
 
 async def tables(case: Case) -> AsyncIterator[Finding]:
@@ -698,3 +727,69 @@ async def pruning(case: Case) -> AsyncIterator[Finding]:
         f"Pruning {last}, and is due every {lasting(every_s)}: the tables grow without bound.",
         "Have `txbox run` or `txbox maintain` running, or `txbox prune` once.",
     )
+
+
+# -- all of it --------------------------------------------------------------------------------
+
+#: What is examined, a query that not every database has, and the check.
+Check = tuple[str, str | None, Callable[[Case], AsyncIterator[Finding]]]
+
+_OF_SERVER: tuple[Check, ...] = (
+    ("the pooler", "doctor_backend", pooler),
+    ("the server's settings", None, settings),
+    ("the clock", "doctor_clock", clock),
+    ("standbys", "doctor_standbys", standbys),
+    ("old transactions", "doctor_transactions", transactions),
+)
+_OF_TABLES: tuple[Check, ...] = (
+    ("who may create in the schema", "schema_creators", creators),
+    ("dead rows and autovacuum", "doctor_storage", storage),
+    ("partitions", "partitions", partitioned),
+    ("messages that wait", None, inbox),
+    ("outgoing messages that wait", None, outbox),
+    ("the quarantine", None, quarantine),
+    ("pruning", None, pruning),
+)
+
+
+async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
+    """Examine the database, in small transactions that only read.
+
+    Raises:
+        StoreUnavailable: it does not answer.
+    """
+    case = Case(db, app, says_anything(app), app.database.dialect, diagnosis)
+    try:
+        await db.begin()
+    except StoreError:
+        db.discard()
+        if finding := await transactions_refused(case):
+            diagnosis.findings.append(finding)
+            return
+        raise
+    await db.commit()
+    await _check(case, ("the tables", None, tables))
+    for check in (*_OF_SERVER, *(_OF_TABLES if case.usable else ())):
+        await _check(case, check)
+    if not case.usable:
+        diagnosis.not_checked("rows, pruning and partitions", "the tables are not whole")
+    elif not case.known:
+        diagnosis.not_checked(
+            "rows that no handler or relay takes",
+            "no App was given (--app): handlers and routes are not known",
+        )
+
+
+async def _check(case: Case, check: Check) -> None:
+    what, query, examined = check
+    if query is not None and not case.dialect.has(query):
+        return
+    try:
+        async for finding in examined(case):
+            case.diagnosis.findings.append(finding)
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        # above all a missing right
+        await case.db.rollback()
+        case.diagnosis.not_checked(what, str(error))

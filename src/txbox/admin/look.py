@@ -1,0 +1,441 @@
+"""The verbs that look: counts, rates, pages of rows, single messages, failures, and what the doctor finds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Any, Generic, NamedTuple
+
+from txbox.admin import activity, tables
+from txbox.admin.activity import Activities, Snapshot, WorkerStatus
+from txbox.admin.doctor import Diagnosis
+from txbox.admin.doctor.app import examine_app
+from txbox.admin.doctor.database import examine
+from txbox.admin.explain import Explanation, explained
+from txbox.admin.found import look
+from txbox.admin.reader import Audit, Reader, Rows, says_anything
+from txbox.admin.tables import (
+    INBOX,
+    Audited,
+    ConsumerStatus,
+    FailureGroup,
+    Filter,
+    InboxFilter,
+    MessageT,
+    OutboxFilter,
+    OutboxMessage,
+    PartitionStatus,
+    RowT,
+    Table,
+    TableSize,
+    TopicStatus,
+    age_of,
+    stored_id,
+)
+from txbox.admin.views import COUNTED_MAX
+from txbox.errors import ConfigurationError
+from txbox.outbox import LOCAL
+from txbox.store import partitions
+from txbox.store import schema as schemas
+from txbox.store.activity import Pause, pauses, workers
+from txbox.store.dialect import as_time
+
+# failures that are grouped: of one consumer and status, at least and at most, and of all
+_GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 3_000
+# groups of failures whose error is read, too
+_SHOWN_GROUPS = 20
+# how long one statement of a page may take
+_PAGE_MS = "5000"
+# greater than every place in a table
+_LAST = 2**63 - 1
+# rows that a page looks through at first, and how many times as many it takes next
+_STRETCH, _LONGER = 1_000, 8
+_OPEN = ("pending", "processing", "failed", "dead", "discarded")
+#: The query that reads by an index, and the statuses that this index knows.
+_INDEXED = {
+    "inbox": ("inbox_list_open", _OPEN),
+    "outbox": ("outbox_list_ended", ("dead", "sent", "discarded")),
+}
+# what a relay should have sent
+_UNSENT = ("due", "leased", "failed")
+
+
+class Page(NamedTuple, Generic[RowT]):
+    """Rows, the newest first, and the place to continue from; None at the end."""
+
+    rows: list[RowT]
+    behind: int | str | None
+
+
+class Look(Reader):
+    """The verbs that change nothing; only `reveal` writes: its audit row."""
+
+    # -- counts -------------------------------------------------------------------------------
+
+    def status(self) -> Sequence[ConsumerStatus]:
+        """Count every consumer's rows; the cost grows with the table."""
+        queries = ("status", "oldest_unfinished", "quarantine_status")
+        found, ages, aside = (
+            result.rows for result in self.in_transaction(*map(self.dialect.statement, queries))
+        )
+        counts: dict[str, dict[str, int]] = {}
+        for consumer, status, count in found:
+            counts.setdefault(consumer, {})[status] = int(count)
+        oldest = {consumer: age_of(age) for consumer, age in ages}
+        quarantined = {consumer: int(count) for consumer, count in aside}
+        return [
+            ConsumerStatus(
+                consumer=consumer,
+                counts=counts.get(consumer, {}),
+                quarantined=quarantined.get(consumer, 0),
+                oldest_unfinished_s=oldest.get(consumer),
+            )
+            for consumer in sorted({*counts, *quarantined})
+        ]
+
+    def topics(self) -> Sequence[TopicStatus]:
+        """Count every topic's outgoing messages; the cost grows with the table."""
+        return _topics(self.rows("outbox_status"))
+
+    def overview(self) -> tuple[Sequence[ConsumerStatus], Sequence[TopicStatus]]:
+        """Count what is open, each count up to `COUNTED_MAX` and one: the cost does not grow with the tables."""
+        most = {"most": COUNTED_MAX + 1}
+        consumers: list[ConsumerStatus] = []
+        for consumer in self.consumers():
+            (row,) = self._page_rows("consumer_open", {"consumer": consumer, **most})
+            *counts, quarantined = map(int, row[: len(_OPEN) + 1])
+            ages = [float(age) for age in row[len(_OPEN) + 1 :] if age is not None]
+            consumers.append(
+                ConsumerStatus(
+                    consumer=consumer,
+                    counts=dict(zip(_OPEN, counts, strict=True)),
+                    quarantined=quarantined,
+                    oldest_unfinished_s=age_of(max(ages, default=None)),
+                )
+            )
+        return consumers, _topics(self._page_rows("outbox_open", most))
+
+    def consumers(self) -> Sequence[str]:
+        """Name the consumers that have rows in inbox or quarantine, "" among them; costs one index probe each."""
+        return [str(name) for (name,) in self._page_rows("consumers")]
+
+    def sizes(self) -> tuple[Sequence[TableSize], PartitionStatus | None]:
+        """Read how large the tables and their indexes are, and how the inbox is partitioned."""
+        sizes = [
+            TableSize(
+                table=str(name),
+                table_bytes=int(size),
+                index_bytes=None if indexes is None else int(indexes),
+                partitions=int(count),
+            )
+            for name, size, indexes, count in self.rows("sizes")
+        ]
+        layout = self.on_database(partitions.layout, self.dialect)
+        if layout.kind is None:
+            return sizes, None
+        ready = layout.ready_until
+        return sizes, PartitionStatus(
+            kind=layout.kind,
+            count=len(layout.parts),
+            ready_until=ready,
+            missing=ready is not None and ready.timestamp() <= layout.clock_s,
+        )
+
+    def schema(self) -> schemas.SchemaState:
+        """Read the version of the tables, and where they are."""
+        return self.on_database(schemas.check, self.dialect)
+
+    # -- what goes on -------------------------------------------------------------------------
+
+    def activity(
+        self, last: timedelta = timedelta(hours=1), *, step: timedelta = timedelta(minutes=1)
+    ) -> Activities:
+        """Read what became of messages in the last hour, or another time, by consumer and by route of the outbox.
+
+        It reads what workers and relays have counted, never the inbox: the cost grows with time and consumers.
+
+        Args:
+            last: whole minutes, up to `Retention.activity`.
+            step: the time that one point stands for, in whole minutes.
+
+        Raises:
+            ConfigurationError: a step that is not whole minutes, or longer than the time.
+        """
+        return self.on_database(activity.read, self.dialect, last, step)
+
+    def workers(self) -> Sequence[WorkerStatus]:
+        """List the processes that work on this database, also those that vanished less than an hour ago."""
+        known = self.on_database(workers, self.dialect)
+        return activity.statuses(known, self.pauses())
+
+    def pauses(self) -> Sequence[Pause]:
+        """List the paused consumers: since when, by whom and why."""
+        return self.on_database(pauses, self.dialect)[1]
+
+    def snapshot(self) -> Snapshot:
+        """Read what goes on right now: rates of the last minute or two, workers, pauses."""
+        return activity.snapshot(self.activity(timedelta(minutes=2)), self.workers(), self.pauses())
+
+    def unserved(self, route: str) -> str | None:
+        """Warn about a route that no relay of this App or of a running process is known to have.
+
+        Returns: a sentence; None where a relay has it, or any App may take what goes there.
+        """
+        known = {served.name for served in self.app.routes.all()}
+        known.update(*(worker.routes for worker in self.workers()))
+        if not route or route in known or route.startswith(LOCAL):
+            return None
+        have = ", ".join(map(repr, sorted(known))) or "none"
+        return (
+            f"No relay is known to have the route {route!r}, so what goes there waits until one runs; "
+            f"known routes are {have}."
+        )
+
+    def doctor(self, *, grace: timedelta | None = None) -> Diagnosis:
+        """Find what is wrong, or soon will be: settings, tables, rows that wait and, with an App, its brokers.
+
+        Args:
+            grace: how long `txbox run` may drain; None leaves that out.
+
+        Raises:
+            StoreUnavailable: the database does not answer. A broker that does not answer, or a missing
+                right, is listed in `unchecked`.
+
+        It changes nothing, and the cost does not grow with the tables.
+        """
+        diagnosis = Diagnosis()
+        self.on_database(examine, self.app, diagnosis)
+        if says_anything(self.app):
+            examine_app(self.app, diagnosis, grace)
+        diagnosis.sort()
+        return diagnosis
+
+    # -- pages --------------------------------------------------------------------------------
+
+    def list(
+        self, where: Filter[RowT, Any], *, limit: int = 50, before: int | str | None = None
+    ) -> Sequence[RowT]:
+        """Read a page, the newest first; for handlers with an order, also what each message waits for.
+
+        Args:
+            before: `tables.place_of` the last row of the page before.
+        """
+        return self.page(where, limit=limit, before=before).rows
+
+    def page(
+        self,
+        where: Filter[RowT, Any],
+        *,
+        limit: int = 50,
+        before: int | str | None = None,
+        within_s: float | None = None,
+    ) -> Page[RowT]:
+        """Read a page of rows, the newest first, and the place to continue from.
+
+        Args:
+            before: the place that the page before ended with; None for the first page.
+            within_s: stop after about so long: where no index helps, a page may then have fewer rows than
+                `limit`, or none, and more behind it. None looks through the whole table.
+
+        Raises:
+            ConfigurationError: `before` is no place in this table.
+        """
+        table, reached = where.table, None
+        params = {**where.params(), "limit": limit}
+        if table.place is None:
+            mark = None if before is None else tables.mark_of(str(before))
+            found = self._page_rows(f"{table.name}_list", {**params, **tables.mark_params(mark)})
+        else:
+            params["before"] = _LAST if before is None else before
+            indexed, statuses = _INDEXED[table.name]
+            if where.message_id is not None:
+                found = self._of_each(f"{table.name}_list_id", params, table)
+            elif where.status in statuses:
+                found = self._of_each(indexed, params, table)
+            else:
+                found, reached = self._through(table, params, within_s)
+        columns = self.store.columns
+        rows = [tables.row_of(columns, table, row) for row in found[:limit]]
+        if table is INBOX:
+            rows = self.with_waits(rows)
+        return Page(rows, tables.place_of(rows[-1]) if len(rows) == limit else reached)
+
+    def _of_each(self, name: str, params: dict[str, Any], table: Table) -> Rows:
+        """Read a page of rows that an index has in their order, consumer by consumer."""
+        if "consumer" not in table.key or params["consumer"] is not None:
+            return self._page_rows(name, params)
+        found = [
+            row
+            for consumer in self.consumers()
+            for row in self._page_rows(name, {**params, "consumer": consumer})
+        ]
+        # behind the place stands only the key of the codec
+        return sorted(found, key=lambda row: int(row[-2]), reverse=True)
+
+    def _through(
+        self, table: Table, params: dict[str, Any], within_s: float | None
+    ) -> tuple[Rows, int | None]:
+        """Read a page stretch by stretch, each longer than the one before; and say where it stopped, if early."""
+        ((newest,),) = self._page_rows(f"{table.name}_newest")
+        upper, stretch = min(int(params["before"]), int(newest) + 1), _STRETCH
+        found: list[Sequence[Any]] = []
+        began = time.monotonic()
+        while upper > 1:
+            floor, looked = max(0, upper - 1 - stretch), time.monotonic()
+            bounds = {"before": upper, "floor": floor, "limit": params["limit"] - len(found)}
+            found += self._page_rows(f"{table.name}_list", {**params, **bounds})
+            if len(found) >= params["limit"]:
+                return found, None
+            upper, stretch = floor + 1, stretch * _LONGER
+            now = time.monotonic()
+            # the next one takes that many times as long
+            if within_s is not None and now - began + (now - looked) * _LONGER > within_s:
+                return found, upper if upper > 1 else None
+        return found, None
+
+    def _page_rows(self, name: str, params: Mapping[str, Any] | None = None) -> Rows:
+        """As `rows`, for a page: no statement of it may take long, where the database can say so."""
+        if not self.dialect.has("bound_look"):
+            return self.rows(name, params)
+        bound = self.dialect.statement("bound_look", {"statement_ms": _PAGE_MS})
+        return self.in_transaction(bound, self.dialect.statement(name, params))[-1].rows
+
+    def failures(self) -> Sequence[FailureGroup]:
+        """Group the newest dead and failed messages of each consumer by fingerprint, the largest group first."""
+        groups: dict[tuple[str | None, str | None], FailureGroup] = {}
+        consumers = self.consumers()
+        share = _GROUPED // (2 * len(consumers) or 1)
+        most = min(max(share, _GROUPED_MIN), _GROUPED_MAX)
+        for consumer in consumers:
+            for status in ("dead", "failed"):
+                params = {"consumer": consumer, "status": status, "most": most}
+                found = self._page_rows("failure_groups", params)
+                more = sum(int(row[2]) for row in found) == most
+                for row in found:
+                    fresh = _failures(consumer, status, row, more=more)
+                    key = fresh.fingerprint, fresh.error_type
+                    groups[key] = groups[key].joined(fresh) if key in groups else fresh
+        largest = sorted(groups.values(), key=lambda group: group.count, reverse=True)
+        shown, others = largest[:_SHOWN_GROUPS], largest[_SHOWN_GROUPS:]
+        return [*(replace(group, error=self._error_of(*group.sample)) for group in shown), *others]
+
+    def _error_of(self, consumer: str, message_id: str) -> str | None:
+        """The first line of a message's error; None when it is gone."""
+        for message in self.messages(InboxFilter(consumer=consumer, message_id=message_id)):
+            return (message.error or "").partition("\n")[0] or None
+        return None
+
+    def audit(self, *, limit: int = 50, before: int | None = None) -> Sequence[Audited]:
+        """Read what operators have changed, a row for each batch, the newest first.
+
+        Args:
+            before: the `number` of the last row of the page before.
+        """
+        found = self._page_rows("audit_list", {"limit": limit, "before": before})
+        return [_audited(row) for row in found]
+
+    # -- one message --------------------------------------------------------------------------
+
+    def show(self, where: Filter[Any, MessageT], *, reveal: bool = False) -> Sequence[MessageT]:
+        """Read a message with everything that is known of it.
+
+        Args:
+            where: consumer and id in the inbox, id in the outbox; in the quarantine id or hash, which may
+                match several, of which the oldest 20 are read.
+            reveal: include payload and header values, which may be personal or secret.
+
+        Raises:
+            ConfigurationError: the filter names no message.
+        """
+        if not where.named or (where.table is INBOX and not where.criteria().get("consumer")):
+            raise ConfigurationError("Which message? Give its consumer and id.")
+        found = self.messages(where, reveal=reveal)
+        if where.table is INBOX:
+            return self.with_waits(found)
+        return [self._with_head(message) for message in found]
+
+    def _with_head(self, message: Any) -> Any:
+        """An outgoing message with the state of the one that must leave before it."""
+        if isinstance(message, OutboxMessage) and (waits := message.waits_for) is not None:
+            for head in self.messages(OutboxFilter(message_id=waits.message_id)):
+                waits = replace(waits, status=head.status, next_attempt_at=head.next_attempt_at)
+                return replace(message, waits_for=waits)
+        return message
+
+    def reveal(
+        self,
+        where: Filter[Any, MessageT],
+        *,
+        actor: str | None = None,
+        reason: str | None = None,
+    ) -> Sequence[MessageT]:
+        """As `show`, with payload and header values; `txbox_audit` says who looked, and why, before they see it.
+
+        Raises:
+            ConfigurationError: the filter names no message.
+        """
+        found = self.show(where)
+        if not found:
+            return found
+        action = where.table.audited.format("reveal")
+        self.announce(Audit.of(actor, reason), action, where, len(found))
+        return self.show(where, reveal=True)
+
+    def explain(self, message_id: str, *, consumer: str | None = None) -> Explanation:
+        """Say where one message stands, why, and what would let it go on.
+
+        Args:
+            consumer: only in its inbox and quarantine; by default those of all consumers, and the outbox.
+
+        Nothing is changed, and no lock is waited for. What depends on handlers and routes needs an App.
+        """
+        return explained(look(self, stored_id(message_id), consumer), self.app)
+
+
+# -- what the queries answer ------------------------------------------------------------------
+
+
+def _topics(rows: Rows) -> list[TopicStatus]:
+    """Put the rows of `outbox_status` together by topic and route."""
+    routes: dict[tuple[str, str], list[Sequence[Any]]] = {}
+    for topic, route, *counted in rows:
+        routes.setdefault((topic, route), []).append(counted)
+    return [
+        TopicStatus(
+            topic=topic,
+            route=route,
+            counts={status: int(count) for status, count, _, _ in counted},
+            overdue=sum(int(late) for *_, late in counted),
+            oldest_waiting_s=age_of(
+                max((age for status, _, age, _ in counted if status in _UNSENT), default=None)
+            ),
+        )
+        for (topic, route), counted in sorted(routes.items())
+    ]
+
+
+def _failures(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> FailureGroup:
+    fingerprint, error_type, count, first, last, message_id = row
+    first_at, last_at = as_time(first), as_time(last)
+    assert first_at is not None
+    assert last_at is not None
+    return FailureGroup(
+        fingerprint=fingerprint,
+        error_type=error_type,
+        count=int(count),
+        consumers={consumer: {status: int(count)}},
+        first_at=first_at,
+        last_at=last_at,
+        sample=(consumer, message_id),
+        more=more,
+    )
+
+
+def _audited(row: Sequence[Any]) -> Audited:
+    values = dict(zip((item.name for item in fields(Audited)), row, strict=True))
+    values["recorded_at"] = as_time(values["recorded_at"])
+    values["filter"] = json.loads(values["filter"])
+    return Audited(**values)
