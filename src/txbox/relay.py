@@ -555,6 +555,10 @@ class Relays:
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        return self.running()
+
+    def running(self) -> list[str]:
+        """The names of destinations whose threads run."""
         return [
             relay.name
             for relay, thread in zip(self._relays, self._threads, strict=False)

@@ -184,4 +184,4 @@ def test_a_relay_ends_within_its_grace(redis_url: str, postgresql_url: str, tmp_
                 took_s, code = run.drained()
         assert code == 1
         assert took_s < 2 + room(LATE_S), run.lines
-        assert "The relay to redis:" in "".join(run.lines)
+        assert "the relay to redis:" in "".join(run.lines)

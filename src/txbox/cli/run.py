@@ -318,7 +318,11 @@ def _relay(args: argparse.Namespace) -> int:
             routes=[route.name for route in app.routes.all()],
             doing=lambda: Doing(state="draining" if stopped.is_set() else "running"),
         )  # fmt: skip
-        with draining_on_signals(stopped.set, grace_s):
+
+        def awaited() -> list[str]:
+            return [f"the relay to {name} did not end" for name in relays.running()]
+
+        with draining_on_signals(stopped.set, grace_s, awaited):
             try:
                 pulse.start(ended)
                 relays.start()
@@ -340,8 +344,9 @@ def _relay(args: argparse.Namespace) -> int:
             print_line(tally.sentence())
         if unsent:
             _log.error(
-                "The relay to %s was cut off after its grace of %g s: what was not confirmed is sent again.",
-                ", ".join(unsent), grace_s,
+                "The drain was cut off after its grace of %g s: the relay to %s did not end. What was not confirmed is "
+                "sent again.",
+                grace_s, ", ".join(unsent),
             )  # fmt: skip
             leave(1)
     return 0

@@ -42,7 +42,7 @@ _SAY_S = 0.2
 
 def last_s(grace_s: float) -> float:
     """The end of a grace, in seconds, that is left to the end of the process itself."""
-    return min(0.5, grace_s / 10)
+    return min(1.0, grace_s / 6)
 
 
 @contextmanager

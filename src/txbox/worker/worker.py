@@ -45,8 +45,8 @@ _log = logging.getLogger("txbox")
 # the main thread comes round this often
 _TICK_S = 0.1
 _LOOK_AT_PARENT_S = 1.0
-# the end of a grace that handlers do not have: sources, relays and the database are left in it, 2 s or a fifth
-_CLOSE_S = 2.0
+# the end of a grace that handlers do not have: sources, relays and the database are left in it, 3 s or a third
+_CLOSE_S = 3.0
 # something is broken: what still runs may end, but nobody waits for it as long as in a drain
 _AFTER_CRASH_S = 10.0
 # deliveries of one source: more would only be memory, and withheld from other workers
@@ -372,7 +372,7 @@ class Worker:
         """Let lanes finish, settle, give rows back, close; returns what had not ended in time."""
         self._drain()
         left: list[str] = []
-        close_s, last = min(_CLOSE_S, self._grace_s / 5), last_s(self._grace_s)
+        close_s, last = min(_CLOSE_S, self._grace_s / 3), last_s(self._grace_s)
         if not self._wait_until(lambda: not (self._lanes.busy or self._serving), close_s):
             left += [f"{self._lanes.busy} lanes were still at work"] if self._lanes.busy else []
             left += ["the webhooks were still answering"] if self._serving else []
