@@ -26,15 +26,16 @@ from txbox.errors import StoreUnavailable
 class Kept:
     """A progress in memory; `others` is what another process holds."""
 
-    lease_s = 60.0
-
     def __init__(self) -> None:
+        self.lease_s = 60.0
+        self.acquired = 0
         self.state: str | None = None
         self.held_by_another = False
         self.lost = False
         self.away = False
 
     def acquire(self) -> bool:
+        self.acquired += 1
         return not self.held_by_another
 
     def load(self) -> str | None:
@@ -353,6 +354,26 @@ def test_a_reader_that_lost_its_lease_starts_from_what_is_saved(tmp_path: Path) 
     source.settle(first)
     source.close()
     assert len(read(File(path), kept)) == 4
+
+
+def test_a_reader_whose_lines_take_long_keeps_its_lease(tmp_path: Path) -> None:
+    """Nothing is received or settled meanwhile; another process would read the same lines."""
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(3))
+    kept, source = Kept(), File(path)
+    kept.lease_s = 0.3
+    source.open(["*"], kept)
+    found = source.receive(10, 0.0)
+    assert source.tend_every_s == pytest.approx(0.1)
+    assert kept.acquired == 1
+
+    def is_renewed() -> bool:
+        source.tend(found)
+        return kept.acquired == 3
+
+    eventually(is_renewed)
+    source.close()
+    assert File("-", topic="t").tend_every_s is None
 
 
 def test_lines_wait_while_progress_cannot_be_saved(

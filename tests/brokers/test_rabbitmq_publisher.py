@@ -147,13 +147,30 @@ class TestRabbitMQPublisher(PublisherConformance):
         assert "amq.topic" in str(lost)
         assert ids(arrived(rig, 1)) == {"m1"}
 
-    def test_an_exchange_that_is_not_there_is_an_error_of_each_message(self, rig: Rig) -> None:
-        with publisher_of(rig, exchange=f"no-{rig.topic}") as publisher:
-            answers = publisher.publish(several(rig, 3), WITHIN_S)
-        assert all(
-            isinstance(answer, BrokerError) and not isinstance(answer, MessageRefused)
-            for answer in answers
-        )
+    @pytest.mark.parametrize("exchange", ["missing", "internal"])
+    def test_an_exchange_that_takes_nothing_is_an_error_of_each_message(
+        self, rig: Rig, exchange: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It kills none of them, and is not asked about each of them on a connection of its own."""
+        name, connections = f"{exchange}-{rig.topic}", 0
+        connect = Connection.connect
+
+        async def counted(connection: Connection, *given: Any, **options: Any) -> None:
+            nonlocal connections
+            connections += 1
+            await connect(connection, *given, **options)
+
+        monkeypatch.setattr(Connection, "connect", counted)
+        if exchange == "internal":
+            on_server(
+                rig.address,
+                lambda each: each.declare_exchange(name, internal=True, auto_delete=True),
+            )
+        with publisher_of(rig, exchange=name) as publisher:
+            answers = publisher.publish(several(rig, 100), WITHIN_S)
+        assert {type(answer) for answer in answers} == {BrokerError}
+        assert {name in str(answer) for answer in answers} == {True}
+        assert connections <= 2
 
     def test_a_wrong_password_is_no_confirmation(self, rabbitmq_url: str) -> None:
         url = rabbitmq_url.replace("guest:guest", "guest:wrong")

@@ -45,7 +45,8 @@ class File(Source):
     Guarantee: progress moves past a line only after it and all lines before it are settled. After a
     crash, what was settled in the last half second is read again and is a duplicate. One process reads
     at a time; another takes over seconds after it is gone. A file that was truncated or replaced is
-    read from its beginning. Standard input keeps no progress.
+    read from its beginning; what a crash leaves unread of the old one is read only from a directory
+    that keeps it. Standard input keeps no progress.
     """
 
     def __init__(
@@ -91,6 +92,10 @@ class File(Source):
     def exhausted(self) -> bool:
         return self._ended and self._holding
 
+    @property
+    def tend_every_s(self) -> float | None:
+        return None if self._progress is None else self._progress.lease_s / 3
+
     def keeps_order(self, topic: str) -> bool:
         """A file is read from beginning to end, by one process at a time."""
         return True
@@ -123,6 +128,9 @@ class File(Source):
             if found or self.exhausted or left_s <= 0 or self._stdin:
                 return found
             time.sleep(min(left_s, _POLL_S if self._holding else _WAIT_FOR_LEASE_S))
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        self._leased()
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:

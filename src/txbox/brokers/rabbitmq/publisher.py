@@ -11,6 +11,7 @@ from typing import Any
 import pamqp.frame
 from aiormq.exceptions import (
     AMQPConnectionError,
+    ChannelAccessRefused,
     ChannelClosed,
     ChannelNotFoundEntity,
     ConnectionChannelError,
@@ -99,9 +100,15 @@ class RabbitMQPublisher(LoopPublisher):
         reason = self._reason([error for error in errors if error is not None])
         # what was sent on the closed channel makes the server close the connection as well
         self._disconnect()
-        if len(part) == 1:
-            at = left[0][0]
-            batch.answer(at, self._refusal(batch.messages[at].topic, reason))
+        topics = {batch.messages[at].topic for at, _ in left}
+        if (
+            len(part) == 1
+            or isinstance(reason, ChannelNotFoundEntity)
+            or (isinstance(reason, ChannelAccessRefused) and len(topics) == 1)
+        ):
+            # a topic permission may refuse one routing key and not another
+            for at, _ in left:
+                batch.answer(at, self._refusal(batch.messages[at].topic, reason))
             return
         # those sent before the culprit may already be in their queues: they arrive twice, in order
         for smaller in _split(left):
@@ -134,6 +141,10 @@ class RabbitMQPublisher(LoopPublisher):
             return BrokerError(
                 f"RabbitMQ has no exchange {self._exchange!r} ({error_text(reason)}): declare it."
             )
+        if isinstance(reason, ChannelAccessRefused):
+            return BrokerError(
+                f"RabbitMQ does not let this user publish {topic!r} ({error_text(reason)}): check its permissions."
+            )
         return MessageRefused(
             f"RabbitMQ will not accept the message for {topic!r} ({error_text(reason)}): "
             "make it smaller, or correct its headers."
@@ -142,9 +153,11 @@ class RabbitMQPublisher(LoopPublisher):
     def _reason(self, errors: Sequence[BaseException]) -> BaseException:
         """Return why the server closed the channel; raises what is not the server's answer to a message."""
         errors = [*errors] if self._gone is None else [self._gone, *errors]
-        for error in errors:
-            if isinstance(error, (ChannelClosed, *_OF_A_MESSAGE)):
-                return error
+        # the channel's reason first: what was pipelined on it behind the culprit ends the connection for another
+        for kinds in (ChannelClosed, _OF_A_MESSAGE):
+            for error in errors:
+                if isinstance(error, kinds):
+                    return error
         for error in errors:
             if isinstance(error, (AMQPConnectionError, OSError)):
                 raise error
