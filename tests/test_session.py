@@ -27,7 +27,7 @@ def suspended() -> Generator[None]:
 
 
 class Scripted(Connection):
-    """Remembers what is asked of it; `answer` is awaited by commit, if it is given."""
+    """Remembers what is asked of it; `answer` is awaited by commit, `undone` by rollback, if they are given."""
 
     native = None
 
@@ -35,7 +35,7 @@ class Scripted(Connection):
         self.told = told
         self.is_async = is_async
         self.answer: Callable[[], Awaitable[object]] | None = None
-        self.committing = asyncio.Event()
+        self.undone: Callable[[], Awaitable[object]] | None = None
         self._ahead: Statements | None = None
 
     @property
@@ -57,7 +57,6 @@ class Scripted(Connection):
         return self._tell("begun", statements)
 
     async def commit(self, statements: Statements) -> list[Result]:
-        self.committing.set()
         if self.answer is not None:
             await self.answer()
         return self._tell("commit", statements)
@@ -74,6 +73,8 @@ class Scripted(Connection):
 
     async def rollback(self) -> None:
         self._ahead = None
+        if self.undone is not None:
+            await self.undone()
         self._tell("rollback")
 
     def discard(self) -> None:
@@ -90,6 +91,7 @@ class Lends:
         self.told: list[str] = []
         self.is_async = is_async
         self.idle_limit: Statements = ()
+        self.taken_back: Callable[[], Awaitable[object]] | None = None
         self.connection = Scripted(self.told, is_async=is_async)
 
     async def acquire(self) -> Connection:
@@ -97,6 +99,8 @@ class Lends:
 
     async def release(self, connection: Any) -> None:
         del connection
+        if self.taken_back is not None:
+            await self.taken_back()
         self.told.append("released")
 
 
@@ -199,27 +203,56 @@ def test_nothing_is_offered_behind_a_commit_without_statements() -> None:
     assert lends.told == ["begin one", "commit", "released"]
 
 
-def test_a_commit_that_was_sent_is_awaited_before_its_connection_is_dropped() -> None:
-    lends = Lends(is_async=True)
+def cancelled_while(lends: Lends, waits: asyncio.Event, *, times: int) -> None:
+    """Run a transaction whose caller is cancelled while the connection waits for the event."""
 
     async def operation(db: Session) -> None:
         await db.begin()
-        await db.commit(ONE)
+        if lends.connection.undone is None:
+            await db.commit(ONE)
+        else:
+            await db.rollback()
 
     async def run() -> None:
-        answered = asyncio.Event()
-        lends.connection.answer = answered.wait
         task = asyncio.create_task(drive_async(lends, operation))
-        await lends.connection.committing.wait()
-        task.cancel()
         await asyncio.sleep(0)
-        assert not task.done()
-        answered.set()
+        await asyncio.sleep(0)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        # what a caller drops at once does not wait for this
+        assert task.done() is (lends.connection.undone is not None)
+        waits.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(run())
-    assert lends.told == ["begin", "commit one", "discard"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_commit_that_was_sent_is_awaited_however_often_its_caller_is_cancelled(
+    times: int,
+) -> None:
+    lends, answered = Lends(is_async=True), asyncio.Event()
+    lends.connection.answer = answered.wait
+    cancelled_while(lends, answered, times=times)
+    assert lends.told == ["begin", "commit one", "released"]
+
+
+def test_a_caller_cancelled_during_rollback_drops_the_connection() -> None:
+    lends, undone = Lends(is_async=True), asyncio.Event()
+    lends.connection.undone = undone.wait
+    cancelled_while(lends, undone, times=1)
+    assert lends.told == ["begin", "discard"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_connection_on_its_way_back_is_given_back_whoever_is_cancelled(times: int) -> None:
+    lends, taken_back = Lends(is_async=True), asyncio.Event()
+    lends.taken_back = taken_back.wait
+    cancelled_while(lends, taken_back, times=times)
+    assert lends.told == ["begin", "commit one", "released"]
 
 
 @pytest.mark.parametrize("owner", [App, Effects, Inbox, Outbox, testing])

@@ -359,8 +359,16 @@ class Session:
             # have to wait, and whoever waits must hold no ids
             self._offered = True
             then = partial(_begin_behind, self, self._following)
-        commit = connection.commit_then(statements, then)
-        results = await (_shielded(commit) if self.is_async else commit)
+        commit = self._committed(connection, statements, then)
+        return await (_shielded(commit) if self.is_async else commit)
+
+    async def _committed(
+        self,
+        connection: Connection,
+        statements: Statements,
+        then: Callable[[], Statements | None] | None,
+    ) -> list[Result]:
+        results = await connection.commit_then(statements, then)
         self._begun = connection.ahead
         at("after:commit")
         if self._begun is None:
@@ -370,18 +378,24 @@ class Session:
 
     async def rollback(self) -> None:
         """Roll back the transaction, if there is one. A connection that cannot roll back is dropped."""
-        connection, self.connection, self._begun = self.connection, None, None
+        connection, self._begun = self.connection, None
         if connection is None:
             return
         try:
+            # a caller that is cancelled meanwhile still has the connection, and drops it
             await connection.rollback()
         except StoreError:
-            connection.discard()
+            self.discard()
             return
         if connection.lost:
-            connection.discard()
+            self.discard()
         else:
-            await self._connections.release(connection)
+            await self._release(connection)
+
+    async def _release(self, connection: Connection) -> None:
+        self.connection = None
+        release = self._connections.release(connection)
+        await (_shielded(release) if self.is_async else release)
 
     def discard(self) -> None:
         """Drop the connection without finding out how its transaction ended."""
@@ -400,8 +414,7 @@ class Session:
         at(f"before:{statement.name}")
         result = await connection.alone(statement)
         at(f"after:{statement.name}")
-        self.connection = None
-        await self._connections.release(connection)
+        await self._release(connection)
         return result
 
     async def wait(self, timeout_s: float, until: Future[Any] | None = None) -> None:
@@ -470,13 +483,16 @@ def resumed(operation: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
     return answer  # pyright: ignore[reportUnknownVariableType]
 
 
-async def _shielded(commit: Awaitable[T]) -> T:
-    task = asyncio.ensure_future(commit)
+async def _shielded(work: Awaitable[T]) -> T:
+    """Await work to its end, however often the caller is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        # the COMMIT may be on its way: leave its connection alone until the answer is in
-        await asyncio.wait([task])
+        # a COMMIT may be on its way: leave its connection alone until the answer is in
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections.abc import Callable
@@ -620,6 +621,36 @@ def test_discard_ends_the_transaction_at_once(given: Given, db: Raw, number: int
     held.begin(statement("SELECT 1"))
     held.rollback()
     held.release()
+
+
+@pytest.mark.parametrize("verb", ["rollback", "commit"])
+@pytest.mark.parametrize("given", [kind for kind in KINDS if kind.is_async], ids=str, indirect=True)
+def test_a_caller_cancelled_at_the_end_of_its_transaction_keeps_no_connection(
+    given: Given, db: Raw, number: int, verb: str
+) -> None:
+    write = statement("INSERT INTO account (id, balance) VALUES (:id, 1)", id=number)
+
+    async def cancelled(session: Session) -> None:
+        await session.begin((write,))
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().call_soon(this.cancel)
+        await (session.rollback() if verb == "rollback" else session.commit())
+
+    async def fine(session: Session) -> None:
+        await session.begin((statement("SELECT 1"),))
+        await session.commit()
+
+    async def run() -> None:
+        # a pool of three would be empty by then
+        for _ in range(4):
+            task = asyncio.ensure_future(drive_async(given.database.asynchronous, cancelled))
+            await asyncio.wait([task], timeout=DEADLINE_S)
+            assert task.done()
+            db.execute("DELETE FROM account WHERE id = ?", (number,))
+        await asyncio.wait_for(drive_async(given.database.asynchronous, fine), DEADLINE_S)
+
+    given.wait(run())
 
 
 @every(dialects=("sqlite",))
