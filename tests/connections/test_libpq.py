@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +17,9 @@ from psycopg_pool import ConnectionPool
 
 from tests.support.databases import NewDatabase
 from txbox import App, Message, Outcome
+from txbox.connections import open_database
 from txbox.connections.libpq import BEGIN, COMMIT, Pipeline, _dump, _int_arrays  # pyright: ignore[reportPrivateUsage]
-from txbox.session import Statement
+from txbox.session import Session, Statement, drive
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,32 @@ def test_plans_that_others_deallocated_are_prepared_again(pool: ConnectionPool[A
         "MessageProcessed",
         "TransactionCommitted",
     }
+
+
+def test_a_statement_alone_is_prepared_again_too(pool: ConnectionPool[Any]) -> None:
+    connections = open_database(pool).sync
+    assert connections is not None
+    read = Statement("one", "SELECT 1", {})
+    for _ in range(2):
+        assert drive(connections, Session.alone, read).rows == [(1,)]
+        with pool.connection() as other:
+            other.execute("DEALLOCATE ALL")
+
+
+def test_a_connection_that_the_pool_has_closed_is_forgotten(pool: ConnectionPool[Any]) -> None:
+    connections = open_database(pool).sync
+    assert connections is not None
+    seen: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        drive(connections, Session.alone, Statement("one", "SELECT 1", {}))
+        with pool.connection() as raw:
+            seen.append(weakref.ref(raw))
+        del raw
+        pool.drain()
+        pool.wait()
+    gc.collect()
+    # the last one until the next one is used
+    assert [ref() is None for ref in seen] == [True, True, False]
 
 
 def test_a_handler_that_deallocates_every_plan_is_run_again(pool: ConnectionPool[Any]) -> None:

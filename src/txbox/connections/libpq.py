@@ -248,14 +248,12 @@ class Pipeline:
         try:
             return self._read(sent, answers)
         except StoreError as error:
-            if error.fault is not Fault.PREPARED or not self._never_began(sent):
+            # outside a transaction, whatever came before the refusal is undone with it
+            undone = after is not COMMIT and pgconn.transaction_status == _IDLE
+            if error.fault is not Fault.PREPARED or not undone:
                 raise
         # somebody else who uses the pool had every plan deallocated: prepare again
         return (yield from self.send(statements, before=before, after=after))
-
-    def _never_began(self, sent: _Sent) -> bool:
-        """Whether BEGIN itself was refused because the server had lost its plan."""
-        return sent.opening == 1 and self._connection.pgconn.transaction_status == _IDLE
 
     def begun(
         self, meanwhile: Callable[[], object] | None = None

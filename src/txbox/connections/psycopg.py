@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import pq
@@ -130,7 +129,7 @@ class _Connections(Pool["PsycopgConnection"]):
         super().__init__(is_async=is_async, idle_limit=database.dialect.idle_limit)
         self._database = database
         self._pool = pool
-        self._known: WeakKeyDictionary[Any, PsycopgConnection] = WeakKeyDictionary()
+        self._known: dict[Any, PsycopgConnection] = {}
 
     async def acquire(self) -> PsycopgConnection:
         if self._pool is None:
@@ -138,6 +137,9 @@ class _Connections(Pool["PsycopgConnection"]):
         raw = await self._connected(self._pool.getconn)
         known = self._known.get(raw)
         if known is None:
+            # in the place of one that the pool has closed, usually
+            for closed in [other for other in list(self._known) if other.closed]:
+                self._known.pop(closed, None)
             database = self._database
             known = PsycopgConnection(raw, database.dialect, database.prepare, self._pool)
             self._known[raw] = known
