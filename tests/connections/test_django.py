@@ -6,6 +6,7 @@ import threading
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from txbox import App, Inbox, Message, Outcome
 from txbox.admin import Admin
 from txbox.connections.django import open_alias
 from txbox.errors import ConfigurationError
+from txbox.session import Session, drive
+from txbox.store.dialect import as_time
 
 pytestmark = pytest.mark.every_database
 
@@ -372,3 +375,24 @@ def test_async_handlers_are_refused(shared_url: Callable[[str], str]) -> None:
             @app.handler("t", consumer="d")
             async def handle(message: Message[Any], tx: Any) -> None:
                 raise AssertionError("not reached")
+
+
+# -- time zones ----------------------------------------------------------------------------------
+
+
+@every_product
+def test_times_are_the_same_points_in_time_without_use_tz(
+    product: str, shared_url: Callable[[str], str]
+) -> None:
+    """On PostgreSQL Django then returns local times, without saying where."""
+    with (
+        configured(shared_url(product)) as alias,
+        test.override_settings(USE_TZ=False, TIME_ZONE="America/Chicago"),
+    ):
+        database = open_alias(alias)
+        assert database.sync is not None
+        clock = database.dialect.statement("database_clock")
+        now = datetime.now(UTC)
+        found = as_time(drive(database.sync, Session.alone, clock).rows[0][0])
+        assert found is not None
+        assert abs(found - now) < timedelta(minutes=1)

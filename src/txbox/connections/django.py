@@ -8,6 +8,7 @@ release of a savepoint. Django's transactions are sync only, and so are its hand
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timezone
 from typing import Any
 
 from django.db import Error, InterfaceError, OperationalError, connections, transaction
@@ -360,9 +361,21 @@ def _begins_deferred(wrapper: Any) -> bool:
 def _executed(wrapper: Any, statement: Statement) -> Result:
     sql, names = native(statement.sql, "format")
     with wrapper.cursor() as cursor:
+        if wrapper.vendor == "postgresql" and wrapper.timezone is None:
+            _keep_offsets(cursor.cursor)
         cursor.execute(sql, [statement.params[name] for name in names])
         rows = plain_rows(cursor.fetchall()) if cursor.description else []
         return Result(rows, cursor.rowcount)
+
+
+def _keep_offsets(cursor: Any) -> None:
+    """Have the driver return aware times, of which Django keeps only the local time if USE_TZ is off."""
+    if hasattr(cursor, "adapters"):
+        from psycopg.types.datetime import TimestamptzLoader
+
+        cursor.adapters.register_loader("timestamptz", TimestamptzLoader)
+    else:
+        cursor.tzinfo_factory = timezone  # psycopg2
 
 
 def _committed(wrapper: Any) -> None:
