@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from txbox.errors import (
     MessageInProgress,
     PayloadMismatch,
     StoreError,
+    TxboxError,
     UnusableMessage,
 )
 from txbox.handlers import check_texts
@@ -239,16 +241,18 @@ class Inbox:
                 await db.execute(store.bound_lock_timeout(bound))
             answer = await self._accepted(db, store, arrivals)
             await _if_needed(db, dialect, "restore_lock_timeout")
-        except StoreError as error:
+        except TxboxError as error:
+            if not dialect.claim_bounds_wait:
+                # the limit is the session's, and outlives its transaction
+                with suppress(StoreError):
+                    await _if_needed(db, dialect, "restore_lock_timeout")
             # SQLite has one lock for all rows; elsewhere a conflict has already aborted the caller's transaction
-            busy = (error.code or "").startswith("SQLITE_BUSY")
-            if error.fault is not Fault.LOCK_TIMEOUT and not busy:
+            if not isinstance(error, StoreError) or not (
+                error.fault is Fault.LOCK_TIMEOUT or (error.code or "").startswith("SQLITE_BUSY")
+            ):
                 raise
             await _if_needed(db, dialect, "rollback_to_savepoint")
             await _if_needed(db, dialect, "release_savepoint")
-            if not dialect.claim_bounds_wait:
-                # where the setting is not transactional, rolling back to the savepoint does not restore it
-                await _if_needed(db, dialect, "restore_lock_timeout")
             raise MessageInProgress(
                 f"Another transaction holds this message of consumer {self.consumer!r}: do not acknowledge it, "
                 "try again later."

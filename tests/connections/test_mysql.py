@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,8 +21,9 @@ from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
 from tests.support.tidying import LOCK_WAITS
 from tests.support.waiting import DEADLINE_S, eventually
+from txbox import Inbox
 from txbox.connections import borrow, mysql, open_database
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.errors import ConfigurationError, Fault, PayloadMismatch, StoreError, StoreUnavailable
 from txbox.session import Statement, blocking
 
 pytestmark = pytest.mark.every_database
@@ -324,6 +327,51 @@ def test_a_claim_bounds_its_wait_and_gives_the_session_back_what_it_had(
     other.rollback()
 
 
+@pytest.mark.parametrize("end", ["mismatch", "deadlock"])
+def test_an_accept_that_fails_gives_the_session_back_what_it_had(
+    mysql_url: str, number: int, end: str
+) -> None:
+    given = urlsplit(mysql_url)
+    inbox, id_ = Inbox(consumer=f"c{number}"), f"m{number}"
+    raws = [
+        pymysql.connect(
+            host=given.hostname, port=given.port or 3306, user=given.username or "",
+            password=given.password or "", database=given.path[1:], charset="utf8mb4",
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    raw, rival = raws
+
+    def wait() -> Any:
+        with raw.cursor() as cursor:
+            cursor.execute("SELECT @@SESSION.innodb_lock_wait_timeout")
+            return cursor.fetchone()
+
+    before = wait()
+    with contextlib.closing(raw), contextlib.closing(rival):
+        if end == "mismatch":
+            assert inbox.accept(raw, id_, payload=b"1")
+            raw.commit()
+            with pytest.raises(PayloadMismatch):
+                inbox.accept(raw, id_, payload=b"2", timeout=timedelta(seconds=3))
+        else:
+            # the one that has changed less is the victim
+            for each in range(50):
+                assert inbox.accept(rival, f"{id_} {each}")
+            assert inbox.accept(rival, f"{id_} b")
+            assert inbox.accept(raw, f"{id_} a")
+            meeting = threading.Thread(target=inbox.accept, args=(rival, f"{id_} a"))
+            meeting.start()
+            with Raw(mysql_url) as db:
+                eventually(lambda: db.rows(f"{LOCK_WAITS} AND db = DATABASE()"))
+            with pytest.raises(StoreError) as lost:
+                inbox.accept(raw, f"{id_} b", timeout=timedelta(seconds=30))
+            assert lost.value.fault is Fault.CONFLICT
+            meeting.join(DEADLINE_S)
+        raw.rollback()
+        assert wait() == before
+
+
 @both
 def test_only_a_committed_claim_proves_a_broken_handler(
     given: Given, held: Held, other: Held, db: Raw, number: int
@@ -384,6 +432,75 @@ def test_a_heartbeat_skips_what_a_handler_holds(
         "SELECT message_id FROM txbox_inbox WHERE consumer = ? AND lease_until > UTC_TIMESTAMP(6)",
         (f"c{number}",),
     ) == [(b"free",)]
+
+
+@both
+def test_what_others_have_not_committed_is_not_waited_for(
+    given: Given, held: Held, other: Held, db: Raw, number: int
+) -> None:
+    """Strays of a route are adopted, and the quarantine pruned, past whoever stages or sets aside just now."""
+    route, dialect = f"r{number}", given.database.dialect
+    stage = f"INSERT INTO txbox_outbox (id, topic, route) VALUES ('%s{number}', 't', '{route}')"
+    aside = (
+        "INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, status, updated_at) "
+        f"VALUES ('c{number}', '%s', '', '', 'accepted', '2000-01-01')"
+    )
+    db.execute(stage % "a")
+    db.execute(aside % "a")
+    held.begin()
+    held.do(stage % "b")
+    held.do(aside % "b")
+    other.begin(statement("SET SESSION innodb_lock_wait_timeout = 1"))
+    stray = {"from_route": route, "topic": "t", "type": None, "cause_consumer": None}
+    adopt = dialect.statement("relay_adopt", {**stray, "route": "local", "limit": 10})
+    assert other.execute(adopt).count == 1
+    prune = dialect.statement("prune_quarantine", {"older_than_s": 60.0, "limit": 10})
+    assert other.execute(prune).count == 1
+    other.commit()
+    held.rollback()
+    assert db.rows("SELECT id FROM txbox_outbox WHERE route = 'local'") == [
+        (f"a{number}".encode(),)
+    ]
+    db.execute("DELETE FROM txbox_outbox WHERE id = ?", (f"a{number}",))
+
+
+@pytest.mark.parametrize(
+    "given", [kind for kind in OWN if kind.family == "pymysql"], ids=str, indirect=True
+)
+def test_two_that_stage_under_several_keys_do_not_deadlock(
+    given: Given, held: Held, other: Held, db: Raw
+) -> None:
+    """There are fewer locks than keys: two keys may share those of two others, the other way round."""
+
+    def lock(connection: Held, *locks: int) -> None:
+        connection.execute(given.database.dialect.statement("stage_lock", {}, {"lock": locks}))
+
+    third = given.acquire()
+    held.begin()
+    lock(held, 7)
+    staging: list[threading.Thread] = []
+    failed: list[StoreError] = []
+
+    def stage(connection: Held, *locks: int) -> None:
+        connection.begin()
+        try:
+            lock(connection, *locks)
+        except StoreError as error:
+            failed.append(error)
+        connection.rollback()
+
+    def all_wait() -> bool:
+        return len(db.rows(f"{LOCK_WAITS} AND db = DATABASE()")) >= len(staging)
+
+    for connection, locks in ((other, (7, 4096 + 3)), (third, (3, 4096 + 7))):
+        staging.append(threading.Thread(target=stage, args=(connection, *locks)))
+        staging[-1].start()
+        eventually(all_wait)
+    held.rollback()
+    for thread in staging:
+        thread.join(DEADLINE_S)
+    third.discard()
+    assert not failed
 
 
 @both

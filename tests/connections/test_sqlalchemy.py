@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sqlalchemy.ext import asyncio as sa_async
 from tests.support.blocked import acquired
 from tests.support.connections import engine_url
 from tests.support.databases import Raw, names
-from txbox import App, Message, Outcome, RetryPolicy
+from txbox import App, Limits, Message, Outcome, RetryPolicy
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError, StoreUnavailable
 
@@ -223,6 +224,37 @@ def test_mysql_runs_read_committed_and_the_session_keeps_its_level(
             connection.exec_driver_sql(f"SELECT @@SESSION.{level}").scalar_one()
             == "REPEATABLE-READ"
         )
+
+
+@pytest.mark.parametrize("product", [each for each in PRODUCTS if each in ("mariadb", "mysql")])
+def test_a_claim_that_waited_in_vain_leaves_no_limit_on_a_connection_of_the_pool(
+    product: str,
+    make_engine: Callable[..., sa.Engine],
+    shared_url: Callable[[str], str],
+    number: int,
+) -> None:
+    """This pool lends the connection that has been idle longest, so the next one is another."""
+    engine = make_engine(product, pool_size=2)
+    app = App(engine, limits=Limits(lock_timeout=timedelta(seconds=1)))
+
+    @app.handler("t", consumer=f"s{number}")
+    def handle(message: Message[Any], tx: sa.Connection) -> None: ...
+
+    def limits() -> list[int]:
+        with engine.connect() as one, engine.connect() as other:
+            read = sa.text("SELECT @@SESSION.innodb_lock_wait_timeout")
+            return [one.execute(read).scalar_one(), other.execute(read).scalar_one()]
+
+    before = limits()
+    assert app.process(message("a")) is Outcome.PROCESSED
+    with Raw(shared_url(product)) as raw:
+        raw.execute("BEGIN")
+        raw.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic) VALUES (?, 'b', 'processing', 't')",
+            (f"s{number}",),
+        )
+        assert app.process(message("b")) is Outcome.IN_PROGRESS
+    assert limits() == before
 
 
 def test_foreign_keys_of_a_sqlite_engine_are_as_before(

@@ -313,7 +313,7 @@ class InboxProtocol:
         except StoreError as error:
             if error.fault is not Fault.LOCK_TIMEOUT:
                 raise
-            await store.lock_timed_out(db)
+            await store.rollback_bounded(db)
             return {arrival.message_id: self.held(handler, arrival) for arrival in arrivals}
         for arrival in arrivals:
             if arrival.message_id in fresh:

@@ -202,7 +202,7 @@ class Intake:
             except StoreError as error:
                 if error.fault is not Fault.LOCK_TIMEOUT:
                     raise
-                await protocol.store.lock_timed_out(db)
+                await protocol.store.rollback_bounded(db)
                 settled.update(await self._stored_apart(db, handler, ordered, leasing))
                 return settled
             rows_of.update((leased.arrival.message_id, leased) for leased in found)

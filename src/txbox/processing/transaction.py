@@ -499,10 +499,9 @@ class HandlerTransaction:
 
     async def _not_claimed(self, db: Session, error: StoreError) -> TransactionResult:
         """The claim failed, so nothing ran."""
+        await self.store.rollback_bounded(db)
         if error.fault is Fault.LOCK_TIMEOUT:
-            await self.store.lock_timed_out(db)
             return TransactionResult(End.LOCKED, error=error, database_error=error)
-        await db.rollback()
         if error.code == _LOCKED_OUT:
             raise error
         if error.fault in (Fault.CONFLICT, Fault.DUPLICATE, Fault.PREPARED):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -438,9 +439,10 @@ class InboxStore:
         dialect = self.dialect
         return () if dialect.claim_bounds_wait else (dialect.statement("restore_lock_timeout"),)
 
-    async def lock_timed_out(self, db: Session) -> None:
-        """Roll back a transaction that waited too long. Where the limit belongs to the session, lift it."""
+    async def rollback_bounded(self, db: Session) -> None:
+        """Roll back such a transaction, or a claim. Where the limit belongs to the session, this lifts it."""
+        if db.connection is not None and not self.dialect.claim_bounds_wait:
+            # on the connection that has the limit; one that is lost is dropped by the rollback
+            with suppress(StoreError):
+                await db.execute(self.dialect.statement("restore_lock_timeout"))
         await db.rollback()
-        if not self.dialect.claim_bounds_wait:
-            await db.begin((self.dialect.statement("restore_lock_timeout"),))
-            await db.rollback()

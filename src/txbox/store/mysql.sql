@@ -411,9 +411,12 @@ DELETE own FROM (SELECT id FROM txbox_outbox
        STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = old.id
 
 -- name: prune_quarantine
-DELETE FROM txbox_quarantine
- WHERE [decided]
- LIMIT :limit
+DELETE own FROM (SELECT consumer, message_id, hash FROM txbox_quarantine
+                  WHERE [decided]
+                  LIMIT :limit
+                    FOR UPDATE SKIP LOCKED) AS old
+       STRAIGHT_JOIN txbox_quarantine AS own FORCE INDEX (PRIMARY)
+          ON own.consumer = old.consumer AND own.message_id = old.message_id AND own.hash = old.hash
 
 -- name: quarantine_bytes
 SELECT CAST(COALESCE(SUM(kept_bytes), 0) AS SIGNED) FROM txbox_quarantine WHERE kept_bytes > 0
@@ -683,8 +686,11 @@ ON DUPLICATE KEY UPDATE id = txbox_outbox.id
 
 -- name: stage_lock
 -- InnoDB's row locks end with the transaction, while GET_LOCK's do not. So there is a row for each of 4,096 buckets
--- of keys, locked until the caller commits. Sorted by the caller.
-INSERT INTO txbox_job (name) VALUES {(CONCAT('order:', MOD(:rows.lock, 4096)))}
+-- of keys, locked until the caller commits. In the order of the buckets, so that two callers do not deadlock.
+INSERT INTO txbox_job (name)
+SELECT CONCAT('order:', wanted.bucket)
+  FROM (WITH m (bucket) AS (VALUES {/*!80019 ROW*/ (MOD(:rows.lock, 4096))}) SELECT DISTINCT bucket FROM m) AS wanted
+ ORDER BY wanted.bucket
 ON DUPLICATE KEY UPDATE name = txbox_job.name
 
 -- name: relay_page
@@ -737,10 +743,13 @@ UPDATE [picked_outgoing]
  WHERE token = :token AND status = 'pending'
 
 -- name: relay_adopt
-UPDATE txbox_outbox SET route = :route
- WHERE status = 'pending' AND token IS NULL AND route = :from_route AND topic = :topic
-   AND type <=> :type AND cause_consumer <=> :cause_consumer
- LIMIT :limit
+UPDATE (SELECT id FROM txbox_outbox
+         WHERE status = 'pending' AND token IS NULL AND route = :from_route AND topic = :topic
+           AND type <=> :type AND cause_consumer <=> :cause_consumer
+         LIMIT :limit
+           FOR UPDATE SKIP LOCKED) AS stray
+       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = stray.id
+   SET own.route = :route
 
 -- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
 
