@@ -325,6 +325,21 @@ def test_following_a_directory_finds_new_files(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_file_moved_away_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    write_events(tmp_path / "a.jsonl", range(3))
+    source = File(tmp_path, topic=TOPIC, follow=True)
+    before = _open_files()
+    source.open(["*"], Kept())
+    found = list(source.receive(1, 0.0))
+    (tmp_path / "a.jsonl").rename(tmp_path / "a.done")
+    found += source.receive(10, 0.0)
+    assert ids(found) == ["0", "1", "2"]
+    source.settle(found)
+    assert source.receive(10, 0.0) == []
+    assert _open_files() == before
+    source.close()
+
+
 def test_another_process_takes_over_where_the_first_came_to(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, range(4))
@@ -476,6 +491,25 @@ def test_a_missing_file_exits_with_status_2(
     shop.app.consume(File(tmp_path / "orders.jsonl"))
     assert worker(shop.app).run() == 2
     assert "does not exist" in caplog.text
+
+
+def test_what_standard_input_brought_at_once_does_not_wait_for_more() -> None:
+    standard_input, (reader, writer) = os.dup(0), os.pipe()
+    os.dup2(reader, 0)
+    try:
+        source = File("-", topic=TOPIC)
+        source.open(["*"], Kept())
+        os.write(writer, "".join(map(event_line, range(3))).encode())
+        found = [ids(list(source.receive(1, 0.05))) for _ in range(4)]
+        assert found == [["0"], ["1"], ["2"], []]
+        os.close(writer)
+        assert source.receive(1, DEADLINE_S) == []
+        assert source.exhausted
+        source.close()
+    finally:
+        os.dup2(standard_input, 0)
+        os.close(standard_input)
+        os.close(reader)
 
 
 def test_standard_input(sqlite_url: str, raw: Any) -> None:

@@ -123,11 +123,14 @@ class File(Source):
             found: list[Delivery] = []
             # saving may fail, and what has been read by then would never be handed out
             if self._leased() and self._save():
-                found = self._read(messages_max, wait_s)
+                found = self._read(messages_max)
             left_s = deadline - time.monotonic()
-            if found or self.exhausted or left_s <= 0 or self._stdin:
+            if found or self.exhausted or left_s <= 0:
                 return found
-            time.sleep(min(left_s, _POLL_S if self._holding else _WAIT_FOR_LEASE_S))
+            if self._stdin:
+                select.select([0], [], [], left_s)
+            else:
+                time.sleep(min(left_s, _POLL_S if self._holding else _WAIT_FOR_LEASE_S))
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         self._leased()
@@ -191,9 +194,7 @@ class File(Source):
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _read(self, messages_max: int, wait_s: float) -> list[Delivery]:
-        if self._stdin and not select.select([0], [], [], wait_s)[0]:
-            return []
+    def _read(self, messages_max: int) -> list[Delivery]:
         found: list[Delivery] = []
         size = 0
         for cursor in self._current():
@@ -214,7 +215,7 @@ class File(Source):
         return found
 
     def _current(self) -> list[Cursor]:
-        """Return the streams in reading order, including new files."""
+        """Return the open streams: files in reading order, new ones too, then what is left of files that are gone."""
         if self._stdin:
             return list(self._cursors.values())
         paths = sorted(self.path.glob(self._pattern)) if self.path.is_dir() else [self.path]
@@ -226,11 +227,9 @@ class File(Source):
                     self._cursors[path.name] = opened
             elif cursor.fd < 0:
                 self._reopen(path, cursor)
-        return [
-            stream
-            for path in paths
-            if (stream := self._cursors.get(path.name)) is not None and stream.fd >= 0
-        ]
+        names = dict.fromkeys((*(path.name for path in paths), *self._cursors))
+        streams = (self._cursors.get(name) for name in names)
+        return [stream for stream in streams if stream is not None and stream.fd >= 0]
 
     def _opened(self, path: Path) -> Cursor | None:
         try:

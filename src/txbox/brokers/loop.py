@@ -121,30 +121,24 @@ class LoopSource(Source, Generic[AnyLink]):
         with later_if_away(self.name):
             self._linked()
 
-    def _linked(self) -> AnyLink:
-        """Return the connection; makes a new one if there is none that works."""
+    def _linked(self, *, receiving: bool = False) -> AnyLink:
+        """Return the connection; makes a new one if there is none that works.
+
+        Raises:
+            BrokerUnavailable: when `receiving`, also for a connection that was lost soon after it was made:
+                that pauses the worker for a moment, and a later call connects.
+        """
         link = self._link
         if link is not None and link.lost is not None:
             self._unlink(link)
             link = None
         if link is None:
+            if receiving and time.monotonic() < self._reconnect_at:
+                raise BrokerUnavailable(f"{self.name} lost its connection: {self._lost}.")
             link = self._link = self._call(self._connect())
             self._was_linked = True
             self._reconnect_at = time.monotonic() + _RECONNECT_S
         return link
-
-    def _receiving(self) -> AnyLink:
-        """Return the connection to receive from.
-
-        Raises:
-            BrokerUnavailable: it was lost, which pauses the worker for a moment; the next call connects.
-        """
-        link = self._link
-        if link is not None and link.lost is not None:
-            self._unlink(link)
-        if self._link is None and time.monotonic() < self._reconnect_at:
-            raise BrokerUnavailable(f"{self.name} lost its connection: {self._lost}.")
-        return self._linked()
 
     def _unlink(self, link: AnyLink) -> None:
         self._link, self._lost = None, link.lost or "closed"

@@ -291,7 +291,7 @@ class Nats(LoopSource["Link"]):
         return names
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        self._call(self._receive(self._receiving(), messages_max, wait_s), wait_s)
+        self._call(self._receive(self._linked(receiving=True), messages_max, wait_s), wait_s)
         found = taken(self._buffer, messages_max)
         self._unsettled.update(dict.fromkeys(delivery.tag for delivery in found))
         return found

@@ -100,15 +100,16 @@ class RabbitMQPublisher(LoopPublisher):
         reason = self._reason([error for error in errors if error is not None])
         # what was sent on the closed channel makes the server close the connection as well
         self._disconnect()
-        topics = {batch.messages[at].topic for at, _ in left}
-        if (
-            len(part) == 1
-            or isinstance(reason, ChannelNotFoundEntity)
-            or (isinstance(reason, ChannelAccessRefused) and len(topics) == 1)
-        ):
-            # a topic permission may refuse one routing key and not another
-            for at, _ in left:
-                batch.answer(at, self._refusal(batch.messages[at].topic, reason))
+        topics = {at: batch.messages[at].topic for at, _ in left}
+        # a missing exchange concerns all of them, a missing right perhaps a single routing key
+        alike = (
+            ChannelNotFoundEntity
+            if len(set(topics.values())) > 1
+            else (ChannelNotFoundEntity, ChannelAccessRefused)
+        )
+        if len(part) == 1 or isinstance(reason, alike):
+            for at, topic in topics.items():
+                batch.answer(at, self._refusal(topic, reason))
             return
         # those sent before the culprit may already be in their queues: they arrive twice, in order
         for smaller in _split(left):

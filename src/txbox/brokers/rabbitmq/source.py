@@ -177,7 +177,7 @@ class RabbitMQ(LoopSource["Link"]):
         return link
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        link = self._receiving()
+        link = self._linked(receiving=True)
         found = link.take(messages_max, wait_s)
         if not found and link.lost is None and link.silent_s() > self._check_s:
             try:
