@@ -22,7 +22,7 @@ from tests.support.servers import packages
 from tests.support.servers.control import ThrowawayPostgres
 from tests.support.servers.postgresql import PgBouncerServer
 from tests.support.servers.process import throwaway_name
-from tests.support.shop import Shop, paid
+from tests.support.shop import TOPIC, Shop, paid
 from tests.support.tidying import SESSIONS
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Lease, Limits, Message, Reject
@@ -412,6 +412,31 @@ def test_more_than_are_counted(shop: Shop) -> None:
     shop.handler()
     fill(shop.raw, 1_500, status="dead")
     assert "at least 1,000 messages" in findings(shop.app)["dead-messages"].problem
+
+
+def test_where_not_all_were_looked_at_each_count_is_at_least_that(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_database, "_COUNTED", 3)
+    monkeypatch.setattr(doctor_database, "_LOOKED", 3)
+    shop.handler()
+    shop.app.handler(TOPIC, consumer="ledger")(_nothing)
+    for first, consumer, topic in (
+        (0, "billing", "gone"), (10, "billing", "lost"), (20, "ledger", "gone"), (30, "ledger", "lost"),
+    ):  # fmt: skip
+        fill(shop.raw, 2, consumer=consumer, first=first)
+        shop.raw.execute("UPDATE txbox_inbox SET topic = ? WHERE topic = ?", (topic, TOPIC))
+        for number in (first, first + 1):
+            _staged(shop.raw, topic, "kafka:gone:9092", number=number)
+        message = Message(topic=TOPIC, payload=b"%d" % first)
+        shop.app.process(message, consumer=consumer)
+    problems = [
+        (finding.code, finding.problem)
+        for finding in diagnosed(shop.app).findings
+        if finding.code in ("orphan-messages", "orphan-route", "quarantined-messages")
+    ]
+    assert len(problems) == 8
+    assert [problem for _, problem in problems if "at least" not in problem] == []
 
 
 def test_a_consumer_that_no_handler_has(shop: Shop) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field, replace
 from shlex import quote
 from typing import Any, Final
 
@@ -442,7 +442,7 @@ async def standbys(case: Case) -> AsyncIterator[Finding]:
     if found and not case.settings.get("synchronous_standby_names", "?"):
         yield Finding(
             "replication-asynchronous",
-            f"{len(found)} standbys follow, and no commit waits for one (synchronous_standby_names is empty): a "
+            f"No commit waits for a standby, of which there are {len(found)} (synchronous_standby_names is empty): a "
             "failover loses what was acknowledged last.",
             "Set synchronous_standby_names, or use Kafka(anchored=True), which reads again what was lost.",
         )
@@ -520,165 +520,156 @@ _LATE_S = 300.0
 _PRUNED_WITHIN_S = 86_400.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Many:
-    """Some rows: how many, since when, and how many of them are late."""
+    """Some rows: how many, since when, and how many of them are late; `cut` where there may be more than these."""
 
-    count: int = 0
-    age_s: float = 0.0
-    late: int = 0
+    count: int
+    age_s: float
+    late: int
+    cut: bool
 
-    def add(self, count: Any, age_s: Any, late: Any = 0) -> None:
-        self.count += int(count)
+
+def _figures(rows: Rows, names: int, limit: int) -> dict[tuple[Any, ...], _Many]:
+    """Read groups of rows, each behind so many names. If they are as many as the limit, there may be more."""
+    cut = sum(int(row[names]) for row in rows) >= limit
+    found: dict[tuple[Any, ...], _Many] = {}
+    for row in rows:
+        count, age_s, late = (*row[names : names + 3], 0)[:3]
         # a row that arrives between two clocks has no negative age
-        self.age_s = max(self.age_s, float(age_s or 0.0))
-        self.late += int(late)
-
-    def said(self, most: int = _COUNTED) -> str:
-        return _at_least(self.count, most)
+        found[tuple(row[:names])] = _Many(int(count), max(0.0, float(age_s or 0.0)), int(late), cut)
+    return found
 
 
-def _at_least(count: int, most: int, noun: str = "message") -> str:
-    return f"{'at least ' if count >= most else ''}{counted(count, noun)}"
+def _together(groups: Iterable[_Many]) -> _Many:
+    counts, ages, late, cut = zip(*(astuple(many) for many in groups), strict=True)
+    return _Many(sum(counts), max(ages), sum(late), any(cut))
+
+
+def _some(count: int, noun: str = "message", *, cut: bool) -> str:
+    return f"{'at least ' if cut else ''}{counted(count, noun)}"
+
+
+def _late(many: _Many, noun: str, of: str) -> str:
+    have = "has" if many.late == 1 else "have"
+    some = _some(many.late, noun, cut=many.cut)
+    return f"{some} of {of} {have} been due for more than {lasting(_LATE_S)}"
+
+
+def _waiting(many: _Many, of: str, since: str = "received") -> str:
+    wait = "waits" if many.count == 1 else "wait"
+    some = _some(many.count, cut=many.cut)
+    return f"{some} of {of} {wait}, the oldest {since} {lasting(many.age_s)} ago"
 
 
 async def inbox(case: Case) -> AsyncIterator[Finding]:
     """Messages that wait for a decision, for a worker, or for a handler that is not there."""
     clock_s, paused = await activity.pauses(case.db, case.dialect)
     for pause in paused:
-        yield _paused(pause, clock_s)
+        why = f": {pause.reason}" if pause.reason else ""
+        ago = lasting(clock_s - pause.paused_at.timestamp())
+        yield Finding(
+            "consumer-paused",
+            f"{pause.consumer} was paused {ago} ago by {pause.actor}{why}, and its messages wait.",
+            f"`txbox resume {quote(pause.consumer)}`.",
+        )
     held = {pause.consumer for pause in paused}
     for status, consumer in await case.rows("doctor_consumers", limit=_NAMES):
         found = await case.rows(
             "doctor_messages", status=status, consumer=consumer, limit=_LOOKED, counted=_COUNTED, late_s=_LATE_S,
         )  # fmt: skip
-        every = _Many()
-        kinds: dict[tuple[str, str | None], _Many] = defaultdict(_Many)
-        for topic, kind, *of_kind, total in found:
-            kinds[topic, kind].add(*of_kind)
-            every.add(*of_kind)
-            every.count = int(total)
+        if not found:
+            continue
+        kinds = _figures(found, 2, _LOOKED)
+        looked, total = _together(kinds.values()), int(found[0][-1])
+        every = replace(looked, count=total, cut=total >= _COUNTED)
         if status == "dead":
-            yield _dead(consumer, every)
-        elif every.late and status == "processing":
-            yield _expired(consumer, every)
-        elif every.late and consumer not in held:
-            app = case.app if case.known else None
-            for finding in _late(app, consumer, status, every, kinds):
+            yield Finding(
+                "dead-messages",
+                f"{consumer} has given up {_some(total, cut=every.cut)}, the oldest received {lasting(every.age_s)} "
+                "ago: somebody must decide.",
+                f"`txbox list --consumer {quote(consumer)} --status dead` shows why; then `txbox retry` or `txbox "
+                "discard`.",
+            )
+        elif looked.late and status == "processing":
+            yield Finding(
+                "lease-expired",
+                f"Workers of {consumer} vanished in the middle of {_some(looked.late, cut=looked.cut)} more than "
+                f"{lasting(_LATE_S)} ago, and nobody has put these back.",
+                "Have `txbox run` or `txbox maintain` running, or `txbox rescue` once.",
+            )
+        elif looked.late and consumer not in held:
+            for finding in _why_late(case, consumer, status, every, looked, kinds):
                 yield finding
 
 
-def _paused(pause: activity.Pause, clock_s: float) -> Finding:
-    why = f": {pause.reason}" if pause.reason else ""
-    return Finding(
-        "consumer-paused",
-        f"{pause.consumer} was paused {lasting(clock_s - pause.paused_at.timestamp())} ago by {pause.actor}{why}, and "
-        "its messages wait.",
-        f"`txbox resume {quote(pause.consumer)}`.",
-    )
-
-
-def _dead(consumer: str, dead: _Many) -> Finding:
-    return Finding(
-        "dead-messages",
-        f"{consumer} has given up {dead.said()}, the oldest received {lasting(dead.age_s)} ago: somebody must decide.",
-        f"`txbox list --consumer {quote(consumer)} --status dead` shows why; then `txbox retry` or `txbox discard`.",
-    )
-
-
-def _expired(consumer: str, rows: _Many) -> Finding:
-    return Finding(
-        "lease-expired",
-        f"Workers of {consumer} vanished in the middle of {_at_least(rows.late, _LOOKED)} more than "
-        f"{lasting(_LATE_S)} ago, and nobody has put these back.",
-        "Have `txbox run` or `txbox maintain` running, or `txbox rescue` once.",
-    )
-
-
-def _late(
-    app: Application | None,
-    consumer: str,
-    status: str,
-    every: _Many,
-    kinds: dict[tuple[str, str | None], _Many],
-) -> list[Finding]:
-    handlers = None if app is None else app.handlers.consumers().get(consumer)
+def _why_late(
+    case: Case, consumer: str, status: str, every: _Many, looked: _Many, kinds: dict[tuple[Any, ...], _Many]
+) -> Iterator[Finding]:  # fmt: skip
+    app, handlers = case.app, case.app.handlers.consumers().get(consumer)
     # without a status a discard means dead ones
     discard = f"txbox discard --status {status} --consumer {quote(consumer)}"
-    if app is not None and handlers is None:
-        return [
-            Finding(
-                "orphan-consumer",
-                f"{every.said()} of {consumer} wait, the oldest received {lasting(every.age_s)} ago, and no handler of "
-                "this App has that consumer.",
-                f"Run the App that has it, register it again, or `{discard}`.",
-            )
-        ]
-    if app is not None:
-        left = {
-            kind: many
-            for kind, many in kinds.items()
-            if many.late and not app.handlers.matching(*kind, consumer)
-        }
-        if left:
-            return [_unmatched(consumer, *kind, many, discard) for kind, many in left.items()]
-        if handlers is not None and any(handler.options.in_order for handler in handlers):
-            # behind the head of its key a row is due for as long as that takes
-            return []
-    late, have = (
-        _at_least(every.late, _LOOKED, f"{status} message"),
-        "has" if every.late == 1 else "have",
-    )
-    return [
-        Finding(
+    if case.known and handlers is None:
+        yield Finding(
+            "orphan-consumer",
+            f"{_waiting(every, consumer)}, and no handler of this App has that consumer.",
+            f"Run the App that has it, register it again, or `{discard}`.",
+        )
+        return
+    left = [
+        (topic, kind, many)
+        for (topic, kind), many in kinds.items()
+        if case.known and many.late and not app.handlers.matching(topic, kind, consumer)
+    ]
+    for topic, kind, many in left:
+        yield Finding(
+            "orphan-messages",
+            f"{_waiting(many, consumer)}, and none of its handlers takes topic {topic!r}"
+            + ("." if kind is None else f" with type {kind!r}."),
+            f"Register a handler for it, or `{discard} --topic {quote(topic)}`.",
+        )
+    # behind the head of its key a row is due for as long as that takes
+    if not left and not any(handler.options.in_order for handler in handlers or ()):
+        yield Finding(
             "inbox-overdue",
-            f"{late} of {consumer} {have} been due for more than {lasting(_LATE_S)}: no worker runs this consumer, or "
-            "they are behind.",
+            f"{_late(looked, f'{status} message', consumer)}: no worker runs this consumer, or they are behind.",
             "Start `txbox run`; if it is running, start more, or raise `concurrency=`.",
         )
-    ]
-
-
-def _unmatched(consumer: str, topic: str, kind: str | None, many: _Many, discard: str) -> Finding:
-    return Finding(
-        "orphan-messages",
-        f"{many.said(_LOOKED)} of {consumer} wait, the oldest received {lasting(many.age_s)} ago, and none of its "
-        f"handlers takes topic {topic!r}" + ("." if kind is None else f" with type {kind!r}."),
-        f"Register a handler for it, or `{discard} --topic {quote(topic)}`.",
-    )
 
 
 async def outbox(case: Case) -> AsyncIterator[Finding]:
     """Outgoing messages that no relay takes, and those that were given up."""
     for (route,) in await case.rows("doctor_routes", limit=_NAMES):
-        strays: dict[str, _Many] = defaultdict(_Many)
-        late = _Many()
-        for topic, kind, cause, *figures in await case.rows(
-            "doctor_outgoing", route=route, limit=_COUNTED, late_s=_LATE_S
-        ):
-            many = _Many()
-            many.add(*figures)
+        found = await case.rows("doctor_outgoing", route=route, limit=_COUNTED, late_s=_LATE_S)
+        strays: dict[str, list[_Many]] = defaultdict(list)
+        late: list[_Many] = []
+        for (topic, kind, cause), many in _figures(found, 3, _COUNTED).items():
             if many.late:
                 taken = not case.known or _taken(case.app, route, topic, kind, cause)
-                (late if taken else strays[topic]).add(*figures)
-        for topic, many in strays.items():
-            yield _stray(route, topic, many)
-        if late.late:
+                (late if taken else strays[topic]).append(many)
+        lacks = f"has no route {route!r}" if route else "does not publish it"
+        for topic, groups in strays.items():
+            yield Finding(
+                "orphan-route",
+                f"{_waiting(_together(groups), f'topic {topic!r}', 'staged')}, and this App {lacks}.",
+                "Run the App that has it, `app.publish` the topic, or `txbox outbox reroute` them.",
+            )
+        if late:
+            said = _late(_together(late), "outgoing message", f"the route {route or 'any'}")
             yield Finding(
                 "outbox-overdue",
-                f"{late.late:,} outgoing messages of the route {route or 'any'} have been due for more than "
-                f"{lasting(_LATE_S)} without an attempt: no relay of it runs, or its broker is away.",
+                f"{said} without an attempt: no relay of it runs, or its broker is away.",
                 "Have `txbox run` or `txbox relay` of the App with this route running.",
             )
-    (row,) = await case.rows("doctor_outgoing_dead", limit=_COUNTED)
-    dead = _Many()
-    dead.add(*row)
-    if dead.count:
-        yield Finding(
-            "dead-outgoing",
-            f"Relays have given up {dead.said()}, the oldest staged {lasting(dead.age_s)} ago: somebody must decide.",
-            "`txbox outbox list --status dead` shows why; then `txbox outbox retry` or `txbox outbox discard`.",
-        )
+    found = await case.rows("doctor_outgoing_dead", limit=_COUNTED)
+    for dead in _figures(found, 0, _COUNTED).values():
+        if dead.count:
+            yield Finding(
+                "dead-outgoing",
+                f"Relays have given up {_some(dead.count, cut=dead.cut)}, the oldest staged {lasting(dead.age_s)} "
+                "ago: somebody must decide.",
+                "`txbox outbox list --status dead` shows why; then `txbox outbox retry` or `txbox outbox discard`.",
+            )
 
 
 def _taken(app: Application, route: str, topic: str, kind: str | None, cause: str | None) -> bool:
@@ -691,25 +682,14 @@ def _taken(app: Application, route: str, topic: str, kind: str | None, cause: st
     return app.routes.adopts(route, topic, kind, cause)
 
 
-def _stray(route: str, topic: str, many: _Many) -> Finding:
-    why = f"the route {route!r}" if route else "any App that publishes it"
-    return Finding(
-        "orphan-route",
-        f"{many.said()} of topic {topic!r} wait for {why}, the oldest staged {lasting(many.age_s)} ago, and this App "
-        "has none such.",
-        "Run the App that has it, `app.publish` the topic, or `txbox outbox reroute` them.",
-    )
-
-
 async def quarantine(case: Case) -> AsyncIterator[Finding]:
     """What was set aside."""
-    for consumer, *figures in await case.rows("doctor_quarantined", limit=_COUNTED):
-        many = _Many()
-        many.add(*figures)
+    found = await case.rows("doctor_quarantined", limit=_COUNTED)
+    for (consumer,), many in _figures(found, 1, _COUNTED).items():
         yield Finding(
             "quarantined-messages",
-            f"{consumer or UNMATCHED} has {many.said()} in quarantine, the oldest for {lasting(many.age_s)}: somebody "
-            "must decide.",
+            f"{consumer or UNMATCHED} has {_some(many.count, cut=many.cut)} in quarantine, the oldest for "
+            f"{lasting(many.age_s)}: somebody must decide.",
             "`txbox quarantine list` shows why; then `txbox quarantine accept` or `txbox quarantine discard`.",
         )
 
