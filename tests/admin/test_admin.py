@@ -191,6 +191,31 @@ def test_a_dry_run_of_many_rows_counts_what_the_run_then_changes(
     assert admin.retry(InboxFilter(), dry_run=True).count == 0
 
 
+def test_a_limit_holds_and_a_dry_run_counts_up_to_it(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.deliver("a", "b", "c")
+    admin = Admin(shop.app)
+    meant = admin.retry(InboxFilter(consumer="billing"), most=2, dry_run=True)
+    assert (meant.count, [key["message_id"] for key in meant.sample]) == (2, ["a", "b"])
+    assert admin.retry(InboxFilter(consumer="billing"), most=2).sample == meant.sample
+    assert statuses(raw(database.url)) == {"a": "failed", "b": "failed", "c": "dead"}
+
+
+def test_a_long_id_is_named_as_its_producer_wrote_it(shop: Shop) -> None:
+    long = "x" * 300
+    shop.deliver(long)
+    where, admin = InboxFilter(consumer="billing", message_id=long), Admin(shop.app)
+    (row,) = admin.list(where)
+    assert row.message_id.startswith("sha256:")
+    for message_id in (long, row.message_id):
+        (shown,) = admin.show(InboxFilter(consumer="billing", message_id=message_id))
+        assert shown.history
+        assert admin.edit("billing", message_id, payload=b"{}", dry_run=True).dry_run
+        assert admin.retry(InboxFilter(consumer="billing", message_id=message_id)).count == 1
+    assert admin.explain(long, consumer="billing").known
+
+
 def test_many_rows_are_changed_in_batches(shop: Shop, database: FreshDatabase, raw: RawOf) -> None:
     messages: list[Message[Any]] = [
         Message(id=str(number), topic="orders", payload=b"{}") for number in range(1201)
@@ -274,6 +299,60 @@ def test_replay_does_not_chase_what_arrives_meanwhile(
     done = Admin(shop.app).replay(InboxFilter(consumer="billing"), progress=arrives)
     assert done.processed == 60
     assert effects(raw(database.url)).count("late-1") == 1
+
+
+def test_a_replay_ends_at_its_limit_and_when_it_is_cancelled(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    shop.failing = False
+    shop.deliver(*(f"{number:02}" for number in range(60)))
+    where, view, admin = InboxFilter(consumer="billing"), raw(database.url), Admin(shop.app)
+    assert admin.replay(where, most=2, dry_run=True).count == 2
+    done = admin.replay(where, most=2)
+    assert (done.count, done.processed) == (2, 2)
+    assert sorted(effects(view))[:5] == ["00", "00", "01", "01", "02"]
+    assert admin.replay(where, as_consumer="ledger", most=1).stored == 1
+    seen: list[int] = []
+    assert admin.replay(where, progress=seen.append, cancelled=lambda: bool(seen)).count == 50
+    assert audits(view)[-1][2] == 50
+
+
+def test_a_replayed_message_that_is_gone_meanwhile_is_reported_all_the_same(
+    shop: Shop, database: FreshDatabase, raw: RawOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.failing = False
+    shop.deliver("a")
+    shop.failing = True
+    replay = shop.app.protocol.replay
+
+    async def then_pruned(db: Any, handler: Any, arrival: Any) -> Any:
+        answer = await replay(db, handler, arrival)
+        raw(database.url).execute("DELETE FROM txbox_inbox")
+        return answer
+
+    monkeypatch.setattr(shop.app.protocol, "replay", then_pruned)
+    done = Admin(shop.app).replay(InboxFilter(consumer="billing"))
+    assert done.failed == 1
+    assert [failure.message_id for failure in done.failures] == ["a"]
+
+
+def test_replay_as_a_consumer_in_order_of_versions_gives_each_message_its_version(
+    database: FreshDatabase, raw: RawOf
+) -> None:
+    with App(database.url) as app:
+        app.handler("orders", consumer="billing", keep_payload="always")(lambda message, tx: None)
+        versions = app.handler("orders", consumer="versions", sequence="body.version")
+        versions(lambda message, tx: None)
+        for payload in (b'{"version": 1}', b'{"version": 2}', b"{}"):
+            message = Message(id=payload.decode(), topic="orders", key="k", payload=payload)
+            app.process(message, consumer="billing")
+        done = Admin(app).replay(InboxFilter(consumer="billing"), as_consumer="versions")
+        assert (done.stored, done.skipped) == (2, 1)
+        view = raw(database.url)
+        sql = "SELECT sequence FROM txbox_inbox WHERE consumer = 'versions' ORDER BY arrival"
+        assert view.rows(sql) == [(1,), (2,)]
+        drain(app)
+        assert set(statuses(view, "versions").values()) == {"processed"}
 
 
 def test_replay_as_another_consumer_feeds_it_in_arrival_order_and_once(

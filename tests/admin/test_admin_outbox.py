@@ -297,6 +297,13 @@ def test_a_reroute_meets_no_row_twice(
         assert sum(row[0] for row in affected) == 3
         assert "No relay is known to have the route 'elsewhere'" in str(admin.unserved("elsewhere"))
         assert admin.unserved("") is None
+        # a process that vanished serves nothing, however short ago
+        look.execute(
+            "INSERT INTO txbox_worker (worker, kind, host, pid, version, app, consumers, sources, routes, lanes, "
+            "state, busy, leases, in_flight, seen_at) VALUES ('w', 'relay', 'h', 1, '1', 'a', '[]', '{}', "
+            "'[\"elsewhere\"]', 1, 'running', 0, 0, 0, '2026-01-01 00:00:00')"
+        )
+        assert admin.unserved("elsewhere") is not None
         assert admin.reroute(OutboxFilter(message_id=dead), "elsewhere").count == 1
         assert {row.route for row in admin.list(where)} == {"elsewhere"}
 

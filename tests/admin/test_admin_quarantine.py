@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tests.support.command import Command
 from tests.support.databases import Raw
 from tests.support.shop import TOPIC, Shop, opened, paid, statuses
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Limits, Message, Outcome, Retention
 from txbox.admin import Admin, QuarantineFilter
 from txbox.events import QuarantineTrimmed, RowsChanged
@@ -146,6 +148,28 @@ def test_an_id_of_its_own_is_needed_where_there_is_none_or_another_has_it(
     # what was accepted is a row like any other: its copies are duplicates, another payload is not
     assert shop.deliver(paid("a-2", OTHER)) is Outcome.DUPLICATE
     assert shop.deliver(paid("new", OTHER)) is Outcome.QUARANTINED
+
+
+def test_an_accept_that_loses_to_another_transaction_is_tried_again(postgresql_url: str) -> None:
+    with opened(postgresql_url, limits=Limits(payload_bytes=2)) as shop, Admin(shop.app) as admin:
+        shop.handler()
+        assert shop.deliver(paid("a")) is Outcome.QUARANTINED
+        rival, done = shop.raw, list[int]()
+        rival.execute("BEGIN")
+        rival.execute(
+            "INSERT INTO txbox_inbox (consumer, message_id, status, topic) VALUES ('billing', 'a', 'dead', 'x')"
+        )
+        where = QuarantineFilter(message_id="a")
+        accept = threading.Thread(target=lambda: done.append(admin.accept(where).count))
+        accept.start()
+        # it holds the quarantined row, and waits for the id: now each waits for the other
+        waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
+        eventually(lambda: rival.value(waiting) == 1)
+        rival.execute("SET LOCAL deadlock_timeout = '60s'")
+        rival.rows("SELECT 1 FROM txbox_quarantine FOR UPDATE")
+        rival.execute("ROLLBACK")
+        accept.join(DEADLINE_S)
+        assert done == [1]
 
 
 def test_a_version_and_a_hash_are_made_as_the_handler_says(database_url: str) -> None:

@@ -100,6 +100,24 @@ def test_it_is_cancelled_between_two_steps(sqlite_url: str, raw: Callable[[str],
     assert (redriven.stopped, redriven.count, redriven.left) == ("cancelled", 1, 29)
 
 
+def test_what_a_transaction_holds_is_not_called_retried(
+    postgresql_url: str, raw: Callable[[str], Raw]
+) -> None:
+    holder, broken = raw(postgresql_url), Broken()
+    bury(holder, 3)
+    broken.gateway = False
+    holder.execute("BEGIN")
+    holder.rows("SELECT 1 FROM txbox_inbox WHERE message_id LIKE '%1' FOR UPDATE")
+    with shop(postgresql_url, broken) as app, running(worker(app)), Admin(postgresql_url) as admin:
+        redriven = admin.canary(GROUP)
+    holder.execute("ROLLBACK")
+    assert (redriven.stopped, redriven.count, redriven.left) == (None, 2, 1)
+    assert redriven.sentence == (
+        "2 were retried, and the failure did not return. 1 were not retried: a transaction holds them, or somebody "
+        "else has decided on them."
+    )
+
+
 def test_others_are_left_alone_and_a_dry_run_counts(
     sqlite_url: str, raw: Callable[[str], Raw]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
@@ -98,6 +99,18 @@ def test_what_fails_says_so_and_leaves_nothing(shop: Shop) -> None:
     sent = any("no_such_table" in statement for statement in done.statements)
     assert sent is (shop.raw.product == "postgresql")
     assert rows(shop.raw) == before
+
+
+def test_a_failure_beyond_the_age_limit_is_said_to_be_final(shop: Shop) -> None:
+    def fails(message: Message[Any], tx: Any) -> None:
+        raise ValueError("told to fail")
+
+    shop.handler(fails, retry=RetryPolicy(max_age=timedelta(hours=1)))
+    assert shop.deliver(paid("m1")) is Outcome.FAILED
+    with Admin(shop.app) as admin:
+        assert admin.rehearse(CONSUMER, "m1").outcome == "failed"
+        shop.raw.execute("UPDATE txbox_inbox SET received_at = '2026-01-01 00:00:00'")
+        assert admin.rehearse(CONSUMER, "m1").outcome == "dead"
 
 
 LEAVES: dict[str, Callable[[Any], object]] = {

@@ -425,6 +425,25 @@ def test_a_declined_change_prints_nothing_where_json_is_expected(
     assert capsys.readouterr() == ("", "txbox: Nothing was changed.\n")
 
 
+def test_no_more_is_changed_than_was_agreed_to(
+    sqlite_shop: Command, sqlite_url: str, raw: RawOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def confirmed(question: str) -> bool:
+        assert question == "Discard 1 pending message?"
+        send(sqlite_shop, "2")
+        return True
+
+    send(sqlite_shop, "1")
+    monkeypatch.setattr("txbox.cli.change.interactive", lambda: True)
+    monkeypatch.setattr("txbox.cli.change.confirmed", confirmed)
+    words = ("discard", "--consumer", "billing", "--status", "pending", "--database", sqlite_url)
+    assert main(words) == 0
+    found = raw(sqlite_url).rows(
+        "SELECT message_id, status FROM txbox_inbox WHERE consumer = 'billing' ORDER BY arrival"
+    )
+    assert found == [("1", "discarded"), ("2", "pending")]
+
+
 def test_a_terminal_is_asked_before_a_change_in_bulk(
     sqlite_shop: Command, sqlite_url: str, raw: RawOf
 ) -> None:

@@ -181,7 +181,7 @@ class Redriven:
     @property
     def sentence(self) -> str:
         """How it ended."""
-        if self.stopped is None:
+        if self.stopped is None and not self.left:
             return "All of them were retried, and the failure did not return."
         unfinished = sum(step.count - step.processed for step in self.steps)
         left = f"{self.left:,} were not retried"
@@ -191,6 +191,11 @@ class Redriven:
                 "policy"
             )
         match self.stopped:
+            case None:
+                return (
+                    f"{self.count:,} were retried, and the failure did not return. {self.left:,} were not retried: a "
+                    "transaction holds them, or somebody else has decided on them."
+                )
             case "returned":
                 again = self.steps[-1].again
                 named = ", ".join(" ".join(name) for name in again[:3])
@@ -265,8 +270,7 @@ class Changes(Reader):
                 f"A canary is for dead messages, not {where.status} ones: leave the status out."
             )
         where = replace(where, status=Status.DEAD)
-        total, most = self.retry(where, dry_run=True).count, how.get("most")
-        total = total if most is None else min(most, total)
+        total = self.retry(where, dry_run=True, most=how.get("most")).count
         steps: list[Step] = []
         if how.get("dry_run"):
             return Redriven(steps=(), count=0, left=total, stopped=None)
@@ -346,7 +350,7 @@ class Changes(Reader):
             arrival_of = partial(self._accepted, key, message_id)
             token = secrets.token_hex(16)
             try:
-                self.on_database(_accept, self.store, key, arrival_of, audit, token=token)
+                self.on_database(again, _accept, self.store, key, arrival_of, audit, token=token)
             except UnusableMessage as error:
                 return str(error)
             return None
@@ -505,7 +509,8 @@ class Changes(Reader):
                 if report is not None and audit is not None:
                     report(count)
         if audit is None and each is None:
-            count = sum(matching.rows for matching in counted)
+            total = sum(matching.rows for matching in counted)
+            count = total if most is None else min(most, total)
             spared = sum(matching.spared for matching in counted)
         self.emit(table.audited.format(verb), count, audit)
         return Changed(

@@ -185,7 +185,8 @@ class Look(Reader):
         Returns: a sentence; None where a relay has it, or any App may take what goes there.
         """
         known = {served.name for served in self.app.routes.all()}
-        known.update(*(worker.routes for worker in self.workers()))
+        at_work = (worker for worker in self.workers() if worker.state != "silent")
+        known.update(*(worker.routes for worker in at_work))
         if not route or route in known or route.startswith(LOCAL):
             return None
         have = ", ".join(map(repr, sorted(known))) or "none"

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Literal, Unpack
 
 from txbox.admin.changes import Changes, How, again, audit_of
@@ -22,13 +22,14 @@ from txbox.admin.tables import InboxFilter, stored_id
 from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
 from txbox.handlers import Handler
-from txbox.identity import derived_id, payload_hash
+from txbox.identity import derived_id
 from txbox.outcome import Outcome, Status
 from txbox.processing.calls import handled
 from txbox.processing.failure import BROKEN, failure_of
 from txbox.session import Raised, Session
 from txbox.store import claims
 from txbox.store.codec import Arrival, Leased
+from txbox.store.dialect import as_time
 from txbox.store.inbox import InboxStore
 
 # each message of a batch brings its payload along
@@ -93,11 +94,13 @@ class Replays(Changes):
         if as_consumer is None:
             where = replace(where, status=Status.PROCESSED)
         audit, report, counts = audit_of(how), how.get("progress"), Counter[str]()
+        most, is_cancelled = how.get("most"), how.get("cancelled")
         failures: list[ReplayFailure] = []
         ((newest,),) = self.rows("inbox_newest")
         after = -1
-        while True:
-            found = self._kept(where, after=after, limit=_BATCH)
+        while is_cancelled is None or not is_cancelled():
+            limit = _BATCH if most is None else min(_BATCH, most - counts["count"])
+            found = self._kept(where, after=after, limit=limit) if limit else []
             batch = [leased for leased in found if leased.number <= int(newest)]
             if not batch:
                 break
@@ -166,13 +169,12 @@ class Replays(Changes):
         return str(outcome) if outcome in (Outcome.PROCESSED, Outcome.FAILED) else "skipped"
 
     def _failure(self, consumer: str, message_id: str) -> ReplayFailure:
-        (row,) = self.messages(InboxFilter(consumer=consumer, message_id=message_id))
-        last = row.history[-1] if row.history else None
-        return ReplayFailure(
-            message_id=message_id,
-            error_type=None if last is None else last.error_type,
-            error=(last.error or "").partition("\n")[0] if last is not None else None,
-        )
+        # the row may be pruned meanwhile
+        for row in self.messages(InboxFilter(consumer=consumer, message_id=message_id)):
+            for last in row.history[-1:]:
+                error = (last.error or "").partition("\n")[0]
+                return ReplayFailure(message_id=message_id, error_type=last.error_type, error=error)
+        return ReplayFailure(message_id=message_id, error_type=None, error=None)
 
     def _copied(
         self, arrivals: Sequence[Arrival], consumer: str, audit: Audit, where: InboxFilter
@@ -198,11 +200,10 @@ class Replays(Changes):
         try:
             if handler.options.message_id is not None:
                 return handler.arrival(arrival.message, self.app.limits)
+            # version and hash by the rules of its new consumer: else a live copy would look like another payload
+            return handler.accepted(arrival.message, arrival.message_id)
         except UnusableMessage:
             return None
-        # hashed by the rule of its new consumer: else a live copy would look like another payload
-        hashed = payload_hash(arrival.message, handler.options.payload_hash)
-        return replace(arrival, hash=hashed)
 
     def _handler(self, arrival: Arrival, consumer: str) -> Handler | None:
         message = arrival.message
@@ -360,6 +361,7 @@ async def _rehearsed(
     watch, started = _Watch(), time.monotonic()
     try:
         await _claimed(db, app, handler, arrival, token := secrets.token_hex(16))
+        ((now,),) = (await db.execute(app.store.dialect.statement("database_clock"))).rows
         before = await _staged(db, app, handler, arrival)
         faults = await _broken_references(db, app)
         assert db.connection is not None
@@ -404,17 +406,20 @@ async def _rehearsed(
             error="the handler ended the transaction that txbox began, or tried to: a worker would reject it for good",
             staged=(),
         )
-    return done if raised is None else _failed(app, handler, arrival, done, raised)
+    return done if raised is None else _failed(app, handler, arrival, done, raised, as_time(now))
 
 
 def _failed(
-    app: Application, handler: Handler, arrival: Arrival, done: Rehearsed, raised: Raised
-) -> Rehearsed:
+    app: Application, handler: Handler, arrival: Arrival, done: Rehearsed, raised: Raised, now: datetime | None
+) -> Rehearsed:  # fmt: skip
     """What a worker would have made of this failure."""
     failure = failure_of(
         raised.error, raised.database_error, handler.options, app.limits, app.store.columns.redact
     )
-    dead = failure.final or arrival.message.attempt >= handler.options.retry.max_attempts
+    message, retry = arrival.message, handler.options.retry
+    assert now is not None
+    old = retry.max_age and message.received_at and now - message.received_at > retry.max_age
+    dead = failure.final or message.attempt >= retry.max_attempts or old
     return replace(
         done,
         outcome="dead" if dead else "failed",

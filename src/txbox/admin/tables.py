@@ -409,9 +409,16 @@ class Filter(Generic[RowT, MessageT]):
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def params(self) -> dict[str, Any]:
-        """The criteria as parameters of the queries."""
+        """The criteria as parameters of the queries.
+
+        Raises:
+            ConfigurationError: as for `stored_id`.
+        """
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         age = values.pop("older_than")
+        # "" is what came without an id
+        if self.message_id:
+            values["message_id"] = stored_id(self.message_id)
         return {**values, "older_than_s": None if age is None else age.total_seconds()}
 
 

@@ -406,7 +406,7 @@ def _change(args: argparse.Namespace) -> int:
                 print_error("Nothing was changed.")
                 return 1
             with progress(args.verb, expected or None) as bar:
-                results = [change(targets[0], **who, progress=bar)]
+                results = [change(targets[0], **who, progress=bar, most=expected)]
         left = [
             admin.why_not(args.verb, where)
             for where, result in zip(targets, results, strict=True)
