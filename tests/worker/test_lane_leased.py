@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.support.databases import Raw
+from tests.support.proxy import Proxy
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
-from txbox import Lease, Message, session
+from txbox import App, Lease, Message, session
 from txbox.brokers.base import Delivery
+from txbox.events import ConsumptionPaused, Event
 
 
 def again(message_id: str, **more: Any) -> Delivery:
@@ -172,3 +174,26 @@ def _lease_left_s(raw: Raw) -> float:
         "sqlite": "(julianday(lease_until) - julianday('now')) * 86400",
     }[raw.product]
     return float(raw.value(f"SELECT {left} FROM txbox_inbox"))
+
+
+@pytest.mark.parametrize("mode", ["inline", "stored"])
+def test_a_drain_does_not_wait_for_a_database_that_went_away_before_a_commit(
+    postgresql_url: str, mode: Literal["inline", "stored"]
+) -> None:
+    with Raw(postgresql_url) as raw, Proxy(postgresql_url) as proxy, App(proxy.url) as app:
+        paused = threading.Event()
+
+        @app.handler(TOPIC, consumer=CONSUMER, mode=mode)
+        def handle(_message: Message[Any], _tx: Any) -> None:
+            proxy.refuse()
+
+        def hear(event: Event) -> None:
+            if isinstance(event, ConsumptionPaused) and event.consumer == CONSUMER:
+                paused.set()
+
+        app.events.observers.append(hear)
+        app.consume(Memory([paid("m")], endless=True))
+        with running(worker(app)) as codes:
+            assert paused.wait(DEADLINE_S)
+        assert codes == [0]
+        assert statuses(raw) == ({"processing": 1} if mode == "stored" else {})

@@ -68,6 +68,25 @@ def test_rows_of_a_paused_consumer_stay_until_it_is_resumed(shop: Shop, admin: A
         eventually(lambda: shop.raw.value(OF_ROWS, ("processed",)) == 2)
 
 
+def test_an_app_that_was_paused_when_its_worker_ended_gets_another(
+    shop: Shop, admin: Admin
+) -> None:
+    """Whoever is resumed meanwhile begins with the new worker, before its lanes are looked at otherwise."""
+    if shop.app.database.asynchronous is None:
+        pytest.skip("no async driver for this URL")
+
+    @shop.app.handler(TOPIC, consumer=CONSUMER)
+    async def handle(_message: Message[Any], _tx: Any) -> None: ...
+
+    with running(worker(shop.app)):
+        admin.pause(CONSUMER)
+        hears(shop)
+    shop.app.send(paid("m"))
+    admin.resume(CONSUMER)
+    with running(worker(shop.app)):
+        eventually(lambda: statuses(shop.raw) == {"processed": 1})
+
+
 OF_ROWS = "SELECT count(*) FROM txbox_inbox WHERE status = ?"
 
 

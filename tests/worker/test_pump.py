@@ -21,8 +21,9 @@ from txbox.errors import BrokerError, Fault, StoreUnavailable
 from txbox.events import ConsumptionPaused, SettleFailed
 from txbox.message import Message
 from txbox.session import Session
+from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
-from txbox.worker.lanes import Lanes
+from txbox.worker.lanes import Dispatch, Lanes
 from txbox.worker.pump import Lead, Pump
 
 
@@ -197,6 +198,25 @@ def test_what_another_lane_has_done_is_acknowledged_while_the_receiving_thread_i
         eventually(lambda: source.settled_ids == ["m2"])
         go_on.set()
         eventually(lambda: len(source.settled) == 2)
+
+
+def test_a_lane_that_rests_lets_the_other_thread_receive_at_once(shop: Shop) -> None:
+    """Also if it has settled earlier, when there was nothing to hurry."""
+    shop.handler()
+    lanes, driver = Lanes(shop.app, stop=lambda: False), Driver(shop.app)
+    lanes.make()
+    lanes.start(driver, lambda _error: None)
+    pump = Pump(
+        shop.app, driver, Memory([]), Dispatch(shop.app, lanes),
+        topics=[TOPIC], in_flight_max=1, stop=lambda: False,
+    )  # fmt: skip
+    leads = threading.Thread(target=pump._lead.follow, daemon=True)
+    leads.start()
+    eventually(lambda: pump._lead.lend(DEADLINE_S * 10))
+    ((lane,),) = lanes.by_consumer.values()
+    lane.wake()
+    leads.join(DEADLINE_S)
+    assert not leads.is_alive()
 
 
 class Held:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +24,7 @@ from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerSto
 from txbox.relay import Relay, Relays
 from txbox.session import Transaction
 from txbox.store import jobs
+from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
 
 
@@ -221,6 +225,31 @@ def test_async_handlers_run_as_tasks_of_one_loop(shop: Shop) -> None:
 
     assert threads == {"txbox-loop"}
     assert statuses(shop.raw) == {"processed": 20}
+
+
+def test_lanes_that_need_the_first_loop_at_once_share_one(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, together = asyncio.new_event_loop, threading.Barrier(2)
+    made: list[asyncio.AbstractEventLoop] = []
+
+    def slowly() -> asyncio.AbstractEventLoop:
+        with suppress(threading.BrokenBarrierError):
+            # until another thread makes one, too, if it does
+            together.wait(0.2)
+        made.append(make())
+        return made[-1]
+
+    async def loop_it_runs_on() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    monkeypatch.setattr(asyncio, "new_event_loop", slowly)
+    driver = Driver(App(sqlite_url))
+    with ThreadPoolExecutor(2) as pool:
+        tasks = list(pool.map(lambda _: driver.task(loop_it_runs_on()), range(2)))
+    assert [task.result(DEADLINE_S) for task in tasks] == made * 2
+    driver.close(DEADLINE_S)
+    assert [loop.is_closed() for loop in made] == [True]
 
 
 def test_what_is_in_flight_is_bounded(database_url: str) -> None:

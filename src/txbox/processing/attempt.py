@@ -9,7 +9,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -158,7 +158,7 @@ class InboxProtocol:
             held = key is not None and key in keys
             if held or not await self.waiting.for_id(db, consumer, message_id, holder):
                 if claim.lease is not None:
-                    await self._given_back(db, handler, arrival, claim.lease, _RELEASED_S)
+                    await self._given_back(db, handler, arrival, claim, _RELEASED_S)
                 settled[message_id] = self.held(handler, arrival)
                 keys.add(key)
                 continue
@@ -180,13 +180,22 @@ class InboxProtocol:
         return (await self.run_leased_many(db, handler, [leased], lease_token))[0]
 
     async def run_leased_many(
-        self, db: Session, handler: Handler, rows: Sequence[Leased], lease_token: str
+        self,
+        db: Session,
+        handler: Handler,
+        rows: Sequence[Leased],
+        lease_token: str,
+        *,
+        stop: Callable[[], bool] | None = None,
     ) -> list[Answer]:
         """Process rows that this worker has leased, in order, in one transaction if the handler allows it.
 
+        Args:
+            stop: see `Claim`.
+
         Guarantee: as `run_leased`.
         """
-        claim, settled = Claim(lease=lease_token), dict[str, Answer]()
+        claim, settled = Claim(lease=lease_token, stop=stop), dict[str, Answer]()
         arrivals = [leased.arrival for leased in rows]
         parts = [arrivals] if divides(handler, batch=True) else [[each] for each in arrivals]
         for part in parts:
@@ -302,7 +311,7 @@ class InboxProtocol:
         delay_s = 0.0 if handler.options.sequence is None else _GAP_LOOK_S
         if claim.lease is not None:
             for arrival in arrivals:
-                await self._given_back(db, handler, arrival, claim.lease, delay_s)
+                await self._given_back(db, handler, arrival, claim, delay_s)
             return {arrival.message_id: Answer(Outcome.DEFERRED) for arrival in arrivals}
         store, token = self.store, secrets.token_hex(16)
         try:
@@ -527,7 +536,7 @@ class InboxProtocol:
             if claim.lease is None:
                 raise _curable(ran)
             # the release waits for a commit in flight, then matches nothing
-            if await self._given_back(db, handler, arrival, claim.lease, _RELEASED_S):
+            if await self._given_back(db, handler, arrival, claim, _RELEASED_S):
                 return Answer(Outcome.DEFERRED)
             return await self._by_row(db, handler, arrival, ran)
         failure = BROKEN
@@ -569,9 +578,11 @@ class InboxProtocol:
         return _NOT_OURS
 
     async def _given_back(
-        self, db: Session, handler: Handler, arrival: Arrival, lease: str, delay_s: float
+        self, db: Session, handler: Handler, arrival: Arrival, claim: Claim, delay_s: float
     ) -> int:
         """Release a leased row; returns 0 if it is no longer ours."""
+        assert claim.lease is not None, "only what is leased is given back"
+        token = claim.lease
         return await self.persistently(
             db,
             lambda db: leases.release(
@@ -579,10 +590,11 @@ class InboxProtocol:
                 self.store,
                 handler.consumer,
                 [arrival.message_id],
-                token=lease,
+                token=token,
                 delay_s=delay_s,
             ),
             consumer=handler.consumer,
+            stop=claim.stop,
         )
 
     def held(self, handler: Handler, arrival: Arrival) -> Answer:

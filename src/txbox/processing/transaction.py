@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
@@ -49,10 +49,12 @@ class Claim(NamedTuple):
     Attributes:
         lease: the token under which the rows are leased.
         replay: the row is processed, and runs once more.
+        stop: True when a lease is not given back any more to a database that is away.
     """
 
     lease: str | None = None
     replay: bool = False
+    stop: Callable[[], bool] | None = None
 
 
 _MESSAGE_ID = attrgetter("message_id")

@@ -26,6 +26,7 @@ class Driver:
         self._app = app
         self._loop = loop
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
     def perform(
         self,
@@ -62,13 +63,15 @@ class Driver:
         return True
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=_run_forever, args=(self._loop,), name="txbox-loop", daemon=True
-            )
-            self._thread.start()
-        return self._loop
+        # several pumps may need it for the first time at once
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_run_forever, args=(self._loop,), name="txbox-loop", daemon=True
+                )
+                self._thread.start()
+            return self._loop
 
     def close(self, timeout_s: float, *, clean: bool = True) -> None:
         """Close the app's connections and end the loop.

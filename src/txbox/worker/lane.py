@@ -312,8 +312,8 @@ class Lane:
                 deferred += 1
             elif settled.outcome is Outcome.FAILED:
                 failed = True
-        if failed:
-            # a retry may be due before the next poll
+        if failed or batch[0].modes.handler.options.sequence is not None:
+            # a retry, or the version behind this one, may be due before the next poll
             self._table.soon()
         settle(done)
         return deferred
@@ -415,7 +415,7 @@ class Lane:
             answers = await protocol.persistently(
                 db,
                 lambda db: protocol.run_leased_many(
-                    db, handler, [row.leased for row in rows], first.token
+                    db, handler, [row.leased for row in rows], first.token, stop=self._stop
                 ),
                 consumer=handler.consumer,
                 stop=self._stop,

@@ -174,6 +174,8 @@ class Lanes:
         self._busy = 0
         #: How many turns have begun.
         self.begun = 0
+        #: Called when a lane has come to rest, in the thread that ran it.
+        self.rested: list[Callable[[], None]] = []
         #: By consumer.
         self.tables: dict[str, Table] = {}
         #: By consumer, and whether they run async handlers.
@@ -298,6 +300,8 @@ class Lanes:
             self._ended(error)
         with self._lock:
             self._busy -= 1
+        for call in self.rested:
+            call()
         if self._stop():
             # the main thread waits for the last
             self._ended(None)
@@ -355,6 +359,7 @@ class Dispatch:
         self._app = app
         self._lanes = lanes.by_consumer
         self.turn_here = lanes.turn_here
+        self.rested = lanes.rested
         self._modes: dict[tuple[str, str | None], list[_Taken]] = {}
         self._turn = 0
 

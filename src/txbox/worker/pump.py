@@ -101,6 +101,7 @@ class Pump:
         self.refusal: str | None = None
         self._round_at: float | None = None
         self._lead = Lead()
+        dispatch.rested.append(self._lead.hurry)
 
     def start(self, ended: Callable[[BaseException | None], None]) -> None:
         """Open the source in a thread of its own; pump, from `go` on, until it is exhausted or told to finish.
@@ -494,7 +495,7 @@ class Lead:
             return True
 
     def hurry(self) -> None:
-        """A lane has become idle; unless it is the lender's, let the follower lead now."""
+        """A lane has settled or rests; unless it is the lender's, let the follower lead now."""
         if self._lender == threading.get_ident():
             return
         with self._lock:

@@ -268,9 +268,10 @@ class Worker:
             tables=tables.values(),
             resumed=self._lanes.look_now,
         )  # fmt: skip
+        # first: the pulse wakes the lanes of a consumer that is paused no more
+        self._lanes.start(self._driver, self._thread_ended)
         self._pulse.start(self._thread_ended)
         self._health.consuming(tables.values(), self._driver)
-        self._lanes.start(self._driver, self._thread_ended)
         if self._webhooks is not None:
             # requests are drained as lanes are
             self._serving = True
