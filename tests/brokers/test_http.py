@@ -243,6 +243,19 @@ def test_no_answer_costs_an_attempt(behave: Callable[[socket.socket], None], tri
     assert len(connections) == tries
 
 
+def test_a_request_that_makes_the_endpoint_fail_late_costs_an_attempt() -> None:
+    """Else the relay would take it for an endpoint that is away, and send the same message for ever."""
+
+    def fails_late(connection: socket.socket) -> None:
+        connection.recv(65536)
+        time.sleep(1.0)
+
+    with raw(fails_late) as (address, connections):
+        (answer,) = answers(Http(address, private=True), message(), within_s=2.0)
+    assert type(answer) is BrokerError
+    assert len(connections) == 2
+
+
 def test_what_there_was_no_time_for_was_not_tried() -> None:
     with raw(silent) as (address, _):
         http = Http(address, private=True, concurrency=1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
-from aiormq.exceptions import AMQPConnectionError
+from aiormq.exceptions import AMQPConnectionError, ConnectionInternalError
 from yarl import URL
 
 from tests.support.brokers.publisher_conformance import (
@@ -30,6 +31,7 @@ from tests.support.servers.control import ThrowawayRabbitMQ
 from txbox import Message
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.brokers.rabbitmq.client import Connection
+from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
 
 pytestmark = pytest.mark.brokers
@@ -101,6 +103,31 @@ class TestRabbitMQPublisher(PublisherConformance):
         first = [row for at, row in enumerate(found) if row.id not in {o.id for o in found[:at]}]
         # copies of what was on its way are behind their first, and the first of each are in order
         assert [answer.id for answer in first] == [f"m{number}" for number in range(80)]
+
+    def test_a_message_on_which_the_server_fails_costs_an_attempt(self, rig: Rig) -> None:
+        """Like a header that crashes a plugin. Taken for a server that is away, it would be sent for ever."""
+
+        async def failing(publish: Any, *given: Any, **options: Any) -> object:
+            if options["properties"].message_id == "bad":
+                raise ConnectionInternalError("INTERNAL_ERROR")
+            return await publish(*given, **options)
+
+        opened = RabbitMQPublisher._open_channel
+
+        async def open_channel(publisher: RabbitMQPublisher) -> Any:
+            channel = await opened(publisher)
+            if not isinstance(channel.basic_publish, partial):
+                channel.basic_publish = partial(failing, channel.basic_publish)
+            return channel
+
+        batch = [*several(rig, 5), message(rig, "bad"), *several(rig, 5, first=5)]
+        with pytest.MonkeyPatch.context() as patched, publisher_of(rig) as publisher:
+            patched.setattr(RabbitMQPublisher, "_open_channel", open_channel)
+            (alone,) = publisher.publish([message(rig, "bad")], WITHIN_S)
+            answers = publisher.publish(batch, WITHIN_S)
+        assert type(alone) is BrokerError
+        assert [at for at, answer in enumerate(answers) if answer is not None] == [5]
+        assert type(answers[5]) is BrokerError
 
     def test_one_id_for_two_topics_is_told_apart(self, rig: Rig) -> None:
         """The client identifies returned messages by their id alone."""

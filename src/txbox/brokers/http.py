@@ -136,10 +136,9 @@ class HttpPublisher(LoopPublisher):
         async def sends() -> None:
             # they share one iterator: whichever is free takes the next message
             for at, headers in entries:
-                left_s = batch.left_s() - batch.last_word_s
-                if left_s <= 0 or batch.away is not None:
+                if self._time_s(batch) <= 0 or batch.away is not None:
                     return
-                await self._send(batch, at, headers, min(left_s, self._endpoint.timeout_s))
+                await self._send(batch, at, headers)
 
         await asyncio.gather(*(sends() for _ in range(self._endpoint.concurrency)))
 
@@ -148,19 +147,24 @@ class HttpPublisher(LoopPublisher):
         if session is not None:
             self._close_later(session.close())
 
-    async def _send(
-        self, batch: Batch, at: int, headers: Sequence[tuple[str, str]], timeout_s: float
-    ) -> None:
+    def _time_s(self, batch: Batch) -> float:
+        """Return how long a request that starts now may take."""
+        return min(batch.left_s() - batch.last_word_s, self._endpoint.timeout_s)
+
+    async def _send(self, batch: Batch, at: int, headers: Sequence[tuple[str, str]]) -> None:
         assert self._session is not None
         message = batch.messages[at]
         body = HTTP.payload(message)
         moment = str(int(time.time()))
         url = self._endpoint.url.replace(_TOPIC, quote(message.topic, safe=""))
         signed = [*headers, *self._signature(str(message.id), moment, body)]
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout_s / 2)
         broken: Exception | None = None
         # a second time, since a connection that was kept open may have ended in the meantime
         for _ in range(2):
+            timeout_s = self._time_s(batch)
+            if broken is not None and timeout_s <= 0:
+                break
+            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout_s / 2)
             try:
                 async with self._session.post(
                     url,

@@ -16,6 +16,7 @@ from aiormq.exceptions import (
     ChannelNotFoundEntity,
     ConnectionChannelError,
     ConnectionFrameError,
+    ConnectionInternalError,
     ConnectionSyntaxError,
     ConnectionUnexpectedFrame,
     DeliveryError,
@@ -37,6 +38,7 @@ _LARGE_BYTES = 1024 * 1024
 _OF_A_MESSAGE = (
     ConnectionChannelError,
     ConnectionFrameError,
+    ConnectionInternalError,
     ConnectionSyntaxError,
     ConnectionUnexpectedFrame,
 )
@@ -145,6 +147,10 @@ class RabbitMQPublisher(LoopPublisher):
         if isinstance(reason, ChannelAccessRefused):
             return BrokerError(
                 f"RabbitMQ does not let this user publish {topic!r} ({error_text(reason)}): check its permissions."
+            )
+        if isinstance(reason, ConnectionInternalError):
+            return BrokerError(
+                f"RabbitMQ failed on the message for {topic!r} ({error_text(reason)})."
             )
         return MessageRefused(
             f"RabbitMQ will not accept the message for {topic!r} ({error_text(reason)}): "
