@@ -168,11 +168,25 @@ def _places(nav: list[Any]) -> Iterator[tuple[str, str]]:
                 yield from _places(inside)
 
 
+def _short(nav: list[Any]) -> list[Any]:
+    """The navigation without what follows a colon in its titles: the sidebar is narrow."""
+    return [
+        each
+        if isinstance(each, str)
+        else {
+            title.partition(": ")[0]: inside if isinstance(inside, str) else _short(inside)
+            for title, inside in each.items()
+        }
+        for each in nav
+    ]
+
+
 def build() -> None:
     """Write build/site; anything the builder warns of is an error."""
     stage()
     nav = [{"txbox": "index.md"}, *navigation()]
-    settings = {"INHERIT": "../mkdocs.yml", "docs_dir": "pages", "site_dir": "site", "nav": nav}
+    shown = _short(nav)
+    settings = {"INHERIT": "../mkdocs.yml", "docs_dir": "pages", "site_dir": "site", "nav": shown}
     config = BUILD / "mkdocs.yml"
     config.write_text(json.dumps(settings, indent=1))  # JSON is YAML
     shutil.rmtree(SITE, ignore_errors=True)
@@ -208,7 +222,9 @@ def llms(nav: list[dict[str, Any]]) -> str:
     for section in nav[1:]:
         (title,) = section
         lines += [f"## {title}", ""]
-        lines += [f"- [{name}]({place})" for name, place in _places(section[title])]
+        for name, place in _places(section[title]):
+            short, colon, about = name.partition(": ")
+            lines += [f"- [{short}]({place}){colon}{about}"]
         lines += [""]
     return "\n".join(lines)
 
@@ -237,15 +253,40 @@ def _described(name: str, found: Any, heading: str = "###") -> str:
 
 
 def error_texts() -> dict[str, set[str]]:
-    """The class of an error → the texts it is raised with, `…` for what differs."""
+    """The class of an error → the texts it is made with, `…` for what differs."""
     found: dict[str, set[str]] = {}
     for file in sorted((ROOT / "src/txbox").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                raised, text = ast.unparse(node.exc.func), _text(node.exc.args[0])
-                if raised in errors.__dict__ and len(text.strip("… ")) > 12:
-                    found.setdefault(raised, set()).add(text)
-    return found
+        tree = ast.parse(file.read_text())
+        constants = {
+            ast.unparse(node.targets[0]): _text(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            made, about = ast.unparse(node.func), node.args[0]
+            if made == "refuse":  # of brokers: what an option is refused with
+                made, about = "ConfigurationError", node.args[-1]
+            if made in errors.__dict__:
+                texts = (re.sub("…+", "…", text) for text in _alternatives(about, constants))
+                found.setdefault(made, set()).update(
+                    text for text in texts if len(text.strip("… ")) > 12
+                )
+    return {made: texts for made, texts in found.items() if texts}
+
+
+def _alternatives(node: ast.expr, constants: dict[str, str]) -> Iterator[str]:
+    match node:
+        case ast.IfExp(body=one, orelse=other):
+            yield from _alternatives(one, constants)
+            yield from _alternatives(other, constants)
+        case ast.Name(id=name) if name in constants:
+            yield constants[name]
+        case ast.Constant(value=str(text)):
+            yield re.sub(r"\{\w+\}", "…", text)
+        case _:
+            yield _text(node)
 
 
 def _text(node: ast.expr) -> str:

@@ -53,6 +53,9 @@ def test_a_text_that_is_not_there_is_seen() -> None:
 def test_the_list_of_all_texts_has_each_class_that_is_raised() -> None:
     texts = _build().error_texts()
     assert {"ConfigurationError", "SchemaError", "StoreError", "UnusableMessage"} <= set(texts)
+    # made in one place and raised in another; with a constant
+    assert {"HandlerTimeout", "PayloadMismatch"} <= set(texts)
+    assert "Kafka does not take …: …." in texts["ConfigurationError"]
     assert "The database connection was lost." in texts["StoreUnavailable"]
     assert sum(map(len, texts.values())) > 300
 
