@@ -16,6 +16,7 @@ CONTROL = re.compile(
     r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_LONGEST_S = 100 * 365 * 86400  # no database reckons with times much longer ago
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
 
 
@@ -59,14 +60,17 @@ def duration_of(text: str) -> timedelta:
     """Read 30s, 5m, 2h, 7d, or a sum like 1h30m.
 
     Raises:
-        ValueError: not a duration.
+        ValueError: not a duration, or one of more than 36500 days.
     """
     parts = _DURATION.findall(text)
     if not parts or "".join(f"{number}{unit}" for number, unit in parts) != text:
         raise ValueError(
             f"invalid duration {text!r}: use a number and a unit, such as 30s, 5m, 2h or 7d"
         )
-    return timedelta(seconds=sum(float(number) * _UNITS_S[unit] for number, unit in parts))
+    length_s = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    if length_s > _LONGEST_S:
+        raise ValueError(f"invalid duration {text!r}: it is longer than a century")
+    return timedelta(seconds=length_s)
 
 
 def counted(number: int, noun: str = "message") -> str:

@@ -98,6 +98,7 @@ def test_tables_of_a_later_release_name_the_upgrade(command: Command, sqlite_url
         ("broken:app", "broken cannot be imported: ZeroDivisionError: division by zero"),
         ("syntax:app", "syntax cannot be imported: SyntaxError"),
         ("needs:app", "needs imports 'surely_not_installed', which is not installed here"),
+        ("lazy:app", "lazy cannot be imported: KeyError: 'SHOP_URL'"),
     ],
 )
 def test_a_wrong_app_path(command: Command, path: str, says: str) -> None:
@@ -105,6 +106,7 @@ def test_a_wrong_app_path(command: Command, path: str, says: str) -> None:
     command.file("broken.py", "app = 1 / 0\n")
     command.file("syntax.py", "app = = 1\n")
     command.file("needs.py", "import surely_not_installed\n")
+    command.file("lazy.py", "import os\n\ndef __getattr__(name): return os.environ['SHOP_URL']\n")
     for words in (("status", "--app", path), ("run", path)):
         assert says in command(*words, code=2).sentence
     assert not (command.directory / "shop.db").exists()
@@ -249,3 +251,36 @@ def test_a_child_does_not_import_a_module_of_the_working_directory(tmp_path: Pat
         child, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_argument_that_is_no_text_is_refused(command: Command, sqlite_url: str) -> None:
+    for words in (
+        ("show", "billing", "\udcff"),
+        ("retry", "billing", "\udcff"),
+        ("list", "--topic", "\udcff"),
+        ("pause", "\udcff"),
+    ):
+        ended = command(*words, "--database", sqlite_url, code=2)
+        assert "is not valid UTF-8" in ended.err
+
+
+def test_an_engine_of_asyncpg_serves_every_command(command: Command, postgresql_url: str) -> None:
+    command.file(
+        "shop.py",
+        "import os\nfrom sqlalchemy.ext.asyncio import create_async_engine\nfrom txbox import App\n"
+        'app = App(create_async_engine(os.environ["SHOP_URL"]))\n'
+        '@app.handler("orders", consumer="billing")\nasync def bill(message, tx): ...\n',
+    )
+    url = postgresql_url.replace("postgresql://", "postgresql+asyncpg://")
+    env = {"SHOP_URL": url, "TXBOX_APP": "shop:app"}
+    for words in (
+        ("init",),
+        ("schema", "check"),
+        ("send", "orders", "--data", "{}"),
+        ("maintain", "--once"),
+        ("prune", "--older-than", "1d", "--yes"),
+        ("rescue",),
+        ("relay", "--once"),
+    ):
+        ended = command(*words, env=env)
+        assert "RuntimeWarning" not in ended.err, words

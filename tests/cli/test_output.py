@@ -7,10 +7,13 @@ import json
 import re
 import sys
 from datetime import UTC, datetime, timedelta
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
-from txbox.cli.options import duration
+from tests.support.command import Command
+from txbox.cli import main
+from txbox.cli.options import count, duration
 from txbox.cli.output import print_json, print_table, shown
 from txbox.errors import redacted
 
@@ -60,6 +63,18 @@ def test_durations(text: str, seconds: float) -> None:
 def test_durations_without_a_unit_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="30s, 5m, 2h or 7d"):
         duration(text)
+
+
+@pytest.mark.parametrize("text", ["36501d", "99999999999d", "9" * 400 + "w"])
+def test_durations_that_no_database_can_reckon_with_are_refused(text: str) -> None:
+    assert duration("36500d") == timedelta(days=36500)
+    with pytest.raises(argparse.ArgumentTypeError, match="longer than a century"):
+        duration(text)
+
+
+def test_a_number_that_no_database_has_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number"):
+        count("9" * 19)
 
 
 def test_a_plain_table_is_aligned_and_leaves_empty_columns_out(
@@ -137,3 +152,28 @@ def test_json_has_times_in_iso_and_bytes_in_base64(capsys: pytest.CaptureFixture
 def test_what_cannot_be_seen_makes_no_two_ids_look_alike(mark: str) -> None:
     assert shown(f"order{mark}-1") == f"order\\x{ord(mark):02x}-1"
     assert shown("né-ü-日本") == "né-ü-日本"
+
+
+def test_a_terminal_of_few_characters_shows_the_others_as_escapes(
+    command: Command, sqlite_url: str
+) -> None:
+    env = {"PYTHONIOENCODING": "ascii"}
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command("init", "--database", sqlite_url, env=plain, python=("-m", "txbox"))
+    words = ("list", "--topic", "né", "--database", sqlite_url)
+    assert command(*words, env=env, python=("-m", "txbox")).out == "No message matches.\n"
+    ended = command("pause", "né", "--database", sqlite_url, env=env, python=("-m", "txbox"))
+    assert ended.out.startswith("n\\xe9 is paused.")
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+def test_a_stream_may_be_closed(
+    stream: str, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO()))
+    monkeypatch.setattr(sys, stream, None)
+    assert main(["list", "--database", sqlite_url]) == 0
+    # where nobody can be asked
+    assert main(["discard", "--all", "--database", sqlite_url]) == 0
+    assert main(["send", "orders", "--database", sqlite_url]) == 2
+    getattr(sys, stream).close()

@@ -10,8 +10,10 @@ import os
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, NoReturn
 
 import txbox
@@ -102,6 +104,7 @@ def main(argv: Sequence[str] | None = None, *, program: Sequence[str] = _PROGRAM
     Args:
         program: what starts this program again, for `run --processes`.
     """
+    _prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["demo"]:
         from txbox.demo import main as demo
@@ -176,13 +179,36 @@ def _add(commands: Any, _shared: argparse.ArgumentParser) -> None:
     completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
 
+def _prepare_streams() -> None:
+    """Read and write nothing where a stream is closed, and escape what the terminal has no character for."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the process ends
+    out: Any = sys.stdout
+    if isinstance(out, TextIOWrapper) and out.encoding.lower() != "utf-8":
+        out.reconfigure(errors="backslashreplace")
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors quote no password."""
+    """An argument parser whose errors quote no password, and whose values are text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # of whatever names no type
+        self.register("type", None, _text)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         print_error(f"{redacted(message)}. See `{self.prog} --help`.")
         raise SystemExit(2)
+
+
+def _text(word: str) -> str:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{word!r} is not valid UTF-8") from None
+    return word
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -209,13 +235,13 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class _Command(Parser):
-    def __init__(self, *, prog: str, **options: object) -> None:
+    def __init__(self, *, prog: str, **options: Any) -> None:
         examples = _EXAMPLES.get(prog.removeprefix("txbox "))
         if examples is not None:
             options["epilog"] = "\n  ".join(
                 ("examples:", *(f"txbox {example}" for example in examples))
             )
-        super().__init__(prog=prog, formatter_class=HelpFormatter, **options)  # type: ignore[arg-type]
+        super().__init__(prog=prog, formatter_class=HelpFormatter, **options)
 
 
 def common() -> argparse.ArgumentParser:
@@ -229,7 +255,8 @@ def common() -> argparse.ArgumentParser:
         help="its database, if no handler is needed (default: TXBOX_DATABASE_URL, which shows no password in `ps`)",
     )  # fmt: skip
     option("--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables")
-    add_flags(parent, {"--json": "print JSON instead of text and tables"})
+    text = "print JSON instead of text and tables"
+    parent.add_argument("--json", action="store_true", help=text)
     return parent
 
 
@@ -250,12 +277,6 @@ def add_command(
     command: argparse.ArgumentParser = commands.add_parser(name, **options)
     command.set_defaults(run=run)
     return command
-
-
-def add_flags(parser: Any, flags: Mapping[str, str]) -> None:
-    """Add options without a value: their names, and their lines of help."""
-    for name, text in flags.items():
-        parser.add_argument(name, action="store_true", help=text)
 
 
 def print_error(text: str) -> None:

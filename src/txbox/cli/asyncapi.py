@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from txbox.app import App
 from txbox.cli import add_command
-from txbox.cli.options import opened
+from txbox.cli.options import add_options, opened
 from txbox.cli.output import print_json
 from txbox.effects import PREFIX
 from txbox.handlers import Handler
@@ -33,15 +33,16 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    option = add_command(commands, "asyncapi", _asyncapi, common).add_argument
-    option("path", nargs="?", metavar="MODULE:APP", help="instead of --app")
-    option("--title", metavar="TEXT", help="the title of the service (default: MODULE:APP)")
-    option(
-        "--service-version",
-        default="0",
-        metavar="VERSION",
-        help="the version of the service (default 0)",
+    command = add_command(commands, "asyncapi", _asyncapi, common)
+    add_options(command, {"path MODULE:APP": "instead of --app"}, nargs="?")
+    add_options(
+        command,
+        {
+            "--title TEXT": "the title of the service (default: MODULE:APP)",
+            "--service-version VERSION": "the version of the service (default 0)",
+        },
     )
+    command.set_defaults(service_version="0")
 
 
 def _asyncapi(args: argparse.Namespace) -> int:

@@ -6,30 +6,27 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import sys
 import uuid
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from txbox.admin import Changed, OutboxFilter, QuarantineFilter, views
+from txbox.admin import Admin, Changed, OutboxFilter, QuarantineFilter, views
 from txbox.admin.replay import Replayed
 from txbox.admin.tables import Filter, InboxFilter, Table
 from txbox.app import App
-from txbox.cli import add_command, add_flags, look, print_error
+from txbox.cli import add_command, look, print_error
 from txbox.cli.options import (
     add_audit,
     add_filter,
+    add_options,
     admin_of,
     any_of,
-    duration,
     filter_of,
-    header_of,
     opened,
-    perform,
-    route,
+    payload_of,
 )
 from txbox.cli.output import (
     as_json,
@@ -43,7 +40,7 @@ from txbox.cli.output import (
     shown,
 )
 from txbox.errors import ConfigurationError
-from txbox.maintenance import Report, Task, run_once
+from txbox.maintenance import Report, Task, prune, prune_outbox, rescue
 from txbox.message import Headers, Message
 from txbox.outcome import Outcome, Status
 from txbox.text import age, counted
@@ -97,6 +94,13 @@ With --as, nothing is run: the messages are stored, in the order of their arriva
 process them. --database is then enough.
 
 A replay is of one consumer: give CONSUMER and ids, or --consumer and a filter."""
+_ROUTES = (
+    "the new route, as `txbox status` shows it: a broker; local:… (consumers of one App); local (consumers of any "
+    "App); any (whichever App publishes or consumes the topic)"
+)
+_CANARY = (
+    "retry one dead message, then ten, then all, while a worker runs; stop if the failure returns"
+)
 _DESCRIBED = {
     "outbox": "Messages that were staged in the outbox, for a relay to send. Each is due, delayed (staged for later), "
     "leased (a relay is sending it), failed (waits for its next attempt), dead, sent (if RelayPolicy.keep_sent keeps "
@@ -109,48 +113,34 @@ _DESCRIBED = {
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     add_table(commands, common, InboxFilter)
     edit = add_command(commands, "edit", _edit, common)
-    rehearse = add_command(commands, "rehearse", _rehearse, common)
-    for command in (edit, rehearse):
-        command.add_argument("of", metavar="CONSUMER", help="the consumer of the message")
-        command.add_argument("message_id", metavar="ID", help="its id")
-    rehearse.add_argument(
-        "--payload", metavar="FILE", help="a file with another payload; - is standard input"
+    rehearsed = add_command(commands, "rehearse", _rehearse, common)
+    for command, which in ((edit, "the new payload"), (rehearsed, "another payload")):
+        add_options(
+            command, {"of CONSUMER": "the consumer of the message", "message_id ID": "its id"}
+        )
+        add_options(
+            command,
+            {"--payload FILE": f"a file with {which}; - is standard input"},
+            type=str,
+        )
+    add_options(
+        edit,
+        {
+            "--content-type TYPE": "the new content type",
+            "--header NAME=VALUE…": "replace the headers of this name",
+            "--without-header NAME…": "remove these headers",
+            "--dry-run": "show what would change",
+            "--expect VERSION": "only if nobody has changed it since --dry-run, which prints this",
+        },
     )
-    option = edit.add_argument
-    option("--payload", metavar="FILE", help="a file with the new payload; - is standard input")
-    option("--content-type", metavar="TYPE", help="the new content type")
-    option(
-        "--header",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="replace the headers of this name; may be repeated",
-    )
-    option(
-        "--without-header",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="remove these headers; may be repeated",
-    )
-    option("--dry-run", action="store_true", help="show what would change")
-    option(
-        "--expect",
-        metavar="VERSION",
-        help="only if nobody has changed it since --dry-run, which prints this",
-    )
-    for command in (edit, rehearse):
-        add_audit(command)
+    add_audit(edit)
+    add_audit(rehearsed)
     replay = add_command(commands, "replay", _change, common, description=f"{_REPLAY}\n\n{_ASKED}")
     # a replay is of one consumer, which is a filter
     names = ("consumer", "status", "topic", "type", "key")
     _add_targets(replay, InboxFilter, names, statuses=tuple(Status))
-    replay.add_argument(
-        "--as",
-        dest="as_consumer",
-        metavar="CONSUMER",
-        help="store them for this consumer instead of running them",
-    )
+    of_another = {"--as CONSUMER": "store them for this consumer instead of running them"}
+    add_options(replay, of_another, dest="as_consumer")
     replay.set_defaults(kind=InboxFilter, verb="replay", all=False)
     for kind in (OutboxFilter, QuarantineFilter):
         table = kind.table
@@ -160,54 +150,36 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         )
         look.add_table(below, common, kind)
         add_table(below, common, kind)
-    prune = add_command(commands, "prune", _prune, common)
-    rescue = add_command(commands, "rescue", _rescue, common)
-    for command in (prune, rescue):
-        command.add_argument("--consumer", metavar="TEXT", help="only of this consumer")
-    prune.add_argument(
-        "--older-than",
-        type=duration,
-        metavar="AGE",
-        help="finished longer ago than this, such as 30d or 12h (default: the retention)",
-    )
-    add_flags(
-        prune,
+    consumer = {"--consumer TEXT": "only of this consumer"}
+    add_options(
+        add_command(commands, "prune", _prune, common),
         {
+            **consumer,
+            "--older-than AGE": "finished longer ago than this, such as 30d or 12h (default: the retention)",
             "--outbox": "delete sent and discarded outgoing messages instead",
             "--dry-run": "count them, and delete nothing",
             "--yes": "do not ask",
         },
     )
+    add_options(add_command(commands, "rescue", _rescue, common), consumer)
     send = add_command(commands, "send", _send, common)
-    option = send.add_argument
-    option("topic", metavar="TOPIC", help="a topic that a handler of the App consumes")
-    option(
-        "--id",
-        dest="message_id",
-        metavar="ID",
-        help="its id; a second message with this id is a duplicate",
+    add_options(send, {"topic TOPIC": "a topic that a handler of the App consumes"})
+    a_copy = {"--id ID": "its id; a second message with this id is a duplicate"}
+    add_options(send, a_copy, dest="message_id")
+    add_options(
+        send,
+        {
+            "--type TEXT": "its type",
+            "--key TEXT": "its ordering key",
+            "--header NAME=VALUE…": "a header",
+            "--content-type TEXT": "its content type (default: application/json if it is JSON)",
+        },
     )
-    option("--type", metavar="TEXT", help="its type")
-    option("--key", metavar="TEXT", help="its ordering key")
-    option(
-        "--header",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a header; may be repeated",
-    )
-    option(
-        "--content-type",
-        metavar="TEXT",
-        help="its content type (default: application/json if it is JSON)",
-    )
-    source = send.add_mutually_exclusive_group()
-    source.add_argument(
-        "--data", metavar="JSON", help="the payload; must be JSON without --content-type"
-    )
-    source.add_argument(
-        "--file", metavar="PATH", help="a file with the payload; - is standard input"
-    )
+    payload = send.add_mutually_exclusive_group()
+    data = {"--data JSON": "the payload; must be JSON without --content-type"}
+    add_options(payload, data, type=os.fsencode)
+    file = {"--file PATH": "a file with the payload; - is standard input"}
+    add_options(payload, file, type=str)
 
 
 def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
@@ -224,26 +196,13 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
         description = f"{described} {also}\n\n{_CONSENT}"
         command = add_command(commands, verb, _change, common, help=told, description=description)
         _add_targets(command, kind, statuses=change.statuses)
-        command.add_argument(
-            "--all",
-            action="store_true",
-            help="all that a filter could match",
-        )
+        add_options(command, {"--all": "all that a filter could match"})
         if verb == "reroute":
-            command.add_argument(
-                "--to", required=True, metavar="ROUTE", type=route,
-                help="the new route, as `txbox status` shows it: a broker; local:… (consumers of one App); local "
-                "(consumers of any App); any (whichever App publishes or consumes the topic)",
-            )  # fmt: skip
+            add_options(command, {"--to ROUTE": _ROUTES}, required=True)
         if (table.name, verb) == ("inbox", "retry"):
-            command.add_argument(
-                "--canary", action="store_true",
-                help="retry one dead message, then ten, then all, while a worker runs; stop if the failure returns",
-            )  # fmt: skip
+            add_options(command, {"--canary": _CANARY})
         if verb == "accept":
-            command.add_argument(
-                "--id", dest="message_id", metavar="ID", help="a new id, for one message"
-            )  # fmt: skip
+            add_options(command, {"--id ID": "a new id, for one message"}, dest="message_id")
         command.set_defaults(kind=kind, verb=verb)
 
 
@@ -255,7 +214,7 @@ def _edit(args: argparse.Namespace) -> int:
     With --app, a payload is refused that the handler cannot read, or that has another id or version.
     """
     headers: dict[str, str | None] = dict.fromkeys(args.without_header)
-    headers.update(header_of(pair) for pair in args.header)
+    headers.update(args.header)
     with admin_of(args) as admin:
         edited = admin.edit(
             args.of,
@@ -317,20 +276,6 @@ def _rehearse(args: argparse.Namespace) -> int:
     return 0 if done.outcome == "processed" else 1
 
 
-def payload_of(path: str) -> bytes:
-    """Read a payload from a file, or from standard input.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
-    if path == "-":
-        return sys.stdin.buffer.read()
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
-
-
 def _add_targets(
     command: argparse.ArgumentParser,
     kind: type[Filter[Any, Any]],
@@ -339,13 +284,10 @@ def _add_targets(
     statuses: Sequence[str],
 ) -> None:
     if "consumer" in kind.table.key:
-        command.add_argument(
-            "of", nargs="?", metavar="CONSUMER", help="the consumer of the messages"
-        )
-    command.add_argument("ids", nargs="*", metavar="ID", help="their ids")
+        add_options(command, {"of CONSUMER": "the consumer of the messages"}, nargs="?")
+    add_options(command, {"ids ID": "their ids"}, nargs="*")
     add_filter(command, kind, names, statuses=statuses)
-    command.add_argument("--dry-run", action="store_true", help="count them, and change nothing")
-    command.add_argument("--yes", action="store_true", help="do not ask")
+    add_options(command, {"--dry-run": "count them, and change nothing", "--yes": "do not ask"})
     add_audit(command)
 
 
@@ -540,18 +482,18 @@ def _prune(args: argparse.Namespace) -> int:
         raise ConfigurationError(
             "Outgoing messages have no consumer: leave --consumer or --outbox out."
         )
-    job, what = ("prune-outbox", "outgoing message") if args.outbox else ("prune", "message")
-    with opened(args) as app:
-        perform(app, app.check_schema)
+    run, what = (prune_outbox, "outgoing message") if args.outbox else (prune, "message")
+    with opened(args) as app, Admin(app) as admin:
+        admin.on_database(app.check_schema)
         kept = (args.outbox and app.relaying.keep_sent) or app.retention.processed
-        wanted: timedelta | None = args.older_than
+        wanted = args.older_than
         count = None
         if args.dry_run or (wanted is not None and wanted < kept):
             task = Task(consumer=args.consumer, older_than=wanted, dry_run=True)
-            count = run_once(app, job, task).rows
+            report = admin.on_database(run, app, task)
             if args.dry_run:
-                return _reported(args, Report(job, count), "would be deleted", what)
-            number = counted(count, what)
+                return _reported(args, report, "would be deleted", what)
+            count, number = report.rows, counted(report.rows, what)
             shorter, usual = (age(each.total_seconds()) for each in (wanted or kept, kept))
             if count and not _agreed(
                 args,
@@ -562,11 +504,10 @@ def _prune(args: argparse.Namespace) -> int:
                 print_error("Nothing was deleted.")
                 return 1
         with progress("prune", count) as bar:
-            report = run_once(
-                app,
-                job,
-                Task(consumer=args.consumer, older_than=wanted, at_any_time=True, on_progress=bar),
+            task = Task(
+                consumer=args.consumer, older_than=wanted, at_any_time=True, on_progress=bar
             )
+            report = admin.on_database(run, app, task)
     return _reported(args, report, "deleted", what)
 
 
@@ -575,9 +516,9 @@ def _rescue(args: argparse.Namespace) -> int:
     due at once, or are dead after too many runs that never ended. `txbox run` and `txbox maintain` do this all the
     time.
     """
-    with opened(args) as app, progress("rescue") as bar:
-        perform(app, app.check_schema)
-        report = run_once(app, "rescue", Task(consumer=args.consumer, on_progress=bar))
+    with opened(args) as app, Admin(app) as admin, progress("rescue") as bar:
+        admin.on_database(app.check_schema)
+        report = admin.on_database(rescue, app, Task(consumer=args.consumer, on_progress=bar))
     return _reported(args, report, "put back to work")
 
 
@@ -622,13 +563,9 @@ async def _sent(app: App, message: Message[Any]) -> dict[str, Outcome]:
 
 
 def _message(args: argparse.Namespace) -> Message[Any]:
-    headers = [header_of(pair) for pair in args.header]
     if args.data is None and args.file is None and sys.stdin.isatty():
         raise ConfigurationError("Which payload? Give --data or --file, or pipe it in.")
-    if args.data is not None:
-        payload = str(args.data).encode("utf-8", "surrogateescape")
-    else:
-        payload = payload_of(args.file or "-")
+    payload: bytes = payload_of(args.file or "-") if args.data is None else args.data
     content_type = args.content_type
     if content_type is None:
         try:
@@ -644,7 +581,7 @@ def _message(args: argparse.Namespace) -> Message[Any]:
         id=args.message_id or str(uuid.uuid4()),
         type=args.type,
         key=args.key,
-        headers=Headers(headers),
+        headers=Headers(args.header),
         payload=payload,
         content_type=content_type,
     )

@@ -23,7 +23,7 @@ from txbox.admin.tables import (
     place_of,
 )
 from txbox.cli import add_command, print_error
-from txbox.cli.options import add_filter, add_grace, admin_of, count, filter_of
+from txbox.cli.options import add_filter, add_grace, add_options, admin_of, count, filter_of
 from txbox.cli.output import (
     as_json,
     print_json,
@@ -64,11 +64,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         "--fail-on", choices=SEVERITIES[:2], default=SEVERITIES[0],
         help="how bad a finding must be for exit status 1 (default: error)",
     )  # fmt: skip
-    add_grace(doctor)
+    add_grace(doctor, "what `txbox run` has: handlers should not take longer")
     add_table(commands, common, InboxFilter)
     explain = add_command(commands, "explain", _explain, common)
-    explain.add_argument("message_id", metavar="ID", help=_KEY["message_id"][1])
-    explain.add_argument("--consumer", metavar="TEXT", help="only in its inbox and quarantine")
+    add_options(explain, {"message_id ID": _KEY["message_id"][1]})
+    add_options(explain, {"--consumer TEXT": "only in its inbox and quarantine"})
 
 
 def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[Any, Any]]) -> None:
@@ -83,22 +83,14 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
         listed.set_defaults(status=table.statuses[0])
     else:
         add_filter(listed, kind)
-    listed.add_argument(
-        "--limit", type=count, default=50, metavar="N", help="how many (default 50)"
-    )
-    listed.add_argument(
-        "--before",
-        type=str if table.place is None else count,
-        metavar=(table.place or "place").upper(),
-        help="continue the list: the last page prints this at its end",
-    )
+    add_options(listed, {"--limit N": "how many (default 50)"})
+    place = f"--before {(table.place or 'place').upper()}"
+    there = "continue the list: the last page prints this at its end"
+    add_options(listed, {place: there}, type=count if table.place else None)
     if table is INBOX:
-        listed.add_argument(
-            "--quarantined",
-            action="store_true",
-            help="list the quarantine instead; only with --consumer and --limit",
-        )
-    listed.set_defaults(kind=kind)
+        aside = "list the quarantine instead; only with --consumer and --limit"
+        add_options(listed, {"--quarantined": aside})
+    listed.set_defaults(kind=kind, limit=50)
     show = add_command(
         commands, "show", _show, common, help=f"show everything about one {table.noun}",
         description=f"Shows everything about one {table.noun}: {_SHOW[table.name]} Of its payload only size and hash "
@@ -106,14 +98,13 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
     )  # fmt: skip
     for column in table.key:
         if column == "hash":
-            show.add_argument(
-                "--hash", metavar="HEX", help="the hash of its payload; its first digits are enough"
+            add_options(
+                show, {"--hash HEX": "the hash of its payload; its first digits are enough"}
             )
         else:
             metavar, told = _KEY[column]
-            many = None if table.place else "?"
-            show.add_argument(column, nargs=many, metavar=metavar, help=told)
-    show.add_argument("--reveal", action="store_true", help="show payload and header values, too")
+            add_options(show, {f"{column} {metavar}": told}, nargs=None if table.place else "?")
+    add_options(show, {"--reveal": "show payload and header values, too"})
     show.set_defaults(kind=kind)
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
 from txbox.errors import ConfigurationError, TxboxError
 from txbox.policy import GRACE
-from txbox.session import Operation, drive, drive_async
 from txbox.text import duration_of
 
 if TYPE_CHECKING:
@@ -47,8 +44,8 @@ def header_of(pair: str) -> tuple[str, str]:
 
 
 def count(text: str) -> int:
-    """Read a number of 1 or more."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    """Read a number of 1 or more, that fits into a column of a database."""
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
     return int(text)
 
@@ -60,36 +57,76 @@ def port(text: str) -> int:
     return int(text)
 
 
-def add_grace(parser: argparse.ArgumentParser) -> None:
+def payload_of(path: str) -> bytes:
+    """Read a payload from a file, or from standard input.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    if path == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def route(text: str) -> str:
+    """Read a route as people write it: `any` is the empty one."""
+    return "" if text == "any" else text
+
+
+#: What reads the values of an option, by its metavar; of others they are text.
+_READERS: dict[str, Callable[[str], Any]] = {
+    "AGE": duration, "TIME": duration, "N": count, "PORT": port, "NAME=VALUE": header_of, "ROUTE": route,
+}  # fmt: skip
+
+
+def add_options(parser: Any, options: Mapping[str, str], **settings: Any) -> None:
+    """Add options, written as help shows them, each with its line of help.
+
+    Args:
+        options: `--older-than AGE`; `--header NAME=VALUE…` may be repeated; `--dry-run` has no value; `id ID` is no
+            option but a positional argument.
+        settings: what argparse takes besides; `type=str` for what need not be text, such as a path.
+    """
+    for option, text in options.items():
+        name, _, metavar = option.partition(" ")
+        given: dict[str, Any] = {"action": "store_true", "help": text}
+        if metavar:
+            shown = metavar.removesuffix("…")
+            given = {"metavar": shown, "type": _READERS.get(shown), "help": text}
+        if metavar.endswith("…"):
+            given |= {"action": "append", "default": [], "help": f"{text}; may be repeated"}
+        parser.add_argument(name, **{**given, **settings})
+
+
+def add_grace(
+    parser: argparse.ArgumentParser,
+    text: str = "how long a drain may take before the rest is cut off",
+) -> None:
     """Add the bound on a drain."""
-    parser.add_argument(
-        "--grace",
-        type=duration,
-        default=GRACE,
-        metavar="TIME",
-        help=f"how long a drain may take before the rest is cut off (default {GRACE.seconds}s)",
-    )
+    add_options(parser, {"--grace TIME": f"{text} (default {GRACE.seconds}s)"}, default=GRACE)
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:
     """Add who changes something, and why."""
     group = parser.add_argument_group("audit, kept in txbox_audit")
-    group.add_argument("--actor", metavar="NAME", help="who did it (default: user@host)")
-    group.add_argument("--reason", metavar="TEXT", help="why")
+    add_options(group, {"--actor NAME": "who did it (default: user@host)", "--reason TEXT": "why"})
 
 
-#: Filter options, in the order in which help lists them; a command has those of its table's filter.
+#: Filter options and their metavars, in the order of help; a command has those of its table's filter.
 _FILTERS = {
-    "consumer": "of this consumer",
-    "status": "",
-    "topic": "of this topic",
-    "route": "with this route, as `txbox status` shows it",
-    "type": "of this type",
-    "key": "with this ordering key",
-    "error_type": "whose last error has this type, such as TimeoutError",
-    "fingerprint": "whose last error has this fingerprint, as `txbox show` prints it",
-    "hash": "whose payload has this hash; its first digits are enough",
-    "older_than": "received or staged longer ago than this: 90s, 5m, 2h, 7d",
+    "consumer": ("TEXT", "of this consumer"),
+    "status": ("STATUS", ""),
+    "topic": ("TEXT", "of this topic"),
+    "route": ("ROUTE", "with this route, as `txbox status` shows it"),
+    "type": ("TEXT", "of this type"),
+    "key": ("TEXT", "with this ordering key"),
+    "error_type": ("TEXT", "whose last error has this type, such as TimeoutError"),
+    "fingerprint": ("TEXT", "whose last error has this fingerprint, as `txbox show` prints it"),
+    "hash": ("HEX", "whose payload has this hash; its first digits are enough"),
+    "older_than": ("AGE", "received or staged longer ago than this: 90s, 5m, 2h, 7d"),
 }
 
 
@@ -109,29 +146,20 @@ def add_filter(
     group = parser.add_argument_group("filter: only messages (all must match)")
     known = {field.name for field in dataclasses.fields(kind)} if names is None else names
     choices = [str(status) for status in statuses or kind.table.statuses]
-    given: dict[str, dict[str, Any]] = {
-        "status": {"choices": choices, "metavar": "STATUS", "help": any_of(choices)},
-        "route": {"metavar": "TEXT", "type": route},
-        "hash": {"metavar": "HEX"},
-        "older_than": {"metavar": "AGE", "type": duration},
-    }
-    for name, text in _FILTERS.items():
-        # what has one status only needs no filter
-        if name in known and (name != "status" or len(choices) > 1):
-            option = f"--{name.replace('_', '-')}"
-            options: dict[str, Any] = {"help": text, "metavar": "TEXT", **given.get(name, {})}
-            group.add_argument(option, **options)
+    for name, (metavar, text) in _FILTERS.items():
+        option = f"--{name.replace('_', '-')} {metavar}"
+        if name == "status":
+            # what has one status only needs no filter
+            if len(choices) > 1:
+                add_options(group, {option: any_of(choices)}, choices=choices)
+        elif name in known:
+            add_options(group, {option: text})
 
 
 def any_of(words: Sequence[str]) -> str:
     """List words: due, failed or dead."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def route(text: str) -> str:
-    """Read a route as people write it: `any` is the empty one."""
-    return "" if text == "any" else text
 
 
 def filter_of(args: argparse.Namespace) -> Filter[Any, Any]:
@@ -146,9 +174,6 @@ def filter_of(args: argparse.Namespace) -> Filter[Any, Any]:
     found: Filter[Any, Any] = args.kind(**given)
     return found
 
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 # of `txbox schema`: apply is init by another name, and print connects to nothing
 _MAKING = frozenset({"apply", "print"})
@@ -225,11 +250,7 @@ def load(path: str) -> App:
         raise ConfigurationError(
             f"{path!r} is not the path of an App: write module:app, like shop:app or shop.events:app."
         )
-    found: Any = _imported(module_name)
-    for name in (attribute or "app").split("."):
-        if not hasattr(found, name):
-            raise ConfigurationError(_missing(module_name, name, found))
-        found = getattr(found, name)
+    found = _imported(module_name, (attribute or "app").split("."))
     if not isinstance(found, App):
         raise ConfigurationError(
             f"{module_name}:{attribute or 'app'} is a {type(found).__qualname__}, not a txbox.App: "
@@ -238,12 +259,12 @@ def load(path: str) -> App:
     return found
 
 
-def _imported(name: str) -> ModuleType:
+def _imported(name: str, attributes: Sequence[str]) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(name)
+        return _attribute(importlib.import_module(name), name, attributes)
     except TxboxError:
         raise
     except ModuleNotFoundError as error:
@@ -272,6 +293,15 @@ def _failed_import(name: str, error: Exception) -> str:
     )
 
 
+def _attribute(found: Any, module: str, names: Sequence[str]) -> Any:
+    for name in names:
+        # a module's __getattr__ may be the user's
+        if not hasattr(found, name):
+            raise ConfigurationError(_missing(module, name, found))
+        found = getattr(found, name)
+    return found
+
+
 def _missing(module: str, name: str, found: object) -> str:
     apps = [variable for variable, value in vars(found).items() if isinstance(value, App)]
     if apps:
@@ -279,11 +309,3 @@ def _missing(module: str, name: str, found: object) -> str:
     return (
         f"{module} has no {name!r}: name the variable that App(…) was assigned to, as module:app."
     )
-
-
-def perform(app: App, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Carry an operation out on whatever connections the App has."""
-    if app.database.sync is not None:
-        return drive(app.database.sync, operation, *args, **kwargs)
-    assert app.database.asynchronous is not None
-    return asyncio.run(drive_async(app.database.asynchronous, operation, *args, **kwargs))

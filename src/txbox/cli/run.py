@@ -19,14 +19,15 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
-from txbox.cli import add_command, add_flags
-from txbox.cli.options import add_grace, count, opened, perform, port
+from txbox.cli import add_command
+from txbox.cli.options import add_grace, add_options, opened
 from txbox.cli.output import interactive, print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
-from txbox.maintenance import JOBS, Report, Task, run_once
+from txbox.maintenance import JOBS, Report, Task
 from txbox.observers.logging import current_trace
 from txbox.policy import GRACE
+from txbox.worker.driving import Driver
 from txbox.worker.supervisor import (
     GAVE_UP,
     HEALTH_FD,
@@ -54,6 +55,7 @@ _LOGS = {
     "--verbose": "log every event, not only trouble",
 }
 _BACKLOG = 2048
+_LOOPBACK = "127.0.0.1"
 _GIVEN_UP = "Dead and quarantined messages wait for you: exit status 1."
 
 
@@ -67,25 +69,18 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         f"run: each job is done by one at a time.\n\njobs:\n{jobs}",
     )  # fmt: skip
     for command in (run, relay):
-        command.add_argument("path", nargs="?", metavar="MODULE:APP", help="instead of --app")
+        add_options(command, {"path MODULE:APP": "instead of --app"}, nargs="?")
         add_grace(command)
-    read = (
+    once = (
         "end once every source is read to its end and nothing in the table is due; a broker and a followed file have "
         "no end"
     )
-    add_flags(run, {"--once": read, **_LOGS})
-    add_flags(relay, {"--once": "end once nothing is due", **_LOGS})
-    add_flags(maintain, {"--once": "do each job once, then end", **_LOGS})
-    run.add_argument(
-        "--processes",
-        type=count,
-        default=1,
-        metavar="N",
-        help="how many worker processes (default 1)",
-    )
-    add_flags(
+    add_options(
         run,
         {
+            "--once": once,
+            **_LOGS,
+            "--processes N": "how many worker processes (default 1)",
             "--no-maintenance": "leave maintenance to `txbox maintain`",
             "--no-relay": "leave sending to `txbox relay`",
             # one of several processes: its parent says how it ended
@@ -96,44 +91,36 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         ("health", "health: /livez, /readyz, /metrics (needs txbox[http])", ""),
         ("http", "webhooks of the App (needs txbox[http])", " (default 8000)"),
     ):  # fmt: skip
-        group = run.add_argument_group(what)
-        group.add_argument(
-            f"--{name}-port", type=port, metavar="PORT",
-            help=f"the port to serve on{default}; 0 picks one",
-        )  # fmt: skip
-        group.add_argument(
-            f"--{name}-host", default="127.0.0.1", metavar="ADDRESS",
-            help="the address to serve on (default 127.0.0.1; 0.0.0.0 or :: for all)",
-        )  # fmt: skip
-    _add_ui(commands, common)
-
-
-def _add_ui(commands: Any, common: argparse.ArgumentParser) -> None:
+        add_options(
+            run.add_argument_group(what),
+            {
+                f"--{name}-port PORT": f"the port to serve on{default}; 0 picks one",
+                f"--{name}-host ADDRESS": "the address to serve on (default 127.0.0.1; 0.0.0.0 or :: for all)",
+            },
+        )
+    run.set_defaults(processes=1, health_host=_LOOPBACK, http_host=_LOOPBACK)
+    add_options(relay, {"--once": "end once nothing is due", **_LOGS})
+    add_options(maintain, {"--once": "do each job once, then end", **_LOGS})
     ui = add_command(commands, "ui", _ui, common)
-    option = ui.add_argument
-    option(
-        "--host", default="127.0.0.1", metavar="ADDRESS",
-        help="the address to listen on (default 127.0.0.1); any other needs a TLS proxy in front",
-    )  # fmt: skip
-    option(
-        "--port",
-        type=port,
-        default=8484,
-        metavar="PORT",
-        help="the port to listen on (default 8484)",
+    add_options(
+        ui,
+        {
+            "--host ADDRESS": "the address to listen on (default 127.0.0.1); any other needs a TLS proxy in front",
+            "--port PORT": "the port to listen on (default 8484)",
+            "--users FILE": "who may log in, one line each",
+        },
     )
-    option("--users", metavar="FILE", help="who may log in, one line each")
-    option(
-        "--grant", action="append", choices=("change", "payload"), default=[],
-        help=f"what holders of {_SHARED} may do besides reading: change messages, or see payloads and headers; may be "
-        "repeated",
-    )  # fmt: skip
-    option(
-        "--allow-host", action="append", default=[], metavar="NAME",
-        help="a host name that browsers use for it, besides localhost; may be repeated",
-    )  # fmt: skip
-    flags = {"--hash-password": "ask for a password, print its hash for --users, and end"}
-    add_flags(ui, {**flags, **_LOGS})
+    granted = f"what holders of {_SHARED} may do besides reading: change messages, or see payloads and headers"
+    add_options(ui, {"--grant GRANT…": granted}, metavar=None, choices=("change", "payload"))
+    add_options(
+        ui,
+        {
+            "--allow-host NAME…": "a host name that browsers use for it, besides localhost",
+            "--hash-password": "ask for a password, print its hash for --users, and end",
+            **_LOGS,
+        },
+    )
+    ui.set_defaults(host=_LOOPBACK, port=8484)
 
 
 class _Tally:
@@ -293,7 +280,6 @@ def _relay(args: argparse.Namespace) -> int:
     """
     from txbox.relay import Relays
     from txbox.store.activity import Doing
-    from txbox.worker.driving import Driver
     from txbox.worker.pulse import Pulse
 
     start_logging(args)
@@ -301,10 +287,10 @@ def _relay(args: argparse.Namespace) -> int:
         tally = _Tally("Outgoing", sent=0, failed=0, dead=0)
         log_libraries()
         app.events.observers.append(tally)
-        perform(app, app.check_schema)
+        driver, grace_s = Driver(app), args.grace.total_seconds()
+        driver.perform(app.check_schema)
         stopped = Stop()
         ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        driver, grace_s = Driver(app), args.grace.total_seconds()
 
         def ended(error: BaseException | None) -> None:
             ends.put(error)
@@ -359,11 +345,12 @@ def _maintain(args: argparse.Namespace) -> int:
     start_logging(args)
     with opened(args) as app:
         log_libraries()
-        perform(app, app.check_schema)
+        driver = Driver(app)
+        driver.perform(app.check_schema)
         if not args.once:
-            _maintain_until_stopped(app)
+            _maintain_until_stopped(app, driver)
             return 0
-        reports = [run_once(app, job.name, Task()) for job in JOBS]
+        reports = [driver.perform(job.run, app, Task()) for job in JOBS]
         if args.json:
             print_json({"jobs": reports})
         else:
@@ -380,14 +367,15 @@ def _note(report: Report) -> str:
     return "outside of its window" if report.closed else ""
 
 
-def _maintain_until_stopped(app: App) -> None:
+def _maintain_until_stopped(app: App, driver: Driver) -> None:
     stopped = Stop()
+    task = Task(stop=stopped.is_set)
     paused_at: float | None = None
     with draining_on_signals(stopped.set, GRACE.total_seconds()):
         # the first round forgives nothing: a wrong URL or a missing schema ends here with its sentence
         due: dict[str, float] = {}
         for job in JOBS:
-            run_once(app, job.name, Task(stop=stopped.is_set))
+            driver.perform(job.run, app, task)
             due[job.name] = time.monotonic() + job.every(app).total_seconds()
         while not stopped.is_set():
             job = min(JOBS, key=lambda candidate: due[candidate.name])
@@ -395,7 +383,7 @@ def _maintain_until_stopped(app: App) -> None:
                 break
             wait_s = job.every(app).total_seconds()
             try:
-                run_once(app, job.name, Task(stop=stopped.is_set))
+                driver.perform(job.run, app, task)
             except StoreUnavailable as error:
                 paused_at = paused_at or time.monotonic()
                 app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
@@ -461,7 +449,7 @@ def _authenticator(args: argparse.Namespace) -> Authenticator:
         )
     if args.users:
         try:
-            return Users.read(Path(args.users).read_text())
+            return Users.read(Path(args.users).read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigurationError(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
 from typing import Any
 
-from txbox.app import App
+from txbox.admin import Admin
 from txbox.cli import add_command, print_error
-from txbox.cli.options import count, opened, perform
+from txbox.cli.options import add_options, count, opened
 from txbox.cli.output import print_json, print_line
 from txbox.connections import open_database
 from txbox.errors import ConfigurationError
 from txbox.policy import Retention
-from txbox.session import Session, drive_async
 from txbox.store import schema as tables
 from txbox.store.dialect import Dialect, dialect, qualified
 from txbox.store.partitions import KINDS, Kind, Partitioning
@@ -41,27 +39,23 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     apply = add_command(
         actions, "apply", _apply, common, help="create or upgrade the tables, like `txbox init`"
     )
+    parted = (
+        "for new tables on PostgreSQL: partition the inbox by the time in its ids (uuid7, ulid), so that pruning "
+        "drops whole partitions, or by a hash of the id"
+    )
     for command in (init, apply, shown):
-        command.add_argument(
-            "--partition", choices=KINDS,
-            help="for new tables on PostgreSQL: partition the inbox by the time in its ids (uuid7, ulid), so that "
-            "pruning drops whole partitions, or by a hash of the id",
-        )  # fmt: skip
-    option = shown.add_argument
-    option("--dialect", choices=["postgresql", "mysql", "sqlite"], help="mysql is also MariaDB")
-    option(
-        "--from", dest="after", type=_version, default=0, metavar="N",
-        help="the version of the tables now (default 0: none)",
-    )  # fmt: skip
-    option(
-        "--to", dest="upto", type=count, default=tables.VERSION, metavar="N",
-        help=f"the version to reach (default {tables.VERSION}, this release)",
-    )  # fmt: skip
-    option(
-        "--grants", nargs="*", metavar="KIND=ROLE",
-        help="print GRANT statements instead, for each kind of role: consumer, relay, maintenance, operator, readonly, "
-        "viewer; with KIND=ROLE only for that kind, and for your role",
-    )  # fmt: skip
+        add_options(command, {"--partition KIND": parted}, metavar=None, choices=KINDS)
+    known = ["postgresql", "mysql", "sqlite"]
+    add_options(shown, {"--dialect NAME": "mysql is also MariaDB"}, metavar=None, choices=known)
+    now = {"--from N": "the version of the tables now (default 0: none)"}
+    add_options(shown, now, dest="after", type=_version, default=0)
+    wanted = {"--to N": f"the version to reach (default {tables.VERSION}, this release)"}
+    add_options(shown, wanted, dest="upto", default=tables.VERSION)
+    granted = (
+        "print GRANT statements instead, for each kind of role: consumer, relay, maintenance, operator, readonly, "
+        "viewer; with KIND=ROLE only for that kind, and for your role"
+    )
+    add_options(shown, {"--grants KIND=ROLE": granted}, nargs="*")
 
 
 def _version(text: str) -> int:
@@ -72,59 +66,54 @@ def _apply(args: argparse.Namespace) -> int:
     """Creates the tables, or upgrades them to this release. Running it again does no harm. It needs a role that may
     create tables; `txbox schema print` prints the same SQL for whoever has one.
     """
-    with opened(args) as app:
-        if app.database.sync:
-            before, after = app.init(partition=args.partition)
-            creators = perform(app, _creators, app)
-        else:
-            before, after, creators = asyncio.run(_init(app, args.partition))
+    with opened(args) as app, Admin(app) as admin:
+        database, partitioning = app.database, _partitioning(args, app.retention)
+        before, after = admin.on_database(
+            tables.apply, app.store.dialect, database.schema, partitioning
+        )
         if args.json:
             print_json({"before": before, "after": after})
         elif before == after:
             print_line(
-                f"The txbox tables in {app.database.name} are at version {after}: nothing to do."
+                f"The txbox tables in {database.name} are at version {after}: nothing to do."
             )
         elif before:
             print_line(
-                f"The txbox tables in {app.database.name} went from version {before} to {after}."
+                f"The txbox tables in {database.name} went from version {before} to {after}."
             )
         else:
-            print_line(f"The txbox tables in {app.database.name} are ready (version {after}).")
-        _warn(creators)
+            print_line(f"The txbox tables in {database.name} are ready (version {after}).")
+        _warn_of_creators(admin)
     return 0
 
 
-async def _creators(db: Session, app: App) -> list[str]:
-    return await tables.creators(db, dialect(app.store.dialect.name, app.database.schema))
-
-
-def _warn(creators: list[str]) -> None:
+def _warn_of_creators(admin: Admin) -> None:
     """Say who could have code of theirs run by whoever uses the tables."""
-    if creators:
+    database = admin.app.database
+    own_dialect = dialect(database.dialect.name, database.schema)
+    if creators := admin.on_database(tables.creators, own_dialect):
         print_error(
             f"warning: {', '.join(creators)} may create in the schema of the txbox tables, and so run code as whoever "
             "uses them: `REVOKE CREATE ON SCHEMA … FROM …`, or keep the tables in a schema of their own."
         )
 
 
-async def _init(app: App, partition: Kind | None) -> tuple[int, int, list[str]]:
-    assert app.database.asynchronous is not None
-    async with app:
-        before, after = await app.init_async(partition=partition)
-        return before, after, await drive_async(app.database.asynchronous, _creators, app)
+def _partitioning(args: argparse.Namespace, retention: Retention) -> Partitioning | None:
+    wanted: Kind | None = args.partition
+    return wanted and Partitioning(wanted, retention.partition, retention.ahead)
 
 
 def _check(args: argparse.Namespace) -> int:
     """Says whether this release works with the tables. Exit status: 0 yes, 2 no, with the command to run."""
-    with opened(args) as app:
-        state = perform(app, tables.check, app.store.dialect)
+    with opened(args) as app, Admin(app) as admin:
+        state = admin.on_database(tables.check, app.store.dialect)
         if args.json:
             print_json({"version": state.version, "schema": state.schema, "usable": True})
         else:
             print_line(
                 f"The txbox tables in {app.database.name} are at version {state.version}, which fits."
             )
-        _warn(perform(app, _creators, app))
+        _warn_of_creators(admin)
     return 0
 
 
@@ -140,10 +129,10 @@ def _print(args: argparse.Namespace) -> int:
             f"This release knows the tables up to version {tables.VERSION}, not {args.upto}: upgrade txbox."
         )
     else:
-        wanted = args.partition and Partitioning(args.partition, kept.partition, kept.ahead)
         sql = tables.migration_text(
-            sql_dialect, schema, after=args.after, upto=args.upto, partitioning=wanted
-        )
+            sql_dialect, schema, after=args.after, upto=args.upto,
+            partitioning=_partitioning(args, kept),
+        )  # fmt: skip
         if args.after >= args.upto:
             sql = f"-- Nothing leads from version {args.after} to version {args.upto}."
     if args.json:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from txbox.admin import Admin, views
 from txbox.admin.activity import Snapshot
-from txbox.cli import add_command, add_flags
-from txbox.cli.options import add_audit, admin_of, duration
+from txbox.cli import add_command
+from txbox.cli.options import add_audit, add_options, admin_of
 from txbox.cli.output import clipped, print_json, print_line, print_table, shown
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.store.activity import Pause
@@ -28,17 +28,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     add_command(commands, "workers", _workers, common)
     for name, run in (("pause", _pause), ("resume", _resume)):
         command = add_command(commands, name, run, common)
-        command.add_argument(
-            "consumer", metavar="CONSUMER", help="the consumer, as `txbox workers` lists it"
-        )
-        add_flags(command, {"--dry-run": "say what would happen, and change nothing"})
+        add_options(command, {"consumer CONSUMER": "the consumer, as `txbox workers` lists it"})
+        add_options(command, {"--dry-run": "say what would happen, and change nothing"})
         add_audit(command)
     top = add_command(commands, "top", _top, common)
-    top.add_argument(
-        "--interval", type=duration, default=timedelta(seconds=2), metavar="TIME",
-        help="how often to look (default 2s)",
-    )  # fmt: skip
-    add_flags(top, {"--once": "look once, then end"})
+    often = "how often to look (default 2s)"
+    add_options(top, {"--interval TIME": often, "--once": "look once, then end"})
+    top.set_defaults(interval=timedelta(seconds=2))
 
 
 def _workers(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from txbox.session import Session, Transaction, drive, drive_async
 from txbox.store import leases
 from txbox.store.leases import Rescued
 
-__all__ = ["JOBS", "Job", "Report", "Task", "rescue", "run_once"]
+__all__ = ["JOBS", "Job", "Report", "Task", "prune", "prune_outbox", "rescue", "run_once"]
 
 _RESCUE_BATCH = 100
 

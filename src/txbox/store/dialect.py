@@ -244,7 +244,7 @@ def dialect(name: str, schema: str | None = None) -> Dialect:
             f"There is no dialect {name!r}: use postgresql, mysql (also for MariaDB) or sqlite."
         )
     common, differing = (
-        files("txbox.store").joinpath(f"{file}.sql").read_text() for file in ("common", name)
+        files("txbox.store").joinpath(f"{file}.sql").read_text("utf-8") for file in ("common", name)
     )
     queries, seconds = parse_queries(
         common if name == "postgresql" else _CAST.sub("", common), differing

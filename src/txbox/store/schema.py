@@ -66,7 +66,7 @@ def migration_text(
         texts[0] = texts[0].replace(_INBOX_ENDS, f"{_INBOX_ENDS[:-1]} PARTITION BY {by};")
         folder = _folder(dialect.name)
         name = "partition_hash.sql" if partitioning.kind == "hash" else "partition_time.sql"
-        texts.append(_filled(folder.joinpath(name).read_text(), partitioning))
+        texts.append(_filled(folder.joinpath(name).read_text("utf-8"), partitioning))
     text = "\n".join(texts)
     if schema is None:
         return text
@@ -79,7 +79,7 @@ def migrations(dialect_name: str, after: int = 0, upto: int = VERSION) -> list[s
     for entry in sorted(_folder(dialect_name).iterdir(), key=lambda found: found.name):
         named = _FILE.fullmatch(entry.name)
         if named and after < int(named[1]) <= upto:
-            texts.append(entry.read_text())
+            texts.append(entry.read_text("utf-8"))
     return texts
 
 
