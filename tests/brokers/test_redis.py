@@ -210,6 +210,18 @@ def test_a_deleted_stream_is_read_from_its_beginning(stream: Stream) -> None:
     source.close()
 
 
+def test_a_group_lost_with_the_connection_misses_nothing_that_came_since(stream: Stream) -> None:
+    """As when the server starts again without its data: `start` is only for a group that is new."""
+    source = stream.opened(start="$")
+    source._ready = False  # a call was cut off
+    stream.client.delete(stream.topic)
+    stream.add("m0")
+    (delivery,) = received(source)
+    assert message_id(the_message(delivery)) == "m0"
+    source.settle([delivery])
+    source.close()
+
+
 def test_a_server_that_is_away_at_first(throwaway_redis: ThrowawayRedis) -> None:
     stream = Stream(throwaway_redis.url)
     stream.create()

@@ -95,7 +95,8 @@ class RedisStreams(Source):
         payload: the field that holds the payload. If an entry lacks it, the payload is a JSON object
             of all its fields as text.
         claim_idle: an entry that no consumer has tended for this long is taken over; 1 second or more.
-        start: where a group created here begins: "0" is the whole stream, "$" only what comes next.
+        start: where a group created here begins: "0" is the whole stream, "$" only what comes next. A group
+            that is lost while the source is open begins at "0".
         incarnation: text for weak ids, see below.
         maxlen: for publishing: trim each stream to about this many entries.
         replicas: for publishing: how many replicas must have an entry before it counts as confirmed.
@@ -257,7 +258,8 @@ class RedisStreams(Source):
 
     def _prepare(self) -> None:
         """Make sure the groups exist, then take what is pending under our own name."""
-        self._create(self._start)
+        # a group that was there and is gone must not miss what came since
+        self._create("0" if self._was_ready else self._start)
         for stream in self._streams:
             after: bytes | str = "0"
             while entries := [
