@@ -224,7 +224,8 @@ def test_a_source_that_is_refused(shop: Shop) -> None:
         why = ["memory is paused: its messages have no ids"]
         eventually(lambda: health.unready() == why)
         assert health.stuck() == []
-        assert _value(counters, "sources_refused", source="memory") == 1
+        # the counters hear of it behind `health`
+        eventually(lambda: _value(counters, "sources_refused", source="memory") == 1)
 
 
 def test_the_database_is_away_until_it_says_otherwise() -> None:
@@ -415,6 +416,31 @@ def test_answers_that_nobody_reads_starve_no_probe_and_hold_no_stop() -> None:
             assert _ask(port, LIVEZ).startswith(b"HTTP/1.1 200")
             began = time.monotonic()
         assert time.monotonic() - began < room(3)
+
+
+def test_who_has_sent_no_request_yet_outlasts_those_that_do_not_read() -> None:
+    asked, answered = threading.Semaphore(0), threading.Semaphore(0)
+    go_on, loops = asyncio.Event(), list[asyncio.AbstractEventLoop]()
+
+    async def held(scope: Scope, receive: Receive, send: Send) -> None:
+        loops.append(asyncio.get_running_loop())
+        asked.release()
+        await go_on.wait()
+        await _long(scope, receive, send)
+        answered.release()
+
+    with contextlib.ExitStack() as connections:
+        with serving(Routes({"/long": held, "/livez": _worker_probes()})) as port:
+            deaf = range(40)  # more than may wait, fewer than may be open
+            for _ in deaf:
+                connections.enter_context(_deaf(port))
+                assert asked.acquire(timeout=DEADLINE_S)
+            probe = connections.enter_context(socket.create_connection(("127.0.0.1", port)))
+            assert _ask(port, LIVEZ), "it is accepted behind the first"
+            loops[0].call_soon_threadsafe(go_on.set)
+            assert all(answered.acquire(timeout=DEADLINE_S) for _ in deaf)
+            probe.sendall(LIVEZ)
+            assert _rest(probe).startswith(b"HTTP/1.1 200")
 
 
 def test_answer_that_nobody_reads_is_cut_off() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -241,8 +242,8 @@ class Bounds:
         head_s: bound on sending the head of a request, also the next one of a connection that is kept alive.
         head_bytes: of a request, with its headers.
         answer_s: bound on reading an answer.
-        waiting_max: connections that have sent no request, or not read their answer; one more closes the
-            oldest of them.
+        waiting_max: connections that have sent no request, or not read their answer; one more closes one of the
+            latter, or else the oldest.
         connections_max: of all, those included that are being answered; above it the answer is 503.
         drain_s: what takes longer is cut off when the server stops.
     """
@@ -335,8 +336,9 @@ class _Config(uvicorn.Config):
             proxy_headers=False,
         )
         self.bounds = bounds
-        #: Connections whose client has something to do, the oldest first.
-        self.waiting: dict[_Protocol, None] = {}
+        #: Connections whose client has something to do, in the order in which they are closed when they are too many:
+        #: those that have their answer, then those that have sent no request, the oldest first.
+        self.waiting: OrderedDict[_Protocol, None] = OrderedDict()
 
 
 class _Protocol(H11Protocol):
@@ -388,7 +390,10 @@ class _Protocol(H11Protocol):
         if len(waiting) >= bounds.waiting_max:
             next(iter(waiting)).abort()
         waiting[self] = None
-        self._give(bounds.answer_s if self.transport.is_closing() else bounds.head_s)
+        answered = self.transport.is_closing()
+        if answered:
+            waiting.move_to_end(self, last=False)
+        self._give(bounds.answer_s if answered else bounds.head_s)
 
     def _stop_waiting(self) -> None:
         self.config.waiting.pop(self, None)
