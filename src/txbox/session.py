@@ -252,7 +252,8 @@ class Connections(Protocol):
 
 # A handler's SET ROLE outlives its transaction, and that role may lack rights on txbox's tables. If the first
 # statements fail this way, nothing has been done yet: another connection shows whether the right is really missing.
-# So many are tried: more than a pool keeps idle.
+_NO_RIGHT = "42501"
+# more than a pool keeps idle
 _OTHERS_MAX = 20
 
 
@@ -328,7 +329,7 @@ class Session:
                 else:
                     results = await connection.begin_meanwhile(statements, meanwhile)
             except StoreError as error:
-                if not error.lacks_right or others == _OTHERS_MAX:
+                if error.code != _NO_RIGHT or others == _OTHERS_MAX:
                     raise
                 self.discard()
                 begun = False

@@ -187,35 +187,31 @@ async def read(db: Session, dialect: Dialect, last: timedelta, step: timedelta) 
     # the database strings the histograms of a step together: those of an hour at most
     summed = gcd(length, 60)
     clock_s, found = await activity.read(db, dialect, minutes=minutes, step=summed)
-    first = int(clock_s // 60) - minutes + 1
     steps: dict[tuple[Kind, str], dict[int, Counts]] = {}
     for key, counts in found:
         # steps begin at round times
         of_step = steps.setdefault((key.kind, key.name), {})
         of_step.setdefault(key.minute // length, Counts()).merge(counts)
-    totals = {of: Counts() for of in steps}
-    for of, of_steps in steps.items():
-        for counts in of_steps.values():
-            totals[of].merge(counts)
-    shown = {
-        of: Activity(
-            kind=of[0],
-            name=of[1],
-            total=totals[of],
-            points=tuple(
-                Point(at=_moment(number * length), counts=counts)
-                for number, counts in sorted(steps[of].items())
-            ),
-        )
-        for of in sorted(totals)
-    }
+    shown = [_activity(*of, steps[of], length) for of in sorted(steps)]
+    first = int(clock_s // 60) - minutes + 1
     return Activities(
         since=_moment(first // length * length),
         until=datetime.fromtimestamp(clock_s, UTC),
         step=step,
-        consumers=tuple(each for of, each in shown.items() if of[0] == "consumer"),
-        routes=tuple(each for of, each in shown.items() if of[0] == "route"),
+        consumers=tuple(each for each in shown if each.kind == "consumer"),
+        routes=tuple(each for each in shown if each.kind == "route"),
     )
+
+
+def _activity(kind: Kind, name: str, steps: dict[int, Counts], length: int) -> Activity:
+    total = Counts()
+    for counts in steps.values():
+        total.merge(counts)
+    points = (
+        Point(at=_moment(number * length), counts=counts)
+        for number, counts in sorted(steps.items())
+    )
+    return Activity(kind=kind, name=name, total=total, points=tuple(points))
 
 
 def _moment(minute: int) -> datetime:

@@ -1,6 +1,6 @@
 """Where one message stands, why, and what helps, in sentences that the command line and the pages show alike.
 
-`look` of `found.py` reads everything; `explained` says what it means.
+`find` of `found.py` reads everything; `explained` says what it means.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from txbox.admin.found import Found, Holder, InInbox, InOutbox, Link
-from txbox.admin.reader import Application, says_anything
+from txbox.admin.reader import Application, says_anything, takes
 from txbox.admin.tables import InboxMessage, OutboxMessage, QuarantinedMessage
 from txbox.effects import PREFIX
 from txbox.handlers import Handler
@@ -42,9 +42,6 @@ KINDS: dict[str, Severity] = {
 _NEVER_ENDED = ("LeaseExpired", "KilledItsProcess")
 # what is due for longer than this should have been taken
 _LATE_S = 60.0
-
-
-# -- what it means ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +90,7 @@ class Explanation:
     @property
     def severity(self) -> Severity:
         """The worst of its sentences."""
-        order: Sequence[Severity] = ("stuck", "waits", "unchecked", "ok", "info")
+        order: tuple[Severity, ...] = ("stuck", "waits", "unchecked", "ok", "info")
         given = {said.severity for place in self.places for said in place.sentences}
         return next(grave for grave in order if grave in given)
 
@@ -136,20 +133,24 @@ def _first_line(text: str | None) -> str:
 
 
 def _transaction(holder: Holder) -> str:
-    words = [f"server process {holder.pid}"]
-    if holder.application:
-        words.append(f"application {holder.application!r}")
-    if holder.user:
-        words.append(f"user {holder.user!r}")
-    words.append(holder.state or "whose state this role may not see")
-    if holder.open_s is not None:
-        words.append(f"open for {age(holder.open_s)}")
-    return ", ".join(words)
+    words = (
+        f"server process {holder.pid}",
+        holder.application and f"application {holder.application!r}",
+        holder.user and f"user {holder.user!r}",
+        holder.state or "whose state this role may not see",
+        holder.open_s is not None and f"open for {age(holder.open_s)}",
+    )
+    return ", ".join(word for word in words if word)
 
 
 def _linked(link: Link) -> str:
     where = "outbox" if link.consumer is None else link.consumer
     return f"{link.message_id} ({where}, topic {link.topic}: {link.status})"
+
+
+def _cause(named: str, found: Sequence[Link]) -> Sentence:
+    causes = " and ".join(map(_linked, found))
+    return _say("cause", f"It follows from {causes or f'{named}, which has no row here'}.")
 
 
 def _last_error(
@@ -158,11 +159,8 @@ def _last_error(
     if message.error_type:
         fingerprint = getattr(message, "fingerprint", None)
         alike = f" (fingerprint {fingerprint!r})" if fingerprint else ""
-        yield _say(
-            "last error",
-            f"{begins} {message.error_type}{alike}: {_first_line(message.error)}",
-            show,
-        )
+        said = f"{begins} {message.error_type}{alike}: {_first_line(message.error)}"
+        yield _say("last error", said, show)
 
 
 @dataclass(slots=True)
@@ -258,17 +256,12 @@ class _Saying:
             )
             return
         starts = f"{counted(message.starts, 'run')} of it never ended"
-        if not self.has_app:
-            after = f"failed and runs again: {starts}"
-        elif message.starts < most:
-            after = (
-                f"failed and runs again: {starts}, and with {most} (Lease.max_starts) it is dead"
-            )
-        else:
-            after = f"dead: {starts} (Lease.max_starts is {most})"
-        every = "each third of Lease.duration"
+        after, every = f"failed and runs again: {starts}", "each third of Lease.duration"
         if self.has_app:
             every = f"every {age(self.app.lease.duration.total_seconds() / 3)}"
+            after += f", and with {most} (Lease.max_starts) it is dead"
+            if message.starts >= most:
+                after = f"dead: {starts} (Lease.max_starts is {most})"
         held = " A rescue leaves it alone while a transaction holds it." if row.held else ""
         yield _say(
             "lease expired",
@@ -319,26 +312,23 @@ class _Saying:
                 _command("retry", *key) if message.status == Status.FAILED else None,
             )
         elif message.waits_for is None and not row.held:
-            since = f"{failures}it is due since {self.when(due)}"
+            since = f"{failures}it has been due since {self.when(due)}"
             since = since[0].upper() + since[1:]
+            count = self.at_work(consumer=consumer)
             if not self.late(due):
                 takes = "a worker of its consumer takes it next"
-                if not self.at_work(consumer=consumer):
+                if not count:
                     takes += ", once one runs: none has been heard of in the last half minute"
                 yield _say("due", f"{since}: {takes}.")
             else:
-                count = self.at_work(consumer=consumer)
                 who = f"no process that runs consumer {consumer} has been heard of in the last half minute"
                 if count:
                     who = (
-                        f"{counted(count, 'process')} that may run consumer {consumer}, so it is behind; "
-                        "`txbox status` says how much waits"
+                        f"{counted(count, 'process')} may run consumer {consumer}, so it is behind; `txbox status` "
+                        "says how much waits"
                     )
-                yield _say(
-                    "overdue",
-                    f"{since}, and no worker has taken it: {who}.",
-                    "txbox run MODULE:APP",
-                )
+                said = f"{since}, and no worker has taken it: {who}."
+                yield _say("overdue", said, "txbox run MODULE:APP")
         if message.status == Status.FAILED:
             yield from _last_error("It failed last with", message, _show(message))
 
@@ -386,7 +376,7 @@ class _Saying:
     def _dead(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
         message, key = row.message, (row.message.consumer, row.message.message_id)
         retry, discard = _command("retry", *key), _command("discard", *key)
-        since = f"It is dead since {self.when(message.updated_at)}"
+        since = f"It has been dead since {self.when(message.updated_at)}"
         if message.error_type == BROKEN.error_type:
             yield _say(
                 "broken",
@@ -400,7 +390,7 @@ class _Saying:
                 count = f"{counted(message.starts, 'run')} of it never ended"
             yield _say(
                 "dead",
-                f"{since}, {count}: nobody runs it again by itself.",
+                f"{since}, {count}: it does not run again by itself.",
                 retry if message.has_payload else discard,
             )
             yield from _last_error("Its last error was", message, _show(message))
@@ -426,11 +416,8 @@ class _Saying:
     def _processed(self, message: InboxMessage, handler: Handler | None) -> Iterator[Sentence]:
         failures = sum(past.status in ("failed", "dead") for past in message.history)
         tries = f" after {counted(failures, 'recorded failure')}" if failures else ""
-        kept = (
-            f"; what it returned is kept ({message.result_bytes} bytes)"
-            if message.result_bytes
-            else ""
-        )
+        size = message.result_bytes
+        kept = f"; what it returned is kept ({size} bytes)" if size else ""
         yield _say(
             "processed",
             f"It was processed at {self.when(message.processed_at)}{tries}{kept}. Its effects in the database were "
@@ -438,9 +425,8 @@ class _Saying:
         )
         if message.has_payload:
             replay = _command("replay", message.consumer, message.message_id)
-            yield _say(
-                "replay", "Its payload is kept: a replay runs its handler once more.", replay
-            )
+            said = "Its payload is kept: a replay runs its handler once more."
+            yield _say("replay", said, replay)
         else:
             why = f" (keep_payload={handler.options.keep_payload!r})" if handler is not None else ""
             yield _say("replay", f"Its payload is not kept{why}: it cannot be replayed.")
@@ -478,10 +464,7 @@ class _Saying:
 
     def _links(self, row: InInbox) -> Iterator[Sentence]:
         if row.cause_id is not None:
-            causes = " and ".join(map(_linked, row.causes))
-            yield _say(
-                "cause", f"It follows from {causes or f'{row.cause_id}, which has no row here'}."
-            )
+            yield _cause(row.cause_id, row.causes)
         if row.caused:
             yield _say("caused", f"It has caused {'; '.join(map(_linked, row.caused))}.")
         elif row.message.status == Status.PROCESSED:
@@ -496,15 +479,10 @@ class _Saying:
             why = "this database has one writer at a time, and does not say who."
             if self.app.store.dialect.has("explain_locked"):
                 why = "this role may not lock rows."
-            yield _say(
-                "unchecked",
-                f"Whether an open transaction holds its row could not be checked: {why}",
-            )
-        if not self.has_handlers and row.message.status in (
-            Status.PENDING,
-            Status.FAILED,
-            Status.DEAD,
-        ):
+            said = f"Whether an open transaction holds its row could not be checked: {why}"
+            yield _say("unchecked", said)
+        unfinished = (Status.PENDING, Status.FAILED, Status.DEAD)
+        if not self.has_handlers and row.message.status in unfinished:
             yield _say(
                 "unchecked",
                 "Whether a handler still takes it, and whether it waits for others of its key, could not be checked: "
@@ -548,7 +526,7 @@ class _Saying:
             case "dead":
                 yield _say(
                     "dead",
-                    f"It was given up after {attempts}: nobody sends it by itself. A retry gives it a full new "
+                    f"It was given up after {attempts}: it does not leave by itself. A retry gives it a full new "
                     "budget, and it leaves under its id, before the later ones of its key.",
                     retry,
                 )
@@ -569,9 +547,7 @@ class _Saying:
             f"to go by route {message.route or 'any'!r}.",
         )
         if message.cause_id is not None:
-            cause = f"{message.cause_consumer or ''} {message.cause_id}".strip()
-            causes = " and ".join(map(_linked, row.causes))
-            yield _say("cause", f"It follows from {causes or f'{cause}, which has no row here'}.")
+            yield _cause(f"{message.cause_consumer or ''} {message.cause_id}".strip(), row.causes)
 
     def _due(self, row: InOutbox) -> Iterator[Sentence]:
         message = row.message
@@ -593,7 +569,7 @@ class _Saying:
 
     def _unrouted(self, message: OutboxMessage) -> Iterator[Sentence]:
         """Say that no relay of this App takes it, or that this is not known; nothing where one does."""
-        routes, named = self.app.routes, message.route or "any"
+        named = message.route or "any"
         if not self.has_app:
             yield _say(
                 "unchecked",
@@ -601,15 +577,10 @@ class _Saying:
                 "routes. Give --app.",
             )
             return
-        served = routes.all()
-        taken = (
-            any(route.name == message.route for route in served)
-            or (not message.route and any(route.names(message.topic) for route in served))
-            or routes.adopts(message.route, message.topic, message.type, message.cause_consumer)
-            or (message.route and self.at_work(route=message.route))
-        )
-        if not taken:
-            have = ", ".join(repr(route.name) for route in served) or "none"
+        sort = message.route, message.topic, message.type, message.cause_consumer
+        elsewhere = message.route and self.at_work(route=message.route)
+        if not takes(self.app, *sort) and not elsewhere:
+            have = ", ".join(repr(route.name) for route in self.app.routes.all()) or "none"
             yield _say(
                 "unrouted",
                 f"No relay of this App takes it: its route is {named!r}, its topic {message.topic!r}, and this App's "
@@ -634,11 +605,8 @@ class _Saying:
     # -- the quarantine, and nowhere ----------------------------------------------------------
 
     def quarantine(self, row: QuarantinedMessage) -> Iterator[Sentence]:
-        words, mark, when = (
-            (row.consumer, row.message_id),
-            row.hash[:12],
-            self.when(row.received_at),
-        )
+        words, mark = (row.consumer, row.message_id), row.hash[:12]
+        when = self.when(row.received_at)
         if row.status == "replaced":
             yield _say(
                 "replaced",
@@ -654,19 +622,15 @@ class _Saying:
             )
             return
         times = f", and came {row.seen} times" if row.seen > 1 else ""
-        text, options = (
-            f"A copy with payload {mark} was set aside at {when}{times}: {row.reason}",
-            {"hash": mark},
-        )
+        text = f"A copy with payload {mark} was set aside at {when}{times}: {row.reason}"
+        options = {"hash": mark}
         if any(first.message.consumer == row.consumer for first in self.found.inbox):
             text += " The message that came first under this id is untouched: the copy needs an id of its own."
             options["id"] = "NEW-ID"
         yield _say("quarantined", text, _command("quarantine accept", *words, **options))
         if row.payload_bytes is None:
-            yield _say(
-                "payload dropped",
-                "It has no payload, or that was dropped: then it must be sent again.",
-            )
+            said = "It has no payload, or that was dropped: then it must be sent again."
+            yield _say("payload dropped", said)
         yield _say(
             "remedy",
             "It waits until somebody accepts or discards it. `txbox quarantine show --reveal` prints its payload.",
@@ -712,9 +676,7 @@ class _Saying:
             "It never arrived; or it arrived so long ago that it was pruned (processed and discarded messages are "
             f"kept for {kept}); or it was outgoing and has been sent{sent}",
         )
-        if not (
-            app.store.dialect.has("explain_writers") or app.store.dialect.has("explain_locked")
-        ):
+        if not any(map(app.store.dialect.has, ("explain_writers", "explain_locked"))):
             yield _say(
                 "unchecked",
                 "Whether an open transaction has just inserted it could not be checked: this database does not say.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 
 from txbox.admin import activity, tables
 from txbox.admin.activity import WorkerStatus
@@ -132,16 +132,13 @@ class Found:
 # -- reading ----------------------------------------------------------------------------------
 
 
-def look(reader: Reader, message_id: str, consumer: str | None) -> Found:
+def find(reader: Reader, message_id: str, consumer: str | None) -> Found:
     """Read everything about an id; nothing is locked or changed, and no lock is waited for.
 
     Args:
         consumer: look only in its inbox and quarantine, and not in the outbox.
     """
-    ((now,),) = reader.rows("database_clock")
-    at = as_time(now)
-    assert at is not None
-    _, paused = reader.on_database(pauses, reader.dialect)
+    clock_s, paused = reader.on_database(pauses, reader.dialect)
     consumers = _consumers(reader, "explain_consumers")
     present = _inbox_links(reader, consumers if consumer is None else [consumer], [message_id])
     inbox = [row for link in present if (row := _in_inbox(reader, link, consumers)) is not None]
@@ -150,7 +147,7 @@ def look(reader: Reader, message_id: str, consumer: str | None) -> Found:
     found = Found(
         message_id=message_id,
         consumer=consumer,
-        at=at,
+        at=datetime.fromtimestamp(clock_s, UTC),
         searched=tuple(consumers),
         workers=tuple(activity.statuses(known, paused)),
         paused=tuple(paused),
@@ -175,19 +172,25 @@ def _consumers(reader: Reader, query: str) -> list[str]:
 
 def _inbox_links(reader: Reader, consumers: Sequence[str], ids: Sequence[str]) -> list[Link]:
     """Which of these consumers have a row of which of these ids."""
-    keys = [(consumer, message_id) for consumer in consumers for message_id in ids]
-    named = {"consumer": [key[0] for key in keys], "message_id": [key[1] for key in keys]}
-    return [
-        Link(consumer=consumer, message_id=message_id, status=status, topic=topic)
-        for consumer, message_id, status, topic in reader.rows("explain_inbox", rows=named)
-    ]
+    return links(reader.rows("explain_inbox", rows=keys_of(consumers, ids)))
 
 
 def _outbox_links(reader: Reader, ids: Sequence[str]) -> list[Link]:
+    return links(reader.rows("explain_outbox", rows={"message_id": ids}))
+
+
+def keys_of(consumers: Sequence[str], ids: Sequence[str]) -> dict[str, list[str]]:
+    """The columns of all these keys."""
+    keys = [(consumer, message_id) for consumer in consumers for message_id in ids]
+    return {"consumer": [key[0] for key in keys], "message_id": [key[1] for key in keys]}
+
+
+def links(rows: Rows) -> list[Link]:
+    """Read the rows of `explain_inbox`, or those of `explain_outbox`, which lack a consumer."""
     return [
-        Link(consumer=None, message_id=message_id, status=status, topic=topic)
-        for message_id, status, topic in reader.rows("explain_outbox", rows={"message_id": ids})
-    ]
+        Link(consumer=consumer[0] if consumer else None, message_id=message_id, status=status, topic=topic)
+        for *consumer, message_id, status, topic in rows
+    ]  # fmt: skip
 
 
 def _message(
@@ -305,15 +308,12 @@ def _outgoing(reader: Reader, message_id: str) -> OutboxMessage | None:
 def _aside(reader: Reader, message_id: str, consumer: str | None) -> list[QuarantinedMessage]:
     # "" has what no handler consumed
     asked = ["", *_consumers(reader, "explain_aside")] if consumer is None else [consumer]
-    columns = reader.store.columns
-    found: list[QuarantinedMessage] = []
-    for name in asked:
-        named = {"consumer": name, "message_id": message_id, "limit": _ASIDE_MAX}
-        found += [
-            tables.message_of(columns, QUARANTINE, row, (), reveal=False)
-            for row in reader.rows("explain_quarantine", named)
-        ]
-    return found
+    params = {"message_id": message_id, "limit": _ASIDE_MAX}
+    return [
+        tables.message_of(reader.store.columns, QUARANTINE, row, (), reveal=False)
+        for name in asked
+        for row in reader.rows("explain_quarantine", {**params, "consumer": name})
+    ]
 
 
 def _nowhere(reader: Reader, found: Found) -> Found:
@@ -322,16 +322,14 @@ def _nowhere(reader: Reader, found: Found) -> Found:
     asked = {*found.searched, *reader.app.handlers.consumers()}
     if found.consumer is not None:
         asked = {found.consumer}
-    held_for: list[str] = []
-    last: list[datetime | None] = []
-    for name in sorted(asked)[:_CAUSED_CONSUMERS]:
-        if not writers and _held(reader, name, found.message_id)[0]:
-            held_for.append(name)
-        params = {"consumer": name, "message_id": found.message_id}
-        last += [as_time(recorded) for *_, recorded in reader.rows("inbox_attempts", params)]
-    return replace(
-        found,
-        writers=writers,
-        held_for=tuple(held_for),
-        last_attempt_at=max(filter(None, last), default=None),
-    )
+    names, message_id = sorted(asked)[:_CAUSED_CONSUMERS], found.message_id
+    held_for = [name for name in names if not writers and _held(reader, name, message_id)[0]]
+    attempts = [
+        as_time(recorded)
+        for name in names
+        for *_, recorded in reader.rows(
+            "inbox_attempts", {"consumer": name, "message_id": message_id}
+        )
+    ]
+    last = max(filter(None, attempts), default=None)
+    return replace(found, writers=writers, held_for=tuple(held_for), last_attempt_at=last)

@@ -15,7 +15,7 @@ from txbox.admin.doctor import Diagnosis
 from txbox.admin.doctor.app import examine_app
 from txbox.admin.doctor.database import examine
 from txbox.admin.explain import Explanation, explained
-from txbox.admin.found import look
+from txbox.admin.found import find
 from txbox.admin.reader import Audit, Reader, Rows, says_anything
 from txbox.admin.tables import (
     INBOX,
@@ -393,7 +393,7 @@ class Look(Reader):
 
         Nothing is changed, and no lock is waited for. What depends on handlers and routes needs an App.
         """
-        return explained(look(self, stored_id(message_id), consumer), self.app)
+        return explained(find(self, stored_id(message_id), consumer), self.app)
 
 
 # -- what the queries answer ------------------------------------------------------------------

@@ -94,6 +94,16 @@ def says_anything(app: Application) -> bool:
     return bool(len(app.handlers) or app.consumptions or app.routes.all())
 
 
+def takes(app: Application, route: str, topic: str, kind: str | None, cause: str | None) -> bool:
+    """Whether a relay of this App takes such outgoing messages, now or once it has adopted them."""
+    for served in app.routes.all():
+        if (served.name == route or (not route and served.names(topic))) and (
+            served.destination is not None or app.handlers.matching(topic, kind)
+        ):
+            return True
+    return app.routes.adopts(route, topic, kind, cause)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """Who does something and why, for `txbox_audit`; by default the login name and the host."""
@@ -123,15 +133,7 @@ def _default_actor() -> str:
 
 
 class Reader:
-    """Runs operations on the connections of an App or a database, and reads messages.
-
-    Args:
-        target: an App; or a database URL, pool or engine.
-        schema: with a database: the PostgreSQL schema of the tables.
-
-    Nothing connects before the first verb. A verb may be called from any thread, but not inside a
-    running event loop: use `asyncio.to_thread` there.
-    """
+    """Runs operations on the connections of an App or a database, and reads messages; `Admin` says how to use it."""
 
     def __init__(self, target: Any, *, schema: str | None = None) -> None:
         self._owned = not (hasattr(target, "protocol") and hasattr(target, "handlers"))

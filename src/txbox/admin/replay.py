@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, Unpack
 
 from txbox.admin.changes import Changes, How, again, audit_of
-from txbox.admin.found import Link
+from txbox.admin.found import Link, keys_of, links
 from txbox.admin.reader import Application, Audit
 from txbox.admin.tables import InboxFilter, stored_id
 from txbox.effects import PREFIX
@@ -465,19 +465,13 @@ async def _staged(db: Session, app: Application, handler: Handler, arrival: Arri
     ]
     dialect = app.store.dialect
     outgoing = await db.execute(dialect.statement("explain_outbox", {}, {"message_id": ids}))
-    links = [
-        Link(consumer=None, message_id=staged_id, status=state, topic=topic)
-        for staged_id, state, topic in outgoing.rows
-    ]
+    found = links(outgoing.rows)
     for consumer in app.handlers.consumers():
         if consumer.startswith(PREFIX):
-            keys = {"consumer": [consumer] * len(ids), "message_id": ids}
+            keys = keys_of([consumer], ids)
             effects = await db.execute(dialect.statement("explain_inbox", {}, keys))
-            links += [
-                Link(consumer=name, message_id=staged_id, status=status, topic=topic)
-                for name, staged_id, status, topic in effects.rows
-            ]
-    return sorted(links, key=lambda link: ids.index(link.message_id))
+            found += links(effects.rows)
+    return sorted(found, key=lambda link: ids.index(link.message_id))
 
 
 async def _broken_references(db: Session, app: Application) -> set[Sequence[Any]]:

@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -405,8 +405,7 @@ class Filter(Generic[RowT, MessageT]):
 
     def criteria(self) -> dict[str, str]:
         """The criteria that are set, as text for people and `txbox_audit`."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: str(value) for name, value in values.items() if value is not None}
+        return {name: str(value) for name, value in asdict(self).items() if value is not None}
 
     def params(self) -> dict[str, Any]:
         """The criteria as parameters of the queries.
@@ -414,7 +413,7 @@ class Filter(Generic[RowT, MessageT]):
         Raises:
             ConfigurationError: as for `stored_id`.
         """
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values = asdict(self)
         age = values.pop("older_than")
         # "" is what came without an id
         if self.message_id:

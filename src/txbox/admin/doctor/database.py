@@ -12,7 +12,7 @@ from shlex import quote
 from typing import Any, Final
 
 from txbox.admin.doctor import Diagnosis, Finding
-from txbox.admin.reader import Application, Rows, says_anything
+from txbox.admin.reader import Application, Rows, says_anything, takes
 from txbox.admin.views import UNMATCHED
 from txbox.connections.base import Database
 from txbox.errors import Fault, StoreError, StoreUnavailable
@@ -103,14 +103,12 @@ async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
     if lacking := schema.missing(wanted, found):
         # a missing table or column would only be found again, by each statement that fails
         case.usable = not any(part.startswith(("table", "column")) for part in lacking)
-        problem = (
-            f"Version {version} of the tables is recorded, but of it is missing: {_named(lacking)}."
-        )
+        problem = f"The tables are recorded as version {version}, but lack {_named(lacking)}."
         yield Finding("schema-drift", problem, print_it)
     for table, index in invalid:
         yield Finding(
             "index-invalid",
-            f"The index {index} of {table} is not valid: its making or rebuilding was cut off, and nothing uses it.",
+            f"The index {index} of {table} is not valid: building it was cut short, and nothing uses it.",
             f"`REINDEX INDEX CONCURRENTLY {index}`.",
         )
     if other := schema.changed(wanted, found):
@@ -158,9 +156,7 @@ async def creators(case: Case) -> AsyncIterator[Finding]:
 
 async def partitioned(case: Case) -> AsyncIterator[Finding]:
     """Partitions must be made ahead: later ones than the last go to the default one, which only batches prune."""
-    await case.db.begin()
-    layout = await partitions.read(case.db, case.dialect)
-    await case.db.commit()
+    layout = await partitions.layout(case.db, case.dialect)
     ready = layout.ready_until
     if ready is not None and partitions.missing(layout, case.app.retention.partition, 1):
         yield Finding(
@@ -486,18 +482,13 @@ async def transactions(case: Case) -> AsyncIterator[Finding]:
                 f"the role {who} does not see them: GRANT pg_read_all_stats TO {who}.",
             )
         elif float(age_s) > lease_s:
-            what = (
-                f"session {name} of {who}" if kind == "session" else f"prepared transaction {name}"
-            )
-            end = (
-                f"ROLLBACK PREPARED '{name}'"
-                if kind == "prepared"
-                else _END[case.dialect.name].format(name)
-            )
+            what, end = f"session {name} of {who}", _END.get(case.dialect.name, "").format(name)
+            if kind == "prepared":
+                what, end = f"prepared transaction {name}", f"ROLLBACK PREPARED '{name}'"
             yield Finding(
                 "old-transaction",
-                f"The transaction of {what} ({state}) is open for {lasting(float(age_s))}, longer than a run may take "
-                f"({lasting(lease_s)}): what is dead since then cannot be removed.",
+                f"The transaction of {what} ({state}) has been open for {lasting(float(age_s))}, longer than a run may "
+                f"take ({lasting(lease_s)}): rows that have died since then cannot be removed.",
                 f"End it where it was begun, or `{end}`.",
             )
 
@@ -645,7 +636,7 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
         late: list[_Many] = []
         for (topic, kind, cause), many in _figures(found, 3, _COUNTED).items():
             if many.late:
-                taken = not case.known or _taken(case.app, route, topic, kind, cause)
+                taken = not case.known or takes(case.app, route, topic, kind, cause)
                 (late if taken else strays[topic]).append(many)
         lacks = f"has no route {route!r}" if route else "does not publish it"
         for topic, groups in strays.items():
@@ -670,16 +661,6 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
                 "ago: somebody must decide.",
                 "`txbox outbox list --status dead` shows why; then `txbox outbox retry` or `txbox outbox discard`.",
             )
-
-
-def _taken(app: Application, route: str, topic: str, kind: str | None, cause: str | None) -> bool:
-    """Say whether a relay of this App takes such rows, now or once it has adopted them."""
-    for served in app.routes.all():
-        if served.name != route and (route or not served.names(topic)):
-            continue
-        if served.destination is not None or app.handlers.matching(topic, kind):
-            return True
-    return app.routes.adopts(route, topic, kind, cause)
 
 
 async def quarantine(case: Case) -> AsyncIterator[Finding]:
