@@ -519,7 +519,7 @@ class App:
             for handler in found
         }
 
-    # -- sending to the own consumers ---------------------------------------------------------
+    # -- to this app's consumers ---------------------------------------------------------------
 
     def send(self, message: Message[Any]) -> dict[str, Outcome]:
         """Store a message for every consumer of its topic, to be processed from the table.

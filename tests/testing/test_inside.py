@@ -17,7 +17,7 @@ from sqlalchemy.ext import asyncio as sa_async
 
 from tests.support.databases import Raw, representatives
 from tests.support.ledger import TABLE, message, service
-from txbox import App, ConfigurationError, Message, Outcome
+from txbox import App, ConfigurationError, Message, Outcome, Reject
 from txbox.testing import Crashed, crash_at, crash_points, deliver, deliver_async, drain, inside
 
 Rows = Callable[[str], list[tuple[Any, ...]]]
@@ -131,6 +131,18 @@ def test_a_failure_is_undone_recorded_and_retried_inside(url: str, fixture: Fixt
 
     with Raw(url) as raw:
         assert raw.value("SELECT count(*) FROM txbox_attempt") == 0
+
+
+def test_a_dead_letter_is_staged_inside(url: str, fixture: Fixture) -> None:
+    app = App(url)
+
+    @app.handler("orders", consumer="billing", dead_letter_topic="dead")
+    def handle(_message: Message[Any], _tx: Any) -> None:
+        raise Reject("never")
+
+    with fixture(url) as (tx, rows):
+        assert deliver(app, message("a"), tx=tx) is Outcome.DEAD
+        assert rows("SELECT count(*) FROM txbox_outbox WHERE topic = 'dead'") == [(1,)]
 
 
 def test_an_error_of_the_database_costs_only_the_savepoint(url: str, fixture: Fixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import Process, running, worker
 from txbox import Message, session
 from txbox.brokers.base import Delivery
-from txbox.processing import attempt
-from txbox.worker import table
 
 
 def held_at(shop: Shop, message_id: str, **options: Any) -> tuple[threading.Event, threading.Event]:
@@ -186,27 +183,6 @@ def test_once_does_not_leave_a_version_whose_turn_it_is(shop: Shop) -> None:
 
     assert shop.calls == ["m2"]
     assert statuses(shop.raw) == {"processed": 1}
-
-
-def test_a_version_that_waited_runs_when_the_one_before_it_is_done(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its row is due from that commit on; nobody waits for the next poll of an idle worker, or for its next look."""
-    monkeypatch.setattr(attempt, "_GAP_LOOK_S", 10_000.0)
-    monkeypatch.setattr(table, "_IDLE_S", 1000.0)
-    monkeypatch.setattr(table, "_GROWTH", 1e6)
-    shop.handler(sequence="headers.n")
-    source = Memory([paid("m2", key="k", headers={"n": "2"})], endless=True)
-    shop.app.consume(source)
-    consuming = worker(shop.app, relay=False)
-    with running(consuming):
-        eventually(lambda: source.settled_ids == ["m2"])
-        poll = consuming._lanes._poll
-        assert poll is not None
-        eventually(lambda: poll._ask_at > time.monotonic() + 100, "the poll is idle")
-        source.waiting.append(Delivery(paid("m1", key="k", headers={"n": "1"}), TOPIC))
-        eventually(lambda: statuses(shop.raw) == {"processed": 2})
-    assert shop.calls == ["m1", "m2"]
 
 
 def test_once_does_not_wait_for_a_version_that_has_not_come(shop: Shop) -> None:

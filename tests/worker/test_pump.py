@@ -23,7 +23,7 @@ from txbox.message import Message
 from txbox.session import Session
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
-from txbox.worker.lanes import Dispatch, Lanes
+from txbox.worker.lanes import Lanes
 from txbox.worker.pump import Lead, Pump
 
 
@@ -207,7 +207,7 @@ def test_a_lane_that_rests_lets_the_other_thread_receive_at_once(shop: Shop) -> 
     lanes.make()
     lanes.start(driver, lambda _error: None)
     pump = Pump(
-        shop.app, driver, Memory([]), Dispatch(shop.app, lanes),
+        shop.app, driver, Memory([]), lanes,
         topics=[TOPIC], in_flight_max=1, stop=lambda: False,
     )  # fmt: skip
     leads = threading.Thread(target=pump._lead.follow, daemon=True)

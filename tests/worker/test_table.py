@@ -16,6 +16,7 @@ from tests.support.workers import running, worker
 from txbox import Message, RelayPolicy, Retry, session
 from txbox.brokers.base import Delivery
 from txbox.brokers.local import Local
+from txbox.processing import attempt
 from txbox.worker import pulse, table
 
 NEVER_S = 3600.0
@@ -178,3 +179,24 @@ def test_what_is_staged_for_a_handler_of_this_app_wakes_its_consumer_alone(
 
 def _nothing(_message: Message[Any], _tx: Any) -> None:
     return None
+
+
+def test_a_version_that_waited_runs_when_the_one_before_it_is_done(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row is due from that commit on."""
+    never_poll(shop, monkeypatch)
+    monkeypatch.setattr(table, "_GROWTH", 1e9)
+    monkeypatch.setattr(attempt, "_GAP_LOOK_S", 2 * NEVER_S)
+    shop.handler(sequence="headers.n")
+    source = Memory([paid("m2", key="k", headers={"n": "2"})], endless=True)
+    shop.app.consume(source)
+    idle = worker(shop.app)
+    with running(idle):
+        eventually(lambda: source.settled_ids == ["m2"])
+        poll = idle._lanes._poll
+        assert poll is not None
+        eventually(lambda: poll._ask_at > time.monotonic() + NEVER_S / 2)
+        source.waiting.append(Delivery(paid("m1", key="k", headers={"n": "1"}), TOPIC))
+        eventually(lambda: statuses(shop.raw) == {"processed": 2})
+    assert shop.calls == ["m1", "m2"]

@@ -28,10 +28,11 @@ from txbox.events import (
     TransactionCommitted,
 )
 from txbox.handlers import Handler
+from txbox.outbox import DeadLetters
 from txbox.outcome import DUPLICATE, Answer, Outcome, Status
 from txbox.policy import Batching, Lease, Limits
 from txbox.processing.calls import handled
-from txbox.processing.failure import BROKEN, Letters, Recorder, message_fields
+from txbox.processing.failure import BROKEN, Recorder, message_fields
 from txbox.processing.transaction import NEW, Claim, End, HandlerTransaction, TransactionResult
 from txbox.processing.waiting import Holder, Waiting
 from txbox.session import Raised, Session
@@ -66,7 +67,7 @@ class InboxProtocol:
         lease: Lease,
         *,
         batching: Batching | None = None,
-        letters: Letters | None = None,
+        letters: DeadLetters | None = None,
     ) -> None:
         batching = batching or Batching()
         self.store = store

@@ -9,17 +9,16 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from txbox.errors import Reject, Retry, StoreError
 from txbox.events import Events, MessageDead, MessageFailed
 from txbox.handlers import Handler, HandlerOptions
-from txbox.message import Message
+from txbox.outbox import DeadLetters
 from txbox.outcome import Answer, Outcome, Status
 from txbox.policy import Limits, Redaction
 from txbox.session import Raised, Session, Transaction
 from txbox.store.codec import Arrival
-from txbox.store.dialect import Dialect
 from txbox.store.inbox import Failure, InboxStore
 
 # the whole package
@@ -158,21 +157,6 @@ def _foreign(filename: str) -> bool:
 # -- its record -------------------------------------------------------------------------------
 
 
-class Letters(Protocol):
-    """What is staged when a message is given up."""
-
-    async def staged(
-        self,
-        db: Transaction,
-        dialect: Dialect,
-        consumer: str,
-        message: Message[Any],
-        *,
-        attempts: int,
-        error_type: str,
-    ) -> None: ...
-
-
 class Recorded(NamedTuple):
     """A failure that stands in the table, or will when its batch's transaction has committed."""
 
@@ -189,7 +173,7 @@ class Recorder:
     """
 
     def __init__(
-        self, store: InboxStore, events: Events, limits: Limits, letters: Letters | None = None
+        self, store: InboxStore, events: Events, limits: Limits, letters: DeadLetters | None = None
     ) -> None:
         self._store = store
         self._events = events

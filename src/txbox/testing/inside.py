@@ -67,7 +67,14 @@ def _with(app: App, database: Database) -> App:
     copied = copy.copy(app)
     copied.database = database
     copied.store = InboxStore(dialect, app.store.columns)
-    copied.protocol = InboxProtocol(copied.store, app.events, app.limits, app.lease)
+    copied.protocol = InboxProtocol(
+        copied.store,
+        app.events,
+        app.limits,
+        app.lease,
+        batching=app.batching,
+        letters=app.dead_letters,
+    )
     copied.protocol.checked = app.protocol.checked
     copied.intake = Intake(copied.protocol)
     return copied

@@ -12,7 +12,7 @@ from txbox.worker.driving import Driver
 from txbox.worker.pump import Pump
 from txbox.worker.table import Table
 
-#: A loop that has not come round for so long is stuck.
+#: A loop that has not come round for this long is stuck.
 STUCK_S = 60.0
 _SILENT_S = 30.0
 # the next try says so again; until then a pause is believed this much longer
@@ -23,7 +23,7 @@ class Health:
     """What a worker and its events tell of it; an observer, and read from any thread.
 
     Args:
-        stuck_s: a main thread or asyncio loop that has not come round for so long is not alive.
+        stuck_s: a main thread or asyncio loop that has not come round for this long is not alive.
 
     Guarantee: a database or a broker that is away never makes a worker lifeless, only unready.
     """

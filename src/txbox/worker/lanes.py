@@ -156,8 +156,14 @@ class Threads:
             return self._ready.popleft()
 
 
+#: A handler that takes a message, and its lanes.
+_Taken = tuple[HandlerModes, tuple[Lane, ...]]
+
+
 class Lanes:
     """For each consumer a table, with lanes for its sync handlers and lanes for its async ones.
+
+    Deliveries are handed to lanes by the lock key or key if there is one, else round robin.
 
     Idle lanes have no thread and send no queries; busy ones share threads and connections.
 
@@ -180,6 +186,8 @@ class Lanes:
         self.tables: dict[str, Table] = {}
         #: By consumer, and whether they run async handlers.
         self.by_consumer: dict[tuple[str, bool], list[Lane]] = {}
+        self._modes: dict[tuple[str, str | None], list[_Taken]] = {}
+        self._handed = 0
 
     def __len__(self) -> int:
         return sum(len(lanes) for lanes in self.by_consumer.values())
@@ -306,10 +314,89 @@ class Lanes:
             # the main thread waits for the last
             self._ended(None)
 
-    def poll(self, driver: Driver) -> None:
+    # -- deliveries ---------------------------------------------------------------------------
+
+    def has_idle_lane(self) -> bool:
+        """Whether some lane is idle."""
+        return any(not lane.busy for lanes in self.by_consumer.values() for lane in lanes)
+
+    def hand_out(
+        self, owner: Settling, deliveries: Sequence[Delivery]
+    ) -> tuple[list[Delivery], Lane | None]:
+        """Hand deliveries out in order, all of a lane's at once.
+
+        Returns: the deliveries that no handler consumes; and one of the lanes that were idle, for the caller to run
+            (`turn_here`) or wake. The others run already.
+        """
+        handed: dict[Lane, list[Work]] = {}
+        left: list[Delivery] = []
+        here: Lane | None = None
+        for delivery in deliveries:
+            message = delivery.message
+            if message is None:
+                left.append(delivery)
+                continue
+            found = self._modes.get((message.topic, message.type))
+            if found is None:
+                found = self._found(message)
+            if not found:
+                left.append(delivery)
+                continue
+            parts = Parts(len(found)) if len(found) > 1 else None
+            self._handed += 1
+            for modes, lanes in found:
+                work = Work(owner, delivery, message, modes, parts)
+                if modes.in_order:
+                    work.key = message.key
+                elif modes.lock_key:
+                    work.lock_key = modes.handler.lock_key(message)
+                lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
+                group = handed.get(lane)
+                if group is None:
+                    handed[lane] = [work]
+                else:
+                    group.append(work)
+        for lane, works in handed.items():
+            self._app.activity.received(works[0].modes.handler.consumer, len(works))
+            if not lane.put(works):
+                continue
+            if here is None and not lane.is_async:
+                here = lane
+            else:
+                lane.run()
+        return left, here
+
+    def _lane(self, work: Work, lanes: Sequence[Lane], message: Message[Any]) -> Lane:
+        key = work.lock_key if work.lock_key is not None else message.key
+        if key is None:
+            return lanes[self._handed % len(lanes)]
+        return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
+
+    def _found(self, message: Message[Any]) -> list[_Taken]:
+        handlers = self._app.handlers.matching(message.topic, message.type)
+        if len(self._modes) > _MODES_MAX:
+            # types come from outside, so the cache must be bounded
+            self._modes.clear()
+        found = [
+            (
+                HandlerModes(handler),
+                tuple(
+                    self.by_consumer[handler.consumer, handler.is_async][
+                        : handler.options.concurrency
+                    ]
+                ),
+            )
+            for handler in handlers
+        ]
+        self._modes[message.topic, message.type] = found
+        return found
+
+    # -- rows that are due ---------------------------------------------------------------------
+
+    def poll(self) -> None:
         """Look for due rows, for all consumers, until stopped."""
         assert self._poll is not None, "made before it is polled for"
-        self._poll.run(driver.perform)
+        self._poll.run(self._driver)
 
     def late(self) -> dict[str, float]:
         """See `Poll.late`."""
@@ -346,95 +433,6 @@ class Lanes:
         for is_async in (False, True):
             for lane in self.by_consumer.get((consumer, is_async), ()):
                 lane.wake()
-
-
-#: A handler that takes a message, and its lanes.
-_Taken = tuple[HandlerModes, tuple[Lane, ...]]
-
-
-class Dispatch:
-    """Hands deliveries to lanes: by the lock key or key if there is one, else round robin."""
-
-    def __init__(self, app: App, lanes: Lanes) -> None:
-        self._app = app
-        self._lanes = lanes.by_consumer
-        self.turn_here = lanes.turn_here
-        self.rested = lanes.rested
-        self._modes: dict[tuple[str, str | None], list[_Taken]] = {}
-        self._turn = 0
-
-    def has_idle_lane(self) -> bool:
-        """Whether some lane is idle."""
-        return any(not lane.busy for lanes in self._lanes.values() for lane in lanes)
-
-    def hand_out(
-        self, owner: Settling, deliveries: Sequence[Delivery]
-    ) -> tuple[list[Delivery], Lane | None]:
-        """Hand deliveries out in order, all of a lane's at once.
-
-        Returns: the deliveries that no handler consumes; and one of the lanes that were idle, for the caller to run
-            (`turn_here`) or wake. The others run already.
-        """
-        handed: dict[Lane, list[Work]] = {}
-        left: list[Delivery] = []
-        here: Lane | None = None
-        for delivery in deliveries:
-            message = delivery.message
-            if message is None:
-                left.append(delivery)
-                continue
-            found = self._modes.get((message.topic, message.type))
-            if found is None:
-                found = self._found(message)
-            if not found:
-                left.append(delivery)
-                continue
-            parts = Parts(len(found)) if len(found) > 1 else None
-            self._turn += 1
-            for modes, lanes in found:
-                work = Work(owner, delivery, message, modes, parts)
-                if modes.in_order:
-                    work.key = message.key
-                elif modes.lock_key:
-                    work.lock_key = modes.handler.lock_key(message)
-                lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
-                group = handed.get(lane)
-                if group is None:
-                    handed[lane] = [work]
-                else:
-                    group.append(work)
-        for lane, works in handed.items():
-            self._app.activity.received(works[0].modes.handler.consumer, len(works))
-            if not lane.put(works):
-                continue
-            if here is None and not lane.is_async:
-                here = lane
-            else:
-                lane.run()
-        return left, here
-
-    def _lane(self, work: Work, lanes: Sequence[Lane], message: Message[Any]) -> Lane:
-        key = work.lock_key if work.lock_key is not None else message.key
-        if key is None:
-            return lanes[self._turn % len(lanes)]
-        return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
-
-    def _found(self, message: Message[Any]) -> list[_Taken]:
-        handlers = self._app.handlers.matching(message.topic, message.type)
-        if len(self._modes) > _MODES_MAX:
-            # types come from outside, so the cache must be bounded
-            self._modes.clear()
-        found = [
-            (
-                HandlerModes(handler),
-                tuple(
-                    self._lanes[handler.consumer, handler.is_async][: handler.options.concurrency]
-                ),
-            )
-            for handler in handlers
-        ]
-        self._modes[message.topic, message.type] = found
-        return found
 
 
 def _never() -> bool:

@@ -33,7 +33,7 @@ from txbox.store import jobs
 from txbox.store.jobs import JobLease
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
-from txbox.worker.lanes import Dispatch
+from txbox.worker.lanes import Lanes
 
 _log = logging.getLogger("txbox")
 
@@ -69,7 +69,7 @@ class Pump:
         app: App,
         driver: Driver,
         source: Source,
-        dispatch: Dispatch,
+        lanes: Lanes,
         *,
         topics: Sequence[str],
         in_flight_max: int,
@@ -78,7 +78,7 @@ class Pump:
         self.source = source
         self._app = app
         self._driver = driver
-        self._dispatch = dispatch
+        self._lanes = lanes
         self._topics = topics
         self._in_flight_max = in_flight_max
         self._bytes_max = 2 * app.batching.payload_bytes
@@ -101,7 +101,7 @@ class Pump:
         self.refusal: str | None = None
         self._round_at: float | None = None
         self._lead = Lead()
-        dispatch.rested.append(self._lead.hurry)
+        lanes.rested.append(self._lead.hurry)
 
     def start(self, ended: Callable[[BaseException | None], None]) -> None:
         """Open the source in a thread of its own; pump, from `go` on, until it is exhausted or told to finish.
@@ -142,11 +142,11 @@ class Pump:
     def _run_lane(self, lane: Lane) -> bool:
         """Run a lane that was idle, here if somebody follows; returns whether this thread still leads."""
         # with another lane idle, what arrives meanwhile must not wait
-        after_s = 0.0 if self._dispatch.has_idle_lane() else _BUSY_LOOK_S
+        after_s = 0.0 if self._lanes.has_idle_lane() else _BUSY_LOOK_S
         if not self._lead.lend(after_s):
             lane.run()
             return True
-        self._dispatch.turn_here(lane)
+        self._lanes.turn_here(lane)
         return self._lead.take_back()
 
     def _end(self, error: BaseException | None) -> None:
@@ -220,7 +220,7 @@ class Pump:
                 self._wait_for_settled(_WAIT_S)
                 continue
             if self._in_flight and self._look_s:
-                busy_s = 0.0 if self._dispatch.has_idle_lane() else _BUSY_LOOK_S
+                busy_s = 0.0 if self._lanes.has_idle_lane() else _BUSY_LOOK_S
                 self._wait_for_settled(max(self._look_s, busy_s))
                 self._settle()
             lane = self._receive()
@@ -295,7 +295,7 @@ class Pump:
                 session.at("received")
         if not self._ids.found:
             received = self._with_ids(received)
-        left, lane = self._dispatch.hand_out(self, received)
+        left, lane = self._lanes.hand_out(self, received)
         if left and lane is not None:
             # what follows may wait for the database
             lane.run()
@@ -484,7 +484,7 @@ class Lead:
         self.sleeps = False
 
     def lend(self, after_s: float) -> bool:
-        """Let the follower lead after so many seconds; returns False if nobody follows."""
+        """Let the follower lead after this long; returns False if nobody follows."""
         with self._lock:
             if not self._follows:
                 return False

@@ -53,7 +53,7 @@ def draining_on_signals(
 
     Args:
         drain: called inside of a signal handler, between any two instructions of the main thread.
-        grace_s: so long after the first signal the process ends with status 1, whatever hangs in it.
+        grace_s: this long after the first signal the process ends with status 1, whatever hangs in it.
         awaited: what has not ended by then, as the log says it.
     """
     received = 0
@@ -136,7 +136,7 @@ class Stop:
         return self._set
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long; returns whether it was set."""
+        """Wait at most this long; returns whether it was set."""
         if not self._set:
             try:
                 self._said.get(timeout=timeout_s)
@@ -306,7 +306,7 @@ class _Supervisor:
         )
 
     def _consumes(self) -> bool:
-        """Say whether any child has ever consumed."""
+        """Whether any child has ever consumed."""
         if not self._has_consumed:
             with suppress(BlockingIOError):
                 self._has_consumed = bool(os.read(self._told_fd, 1))

@@ -13,16 +13,16 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
 
 from txbox.app import App
 from txbox.errors import Fault, StoreError
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
 from txbox.processing.waiting import CURABLE
-from txbox.session import Operation, Session
+from txbox.session import Session
 from txbox.store import jobs, leases
 from txbox.store.codec import Leased
+from txbox.worker.driving import Driver
 
 _BUSY_S = 0.05
 _IDLE_S = 2.5
@@ -34,14 +34,6 @@ _UNMATCHED_S = 60.0
 
 
 _Due = list[tuple[str, float]]
-T = TypeVar("T")
-P = ParamSpec("P")
-
-
-class _Perform(Protocol):
-    """Carries an operation out and waits for its end."""
-
-    def __call__(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,13 +125,13 @@ class Poll:
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
-    def run(self, perform: _Perform) -> None:
+    def run(self, driver: Driver) -> None:
         """Poll until stopped."""
         while not self._stop():
             for call in self._next():
                 call()
             if time.monotonic() >= self._ask_at and not self._stop():
-                self._ask(perform)
+                self._ask(driver)
 
     def soon(self) -> None:
         """Rows may become due before the next look: look at once, and often for a while. From any thread."""
@@ -184,7 +176,7 @@ class Poll:
                 calls.append(heapq.heappop(self._calls)[2])
             return calls
 
-    def _ask(self, perform: _Perform) -> None:
+    def _ask(self, driver: Driver) -> None:
         with self._changed:
             pause_s = self._pause_s * random.uniform(0.9, 1.0)
             self._pause_s = min(self._pause_s * _GROWTH, self._idle_s)
@@ -193,7 +185,7 @@ class Poll:
             self._ask_at = self._asked_at + pause_s
         app = self._app
         try:
-            answer = perform(
+            answer = driver.perform(
                 app.protocol.persistently,
                 lambda db: jobs.due(
                     db,
@@ -209,7 +201,7 @@ class Poll:
             if self._stop() and error.fault in CURABLE:
                 return
             if error.fault is Fault.SCHEMA:
-                perform(self._checked)  # raises with the command to run, if that is it
+                driver.perform(self._checked)  # raises with the command to run, if that is it
             raise
         self._tell(answer)
 

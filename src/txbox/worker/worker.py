@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -29,7 +28,7 @@ from txbox.store import jobs
 from txbox.store.activity import Doing
 from txbox.worker.driving import Driver, thread
 from txbox.worker.health import Health
-from txbox.worker.lanes import Dispatch, Lanes
+from txbox.worker.lanes import Lanes
 from txbox.worker.pulse import Pulse
 from txbox.worker.pump import Pump
 from txbox.worker.supervisor import PARENT_FD, draining_on_signals, last_s, tell_parent
@@ -222,11 +221,10 @@ class Worker:
     def _open_sources(self, topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open or something has ended."""
         app = self._app
-        dispatch = Dispatch(app, self._lanes)
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             source = consumption.source
             pump = Pump(
-                app, self._driver, source, dispatch,
+                app, self._driver, source, self._lanes,
                 topics=wanted,
                 in_flight_max=_in_flight_max(app.batching.messages, len(self._lanes)),
                 stop=self._stopping.is_set,
@@ -279,9 +277,7 @@ class Worker:
         self._background.start(maintenance=self._maintenance)
         if self._lanes.tables:
             self._app.left = self._lanes.left
-            self._poll = thread(
-                "txbox-poll", partial(self._lanes.poll, self._driver), self._thread_ended
-            )
+            self._poll = thread("txbox-poll", self._lanes.poll, self._thread_ended)
         if self._relays is not None:
             self._relays.start()
         for pump in self._pumps:
@@ -315,7 +311,7 @@ class Worker:
                 return
 
     def _handle_reports(self, wait_s: float) -> None:
-        """Carry out what other threads and signals have reported; waits at most this long for the first."""
+        """Act on what other threads and signals report; waits at most this long for the first report."""
         self._health.beat()
         try:
             report = self._reports.get(timeout=wait_s) if wait_s else self._reports.get_nowait()
@@ -326,7 +322,7 @@ class Worker:
             pass
 
     def _work_left(self) -> bool:
-        """Say whether rows of the outbox or of these consumers are due or leased."""
+        """Whether rows of the outbox or of these consumers are due or leased."""
         begun = self._lanes.begun
         if self._lanes.busy:
             return True
@@ -365,7 +361,7 @@ class Worker:
             self.ends_at = time.monotonic() + within_s
 
     def _left_s(self, before_end_s: float) -> float:
-        """Seconds until so long before the end of the grace."""
+        """Seconds left of the grace, less `before_end_s`."""
         assert self.ends_at is not None
         return max(0.0, self.ends_at - before_end_s - time.monotonic())
 
@@ -403,7 +399,7 @@ class Worker:
         return left if self._close(last, clean=not left) and answered else left + self._silent
 
     def _wait_until(self, done: Callable[[], bool], before_end_s: float) -> bool:
-        """Handle reports until it is done; returns False when that takes until so long before the end."""
+        """Handle reports until it is done; returns False when only `before_end_s` of the grace is left."""
         self._handle_reports(0.0)
         while not done():
             left_s = self._left_s(before_end_s)
