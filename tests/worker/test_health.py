@@ -429,18 +429,20 @@ def test_who_has_sent_no_request_yet_outlasts_those_that_do_not_read() -> None:
         await _long(scope, receive, send)
         answered.release()
 
-    with contextlib.ExitStack() as connections:
-        with serving(Routes({"/long": held, "/livez": _worker_probes()})) as port:
-            deaf = range(40)  # more than may wait, fewer than may be open
-            for _ in deaf:
-                connections.enter_context(_deaf(port))
-                assert asked.acquire(timeout=DEADLINE_S)
-            probe = connections.enter_context(socket.create_connection(("127.0.0.1", port)))
-            assert _ask(port, LIVEZ), "it is accepted behind the first"
-            loops[0].call_soon_threadsafe(go_on.set)
-            assert all(answered.acquire(timeout=DEADLINE_S) for _ in deaf)
-            probe.sendall(LIVEZ)
-            assert _rest(probe).startswith(b"HTTP/1.1 200")
+    with (
+        contextlib.ExitStack() as connections,
+        serving(Routes({"/long": held, "/livez": _worker_probes()})) as port,
+    ):
+        deaf = range(40)  # more than may wait, fewer than may be open
+        for _ in deaf:
+            connections.enter_context(_deaf(port))
+            assert asked.acquire(timeout=DEADLINE_S)
+        probe = connections.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert _ask(port, LIVEZ), "it is accepted behind the first"
+        loops[0].call_soon_threadsafe(go_on.set)
+        assert all(answered.acquire(timeout=DEADLINE_S) for _ in deaf)
+        probe.sendall(LIVEZ)
+        assert _rest(probe).startswith(b"HTTP/1.1 200")
 
 
 def test_answer_that_nobody_reads_is_cut_off() -> None:
