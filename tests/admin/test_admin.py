@@ -393,6 +393,11 @@ def test_replay_refuses_what_it_cannot_do(shop: Shop, database: FreshDatabase) -
         pytest.raises(ConfigurationError, match="a replay needs the App"),
     ):
         bare.replay(InboxFilter(consumer="billing"))
+    shop.failing = False
+    shop.deliver("a")
+    for consumer in ("", "x" * 256):
+        with Admin(database.url) as bare, pytest.raises(ConfigurationError, match="consumer name"):
+            bare.replay(InboxFilter(consumer="billing"), as_consumer=consumer)
 
 
 def test_replay_runs_async_handlers_too(database: FreshDatabase, raw: RawOf) -> None:

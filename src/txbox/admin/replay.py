@@ -22,7 +22,7 @@ from txbox.admin.tables import InboxFilter, stored_id
 from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
 from txbox.handlers import Handler
-from txbox.identity import derived_id
+from txbox.identity import checked_consumer, derived_id
 from txbox.outcome import Outcome, Status
 from txbox.processing.calls import handled
 from txbox.processing.failure import BROKEN, failure_of
@@ -135,7 +135,7 @@ class Replays(Changes):
                 f"Consumer {as_consumer!r} already has these messages: leave as_consumer out to run them again."
             )
         known = self.app.handlers.consumers()
-        needed = where.consumer if as_consumer is None else as_consumer
+        needed = where.consumer if as_consumer is None else checked_consumer(as_consumer)
         if needed not in known and (as_consumer is None or known):
             raise ConfigurationError(
                 f"No handler is registered for consumer {needed!r}: "

@@ -66,42 +66,16 @@ class _Rule(NamedTuple):
     Attributes:
         fact: a field of `Facts`.
         wrong: compares the fact with the limit.
-        limit: of the App, in the unit of the fact.
+        limit: in the unit of the fact; or the name of the App's setting.
         problem, remedy: with {where}, {fact} and {limit}; {days} is the next whole day after the fact.
     """
 
     code: str
     fact: str
     wrong: Callable[[Any, Any], bool]
-    limit: Callable[[Application], Any]
+    limit: float | str
     problem: str
     remedy: str
-
-
-def _no(_: Application) -> bool:
-    return False
-
-
-def _outage_s(_: Application) -> float:
-    # a weekend's outage is longer; this one is anybody's
-    return 3600.0
-
-
-def _deliveries(_: Application) -> int:
-    # crashes count as deliveries, too
-    return 20
-
-
-def _claim_s(app: Application) -> float:
-    return app.limits.lock_timeout.total_seconds()
-
-
-def _processed_s(app: Application) -> float:
-    return app.retention.processed.total_seconds()
-
-
-def _lease_s(app: Application) -> float:
-    return app.relaying.lease.total_seconds()
 
 
 def _endless(fact: float, _: float) -> bool:
@@ -113,51 +87,53 @@ def _longer(fact: float, limit: float) -> bool:
 
 
 _MISSING = _Rule(
-    "topic-missing", "found", operator.is_, _no,
+    "topic-missing", "found", operator.is_, False,
     "{where} does not exist.",
     "Create it, or correct the topic.",
 )  # fmt: skip
 _OF_SOURCES = (
     _Rule(
-        "auto-ack", "acknowledged", operator.is_, _no,
+        "auto-ack", "acknowledged", operator.is_, False,
         "{where} acknowledges a message by delivering it{said}: what a worker has received when it crashes is lost.",
         "Have each message acknowledged by itself: delete the consumer, and let txbox create it.",
     ),
     _Rule(
-        "not-durable", "durable", operator.is_, _no,
+        "not-durable", "durable", operator.is_, False,
         "{where} is gone when its broker restarts{said}, with all that waits in it.",
         "Declare it durable, under another name or after it is deleted.",
     ),
     _Rule(
-        "broker-drops", "overflows", operator.is_not, _no,
+        "broker-drops", "overflows", operator.is_not, False,
         "{where} drops its oldest messages when it is full{said}: a longer outage loses them.",
         "Take the limit away, or have the queue refuse what is too much (x-overflow=reject-publish).",
     ),
     _Rule(
-        "broker-drops", "kept_s", operator.lt, _outage_s,
+        # a weekend's outage is longer; this one is anybody's
+        "broker-drops", "kept_s", operator.lt, 3600.0,
         "{where} drops after {fact} what nobody has received{said}: a longer outage loses messages.",
         "Have the broker keep them for longer than an outage may last.",
     ),
     _Rule(
-        "delivery-limit", "deliveries_max", operator.lt, _deliveries,
+        # crashes count as deliveries, too
+        "delivery-limit", "deliveries_max", operator.lt, 20,
         "{where} gives a message up after {fact} deliveries{said}, and crashes and deployments count: attempts are "
         "counted in the database.",
         "Take the limit away, or make it {limit} or more.",
     ),
     _Rule(
-        "time-out-redelivery", "redelivery_s", operator.le, _claim_s,
+        "time-out-redelivery", "redelivery_s", operator.le, "limits.lock_timeout",
         "{where} delivers again after {fact}{said}, and a claim may wait {limit} (Limits.lock_timeout): a message that "
         "waits comes a second time.",
         "Make the broker's time-out longer, or Limits.lock_timeout shorter.",
     ),
     _Rule(
-        "replay-unbounded", "replay_s", _endless, _processed_s,
+        "replay-unbounded", "replay_s", _endless, "retention.processed",
         "{where} keeps messages for ever{said}, and Retention.processed is {limit}: who replays older ones processes "
         "them again.",
         "Bound it, or replay no further back than the retention.",
     ),
     _Rule(
-        "retention-too-short", "replay_s", _longer, _processed_s,
+        "retention-too-short", "replay_s", _longer, "retention.processed",
         "{where} can deliver again what is {fact} old{said}, and Retention.processed is {limit}: what comes again "
         "after that is processed again.",
         "`Retention(processed=timedelta(days={days}))`, or let the broker keep less.",
@@ -165,7 +141,7 @@ _OF_SOURCES = (
 )  # fmt: skip
 _OF_DESTINATIONS = (
     _Rule(
-        "duplicate-window", "duplicates_s", operator.lt, _lease_s,
+        "duplicate-window", "duplicates_s", operator.lt, "relaying.lease",
         "{where} knows a message by its id for {fact}{said}, and a relay that dies sends again after {limit} "
         "(RelayPolicy.lease): consumers see it twice.",
         "Make the window longer than the lease; consumers with an inbox take the second one as a duplicate.",
@@ -178,7 +154,9 @@ def _judged(
 ) -> Iterator[Finding]:
     """Compare the settings of one topic with what the App relies on."""
     for rule in rules if facts.found else (_MISSING,):
-        fact, limit = getattr(facts, rule.fact), rule.limit(app)
+        fact, limit = getattr(facts, rule.fact), rule.limit
+        if isinstance(limit, str):
+            limit = float(operator.attrgetter(limit)(app).total_seconds())
         if fact is None or not rule.wrong(fact, limit):
             continue
         said, seconds = facts.said.get(rule.fact), rule.fact.endswith("_s")
