@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from html import unescape
 from html.parser import HTMLParser
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -16,6 +18,9 @@ from tests.support.databases import Raw
 from tests.support.waiting import eventually
 from tests.ui.conftest import Answer, Browser, Serve
 from txbox import App, Message
+from txbox.admin import Admin
+from txbox.admin.activity import Activities, Activity, Point
+from txbox.store.activity import Counts, Kind
 
 PAGES = (
     "/", "/?last=24h", "/messages", "/failures", "/outbox", "/quarantine", "/workers", "/database",
@@ -81,6 +86,25 @@ def test_every_page_shows_what_is_there(filled: App, serve: Serve) -> None:
     message = browser.get("/message?consumer=billing&message_id=order-0011").text
     assert "the gateway did not answer within 5 s for order 11" in message
     assert "order.placed" in message
+
+
+def test_a_route_may_be_called_like_a_consumer(
+    filled_sqlite: App, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moment, hour = datetime(2026, 1, 31, tzinfo=UTC), timedelta(hours=1)
+
+    def activity(kind: Kind, **counts: Any) -> tuple[Activity]:
+        points = (Point(at=moment, counts=Counts(**counts)),)
+        return (Activity(kind=kind, name="same", total=Counts(**counts), points=points),)
+
+    found = Activities(
+        since=moment, until=moment + hour, step=hour,
+        consumers=activity("consumer", processed=7), routes=activity("route", failed=3),
+    )  # fmt: skip
+    monkeypatch.setattr(Admin, "activity", lambda *_, **__: found)
+    page = serve(filled_sqlite).get("/").text
+    assert "same: 7 processed and 0 failed" in page
+    assert "same: 0 processed and 3 failed" in page
 
 
 def test_failures_stand_together_and_a_consumer_is_paused(filled: App, serve: Serve) -> None:
@@ -222,6 +246,7 @@ def test_a_payload_takes_its_grant_and_leaves_its_mark(filled: App, serve: Serve
     assert revealed.status == 200
     assert '"sku": "A-11"' in unescape(revealed.text)
     assert "a" * 32 in revealed.text
+    assert browser.get(revealed.value("back")).status == 200  # where a change leads back to
     file = browser.ask(
         "POST", "/reveal", {**named, "form_token": revealed.value("form_token"), "as": "file"}
     )

@@ -199,9 +199,9 @@ class Pages:
         last, step = _SPANS.get(asked.query.get("last", ""), _SPANS["1h"])
         time, pauses = self.admin.activity(last, step=step), self.admin.pauses()
         return {
-            "consumers": consumers, "topics": topics, "time": time, "spans": _SPANS, "live": True,
+            "consumers": consumers, "topics": topics, "spans": _SPANS, "live": True,
             "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in pauses},
-            "plots": {each.name: plot(each, time) for each in (*time.consumers, *time.routes)},
+            "plotted": [(each, plot(each, time)) for each in (*time.consumers, *time.routes)],
             "warnings": list(views.warnings(consumers, topics, self.admin.workers(), pauses)),
             "counted_max": views.COUNTED_MAX,
             "unmatched": views.UNMATCHED,
@@ -255,6 +255,7 @@ class Pages:
             links = _links(explanation)
         return {
             "table": table, "message": message, "links": links, "aside": aside, "listed_at": _LIST[table.name],
+            "back": f"{_SHOW[table.name]}?{urlencode(named)}",
             "sentences": [said for said in sentences if said.kind not in _SHOWN_ELSEWHERE],
             "other": self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
             "record": views.record(message), "revealed": reveal, "live": not reveal,
