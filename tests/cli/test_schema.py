@@ -71,6 +71,13 @@ def test_what_is_printed_makes_the_tables_of_init(
     )
 
 
+def test_print_and_init_are_of_the_same_database(command: Command, sqlite_url: str) -> None:
+    command.file("shop.py", f"import txbox\napp = txbox.App({sqlite_url!r})\n")
+    env = {"TXBOX_APP": "shop:app", "TXBOX_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/shop"}
+    assert "sqlite" in command("init", env=env).out
+    assert command("schema", "print", "--json", env=env).json["dialect"] == "sqlite"
+
+
 def test_nothing_leads_to_the_version_one_has(command: Command) -> None:
     version = str(tables.VERSION)
     said = command("schema", "print", "--dialect", "sqlite", "--from", version).out

@@ -208,8 +208,9 @@ def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
             f"`txbox {args.command}` {handlers}, which takes the App: give --app module:app or set TXBOX_APP."
         )
     if url is None:
+        less = "--dialect, " if hasattr(args, "dialect") else ""
         raise ConfigurationError(
-            "Which database? Give --app module:app or --database URL, or set TXBOX_APP or TXBOX_DATABASE_URL."
+            f"Which database? Give {less}--app module:app or --database URL, or set TXBOX_APP or TXBOX_DATABASE_URL."
         )
     return _with_file(App(url, schema=args.schema), args)
 

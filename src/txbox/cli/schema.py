@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from typing import Any
 
@@ -11,7 +10,6 @@ from txbox.admin import Admin
 from txbox.cli import add_command, print_error
 from txbox.cli.options import add_options, count, opened
 from txbox.cli.output import print_json, print_line
-from txbox.connections import open_database
 from txbox.errors import ConfigurationError
 from txbox.policy import Retention
 from txbox.store import schema as tables
@@ -145,13 +143,6 @@ def _print(args: argparse.Namespace) -> int:
 def _dialect(args: argparse.Namespace) -> tuple[Dialect, str | None, Retention]:
     if args.dialect is not None:
         return dialect(args.dialect, args.schema), args.schema, Retention()
-    if args.app is None and (url := args.database or os.environ.get("TXBOX_DATABASE_URL")):
-        database = open_database(url, schema=args.schema)
-        return database.dialect, database.schema, Retention()
-    if args.app is None and not os.environ.get("TXBOX_APP"):
-        raise ConfigurationError(
-            "For which database? Give --dialect postgresql, mysql or sqlite, or --database or --app."
-        )
     app = opened(args)
     return app.database.dialect, app.database.schema, app.retention
 

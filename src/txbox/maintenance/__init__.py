@@ -64,11 +64,8 @@ def run_once(app: App, name: str, task: Task | None = None) -> Report:
 
 async def _driven(app: App, job: Job, task: Task) -> Report:
     assert app.database.asynchronous is not None, "a database has sync or async connections"
-    try:
+    async with app:  # its connections belong to this loop, which ends now
         return await drive_async(app.database.asynchronous, job.run, app, task)
-    finally:
-        # its connections belong to this loop, which ends now
-        await app.close_async()
 
 
 async def rescue(db: Session, app: App, task: Task) -> Report:
@@ -78,19 +75,15 @@ async def rescue(db: Session, app: App, task: Task) -> Report:
     """
     rows = dead = 0
     if task.dry_run:
-        raise ConfigurationError("rescue has no dry run: remove --dry-run.")
+        raise ConfigurationError("rescue has no dry run.")
     while not task.stop():
         rescued = await leases.rescue(
-            db,
-            app.store,
-            consumer=task.consumer,
-            max_starts=app.lease.max_starts,
-            limit=_RESCUE_BATCH,
+            db, app.store, consumer=task.consumer, max_starts=app.lease.max_starts, limit=_RESCUE_BATCH,
             dying=lambda db, row: _letter(db, app, row),
-        )
+        )  # fmt: skip
         for row in rescued:
             rows, dead = rows + 1, dead + row.dead
-            where: dict[str, Any] = {
+            where: Any = {
                 "consumer": row.consumer,
                 "message_id": row.message_id,
                 "topic": row.topic,
@@ -120,47 +113,17 @@ async def _letter(db: Transaction, app: App, row: Rescued) -> None:
         )
 
 
+def _seldom(app: App) -> timedelta:
+    return app.retention.every
+
+
 JOBS = (
-    Job(
-        "rescue",
-        "take messages back from workers that died",
-        lambda app: app.lease.duration / 3,
-        rescue,
-    ),
-    Job(
-        "partitions",
-        "create the partitions for the coming days",
-        lambda app: min(app.retention.every, app.retention.partition / 4),
-        partitions,
-    ),
-    Job(
-        "prune",
-        "delete finished messages past the retention",
-        lambda app: app.retention.every,
-        prune,
-    ),
-    Job(
-        "prune-outbox",
-        "delete sent and discarded outgoing messages",
-        lambda app: app.retention.every,
-        prune_outbox,
-    ),
-    Job(
-        "prune-quarantine",
-        "delete decided quarantined messages, and limit payloads",
-        lambda app: app.retention.every,
-        prune_quarantine,
-    ),
-    Job(
-        "prune-activity",
-        "merge counts, delete old ones, and forget dead workers",
-        lambda app: app.retention.every,
-        prune_activity,
-    ),
-    Job(
-        "drop-payloads",
-        "drop payloads whose keep_payload= has run out",
-        lambda app: app.retention.every,
-        drop_payloads,
-    ),
-)
+    Job("rescue", "take messages back from workers that died", lambda app: app.lease.duration / 3, rescue),
+    Job("partitions", "create the partitions for the coming days",
+        lambda app: min(app.retention.every, app.retention.partition / 4), partitions),
+    Job("prune", "delete finished messages past the retention", _seldom, prune),
+    Job("prune-outbox", "delete sent and discarded outgoing messages", _seldom, prune_outbox),
+    Job("prune-quarantine", "delete decided quarantined messages, and limit payloads", _seldom, prune_quarantine),
+    Job("prune-activity", "merge counts, delete old ones, and forget dead workers", _seldom, prune_activity),
+    Job("drop-payloads", "drop payloads whose keep_payload= has run out", _seldom, drop_payloads),
+)  # fmt: skip

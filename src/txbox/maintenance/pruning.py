@@ -184,8 +184,6 @@ async def partitions(db: Session, app: App, task: Task) -> Report:
     Guarantee: a row without a partition goes to the default partition, where it is just as safe and
     unique. Up to 10,000 of them move to their partition when it is created.
     """
-    if task.dry_run:
-        raise ConfigurationError("partitions has no dry run: remove --dry-run.")
     dialect = app.store.dialect
     if not dialect.has("partitions"):
         return Report("partitions")
@@ -301,8 +299,6 @@ async def prune_activity(db: Session, app: App, task: Task) -> Report:
 
     Workers that have been silent for an hour are deleted too.
     """
-    if task.dry_run:
-        raise ConfigurationError("prune-activity has no dry run: remove --dry-run.")
     run = _Run(app, task, "prune-activity")
     if not await run.begin(db, at_any_time=True):
         return run.report()
@@ -321,8 +317,6 @@ async def drop_payloads(db: Session, app: App, task: Task) -> Report:
 
     A consumer's longest time counts; a consumer with an "always" keeps everything.
     """
-    if task.dry_run:
-        raise ConfigurationError("drop-payloads has no dry run: remove --dry-run.")
     run = _Run(app, task, "drop-payloads")
     batches: list[Batches] = []
     for consumer, handlers in app.handlers.consumers().items():
@@ -338,6 +332,8 @@ class _Run:
     """One run of a job under its lease: its batches, what they did, and whether it may continue."""
 
     def __init__(self, app: App, task: Task, name: str) -> None:
+        if task.dry_run:
+            raise ConfigurationError(f"{name} has no dry run.")
         self.dialect = app.store.dialect
         self._app = app
         self._task = task
