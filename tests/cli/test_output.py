@@ -83,12 +83,13 @@ def test_a_plain_table_is_aligned_and_leaves_empty_columns_out(
     moment = datetime(2026, 1, 31, 12, tzinfo=UTC)
     print_table(
         ["id", "type", "attempts", "received"],
-        [["a", None, 3, moment], ["long-id", "", 12, moment]],
+        [["a", None, 3, moment], ["long-id", "", 12, moment], ["日本", "", 1, moment]],
     )
     assert capsys.readouterr().out.splitlines() == [
         "ID       ATTEMPTS  RECEIVED",
         "a               3  2026-01-31 12:00:00",
         "long-id        12  2026-01-31 12:00:00",
+        "日本            1  2026-01-31 12:00:00",  # of two columns each
     ]
 
 

@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -33,19 +33,22 @@ def shown(value: Cell) -> str:
     return visible(text)
 
 
+def width_of(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(2 if east_asian_width(each) in "WF" else not combining(each) for each in text)
+
+
 def clipped(text: str, width: int, *, right: bool = False) -> str:
     """Pad or cut a text to exactly so many columns of a terminal.
 
     Args:
         right: align to the right.
     """
-    sizes = [2 if east_asian_width(each) in "WF" else not combining(each) for each in text]
-    if sum(sizes) > width:
-        while sum(sizes) > width - 1:
-            sizes.pop()
-        text = f"{text[: len(sizes)]}…"[: max(width, 0)]
-        sizes.append(1)
-    blanks = " " * (width - sum(sizes))
+    if width_of(text) > width:
+        while width_of(text) > width - 1:
+            text = text[:-1]
+        text = f"{text}…"[: max(width, 0)]
+    blanks = " " * (width - width_of(text))
     return blanks + text if right else text + blanks
 
 
@@ -96,47 +99,41 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         bool(values) and all(isinstance(row[index], (int, float, type(None))) for row in values)
         for index in range(len(heads))
     ]
-    if not (sys.stdout.isatty() and _print_rich(heads, cells, right)):
-        _print_plain(heads, cells, right)
+    widths = [max(width_of(line[index]) for line in (heads, *cells)) for index in range(len(heads))]
+    if not (sys.stdout.isatty() and _print_rich(heads, cells, widths, right)):
+        for line in ([head.upper() for head in heads], *cells):
+            print("  ".join(_aligned(line, widths, right)).rstrip())
 
 
-def _print_plain(
-    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]
-) -> None:
-    lines = [[head.upper() for head in heads], *cells]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(heads))]
-    for line in lines:
-        aligned = (
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        )
-        print("  ".join(aligned).rstrip())
+def _aligned(line: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> Iterator[str]:
+    """The cells of a line, or the first of them, padded to the widths."""
+    for cell, width, to_right in zip(line, widths, right, strict=False):
+        yield clipped(cell, width, right=to_right)
 
 
 def _print_rich(
-    heads: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]
+    heads: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    right: Sequence[bool],
 ) -> bool:
     try:
         from rich import box
-        from rich.cells import cell_len
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
         return False
     console = Console()
-    widths = [max(cell_len(line[index]) for line in (heads, *cells)) for index in range(len(heads))]
     # a blank at both edges, two and a line between columns
     if _across([*widths[:-1], min(widths[-1], _FOLDED)], 3) + 2 > console.width:
         _print_stacked(console, heads, cells, widths, right)
         return True
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, (head, to_right) in enumerate(zip(heads, right, strict=True)):
+        last = index == len(heads) - 1
         table.add_column(
-            head,
-            justify="right" if to_right else "left",
-            overflow="fold",
-            no_wrap=index < len(heads) - 1,
+            head, justify="right" if to_right else "left", overflow="fold", no_wrap=not last
         )
     for row in cells:
         # Text, never markup: the cells are not ours
@@ -158,7 +155,6 @@ def _print_stacked(
     right: Sequence[bool],
 ) -> None:
     """Print the columns that fit as a table, and the others in a line below each row, so that ids stay whole."""
-    from rich.cells import cell_len
     from rich.padding import Padding
     from rich.text import Text
 
@@ -166,14 +162,11 @@ def _print_stacked(
     fit = max(1, sum(_across(widths[:end], 2) <= console.width for end in ends))
 
     def line(row: Sequence[str], style: str | None = None) -> Text:
-        text = Text(overflow="fold")
-        for index in range(fit):
-            blanks = " " * (widths[index] - cell_len(row[index]))
-            text.append("  " if index else "")
-            text.append(
-                blanks + row[index] if right[index] else row[index] + blanks,
-                _STYLES.get(row[index], "") if style is None else style,
-            )
+        parts = zip(_aligned(row, widths[:fit], right), row, strict=False)
+        texts = [
+            Text(part, _STYLES.get(cell, "") if style is None else style) for part, cell in parts
+        ]
+        text = Text("  ", overflow="fold").join(texts)
         text.rstrip()
         return text
 
