@@ -254,8 +254,9 @@ def test_a_large_batch_is_not_confirmed_in_the_time_of_a_small_one(
     assert sorted(broker.bodies) == list(range(1200))
 
 
+@pytest.mark.parametrize("answer", [None, MessageRefused("no")], ids=["sent", "dead"])
 def test_a_lease_that_ran_out_is_taken_over_and_the_first_holder_marks_nothing(
-    database_url: str, plain_connection: Connect, raw: Look
+    answer: BrokerError | None, database_url: str, plain_connection: Connect, raw: Look
 ) -> None:
     ids = staged(database_url, plain_connection, outgoing(3))
     second, events = Recorder(), list[Event]()
@@ -269,13 +270,13 @@ def test_a_lease_that_ran_out_is_taken_over_and_the_first_holder_marks_nothing(
                 drained(relay_of(other))
                 return super().publish(messages, within_s)
 
-        first = Slow()
+        first = Slow(lambda _: answer)
         app.publish(first)
         drained(relay_of(app))
-    assert [message.id for message in first.sent] == ids
+    assert [message.id for message in first.sent] == ([] if answer else ids)
     assert [message.id for message in second.sent] == ids
     assert raw(database_url).value("SELECT count(*) FROM txbox_outbox") == 0
-    assert [event for event in events if isinstance(event, OutgoingSent)] == []
+    assert [event for event in events if isinstance(event, OutgoingSent | OutgoingDead)] == []
 
 
 @pytest.mark.parametrize("answer", [None, MessageRefused("no")], ids=["sent", "dead"])

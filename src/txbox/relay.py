@@ -255,11 +255,12 @@ class Relay:
             statements.append(self._store.release([row.id for row in unsent], token=token))
         results = self._patiently(lambda db: _marked(db, statements))
         points.at("relay:marked")
-        # what is not recorded is sent again, and reported then
+        # what is not recorded, or was taken over by another relay, is sent again and reported then
         if results is not None:
-            self._report_sent(results[0].count if confirmed else 0, started)
-            for row, error in failed:
-                self._report_failed(row, error)
+            self._report_sent(results.pop(0).count if confirmed else 0, started)
+            for (row, error), result in zip(failed, results, strict=False):
+                if result.count:
+                    self._report_failed(row, error)
         return reachable
 
     def _answers(
