@@ -406,13 +406,16 @@ class Batch:
 
 
 def parts(
-    entries: Iterable[Entry], size_of: Callable[[Entry], int], count_max: int, bytes_max: int
-) -> Iterator[list[Entry]]:
-    """Split entries, in order, into parts of limited count and size. A single entry may exceed the size."""
-    part: list[Entry] = []
+    entries: Iterable[tuple[int, Entry]],
+    size_of: Callable[[Entry], int],
+    count_max: int,
+    bytes_max: int,
+) -> Iterator[list[tuple[int, Entry]]]:
+    """Split what `Batch.entries` yields, in order, into parts of limited count and size; one may exceed the size."""
+    part: list[tuple[int, Entry]] = []
     bytes_in_part = 0
     for entry in entries:
-        size = size_of(entry)
+        size = size_of(entry[1])
         if part and (len(part) == count_max or bytes_in_part + size > bytes_max):
             yield part
             part, bytes_in_part = [], 0

@@ -594,7 +594,7 @@ class RedisPublisher:
         try:
             self._connect(timeout_s)
             commands = batch.entries(self._command)
-            for part in parts(commands, _size_of, _PART_COMMANDS, _PART_BYTES):
+            for part in parts(commands, _bytes_of, _PART_COMMANDS, _PART_BYTES):
                 if time.monotonic() > until:
                     break
                 replies = self._run([command for _, command in part], timeout_s)
@@ -665,8 +665,8 @@ class RedisPublisher:
         return new_client(self._url, {**self._options, **timeouts})
 
 
-def _size_of(entry: tuple[int, list[bytes]]) -> int:
-    return sum(map(len, entry[1]))
+def _bytes_of(command: list[bytes]) -> int:
+    return sum(map(len, command))
 
 
 def _error_of(reply: object, topic: str) -> BrokerError | None:

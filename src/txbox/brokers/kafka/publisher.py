@@ -82,7 +82,8 @@ class KafkaPublisher:
         if len(producer) or self._ended:
             self._end(producer)
             if not batch.heard:
-                self._check_there()
+                # is anybody there? asked by a new producer, as the old one may still be waiting
+                self._connected(time.monotonic() + LAST_WORD_S)
         self._proven = self._proven or None in batch.answers
         return batch.answers
 
@@ -140,30 +141,25 @@ class KafkaPublisher:
                 ) from error
             self._producer, self._proven, self._ended = producer, False, False
         if not self._proven:
+            within_s = max(0.05, min(_PROBE_S, until - time.monotonic()))
             try:
-                self._probe(producer, min(_PROBE_S, until - time.monotonic()))
+                producer.list_topics("__consumer_offsets", timeout=within_s)
+            except KafkaException as error:
+                said = f"; it said: {self._said}" if self._said else ""
+                raise BrokerUnavailable(
+                    f"No Kafka broker answers ({text_of(error)}{said})."
+                ) from error
             finally:
                 if self._ended:
                     self._producer = None
+            self._proven = True
         return producer
-
-    def _probe(self, producer: client.Producer, within_s: float) -> None:
-        try:
-            producer.list_topics("__consumer_offsets", timeout=max(0.05, within_s))
-        except KafkaException as error:
-            said = f"; it said: {self._said}" if self._said else ""
-            raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}{said}).") from error
-        self._proven = True
 
     def _end(self, producer: client.Producer) -> None:
         """Purge: what is not confirmed must not be sent later, and an idempotent producer tolerates no gaps."""
         producer.purge()
         producer.poll(0)
         self._producer = None
-
-    def _check_there(self) -> None:
-        """Raise BrokerUnavailable if no broker answers. Uses a new producer, as the old one may still be waiting."""
-        self._connected(time.monotonic() + LAST_WORD_S)
 
     def _on_client_error(self, error: KafkaError) -> None:
         """Called by the client during poll and flush."""

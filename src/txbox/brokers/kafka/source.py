@@ -314,15 +314,10 @@ class Kafka(Source):
         The client says once that all brokers are down, and never that they are back. Messages do not
         say so either: the client may have fetched them before.
         """
-        if not self._away:
-            return
-        consumer = self._open_consumer()
-        self._poll_paused(consumer)
-        try:
-            consumer.list_topics("__consumer_offsets", timeout=_PROBE_S)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
-        self._away = False
+        if self._away:
+            self._poll_paused(self._open_consumer())
+            self._described("__consumer_offsets")
+            self._away = False
 
     def _check_missing(self) -> None:
         """Check whether topics that did not exist do now, if nothing else can be received.
@@ -331,19 +326,21 @@ class Kafka(Source):
         """
         if not self._missing or self._partitions.values():
             return
-        consumer = self._open_consumer()
-        self._poll_paused(consumer)
+        self._poll_paused(self._open_consumer())
         for topic in sorted(self._missing):
-            try:
-                found = consumer.list_topics(topic, timeout=_PROBE_S).topics[topic]
-            except KafkaException as error:
-                raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
-            if found.error is not None:
+            error = self._described(topic).error
+            if error is not None:
                 raise BrokerUnavailable(
-                    f"Kafka has no topic {topic!r} ({found.error.str()}): create it, or correct the topic of the "
+                    f"Kafka has no topic {topic!r} ({error.str()}): create it, or correct the topic of the "
                     "handler. It will be tried again."
                 )
             self._missing.discard(topic)
+
+    def _described(self, topic: str) -> Any:
+        try:
+            return self._open_consumer().list_topics(topic, timeout=_PROBE_S).topics[topic]
+        except KafkaException as error:
+            raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
 
     # -- pausing ------------------------------------------------------------------------------
 

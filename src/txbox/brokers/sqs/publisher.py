@@ -113,6 +113,7 @@ def call(function: Callable[[], Any]) -> Any:
 
 #: SQS's limit for every call.
 BATCH_MAX = 10
+_QUEUE = re.compile(r"[A-Za-z0-9_-]{1,80}|(?=.{1,80}\Z)[A-Za-z0-9_-]+\.fifo")
 _BATCH_BYTES_MIN, _BYTES_MAX = 256 * 1024, 1024 * 1024
 
 _Entry = tuple[int, dict[str, Any]]
@@ -167,7 +168,7 @@ class SQSPublisher:
         for queue in queues:
             entries = batch.entries(queue.entry_of, queue.topic)
             bytes_max = max(queue.bytes_max, _BATCH_BYTES_MIN)
-            in_parts = list(parts(entries, _size_of, BATCH_MAX, bytes_max))
+            in_parts = list(parts(entries, size_of, BATCH_MAX, bytes_max))
             if queue.fifo:
                 jobs.append(partial(self._send_in_order, batch, queue, in_parts))
             else:
@@ -194,16 +195,18 @@ class SQSPublisher:
             return
         at = [index for index, message in enumerate(batch.messages) if message.topic == topic]
         url = self._urls.get(topic, topic)
+        if "/" not in url and not _QUEUE.fullmatch(url):
+            for index in at:
+                batch.answers[index] = MessageRefused(
+                    f"{url!r} is not a valid queue name: SQS allows 80 letters, digits, - and _, and .fifo at the end."
+                )
+            return
         try:
             if "/" not in url:
-                checked_queue(url)
                 url = call(lambda: self._client.get_queue_url(QueueName=topic))["QueueUrl"]
             bytes_max = self._bytes_max(url)
         except CallError as error:
             _fail(batch, at, error, topic)
-        except MessageRefused as refusal:
-            for index in at:
-                batch.answers[index] = refusal
         else:
             self._queues[topic] = _Queue(topic, url, url.endswith(".fifo"), bytes_max)
 
@@ -321,10 +324,6 @@ def _side_by_side(jobs: Sequence[Callable[[], None]], batch: Batch) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def _size_of(entry: _Entry) -> int:
-    return size_of(entry[1])
-
-
 # -- a message as text and at most ten attributes -----------------------------------------------------
 
 #: How to decode the body: "base64", or "empty" because SQS does not accept empty bodies.
@@ -436,11 +435,3 @@ def _token(text: str) -> str:
     if _TOKEN.fullmatch(text):
         return text
     return hashlib.sha256(utf8(text)).hexdigest()
-
-
-def checked_queue(name: str) -> None:
-    """Raise MessageRefused for a name that SQS does not allow."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}|(?=.{1,80}\Z)[A-Za-z0-9_-]+\.fifo", name):
-        raise MessageRefused(
-            f"{name!r} is not a valid queue name: SQS allows 80 letters, digits, - and _, and .fifo at the end."
-        )
