@@ -243,6 +243,20 @@ def test_no_answer_costs_an_attempt(behave: Callable[[socket.socket], None], tri
     assert len(connections) == tries
 
 
+@pytest.mark.parametrize("ends", [hangs_up, silent])
+def test_a_2xx_counts_whatever_becomes_of_its_body(ends: Callable[[socket.socket], None]) -> None:
+    def half(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
+        if ends is silent:
+            silent(connection)
+
+    with raw(half) as (address, connections):
+        http = Http(address, private=True, timeout=timedelta(seconds=1))
+        assert answers(http, message()) == [None]
+    assert len(connections) == 1
+
+
 def test_a_request_that_makes_the_endpoint_fail_late_costs_an_attempt() -> None:
     """Else the relay would take it for an endpoint that is away, and send the same message for ever."""
 

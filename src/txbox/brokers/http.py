@@ -173,8 +173,7 @@ class HttpPublisher(LoopPublisher):
                     timeout=timeout,
                     allow_redirects=False,
                 ) as response:
-                    said = await response.content.read(_ANSWER_BYTES)
-                    batch.answer(at, _error_of(response, said))
+                    batch.answer(at, await _answer_of(response))
                     return
             except (
                 aiohttp.ClientConnectorError,
@@ -313,10 +312,14 @@ def _check_url(url: str, private: bool) -> None:
         )
 
 
-def _error_of(response: aiohttp.ClientResponse, said: bytes) -> BrokerError | None:
+async def _answer_of(response: aiohttp.ClientResponse) -> BrokerError | None:
     status = response.status
     if 200 <= status < 300:
+        # its body is read only for the sake of the connection, which can then be used again
+        with suppress(TimeoutError, aiohttp.ClientError):
+            await response.content.read(_ANSWER_BYTES)
         return None
+    said = await response.content.read(_ANSWER_BYTES)
     line = said.decode(errors="replace").strip().partition("\n")[0][:500]
     text = f"The endpoint answered {status}{f': {line}' if line else ''}"
     if status in _PASSING or status >= 500:
