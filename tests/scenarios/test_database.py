@@ -18,7 +18,7 @@ import pytest
 import txbox
 from tests.support.databases import Database, NewDatabase, Raw, representatives, require
 from tests.support.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
-from tests.support.shop import CONSUMER, Shop, add_effect, execute, opened, paid, row
+from tests.support.shop import CONSUMER, TOPIC, Shop, add_effect, execute, opened, paid, row
 from tests.support.tidying import LOCK_WAITS
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Inbox, Limits, Message, Outcome, StoreError, StoreUnavailable
@@ -126,6 +126,26 @@ def test_database_that_stays_away_is_an_error_to_the_caller(away: Away) -> None:
         assert not shop.emitted(TransactionRetried)
         assert shop.deliver(paid("during")) is Outcome.PROCESSED
         assert shop.calls == ["before", "during"]
+
+
+def test_database_that_goes_away_behind_a_handler_without_a_transaction(away: Away) -> None:
+    """Its caller is told, though it has run; the row is leased, and runs again when that has run out."""
+    with opened(away.url, limits=Limits(unavailable_for=timedelta(seconds=0.2))) as shop:
+
+        @shop.app.handler(TOPIC, consumer=CONSUMER, transactional=False)
+        def handle(message: Message[Any]) -> None:
+            shop.calls.append(str(message.id))
+            away.leave()
+
+        shop.raw.close()
+        with delivering(shop, paid("m")) as delivered:
+            try:
+                with pytest.raises(StoreUnavailable):
+                    delivered.result(DEADLINE_S)
+            finally:
+                away.back()
+        assert shop.deliver(paid("m")) is Outcome.DEFERRED
+        assert shop.calls == ["m"]
 
 
 def deadlock_rival(url: str) -> Raw:

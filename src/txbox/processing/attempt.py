@@ -172,13 +172,25 @@ class InboxProtocol:
         return settled
 
     async def run_leased(
-        self, db: Session, handler: Handler, leased: Leased, lease_token: str
+        self,
+        db: Session,
+        handler: Handler,
+        leased: Leased,
+        lease_token: str,
+        *,
+        for_s: float | None = None,
     ) -> Answer:
         """Process one row that this worker has leased.
 
+        Args:
+            for_s: see `Claim`.
+
         Guarantee: a worker whose lease was given to another can run the handler, it cannot commit.
         """
-        return (await self.run_leased_many(db, handler, [leased], lease_token))[0]
+        claim = Claim(lease=lease_token, for_s=for_s)
+        return (await self.deliver(db, handler, [leased.arrival], claim=claim))[
+            leased.arrival.message_id
+        ]
 
     async def run_leased_many(
         self,
@@ -411,7 +423,7 @@ class InboxProtocol:
             # another worker's by now, or committed by the COMMIT whose answer was lost
             return await self._by_row(db, handler, arrival, ran, began)
 
-        return await self.persistently(db, complete, consumer=handler.consumer)
+        return await self.persistently(db, complete, consumer=handler.consumer, for_s=claim.for_s)
 
     # -- one message's outcome ----------------------------------------------------------------
 

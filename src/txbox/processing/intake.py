@@ -91,6 +91,7 @@ class Intake:
                     leasing=leasing,
                     holder=holder,
                     received=received,
+                    for_s=for_s,
                 ),
                 consumer=handler.consumer,
                 for_s=for_s,
@@ -113,6 +114,7 @@ class Intake:
         leasing: Leasing | None = None,
         holder: Holder | None = None,
         received: Sequence[float] | None = None,
+        for_s: float | None = None,
     ) -> list[Answer]:
         """Bring each message to an outcome; the answers are in the same order.
 
@@ -123,6 +125,7 @@ class Intake:
                 that must be counted, or belong to one worker, before it begins (promises 4.4, 4.6).
             holder: of the ids, for a lane that runs one batch behind another; see `waiting.Holder`.
             received: when each arrived, by `time.monotonic`; None for now.
+            for_s: how long to wait for the database when a handler without a transaction has run.
 
         Guarantee: an outcome that settles is on disk, as a finished row, a stored payload or a
         quarantine row.
@@ -154,7 +157,7 @@ class Intake:
         elif handler.options.transactional:
             answers = await self._protocol.deliver(db, handler, arrivals, holder)
         else:
-            answers = await self._run_leased(db, handler, arrivals)
+            answers = await self._run_leased(db, handler, arrivals, for_s)
         if len(known) == len(ids):
             return [answers[message_id] for message_id in ids]
         return self._unfolded(handler, ids, answers)
@@ -292,7 +295,7 @@ class Intake:
         return settled
 
     async def _run_leased(
-        self, db: Session, handler: Handler, arrivals: Sequence[Arrival]
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], for_s: float | None
     ) -> dict[str, Answer]:
         """Store, lease and run at once, without heartbeats: the lease covers the handler's `timeout=`."""
         lease, timeout = self._protocol.lease, handler.options.timeout
@@ -305,7 +308,7 @@ class Intake:
             settled.update(await self.store(db, handler, [arrival], leasing))
             for leased in leasing.rows:
                 settled[arrival.message_id] = await self._protocol.run_leased(
-                    db, handler, leased, leasing.token
+                    db, handler, leased, leasing.token, for_s=for_s
                 )
         return settled
 

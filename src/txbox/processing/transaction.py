@@ -50,11 +50,13 @@ class Claim(NamedTuple):
         lease: the token under which the rows are leased.
         replay: the row is processed, and runs once more.
         stop: True when a lease is not given back any more to a database that is away.
+        for_s: how long to wait for the database when a handler without a transaction has run; None for ever.
     """
 
     lease: str | None = None
     replay: bool = False
     stop: Callable[[], bool] | None = None
+    for_s: float | None = None
 
 
 _MESSAGE_ID = attrgetter("message_id")
