@@ -18,6 +18,7 @@ from txbox.admin.explain import Explanation, explained
 from txbox.admin.found import find
 from txbox.admin.reader import Audit, Reader, Rows, says_anything
 from txbox.admin.tables import (
+    COUNTED_MAX,
     INBOX,
     Audited,
     ConsumerStatus,
@@ -35,7 +36,6 @@ from txbox.admin.tables import (
     age_of,
     stored_id,
 )
-from txbox.admin.views import COUNTED_MAX
 from txbox.errors import ConfigurationError
 from txbox.outbox import LOCAL
 from txbox.store import partitions

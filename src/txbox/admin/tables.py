@@ -18,6 +18,10 @@ from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
 from txbox.store.dialect import as_time
 from txbox.store.order import Waits
 
+#: Shown as the consumer of what no handler consumes.
+UNMATCHED = "(no consumer)"
+#: A page counts up to this and one.
+COUNTED_MAX = 10_000
 #: What operators do to rows.
 Verb = Literal["retry", "discard", "reroute", "accept"]
 _ENCODED = "(encoded: the App that has the codec= can read it)"

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from txbox.admin.activity import WorkerStatus
 from txbox.admin.replay import ReplayFailure
 from txbox.admin.tables import (
+    COUNTED_MAX,
     INBOX,
     OUTBOX,
     QUARANTINE,
+    UNMATCHED,
     ConsumerStatus,
     RecordedAttempt,
     Table,
@@ -30,14 +32,10 @@ if TYPE_CHECKING:
 #: Names and values of one message.
 Record = list[tuple[str, Cell]]
 
-#: Shown as the consumer of what no handler consumes.
-UNMATCHED = "(no consumer)"
 #: What a verb has done.
 DONE = {
     "retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted", "replay": "replayed",
 }  # fmt: skip
-#: What is more than this is not counted for a page.
-COUNTED_MAX = 10_000
 _ERROR_CHARACTERS = 120
 _MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
 _LISTED = {

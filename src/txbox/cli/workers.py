@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from txbox.admin import Admin, views
 from txbox.admin.activity import Snapshot
+from txbox.admin.tables import UNMATCHED
 from txbox.cli import add_command
 from txbox.cli.options import add_audit, add_options, admin_of
 from txbox.cli.output import clipped, print_json, print_line, print_table, shown
@@ -191,7 +192,7 @@ def _screen(found: Snapshot) -> list[str]:
     workers = counted(len(found.workers), "worker") + (f", {silent} silent" if silent else "")
     consumers = [
         (
-            f"{rates.name or views.UNMATCHED}{' (paused)' if rates.paused else ''}",
+            f"{rates.name or UNMATCHED}{' (paused)' if rates.paused else ''}",
             *map(_number, (rates.received_per_s, rates.processed_per_s, rates.duplicate_per_s)),
             *map(_count, (rates.failed, rates.dead, rates.quarantined)),
             *map(_time, (rates.p50_s, rates.p95_s, rates.p99_s, rates.oldest_s)),

@@ -23,8 +23,10 @@ from starlette.responses import RedirectResponse, Response
 from txbox.admin import Admin, MessageChanged, views
 from txbox.admin.explain import Explanation, Sentence
 from txbox.admin.tables import (
+    COUNTED_MAX,
     INBOX,
     QUARANTINE,
+    UNMATCHED,
     Filter,
     InboxFilter,
     OutboxFilter,
@@ -203,8 +205,8 @@ class Pages:
             "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in pauses},
             "plotted": [(each, plot(each, time)) for each in (*time.consumers, *time.routes)],
             "warnings": list(views.warnings(consumers, topics, self.admin.workers(), pauses)),
-            "counted_max": views.COUNTED_MAX,
-            "unmatched": views.UNMATCHED,
+            "counted_max": COUNTED_MAX,
+            "unmatched": UNMATCHED,
         }  # fmt: skip
 
     def listed(self, asked: Asked, kind: type[Filter[Any, Any]]) -> Values:
@@ -542,7 +544,7 @@ def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[An
         elif item.name == "status" and value not in kind.table.statuses:
             if value != "all":
                 raise Refused(400, "Unknown status.")
-        elif (item.name == "consumer" and value == views.UNMATCHED) or (
+        elif (item.name == "consumer" and value == UNMATCHED) or (
             item.name == "route" and value == "any"
         ):
             values[item.name] = ""

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from txbox.admin import views
 from txbox.admin.activity import Activities, Activity
-from txbox.admin.tables import Table
+from txbox.admin.tables import COUNTED_MAX, Table
 from txbox.text import CONTROL, Cell, age, lasting, visible
 
 #: A payload that is longer is only offered as a file.
@@ -193,7 +192,7 @@ def seconds(value: float | None) -> str:
     return "-" if value is None else lasting(value)
 
 
-def count(number: int, most: int = views.COUNTED_MAX) -> str:
+def count(number: int, most: int = COUNTED_MAX) -> str:
     """A number that was counted up to a limit."""
     return f"{most:,}+" if number > most else f"{number:,}"
 

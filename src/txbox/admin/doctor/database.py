@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from txbox.admin.doctor import Diagnosis, Finding
 from txbox.admin.reader import Application, Rows, says_anything, takes
-from txbox.admin.views import UNMATCHED
+from txbox.admin.tables import UNMATCHED
 from txbox.connections.base import Database
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.session import Connection, Connections, Session, Statement
