@@ -17,8 +17,8 @@ from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.errors import BrokerError, Fault, StoreUnavailable
-from txbox.events import ConsumptionPaused, SettleFailed
+from txbox.errors import BrokerError, Fault, StoreError, StoreUnavailable
+from txbox.events import ConsumptionPaused, ConsumptionResumed, SettleFailed
 from txbox.message import Message
 from txbox.session import Session
 from txbox.worker.driving import Driver
@@ -81,6 +81,26 @@ def test_a_drain_leaves_what_cannot_be_set_aside(
     assert codes == [0]
     assert source.settled == []
     assert source.closed
+
+
+def test_a_database_that_is_only_busy_pauses_nothing(shop: Shop) -> None:
+    class Busy(Memory):
+        tried = False
+
+        def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+            if not self.tried:
+                self.tried = True
+                raise StoreError("locked", fault=Fault.LOCK_TIMEOUT)
+            return super().receive(messages_max, wait_s)
+
+    shop.handler()
+    source = Busy([paid("m")])
+    shop.app.consume(source)
+
+    assert worker(shop.app, once=True).run() == 0
+
+    assert source.settled_ids == ["m"]
+    assert shop.emitted(ConsumptionPaused) == shop.emitted(ConsumptionResumed) == []
 
 
 @pytest.mark.parametrize(("says", "counted"), [(True, 1), (False, 3)])

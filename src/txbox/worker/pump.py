@@ -445,10 +445,12 @@ class Pump:
             raise error
         first_s, longest_s = _PAUSE_S
         now = time.monotonic()
-        self._paused_at = self._paused_at or now
-        wait_s = min(max(first_s, (now - self._paused_at) / 2), longest_s)
+        away = not isinstance(error, StoreError) or error.fault is Fault.UNAVAILABLE
+        if away:
+            self._paused_at = self._paused_at or now
+        wait_s = min(max(first_s, (now - (self._paused_at or now)) / 2), longest_s)
         wait_s *= random.uniform(0.5, 1.5)
-        if not isinstance(error, StoreError) or error.fault is Fault.UNAVAILABLE:
+        if away:
             self._app.events.emit(
                 ConsumptionPaused(reason=str(error), retry_in_s=wait_s, source=self.source.name)
             )
