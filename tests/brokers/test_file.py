@@ -287,15 +287,40 @@ def test_a_line_written_just_before_the_rotation_is_read(
     source.close()
 
 
-def test_following_a_truncated_file_starts_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 9], ids=["shorter", "longer by now"])
+def test_following_a_truncated_file_starts_anew(tmp_path: Path, count: int) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, ["a", "b"])
+    with path.open("a") as file:
+        file.write(event_line("cut off")[:20])
     source = File(path, follow=True)
     source.open(["*"], Kept())
-    source.settle(source.receive(10, 0.0))
-    write_events(path, ["c"])
-    assert ids(list(eventually(lambda: source.receive(10, 0.05)))) == ["c"]
+    found = list(source.receive(1, 0.0))
+    write_events(path, [f"n{number}" for number in range(count)])
+
+    def all_there() -> bool:
+        received = source.receive(10, 0.05)
+        source.settle([*found, *received])
+        found.extend(received)
+        return len(found) >= 2 + count
+
+    eventually(all_there)
+    assert ids(found) == ["a", "b", *(f"n{number}" for number in range(count))]
     source.close()
+
+
+def test_a_file_of_a_directory_rewritten_to_the_same_length_starts_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, ["a", "b"])
+    kept, source = Kept(), File(tmp_path, follow=True)
+    source.open(["*"], kept)
+    found = list(source.receive(10, 0.0))
+    write_events(path, ["c", "d"])
+    assert source.receive(10, 0.0) == []
+    source.settle(found)
+    assert ids(list(source.receive(10, 5.0))) == ["c", "d"]
+    source.close()
+    assert ids(read(File(tmp_path), kept)) == ["c", "d"]
 
 
 def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:

@@ -260,25 +260,28 @@ class File(Source):
         """At the end of a stream: close it, or follow its path to a new file."""
         if cursor.path is None or cursor.waiting:
             return
-        if self.path.is_dir() and not cursor.buffer and cursor.cut is None:
-            # a directory may hold more files than a process may open
-            cursor.close()
-            return
-        if not self._follow:
-            return
-        try:
-            found = cursor.path.stat()
-        except FileNotFoundError:
-            return
-        replaced = found.st_ino != cursor.inode
-        if replaced and not cursor.last:
-            # read on: it may have grown just before, and what it ends with is a line
-            cursor.last = True
-        elif replaced or found.st_size < cursor.start + len(cursor.buffer):
-            cursor.close()
-            self._saved.pop(cursor.path.name, None)
-            del self._cursors[cursor.path.name]
-            self._dirty = True
+        if not cursor.rewritten:
+            if self.path.is_dir() and not cursor.buffer and cursor.cut is None:
+                # a directory may hold more files than a process may open
+                cursor.close()
+                return
+            if not self._follow:
+                return
+            try:
+                found = cursor.path.stat()
+            except FileNotFoundError:
+                return
+            replaced = found.st_ino != cursor.inode
+            if replaced and not cursor.last:
+                # read on: it may have grown just before, and what it ends with is a line
+                cursor.last = True
+                return
+            if not replaced and found.st_size >= cursor.start + len(cursor.buffer):
+                return
+        cursor.close()
+        self._saved.pop(cursor.path.name, None)
+        del self._cursors[cursor.path.name]
+        self._dirty = True
 
     def _delivery(self, cursor: Cursor, line: Line, content: bytes) -> Delivery:
         tag = (cursor, line)
@@ -323,9 +326,10 @@ class Cursor:
     scanned: int = 0  # so many bytes of buffer contain no newline
     cut: tuple[int, bytes] | None = None  # an overlong line: its offset and beginning
     waiting: deque[Line] = field(default_factory=deque[Line])
-    head: str = ""  # of the settled part, when the file was closed
     ended: bool = False  # the last read hit the end
     last: bool = False  # the file was replaced, so its end also ends a line
+    beginning: bytes = b""  # of what was read
+    rewritten: bool = False  # it begins otherwise by now
 
     def next_line(self, *, final: bool) -> tuple[Line, bytes] | None:
         """Return the next non-blank line and its content (of an overlong one, at least the beginning).
@@ -336,7 +340,7 @@ class Cursor:
             newline = self.buffer.find(b"\n", self.scanned)
             if newline >= 0:
                 line = self._take(newline + 1)
-            elif self._read():
+            elif self._read(watched=not final):
                 continue
             elif (final or self.last) and self.ended and (self.buffer or self.cut):
                 line = self._take(len(self.buffer))
@@ -345,7 +349,11 @@ class Cursor:
             if line is not None:
                 return line
 
-    def _read(self) -> bool:
+    def _read(self, *, watched: bool) -> bool:
+        if watched and os.pread(self.fd, len(self.beginning), 0) != self.beginning:
+            # truncated, and perhaps as long again by now
+            self.ended = self.rewritten = True
+            return False
         self.scanned = len(self.buffer)
         if self.scanned > self.limit:
             if self.cut is None:
@@ -359,6 +367,8 @@ class Cursor:
         chunk = os.read(self.fd, _CHUNK_BYTES)
         self.buffer += chunk
         self.ended = not chunk
+        if self.path is not None and len(self.beginning) < _HEAD_BYTES:
+            self.beginning = _beginning(self.fd, self.start + len(self.buffer))
         return bool(chunk)
 
     def _take(self, length: int) -> tuple[Line, bytes] | None:
@@ -388,28 +398,27 @@ class Cursor:
 
     def state(self) -> list[object]:
         """Return what identifies the file's settled part: its inode, length and beginning."""
-        if self.fd >= 0:
-            self.head = _head(self.fd, self.front)
-        return [self.inode, self.front, self.head]
+        return [self.inode, self.front, _digest(self.beginning[: self.front])]
 
     def resume(self, state: list[object], size: int) -> None:
         """Continue after the settled part, if `state` belongs to this file, whose size is `size` bytes."""
         inode, front, head = state
-        if (
-            isinstance(front, int)
-            and inode == self.inode
-            and front <= size
-            and head == _head(self.fd, front)
-        ):
-            self.start = self.front = front
-            os.lseek(self.fd, front, os.SEEK_SET)
+        if isinstance(front, int) and inode == self.inode and front <= size:
+            beginning = _beginning(self.fd, front)
+            if head == _digest(beginning):
+                self.start = self.front = front
+                self.beginning = beginning
+                os.lseek(self.fd, front, os.SEEK_SET)
 
     def close(self) -> None:
         if self.fd >= 0 and self.path is not None:
-            self.state()
             os.close(self.fd)
             self.fd = -1
 
 
-def _head(fd: int, front: int) -> str:
-    return hashlib.sha256(os.pread(fd, min(front, _HEAD_BYTES), 0)).hexdigest()
+def _beginning(fd: int, end: int) -> bytes:
+    return os.pread(fd, min(end, _HEAD_BYTES), 0)
+
+
+def _digest(beginning: bytes) -> str:
+    return hashlib.sha256(beginning).hexdigest()
