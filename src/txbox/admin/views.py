@@ -125,16 +125,16 @@ def _unfinished(status: ConsumerStatus) -> int:
 
 
 def _at_most(number: int, noun: str) -> str:
-    return (
-        counted(number, noun)
-        if number <= COUNTED_MAX
-        else f"more than {counted(COUNTED_MAX, noun)}"
-    )
+    more = number > COUNTED_MAX
+    return f"more than {counted(COUNTED_MAX, noun)}" if more else counted(number, noun)
 
 
 def _are(number: int, noun: str, of: str) -> str:
-    said = f"{_at_most(number, noun)} of {of} {'is' if number == 1 else 'are'}"
-    return f"{said[0].upper()}{said[1:]}"
+    return _capital(f"{_at_most(number, noun)} of {of} {'is' if number == 1 else 'are'}")
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def overdue(status: TopicStatus) -> tuple[str, str]:
@@ -143,7 +143,7 @@ def overdue(status: TopicStatus) -> tuple[str, str]:
         f"Make sure that a worker or `txbox relay` of an App with the route {status.route or 'any'} runs and "
         "reaches the destination, or `txbox outbox reroute` them."
     )
-    late = f"{counted(status.overdue)} of topic {status.topic}"
+    late = _capital(f"{_at_most(status.overdue, 'message')} of topic {status.topic}")
     return f"{late} should have left more than a minute ago.", remedy
 
 
