@@ -231,6 +231,24 @@ def test_many_rows_are_changed_in_batches(shop: Shop, database: FreshDatabase, r
     assert set(statuses(raw(database.url), "ledger").values()) == {"pending"}
 
 
+def test_what_was_done_before_a_change_was_cut_short_is_told(
+    shop: Shop, database: FreshDatabase, raw: RawOf
+) -> None:
+    def interrupted(_done: int) -> None:
+        raise KeyboardInterrupt
+
+    shop.failing = False
+    shop.deliver("kept")
+    fill(raw(database.url), 600, status="dead")
+    where, admin = InboxFilter(consumer="billing"), Admin(shop.app)
+    with pytest.raises(KeyboardInterrupt):
+        admin.retry(where, progress=interrupted, actor="ann")
+    with pytest.raises(KeyboardInterrupt):
+        admin.replay(where, progress=interrupted, actor="ann")
+    told = [event for event in shop.events if isinstance(event, RowsChanged)]
+    assert [(event.action, event.rows) for event in told] == [("retry", 500), ("replay", 1)]
+
+
 def test_what_a_live_transaction_holds_is_left_to_it(
     shop: Shop, database: FreshDatabase, raw: RawOf
 ) -> None:

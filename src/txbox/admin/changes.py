@@ -488,31 +488,36 @@ class Changes(Reader):
         cancelled = False
         sample: list[Key] = []
         refused: list[dict[str, str]] = []
-        for matching in counted:
-            after, more = None, True
-            while more and (audit or each or len(sample) < named_max):
-                if most is not None and count >= most:
-                    break
-                if is_cancelled is not None and is_cancelled():
-                    cancelled = True
-                    break
-                batch = self.on_database(
-                    again, _batch, self.store, verb, where, matching, None if each else audit,
-                    spared=broken, after=after, to=to, most=None if most is None else most - count,
-                )  # fmt: skip
-                whys = {key: each(key, audit) for key in batch.keys} if each else {}
-                refused += [{**_key(table, key), "reason": why} for key, why in whys.items() if why]
-                changed = [key for key in batch.keys if not whys.get(key)]
-                sample += changed[: named_max - len(sample)]
-                count, spared = count + len(changed), spared + batch.spared
-                after, more = batch.place, batch.place is not None
-                if report is not None and audit is not None:
-                    report(count)
+        try:
+            for matching in counted:
+                after, more = None, True
+                while more and (audit or each or len(sample) < named_max):
+                    if most is not None and count >= most:
+                        break
+                    if is_cancelled is not None and is_cancelled():
+                        cancelled = True
+                        break
+                    batch = self.on_database(
+                        again, _batch, self.store, verb, where, matching, None if each else audit,
+                        spared=broken, after=after, to=to, most=None if most is None else most - count,
+                    )  # fmt: skip
+                    whys = {key: each(key, audit) for key in batch.keys} if each else {}
+                    refused += [
+                        {**_key(table, key), "reason": why} for key, why in whys.items() if why
+                    ]
+                    changed = [key for key in batch.keys if not whys.get(key)]
+                    sample += changed[: named_max - len(sample)]
+                    count, spared = count + len(changed), spared + batch.spared
+                    after, more = batch.place, batch.place is not None
+                    if report is not None and audit is not None:
+                        report(count)
+        finally:
+            # batches that are done stay done, however this ends
+            self.emit(table.audited.format(verb), count, audit)
         if audit is None and each is None:
             total = sum(matching.rows for matching in counted)
             count = total if most is None else min(most, total)
             spared = sum(matching.spared for matching in counted)
-        self.emit(table.audited.format(verb), count, audit)
         return Changed(
             action=verb,
             dry_run=audit is None,

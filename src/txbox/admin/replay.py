@@ -98,24 +98,26 @@ class Replays(Changes):
         failures: list[ReplayFailure] = []
         ((newest,),) = self.rows("inbox_newest")
         after = -1
-        while is_cancelled is None or not is_cancelled():
-            limit = _BATCH if most is None else min(_BATCH, most - counts["count"])
-            found = self._kept(where, after=after, limit=limit) if limit else []
-            batch = [leased for leased in found if leased.number <= int(newest)]
-            if not batch:
-                break
-            after = batch[-1].number
-            counts["count"] += len(batch)
-            arrivals = [leased.arrival for leased in batch]
-            if audit is not None and as_consumer is not None:
-                counts.update(self._copied(arrivals, as_consumer, audit, where))
-            elif audit is not None:
-                self.announce(audit, "replay", where, len(arrivals))
-                for arrival in arrivals:
-                    counts[self._run_again(arrival, where, failures)] += 1
-            if report is not None:
-                report(counts["count"])
-        self.emit("replay", counts["processed"] + counts["stored"], audit)
+        try:
+            while is_cancelled is None or not is_cancelled():
+                limit = _BATCH if most is None else min(_BATCH, most - counts["count"])
+                found = self._kept(where, after=after, limit=limit) if limit else []
+                batch = [leased for leased in found if leased.number <= int(newest)]
+                if not batch:
+                    break
+                after = batch[-1].number
+                counts["count"] += len(batch)
+                arrivals = [leased.arrival for leased in batch]
+                if audit is not None and as_consumer is not None:
+                    counts.update(self._copied(arrivals, as_consumer, audit, where))
+                elif audit is not None:
+                    self.announce(audit, "replay", where, len(arrivals))
+                    for arrival in arrivals:
+                        counts[self._run_again(arrival, where, failures)] += 1
+                if report is not None:
+                    report(counts["count"])
+        finally:
+            self.emit("replay", counts["processed"] + counts["stored"], audit)
         return Replayed(dry_run=audit is None, failures=tuple(failures), **counts)
 
     def _check_replay(self, where: InboxFilter, as_consumer: str | None) -> None:
