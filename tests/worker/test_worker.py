@@ -622,6 +622,27 @@ def test_a_sync_handler_needs_sync_connections(
     assert "no sync connections" in caplog.text
 
 
+def test_a_worker_stopped_while_a_source_opens_ends_within_its_grace(shop: Shop) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Hangs(Memory):
+        def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+            entered.set()
+            assert go_on.wait(DEADLINE_S)
+            super().open(topics, progress, in_flight)
+
+    shop.handler()
+    source = Hangs([paid("m")], endless=True)
+    shop.app.consume(source)
+    with running(worker(shop.app, grace=timedelta(seconds=0.5))) as codes:
+        assert entered.wait(DEADLINE_S)
+    assert codes == [1]
+    go_on.set()
+    eventually(lambda: source.closed)
+    assert source.received == []
+    assert shop.emitted(WorkerStarted) == []
+
+
 def test_no_source_is_asked_for_effects(sqlite_url: str) -> None:
     asked: list[str] = []
 

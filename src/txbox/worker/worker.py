@@ -178,7 +178,7 @@ class Worker:
             )
         self._lanes.make(self._relays.look if self._relays is not None else None)
         self._open_sources(topics)
-        if self._crash is None:
+        if not self._stopping.is_set():
             self._awaited = self._silent
             self._consume(topics)
             self._awaited = ()
@@ -219,7 +219,7 @@ class Worker:
             ) from error
 
     def _open_sources(self, topics: Sequence[Sequence[str]]) -> None:
-        """Start a pump for each source, and wait until all are open or something has ended."""
+        """Start a pump for each source, and wait until all are open, or for a stop."""
         app = self._app
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             source = consumption.source
@@ -233,8 +233,10 @@ class Worker:
             self._health.pumps.append(pump)
             pump.start(self._pump_ended(pump))
         for pump in self._pumps:
-            while self._pumps[pump] and not pump.opened(_TICK_S):
+            self._awaited = [f"the source {pump.source.name} did not open"]
+            while not (self._stopping.is_set() or pump.opened(_TICK_S)):
                 self._handle_reports(0.0)
+        self._awaited = ()
         self._handle_reports(0.0)
 
     def _consume(self, topics: Sequence[Sequence[str]]) -> None:
