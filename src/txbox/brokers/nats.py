@@ -323,8 +323,7 @@ class Nats(LoopSource["Link"]):
         """
         try:
             if self._link is not None and self._link.lost is None:
-                replies = [*self._unsettled, *(delivery.tag for delivery in self._buffer)]
-                self._call(self._link.give_back(replies))
+                self._call(self._link.give_back(list(self._unsettled)))
         finally:
             self._buffer.clear()
             self._unsettled.clear()
@@ -511,13 +510,15 @@ class Link:
         return missing
 
     async def give_back(self, replies: Sequence[str]) -> None:
-        """Stop listening, and return what was not processed, for immediate delivery to another consumer.
+        """Stop listening, and return these and the buffer, for immediate delivery to another consumer.
 
         What is on its way comes again after `ack_wait`.
         """
         for pull in self.pulls:
             if pull.subscription is not None:
                 await pull.subscription.unsubscribe()
+        # here, where nothing else adds to the buffer: what arrived until now is returned, too
+        replies = [*replies, *(delivery.tag for delivery in self._buffer)]
         if not replies:
             return
         for pull in self.pulls:

@@ -107,9 +107,8 @@ class Assignment(dict[tuple[str, int], Partition]):
 
     anchoring: Anchoring | None = None
 
-    def add(self, topic: str, number: int) -> Partition:
-        partition = self[topic, number] = Partition(topic, number, placed=self.anchoring is None)
-        return partition
+    def add(self, topic: str, number: int) -> None:
+        self[topic, number] = Partition(topic, number, placed=self.anchoring is None)
 
     def known(self, partitions: Iterable[TopicPartition]) -> list[Partition]:
         keys = [
