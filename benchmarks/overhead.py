@@ -44,7 +44,7 @@ _STAGES = {
         "app", "processing/attempt", "processing/transaction", "processing/calls", "processing/failure", "outbox",
         "session", "events",
     ),
-    "statements": ("store/inbox", "store/claims", "store/codec", "store/dialect"),
+    "statements": ("store/inbox", "store/codec", "store/dialect"),
     _BODIES: ("body",),
     _HANDLER: (),
     # Python looks at signals when it is back from the kernel: what sends and receives cannot be told

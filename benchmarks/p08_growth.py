@@ -21,7 +21,6 @@ from benchmarks.servers import fresh_database
 from benchmarks.workload import CONSUMER, TOPIC
 from txbox import App, Message
 from txbox.session import Session, drive
-from txbox.store import claims
 from txbox.store.codec import Arrival
 
 NUMBER = "P8"
@@ -209,8 +208,7 @@ SELECT sum(pg_table_size(oid))::bigint, sum(pg_indexes_size(oid))::bigint
 async def _claimed(db: Session, app: App, batch: Sequence[Arrival]) -> set[str]:
     """Claim a batch, and commit without a handler in between."""
     token, store = secrets.token_hex(16), app.store
-    claim = claims.claim(
-        store,
+    claim = store.claim(
         CONSUMER,
         batch,
         token=token,
@@ -219,8 +217,8 @@ async def _claimed(db: Session, app: App, batch: Sequence[Arrival]) -> set[str]:
         keep=False,
     )
     answers = await db.begin(claim)
-    won = claims.claimed(store, claim, answers)
-    await db.commit((claims.close(store, token),))
+    won = store.claimed(claim, answers)
+    await db.commit((store.closing(token),))
     assert won is not None
     return won.ids
 

@@ -17,7 +17,7 @@ from tests.support.tidying import SESSIONS
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox.errors import Fault, StoreError
 from txbox.session import Raised, Session, Statement, drive, drive_async
-from txbox.store import jobs
+from txbox.store import leases
 from txbox.store.dialect import as_time
 
 pytestmark = pytest.mark.every_database
@@ -277,10 +277,10 @@ def test_one_read_tells_what_is_due_for_every_consumer(given: Given, db: Raw, nu
             (name, f"{name}-{status}", status, b"h" * 32, b"{}"),
         )
     dialect = given.database.dialect
-    found = dict(driven(given, jobs.due, dialect, names, ahead_s=5.0, routes=[""]))
+    found = dict(driven(given, leases.due, dialect, names, ahead_s=5.0, routes=[""]))
     assert list(found) == names[:1]
     assert found[names[0]] <= 0
-    found = dict(driven(given, jobs.due, dialect, names, ahead_s=120.0, routes=[]))
+    found = dict(driven(given, leases.due, dialect, names, ahead_s=120.0, routes=[]))
     assert set(found) == set(names[:2])
     assert 30 < found[names[1]] <= 60
 

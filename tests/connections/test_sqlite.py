@@ -23,7 +23,6 @@ from txbox import App, Message
 from txbox.connections import borrow, open_database, sqlite
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import blocking
-from txbox.store import claims
 
 pytestmark = pytest.mark.every_database
 
@@ -154,7 +153,7 @@ def test_close_refuses_the_token_of_another_transaction(
     held.close(f"c{number}", f"m{number}", token)
     held.begin()
     with pytest.raises(StoreError) as found:
-        held.execute(claims.close(given.store, token))
+        held.execute(given.store.closing(token))
     assert found.value.fault is Fault.GUARD
     held.rollback()
 
@@ -181,7 +180,7 @@ def test_an_error_that_rolled_everything_back_and_was_swallowed_commits_nothing(
     with pytest.raises(sqlite3.IntegrityError):
         held.do(f"INSERT OR ROLLBACK INTO account (id, balance) VALUES ({number}, 2)")
     with pytest.raises(StoreError) as found:
-        held.commit(claims.close(given.store, token))
+        held.commit(given.store.closing(token))
     assert found.value.fault is Fault.GUARD
     assert rows_of(db, number) == []
     assert balance(db, number) == 1

@@ -30,7 +30,7 @@ from txbox.processing.calls import handled
 from txbox.processing.failure import Recorder
 from txbox.processing.transaction import Claim, End, HandlerTransaction, TransactionResult
 from txbox.session import Session, Statement, at, drive
-from txbox.store import claims, leases
+from txbox.store import leases
 from txbox.store.codec import Arrival
 from txbox.store.inbox import InboxStore
 from txbox.testing import another_process, drain, meanwhile
@@ -90,18 +90,17 @@ class _OwnTransaction(HandlerTransaction):
         ids = [row.message_id for row in arrivals]
         claiming = self.claiming(handler, arrivals, claim, token)
         results = await db.begin(claiming)
-        won = claims.claimed(self.store, claiming, results)
+        won = self.store.claimed(claiming, results)
         fresh = None if won is None else won.ids
         ran.existing = await self.store.classify(db, handler.consumer, ids)
         if fresh is None:
             fresh = {each for each, row in ran.existing.items() if row.token == token}
         ran.fresh = fresh
         mine = [row for row in arrivals if row.message_id in fresh]
-        await db.execute(claims.close(self.store, token))
+        await db.execute(self.store.closing(token))
         if mine and self.store.dialect.has("complete"):
             await db.execute(
-                claims.complete(
-                    self.store,
+                self.store.complete(
                     handler.consumer,
                     [row.message_id for row in mine],
                     token=token,
@@ -335,7 +334,7 @@ def _zombie(job: Job, *, fenced: bool) -> None:
             )
         for outcome in drain(another_process(app)):
             job.note(f"outcome {outcome}")
-        wrong = patch.object(claims, "claim_known", _unfenced(claims.claim_known))
+        wrong = patch.object(InboxStore, "claim_known", _unfenced(InboxStore.claim_known))
         with nullcontext() if fenced else wrong:
             settled = drive(connections, app.protocol.run_leased, handler, leased, "zombie")
         job.note(f"zombie {settled.outcome}")

@@ -27,7 +27,6 @@ from tests.support.databases import BY_NAME, Raw, missing_server, names, require
 from txbox.connections import borrow, open_database
 from txbox.message import Message
 from txbox.session import Result, Statement, blocking
-from txbox.store import claims
 from txbox.store.codec import Arrival, Columns
 from txbox.store.inbox import InboxStore
 
@@ -190,8 +189,7 @@ class Held:
         arrival = Arrival(
             Message(id=message_id, topic="t", payload=b"{}"), message_id, b"\x01" * 32
         )
-        statements = claims.claim(
-            store,
+        statements = store.claim(
             consumer,
             [arrival],
             token=token,
@@ -205,11 +203,9 @@ class Held:
     def close(self, consumer: str, message_id: str, token: str) -> None:
         """Close, complete and COMMIT."""
         store = self.given.store
-        statements = [claims.close(store, token)]
+        statements = [store.closing(token)]
         if store.dialect.has("complete"):
-            statements.append(
-                claims.complete(store, consumer, [message_id], token=token, keep=False)
-            )
+            statements.append(store.complete(consumer, [message_id], token=token, keep=False))
         self.commit(*statements)
 
 

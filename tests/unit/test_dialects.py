@@ -12,7 +12,6 @@ from importlib.resources import files
 import pytest
 
 from txbox import Message
-from txbox.store import claims
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Style, dialect, native
 from txbox.store.inbox import InboxStore
@@ -178,10 +177,10 @@ def test_regions_repeat_for_each_row(name: str, count: int) -> None:
 def test_a_guard_that_is_a_savepoint_is_named_after_its_token(name: str) -> None:
     store = InboxStore(dialect(name), Columns())
     arrivals = [Arrival(Message(id=each, topic="t"), each, None) for each in ("a", "b")]
-    claimed = claims.claim(
-        store, "c", arrivals, token="ab", lock_timeout=timedelta(seconds=1), idle_s=1.0, keep=False
+    claimed = store.claim(
+        "c", arrivals, token="ab", lock_timeout=timedelta(seconds=1), idle_s=1.0, keep=False
     )
-    guards = [*claimed, claims.close(store, "ab"), claims.still_claimed(store, "ab")]
+    guards = [*claimed, store.closing("ab"), store.still_claimed("ab")]
     assert not any("[canary]" in statement.sql for statement in guards)
     if not store.dialect.refuses_commit:
         sql = [statement.sql for statement in guards]

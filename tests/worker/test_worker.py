@@ -23,7 +23,7 @@ from txbox.brokers.local import Local
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
 from txbox.relay import Relay, Relays
 from txbox.session import Transaction
-from txbox.store import jobs
+from txbox.store import leases
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
 
@@ -102,7 +102,7 @@ def test_once_does_not_leave_what_a_handler_stages_while_the_tables_are_read(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The outbox is read, then a row of the inbox becomes one of the outbox, then the inbox is read."""
-    left, turn, work_left = Relays.left, Relay.turn, jobs.work_left
+    left, turn, work_left = Relays.left, Relay.turn, leases.work_left
     reads: list[bool] = []
     inbox_read = threading.Event()
 
@@ -131,7 +131,7 @@ def test_once_does_not_leave_what_a_handler_stages_while_the_tables_are_read(
     shop.app.handler("invoices", consumer="invoices")(_nothing)
     monkeypatch.setattr(Relays, "left", outbox)
     monkeypatch.setattr(Relay, "turn", relay_later)
-    monkeypatch.setattr(jobs, "work_left", inbox)
+    monkeypatch.setattr(leases, "work_left", inbox)
     assert worker(shop.app, once=True).run() == 0
     assert statuses(shop.raw) == {"processed": 2}
     assert reads[0] is False

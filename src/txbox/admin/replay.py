@@ -27,7 +27,6 @@ from txbox.outcome import Outcome, Status
 from txbox.processing.calls import handled
 from txbox.processing.failure import BROKEN, failure_of
 from txbox.session import Raised, Session
-from txbox.store import claims
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import as_time
 from txbox.store.inbox import InboxStore
@@ -379,7 +378,7 @@ async def _rehearsed(
         if raised is None and not watch.left:
             try:
                 staged = await _staged(db, app, handler, arrival)
-                await db.execute(claims.close(app.store, token))
+                await db.execute(app.store.closing(token))
                 if await _broken_references(db, app) - faults:
                     broken = StoreError("SQLite: a foreign key would refuse the COMMIT.")
                     raised = Raised(broken, broken, False)
@@ -435,8 +434,7 @@ async def _claimed(
     db: Session, app: Application, handler: Handler, arrival: Arrival, token: str
 ) -> None:
     timeout = handler.options.timeout
-    claim = claims.claim_known(
-        app.store,
+    claim = app.store.claim_known(
         "claim_rehearsal",
         handler.consumer,
         [arrival.message_id],
@@ -453,7 +451,7 @@ async def _claimed(
         raise ConfigurationError(
             f"{handler.consumer} {arrival.message_id} is held by another transaction: try again."
         ) from None
-    won = claims.claimed(app.store, claim, results[-len(claim) :])
+    won = app.store.claimed(claim, results[-len(claim) :])
     if won is None or not won.ids:
         raise ConfigurationError(
             f"{handler.consumer} {arrival.message_id} is being processed, or gone: `txbox explain` says which."

@@ -334,7 +334,7 @@ def check_committed(answer: str | None) -> None:
     """Check the server's answer to COMMIT; None if the driver does not expose it.
 
     Raises:
-            StoreError: it was ROLLBACK, because the transaction had failed (promise 2.2).
+        StoreError: it was ROLLBACK, because the transaction had failed (promise 2.2).
     """
     if answer is not None and answer != "COMMIT":
         raise StoreError(
@@ -446,6 +446,11 @@ def check_closed(statement: Statement, result: Result) -> Result:
     if statement.name == "close" and not result.rows and "RETURNING" in statement.sql:
         raise handler_left("close found another transaction")
     return result
+
+
+def connection_lost(code: str | None = None, *, definite: bool = True) -> StoreUnavailable:
+    """Return the error for a connection that is gone; `definite`: no COMMIT was on its way."""
+    return StoreUnavailable("The database connection was lost.", code=code, definite=definite)
 
 
 def handler_left(how: str) -> StoreError:

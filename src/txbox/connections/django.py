@@ -23,6 +23,7 @@ from txbox.connections.base import (
     begins_marked,
     check_closed,
     check_committed,
+    connection_lost,
     dbapi_error,
     handler_left,
     is_marked,
@@ -34,7 +35,7 @@ from txbox.connections.base import (
     store_error,
     sync_async_mismatch,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.session import Connection, Raised, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -230,7 +231,7 @@ class DjangoConnection(Connection):
             raise not_released(self._failure(error), self.lost) from error
         if self.native.needs_rollback and self.lost:
             # the server went away behind the failure; here too, Django says that only a rollback is left
-            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
+            raise connection_lost()
         if self.native.needs_rollback:
             raise handler_left("its savepoint is gone")
 

@@ -20,8 +20,14 @@ from psycopg.adapt import PyFormat, Transformer
 from psycopg.waiting import Ready, Wait
 
 from txbox.connections import base
-from txbox.connections.base import acquired, left_behind
-from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.connections.base import (
+    acquired,
+    check_committed,
+    connection_lost,
+    left_behind,
+    refused_commit,
+)
+from txbox.errors import Fault, StoreError
 from txbox.session import Result, Statement, Statements
 from txbox.store.dialect import native
 
@@ -38,8 +44,6 @@ _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
 _TEXT = 25  # the OID of text
 _TEXT_FORMAT, _BINARY = pq.Format.TEXT, pq.Format.BINARY
 _IDLE, _UNKNOWN = int(pq.TransactionStatus.IDLE), int(pq.TransactionStatus.UNKNOWN)
-# a COMMIT that failed with one of these cannot have committed
-_DEFINITE = frozenset({"TXB01", "TXB02", "25P02", "40001", "40P01"})
 
 R = TypeVar("R")
 Translate = Callable[[BaseException], StoreError | None]
@@ -241,7 +245,7 @@ class Pipeline:
             answers = yield from _answered(pgconn, syncs, last=self.ahead is None)
         except psycopg.Error as error:
             pgconn.finish()
-            raise _cut(after, error.sqlstate) from error
+            raise connection_lost(error.sqlstate, definite=after is not COMMIT) from error
         if queued:
             _check_queued(answers[:queued])
             answers = answers[queued:]
@@ -267,7 +271,7 @@ class Pipeline:
             answers = yield from _answered(pgconn, last=True)
         except psycopg.Error as error:
             pgconn.finish()
-            raise _cut(None, error.sqlstate) from error
+            raise connection_lost(error.sqlstate) from error
         return self._read(self._ahead, answers)
 
     def _put(self, pgconn: Any, sent: _Sent) -> None:
@@ -336,13 +340,8 @@ class Pipeline:
             [one.status for one in answers]
         ):
             raise self._failure(sent, answers)
-        if sent.after is COMMIT and answers[-1].command_status != b"COMMIT":
-            # the server answers COMMIT of an aborted transaction with ROLLBACK and no error (promise 2.2)
-            raise StoreError(
-                "The transaction had failed before its COMMIT; nothing was persisted.",
-                fault=Fault.ABORTED,
-                code="25P02",
-            )
+        if sent.after is COMMIT:
+            check_committed(_text(answers[-1].command_status))
         found = answers[first:last]
         if parsed:
             found = _without_parses(statements, parsed, found)
@@ -373,7 +372,7 @@ class Pipeline:
         )
         if refused is None:
             # the server went away in the middle of its answers
-            return _cut(sent.after, None)
+            return connection_lost(definite=sent.after is not COMMIT)
         error = psycopg.errors.error_from_result(refused)
         found = self._translate(error) or StoreError(type(error).__name__)
         if found.fault is Fault.PREPARED:
@@ -381,7 +380,7 @@ class Pipeline:
             self.forget()
         last = sent.opening + len(sent.statements) + len(sent.parsed) + sent.closing - 1
         if sent.after is COMMIT and len(answers) > last and refused is answers[last]:
-            found.definite = (found.code or "") in _DEFINITE or (found.code or "").startswith("23")
+            found.definite = refused_commit(found)
         found.__cause__ = error
         return found
 
@@ -453,15 +452,6 @@ def _check_queued(answers: Sequence[Any]) -> None:
     for answer in answers:
         if answer.status not in _FINE:
             raise psycopg.errors.error_from_result(answer)
-
-
-def _cut(after: bytes | None, code: str | None) -> StoreUnavailable:
-    return StoreUnavailable(
-        "The database connection was lost.",
-        fault=Fault.UNAVAILABLE,
-        code=code,
-        definite=after is not COMMIT,
-    )
 
 
 def _text(value: bytes | None) -> str | None:

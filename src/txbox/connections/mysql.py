@@ -31,6 +31,7 @@ from txbox.connections.base import (
     Pool,
     acquired,
     async_driver,
+    connection_lost,
     handler_left,
     left_behind,
     not_in_transaction,
@@ -39,7 +40,7 @@ from txbox.connections.base import (
     store_error,
     sync_async_mismatch,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
+from txbox.errors import ConfigurationError, Fault, StoreError, redacted
 from txbox.session import Connection, Result, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -305,7 +306,7 @@ class MysqlConnection(Connection):
 
     def _check_open(self) -> None:
         if self._broken:
-            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
+            raise connection_lost()
         if self.lost:
             raise handler_left("it closed the connection")
 

@@ -27,6 +27,7 @@ from txbox.connections.base import (
     Database,
     Executor,
     Pool,
+    connection_lost,
     handler_left,
     is_marked,
     not_in_transaction,
@@ -47,7 +48,7 @@ from txbox.connections.libpq import (
     nothing,
     stop_deferring,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
+from txbox.errors import ConfigurationError, Fault, StoreError, redacted
 from txbox.session import Connection, Failed, Raised, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -283,7 +284,7 @@ class PsycopgConnection(Connection):
         if self._pgconn.status == _CONNECTED:
             return
         if self.native.broken:
-            raise StoreUnavailable("The database connection was lost.", fault=Fault.UNAVAILABLE)
+            raise connection_lost()
         raise StoreError("The handler closed the connection of its transaction.", fault=Fault.GUARD)
 
     # -- from and to a pool -------------------------------------------------------------------
@@ -321,7 +322,7 @@ class PsycopgConnection(Connection):
             try:
                 await self._turn(queue.drained())
             except psycopg.Error as error:
-                raise _lost(error) from error
+                raise connection_lost(error.sqlstate) from error
         if queue.failure is None:
             return None
         failure, position = queue.failure
@@ -436,7 +437,7 @@ class PsycopgConnection(Connection):
             # psycopg may have deallocated everything or nothing just now: make sure it is everything
             await self._turn(self._pipeline.send((), after=DEALLOCATE))
         except psycopg.Error as error:
-            raise _lost(error) from error
+            raise connection_lost(error.sqlstate) from error
 
     def discard(self) -> None:
         loop = self._loop
@@ -511,8 +512,4 @@ def translated(error: BaseException, dialect: Dialect) -> StoreError | None:
 
 
 def translated_or_lost(error: psycopg.Error, dialect: Dialect) -> StoreError:
-    return translated(error, dialect) or _lost(error)
-
-
-def _lost(error: psycopg.Error) -> StoreUnavailable:
-    return StoreUnavailable("The database connection was lost.", code=error.sqlstate)
+    return translated(error, dialect) or connection_lost(error.sqlstate)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from txbox.connections.base import forgets_parent
-from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.connections.base import connection_lost, forgets_parent
+from txbox.errors import Fault, StoreError
 from txbox.events import (
     Events,
     MessageDeferred,
@@ -36,7 +36,7 @@ from txbox.processing.failure import BROKEN, Recorder, message_fields
 from txbox.processing.transaction import NEW, Claim, End, HandlerTransaction, TransactionResult
 from txbox.processing.waiting import Holder, Waiting
 from txbox.session import Raised, Session
-from txbox.store import claims, leases
+from txbox.store import leases
 from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import dialect
@@ -292,7 +292,7 @@ class InboxProtocol:
 
     def _can_look_up(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:
         """Whether reading which ids are finished tells more, or sooner, than a claim."""
-        return not handler.options.keep_result and claims.finds_duplicates(self.store, arrivals)
+        return not handler.options.keep_result and self.store.finds_duplicates(arrivals)
 
     async def _finished_before(
         self,
@@ -305,7 +305,7 @@ class InboxProtocol:
 
         It does not see rows that another transaction is about to commit. Those are claimed like new ones.
         """
-        (found,) = await db.begin((claims.duplicates(self.store, handler.consumer, arrivals),))
+        (found,) = await db.begin((self.store.duplicates(handler.consumer, arrivals),))
         await db.commit()
         finished = {row[0] for row in found.rows}
         batch_size.met(len(arrivals), len(finished))
@@ -664,11 +664,7 @@ def _curable(ran: TransactionResult) -> StoreError:
     """The error for a transaction that may succeed later: its own, or a lost connection."""
     if ran.database_error is not None and ran.end not in (End.AMBIGUOUS, End.REFUSED):
         return ran.database_error
-    return StoreUnavailable(
-        "The database connection was lost.",
-        fault=Fault.UNAVAILABLE,
-        code=ran.database_error.code if ran.database_error else None,
-    )
+    return connection_lost(ran.database_error.code if ran.database_error else None)
 
 
 # -- batch sizes ------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from txbox.policy import Batching, Lease, Limits
 from txbox.processing.calls import call_of, called_apart, decode_ahead, handled, undo
 from txbox.processing.failure import Recorded, Recorder
 from txbox.session import Raised, Result, Session, Statement, Transaction
-from txbox.store import claims, order
+from txbox.store import order
 from txbox.store.codec import Arrival
 from txbox.store.dialect import Dialect
-from txbox.store.inbox import FINISHED, Existing, InboxStore
+from txbox.store.inbox import FINISHED, Existing, InboxStore, Won
 
 
 class End(Enum):
@@ -196,7 +196,7 @@ class HandlerTransaction:
             found: list[Result] = []
             if checks:
                 results, found = results[: len(claiming)], results[len(claiming) :]
-            won = claims.claimed(self.store, claiming, results)
+            won = self.store.claimed(claiming, results)
             if won is not None and len(won.ids) == len(arrivals):
                 ran.fresh = won.ids
             else:
@@ -251,19 +251,19 @@ class HandlerTransaction:
         if timeout is not None:
             idle_s = max(idle_s, timeout.total_seconds())
         if claim.lease is None and not claim.replay:
-            return claims.claim(
-                store, consumer,
+            return store.claim(
+                consumer,
                 # sorted: two batches that share ids then wait for each other instead of deadlocking
                 sorted(arrivals, key=_MESSAGE_ID) if together else arrivals,
                 token=token, lock_timeout=lock_timeout, idle_s=idle_s, keep=handler.keeps_payload, wait=wait,
             )  # fmt: skip
         ids = [arrival.message_id for arrival in arrivals]
         if claim.lease is None:
-            return claims.claim_known(
-                store, "claim_replay", consumer, ids, token=token, lock_timeout=lock_timeout, idle_s=idle_s
+            return store.claim_known(
+                "claim_replay", consumer, ids, token=token, lock_timeout=lock_timeout, idle_s=idle_s
             )  # fmt: skip
-        return claims.claim_known(
-            store, "claim_leased", consumer, ids, token=token, lease=claim.lease,
+        return store.claim_known(
+            "claim_leased", consumer, ids, token=token, lease=claim.lease,
             lock_timeout=lock_timeout, idle_s=idle_s, keep=handler.keeps_payload, wait=wait,
         )  # fmt: skip
 
@@ -335,7 +335,7 @@ class HandlerTransaction:
         ran: TransactionResult,
         handler: Handler,
         arrivals: Sequence[Arrival],
-        won: claims.Won | None,
+        won: Won | None,
         token: str,
     ) -> None:
         """Read the rows of the ids that were not won; without `won`, the rows' tokens say which were."""
@@ -425,14 +425,14 @@ class HandlerTransaction:
             last = self._after_close(ran, handler, mine)
         try:
             if store.dialect.refuses_commit:
-                await db.commit((claims.close(store, token), *last))
+                await db.commit((store.closing(token), *last))
             else:
                 # close comes first: on a connection that a handler left in autocommit, `complete` would commit
                 # by itself. All in one call, because a session flushes and releases its savepoint before it
                 ids = [arrival.message_id for arrival in mine]
                 if ids:
-                    last.insert(0, claims.complete(store, consumer, ids, token=token, keep=keep))
-                results = await db.commit((claims.close(store, token), *last))
+                    last.insert(0, store.complete(consumer, ids, token=token, keep=keep))
+                results = await db.commit((store.closing(token), *last))
                 if ids and results[1].count != len(ids):
                     ran.end, ran.unknown = End.BROKEN, set(ran.called)
         except Raised as raised:
@@ -490,7 +490,7 @@ class HandlerTransaction:
             return
         for _ in range(2):
             try:
-                await db.execute(claims.still_claimed(self.store, token))
+                await db.execute(self.store.still_claimed(token))
             except StoreError as error:
                 if error.fault is Fault.PREPARED:
                     # psycopg deallocated it in a rollback: prepare it again

@@ -13,7 +13,7 @@
 --   [durable]                    an acknowledgement follows: the commit is made durable, whatever the settings
 -- Each section has the queries of the module it names.
 
--- ---- claims.py ------------------------------------------------------------------------------------------------------
+-- ---- inbox.py: claims -----------------------------------------------------------------------------------------------
 
 -- nothing: savepoint_claim rollback_to_claim
 -- A failed statement leaves the transaction usable, so close can be used instead.
@@ -58,7 +58,7 @@ UPDATE txbox_inbox SET result = :result::bytea
 -- name: result
 SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 
--- ---- failures.py ----------------------------------------------------------------------------------------------------
+-- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 
 -- fragment: failing
 status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer OR received_at < [ago :max_age_s]
@@ -318,6 +318,23 @@ SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)], coun
  GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- nothing: bound_look
+
+-- name: consumers
+-- From one to the next in the keys: as many steps as there are consumers, however many rows they have.
+WITH RECURSIVE received(consumer) AS (
+    SELECT min(consumer) FROM txbox_inbox
+     UNION ALL
+    SELECT (SELECT min(later.consumer) FROM txbox_inbox AS later WHERE later.consumer > received.consumer)
+      FROM received WHERE received.consumer IS NOT NULL),
+aside(consumer) AS (
+    SELECT min(consumer) FROM txbox_quarantine
+     UNION ALL
+    SELECT (SELECT min(later.consumer) FROM txbox_quarantine AS later WHERE later.consumer > aside.consumer)
+      FROM aside WHERE aside.consumer IS NOT NULL)
+SELECT consumer FROM received WHERE consumer IS NOT NULL
+ UNION
+SELECT consumer FROM aside WHERE consumer IS NOT NULL
+ ORDER BY consumer
 
 -- name: inbox_newest
 [look] coalesce(max(arrival), 0) FROM txbox_inbox
@@ -651,6 +668,16 @@ SELECT [text own.topic], [text own.type], [text own.cause_consumer], count(*), [
          ORDER BY available_at, number LIMIT :limit::integer) AS own
  GROUP BY own.topic, own.type, own.cause_consumer
 
+-- name: doctor_routes
+-- Routes with rows that wait, by a jump in the index for each of them.
+WITH RECURSIVE found(route) AS (
+    SELECT (SELECT min(own.route) FROM txbox_outbox AS own WHERE own.status = 'pending')
+     UNION ALL
+    SELECT (SELECT min(own.route) FROM txbox_outbox AS own WHERE own.status = 'pending' AND own.route > last.route)
+      FROM found AS last WHERE last.route IS NOT NULL
+)
+SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit::integer
+
 -- name: doctor_outgoing_dead
 SELECT count(*), [age min(own.staged_at)]
   FROM (SELECT staged_at FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead'
@@ -674,6 +701,15 @@ SELECT 'rows', count(*)::double precision FROM (SELECT 1 FROM txbox_inbox LIMIT 
 -- name: database_clock
 SELECT [now]
 
+-- fragment: consumers_of table
+-- From one to the next in the index of the key: no look at all rows.
+WITH RECURSIVE known(consumer) AS (
+       SELECT min(consumer) FROM [table] WHERE consumer > :after::text
+        UNION ALL
+       SELECT (SELECT min(next.consumer) FROM [table] AS next WHERE next.consumer > known.consumer)
+         FROM known WHERE known.consumer IS NOT NULL)
+SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit::integer
+
 -- name: explain_consumers
 [consumers_of txbox_inbox]
 
@@ -693,7 +729,7 @@ SELECT [quarantine_row]
 
 -- nothing: explain_holder explain_writers explain_locked
 
--- ---- waits.py -------------------------------------------------------------------------------------------------------
+-- ---- order.py: what waits -------------------------------------------------------------------------------------------
 
 -- name: waits_order
 -- For rows that have not run: the first row of their key that they wait for.
@@ -773,7 +809,7 @@ SELECT DISTINCT [text topic], [text type] FROM txbox_outbox
 SELECT DISTINCT [text route], [text topic], [text type], [text cause_consumer] FROM txbox_outbox
  WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route::text
 
--- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
+-- ---- activity.py ----------------------------------------------------------------------------------------------------
 
 -- name: activity_read
 -- A day of ten consumers is 14,000 rows: they are summed here by steps of time, and their histograms joined.

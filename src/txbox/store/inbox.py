@@ -1,4 +1,4 @@
-"""The inbox's rows: what exists under an id, what is stored, what has failed, and what is read."""
+"""The inbox's rows: what a transaction claims, what exists under an id, what is stored, what has failed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 from txbox.errors import Fault, StoreError
 from txbox.message import Message
@@ -16,8 +17,11 @@ from txbox.session import Result, Session, Statement, Statements, Transaction
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
 
+_NOTHING: dict[str, Any] = {}
 # thirty years, because the SQL needs a limit
 _NO_AGE_S = 10.0**9
+# what PostgreSQL takes as a setting: 24 days
+_MS_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,18 @@ FINISHED = Existing(
 )
 
 
+class Won(NamedTuple):
+    """The outcome of a claim.
+
+    Attributes:
+        ids: the ids it won.
+        finished: ids it did not win and that are known to be finished, under the same payload.
+    """
+
+    ids: set[str]
+    finished: Sequence[str] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What is recorded of a failed attempt, already bounded and sanitised.
@@ -86,7 +102,7 @@ class Failure:
 
 
 class InboxStore:
-    """The rows of the inbox in one dialect; `claims` and `leases` operate on them.
+    """The rows of the inbox in one dialect; `leases` operates on them, too.
 
     Coroutine methods are operations. Methods that return statements are for callers that send them in
     one round trip with BEGIN or COMMIT.
@@ -97,6 +113,193 @@ class InboxStore:
         self.columns = columns
         #: Per ordered consumer: how often due rows were looked for, and the key where the last look ended.
         self.looks_in_order: dict[str, tuple[int, str]] = {}
+
+    # -- claims: which messages a transaction has won, and the proof at its end that it still holds them
+
+    def claim(
+        self,
+        consumer: str,
+        arrivals: Sequence[Arrival],
+        *,
+        token: str,
+        lock_timeout: timedelta,
+        idle_s: float,
+        keep: bool,
+        wait: timedelta | None = None,
+    ) -> tuple[Statement, ...]:
+        """Return the statements that claim ids (each once, sorted by the caller) and arm the guard with `token`.
+
+        Args:
+            lock_timeout: the longest wait for an id.
+            idle_s: after this long without a statement the server ends the transaction, if it can.
+            keep: keep the payload in the row.
+            wait: the longest wait for a lock taken by the handler, if the database can limit it and the
+                batch can be run again; None for the connection's own setting.
+        """
+        params: dict[str, Any] = {
+            **_bounds(lock_timeout, idle_s),
+            "consumer": consumer,
+            "token": token,
+        }
+        if keep:
+            statement = self.dialect.statement(
+                "claim_kept",
+                {**params, "key_id": self.columns.key_id},
+                self.columns.whole(arrivals),
+            )
+        elif len(arrivals) == 1 and (single := self.dialect.queries["claim_single"]):
+            # as `Columns.row` has it, without the call: nearly every message comes this way
+            arrival, message = arrivals[0], arrivals[0].message
+            params |= {
+                "message_id": arrival.message_id, "topic": message.topic, "type": message.type, "key": message.key,
+                "sequence": message.sequence, "payload_hash": arrival.hash,
+            }  # fmt: skip
+            # one crash point, whichever form the claim takes; it bounds its wait by itself
+            return self._armed([Statement("claim", single, params)], token)
+        else:
+            statement = self.dialect.statement("claim", params, self.columns.slim(arrivals))
+        return self._bounded(statement, token, lock_timeout, wait)
+
+    def claim_known(
+        self,
+        name: Literal["claim_leased", "claim_replay", "claim_rehearsal"],
+        consumer: str,
+        ids: Sequence[str],
+        *,
+        token: str,
+        lock_timeout: timedelta,
+        idle_s: float,
+        wait: timedelta | None = None,
+        **params: Any,
+    ) -> tuple[Statement, ...]:
+        """`claim` for existing rows: leased ones, processed ones that an operator replays, or those of a rehearsal.
+
+        Args:
+            params: of `claim_leased`: `lease`, the token they are leased under, and `keep`.
+
+        Guarantee: a leased row that has since been leased to somebody else is not won.
+        """
+        params |= {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
+        statement = self.dialect.statement(name, params, {"message_id": ids})
+        return self._bounded(statement, token, lock_timeout, wait)
+
+    def _bounded(
+        self,
+        claim: Statement,
+        token: str,
+        lock_timeout: timedelta,
+        wait: timedelta | None = None,
+    ) -> tuple[Statement, ...]:
+        dialect = self.dialect
+        statements = [claim]
+        if not dialect.claim_bounds_wait:
+            statements.insert(0, self.bound_lock_timeout(lock_timeout))
+        if wait is not None and dialect.has("bound_batch"):
+            statements.append(dialect.statement("bound_batch", {"longest_s": wait.total_seconds()}))
+        elif dialect.has("restore_lock_timeout"):
+            statements.append(dialect.statement("restore_lock_timeout"))
+        return self._armed(statements, token)
+
+    def _armed(self, statements: list[Statement], token: str) -> tuple[Statement, ...]:
+        """Arm the guard and mark the transaction, where the claim itself has not."""
+        queries = self.dialect.queries
+        if queries["arm"]:
+            statements.append(self._guard("arm", token))
+        if mark := queries["savepoint_claim"]:
+            statements.append(Statement("savepoint_claim", mark, _NOTHING))
+        return tuple(statements)
+
+    def claimed(self, statements: Sequence[Statement], results: Sequence[Any]) -> Won | None:
+        """Return what a claim won, if its own result says so; None means: classify by token."""
+        if not self.dialect.returning:
+            return None
+        for statement, result in zip(statements, results, strict=True):
+            if statement.name.startswith("claim"):
+                return self._won(statement, result)
+        raise AssertionError("no claim among the statements")
+
+    def _won(self, claim: Statement, result: Any) -> Won:
+        if not self.dialect.arrays:
+            return Won({row[0] for row in result.rows})
+        params = claim.params
+        asked = params.get("rows.message_id") or (params["message_id"],)
+        if "rows.payload_hash" in params:
+            # a claim of new ids names those it did not win
+            lost = dict(result.rows)
+            won = set(asked).difference(lost) if lost else set(asked)
+            return Won(won, [message_id for message_id, finished in lost.items() if finished])
+        if result.count == len(asked):
+            # normally all of them, so their ids need not be read
+            return Won(set(asked))
+        return Won({row[0] for row in result.rows})
+
+    def finds_duplicates(self, arrivals: Sequence[Arrival]) -> bool:
+        """Whether `duplicates` is faster than `classify` for these."""
+        return len(arrivals) > 1 and self.dialect.has("duplicates")
+
+    def duplicates(self, consumer: str, arrivals: Sequence[Arrival]) -> Statement:
+        """Return the statement that reads which of these ids are finished, under the same payload."""
+        columns: dict[str, list[Any]] = {
+            "message_id": [arrival.message_id for arrival in arrivals],
+            "payload_hash": [arrival.hash for arrival in arrivals],
+        }
+        return self.dialect.statement("duplicates", {"consumer": consumer}, columns)
+
+    def complete(self, consumer: str, ids: Sequence[str], *, token: str, keep: bool) -> Statement:
+        """Return the statement that makes claimed rows `processed` where the claim could not (promise 2.3).
+
+        The caller checks the count: a missing row no longer belongs to this transaction.
+        """
+        return self.dialect.statement(
+            "complete", {"consumer": consumer, "token": token, "keep": keep}, {"message_id": ids}
+        )
+
+    def closing(self, token: str) -> Statement:
+        """Return the statement that fails unless this is still the claiming transaction."""
+        return self._guard("close", token)
+
+    def _guard(self, name: Literal["arm", "close"], token: str) -> Statement:
+        """A statement of the guard, which on MySQL and MariaDB is a savepoint named after the token."""
+        sql = self.dialect.queries[name].replace("[canary]", f"txbox_{token}")
+        return Statement(name, sql, {"token": token})
+
+    def still_claimed(self, token: str) -> Statement:
+        """Return the statement that fails unless this is still the claiming transaction, even one that has failed.
+
+        Only a rollback may follow.
+        """
+        if self.dialect.has("rollback_to_claim"):
+            return self.dialect.statement("rollback_to_claim")
+        return self.closing(token)
+
+    # -- limits on waiting for a lock ------------------------------------------------------------
+
+    def bound_lock_timeout(self, lock_timeout: timedelta) -> Statement:
+        """Return the statement that limits every later wait for a lock to `lock_timeout`."""
+        return self.dialect.statement(
+            "bound_lock_timeout", {"lock_timeout_ms": _ms(lock_timeout.total_seconds())}
+        )
+
+    def begin_bounded(self, lock_timeout: timedelta, *statements: Statement) -> Statements:
+        """Return what begins a transaction in which every wait for a lock is limited to `lock_timeout`."""
+        if self.dialect.has("bound_lock_timeout"):
+            return (self.bound_lock_timeout(lock_timeout), *statements)
+        return statements
+
+    def commit_bounded(self) -> Statements:
+        """Return what ends such a transaction. Where the limit belongs to the session, this lifts it."""
+        dialect = self.dialect
+        return () if dialect.claim_bounds_wait else (dialect.statement("restore_lock_timeout"),)
+
+    async def rollback_bounded(self, db: Session) -> None:
+        """Roll back such a transaction, or a claim. Where the limit belongs to the session, this lifts it."""
+        if db.connection is not None and not self.dialect.claim_bounds_wait:
+            # on the connection that has the limit; one that is lost is dropped by the rollback
+            with suppress(StoreError):
+                await db.execute(self.dialect.statement("restore_lock_timeout"))
+        await db.rollback()
+
+    # -- rows ----------------------------------------------------------------------------------
 
     async def classify(
         self, db: Transaction, consumer: str, ids: Sequence[str]
@@ -421,28 +624,12 @@ class InboxStore:
             return None
         return self.columns.arrival(consumer, found.rows[0]).arrival.message
 
-    def bound_lock_timeout(self, lock_timeout: timedelta) -> Statement:
-        """Return the statement that limits every later wait for a lock to `lock_timeout`."""
-        return self.dialect.statement(
-            "bound_lock_timeout",
-            {"lock_timeout_ms": str(max(1, int(lock_timeout.total_seconds() * 1000)))},
-        )
 
-    def begin_bounded(self, lock_timeout: timedelta, *statements: Statement) -> Statements:
-        """Return what begins a transaction in which every wait for a lock is limited to `lock_timeout`."""
-        if self.dialect.has("bound_lock_timeout"):
-            return (self.bound_lock_timeout(lock_timeout), *statements)
-        return statements
+# the same values for every message of a handler
+@lru_cache(maxsize=64)
+def _bounds(lock_timeout: timedelta, idle_s: float) -> dict[str, str]:
+    return {"lock_timeout_ms": _ms(lock_timeout.total_seconds()), "idle_ms": _ms(idle_s)}
 
-    def commit_bounded(self) -> Statements:
-        """Return what ends such a transaction. Where the limit belongs to the session, this lifts it."""
-        dialect = self.dialect
-        return () if dialect.claim_bounds_wait else (dialect.statement("restore_lock_timeout"),)
 
-    async def rollback_bounded(self, db: Session) -> None:
-        """Roll back such a transaction, or a claim. Where the limit belongs to the session, this lifts it."""
-        if db.connection is not None and not self.dialect.claim_bounds_wait:
-            # on the connection that has the limit; one that is lost is dropped by the rollback
-            with suppress(StoreError):
-                await db.execute(self.dialect.statement("restore_lock_timeout"))
-        await db.rollback()
+def _ms(seconds: float) -> str:
+    return str(min(max(1, int(seconds * 1000)), _MS_MAX))

@@ -1,4 +1,4 @@
-"""Maintenance jobs and stored progress: leases in txbox_job, pruning, and remaining work."""
+"""Maintenance jobs and stored progress: leases in txbox_job, positions, and pruning."""
 
 from __future__ import annotations
 
@@ -228,48 +228,3 @@ async def drop_quarantined(
         await db.execute(dialect.statement("drop_quarantined", {}, keys))
     await db.commit()
     return len(chosen), dropped
-
-
-async def due(
-    db: Session,
-    dialect: Dialect,
-    consumers: Sequence[str],
-    *,
-    ahead_s: float,
-    routes: Sequence[str],
-    local: str | None = None,
-) -> list[tuple[str, float]]:
-    """Return which consumers have rows due within `ahead_s`, and in how many seconds the first is due.
-
-    Args:
-        consumers: one or more.
-        routes: outbox routes, reported together under the empty name.
-        local: which of these routes leads to the App's own consumers, if any.
-
-    Guarantee: one statement without writes or locks. The answer is a hint; leases decide.
-    """
-    # columns of equal length: a NULL route matches nothing, and a repeated consumer only repeats its answer
-    asked: dict[str, list[str | None]] = {
-        "consumer": [*consumers, *list(consumers[:1]) * (len(routes) - len(consumers))],
-        "route": [*routes, *[None] * (len(consumers) - len(routes))],
-    }
-    found = await db.alone(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
-    return [(str(consumer), float(in_s)) for consumer, in_s in found.rows]
-
-
-async def work_left(
-    db: Session, dialect: Dialect, *, consumer: str, order: tuple[bool, bool] = (False, False)
-) -> bool:
-    """Whether a consumer has rows that are due now, or leased by anybody.
-
-    Args:
-        order: whether only the heads of keys are taken, and whether dead rows stay heads.
-    """
-    heads_only, dead_blocks = order
-    if heads_only:
-        return bool(
-            await value(
-                db, dialect, "work_left_ordered", consumer=consumer, dead_blocks=dead_blocks
-            )
-        )
-    return bool(await value(db, dialect, "work_left", consumer=consumer))

@@ -1,4 +1,4 @@
-"""Leases: rows taken from the table for a limited time; they are extended, given back, or expire."""
+"""Leases: rows taken from the table for a limited time; they are extended, given back, or expire; what is due."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from txbox.outcome import Status
 from txbox.policy import Lease
 from txbox.session import Result, Session, Statement, Transaction
 from txbox.store.codec import Arrival, Leased
-from txbox.store.dialect import as_time
+from txbox.store.dialect import Dialect, as_time
 from txbox.store.inbox import InboxStore
 
 # for an ordered consumer: how many of the oldest rows are looked at before going from key to key
@@ -239,3 +239,50 @@ async def rescue(
         await db.execute(dialect.statement("rescue_broken", {"consumer": consumer, "limit": limit}))
     await db.commit()
     return rescued
+
+
+# -- what there is to lease -------------------------------------------------------------------
+
+
+async def due(
+    db: Session,
+    dialect: Dialect,
+    consumers: Sequence[str],
+    *,
+    ahead_s: float,
+    routes: Sequence[str],
+    local: str | None = None,
+) -> list[tuple[str, float]]:
+    """Return which consumers have rows due within `ahead_s`, and in how many seconds the first is due.
+
+    Args:
+        consumers: one or more.
+        routes: outbox routes, reported together under the empty name.
+        local: which of these routes leads to the App's own consumers, if any.
+
+    Guarantee: one statement without writes or locks. The answer is a hint; leases decide.
+    """
+    # columns of equal length: a NULL route matches nothing, and a repeated consumer only repeats its answer
+    asked: dict[str, list[str | None]] = {
+        "consumer": [*consumers, *list(consumers[:1]) * (len(routes) - len(consumers))],
+        "route": [*routes, *[None] * (len(consumers) - len(routes))],
+    }
+    found = await db.alone(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
+    return [(str(consumer), float(in_s)) for consumer, in_s in found.rows]
+
+
+async def work_left(
+    db: Session, dialect: Dialect, *, consumer: str, order: tuple[bool, bool] = (False, False)
+) -> bool:
+    """Whether a consumer has rows that are due now, or leased by anybody.
+
+    Args:
+        order: whether only the heads of keys are taken, and whether dead rows stay heads.
+    """
+    heads_only, dead_blocks = order
+    if heads_only:
+        params = {"consumer": consumer, "dead_blocks": dead_blocks}
+        found = await dialect.run(db, "work_left_ordered", params)
+    else:
+        found = await dialect.run(db, "work_left", {"consumer": consumer})
+    return bool(found.rows[0][0])

@@ -79,7 +79,7 @@ FOR UPDATE
        STRAIGHT_JOIN [table] AS own FORCE INDEX ([index])
           ON own.consumer = picked.consumer AND own.message_id = picked.message_id
 
--- ---- claims.py ------------------------------------------------------------------------------------------------------
+-- ---- inbox.py: claims -----------------------------------------------------------------------------------------------
 
 -- name: claim
 -- Not INSERT IGNORE, which truncates. The row count is not used either, because it depends on the client's flags.
@@ -183,7 +183,7 @@ VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
         :content_type, :headers, :origin, :payload, :key_id, COALESCE(LENGTH(:payload), 0))
 ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6)
 
--- ---- failures.py ----------------------------------------------------------------------------------------------------
+-- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 
 -- fragment: failing
 -- Columns are assigned after those that are computed from them.
@@ -751,7 +751,7 @@ UPDATE (SELECT id FROM txbox_outbox
        STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = stray.id
    SET own.route = :route
 
--- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
+-- ---- activity.py ----------------------------------------------------------------------------------------------------
 
 -- name: activity_write
 -- What a process has counted in these minutes so far takes the place of what it wrote before: writing again after a

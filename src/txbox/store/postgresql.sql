@@ -81,7 +81,7 @@ unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.
        :rows.headers::text[], :rows.origin::text[], :rows.payload::bytea[])
        AS m(message_id, topic, type, key, sequence, payload_hash, content_type, headers, origin, payload)
 
--- ---- claims.py ------------------------------------------------------------------------------------------------------
+-- ---- inbox.py: claims -----------------------------------------------------------------------------------------------
 
 -- fragment: armed
 -- Arms the guard and limits the wait for a rival. Whatever txbox.closed holds, it is not this fresh token.
@@ -317,7 +317,7 @@ VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic:
 ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
 [durable]
 
--- ---- failures.py ----------------------------------------------------------------------------------------------------
+-- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 
 -- name: record_own
 -- Overwrites the row this transaction claimed: of all versions under this key, only that one can have its xmin.
@@ -710,25 +710,6 @@ SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
 -- A page that takes longer is none: the index for what it asks is missing.
 SELECT set_config('statement_timeout', :statement_ms::text, true), set_config('jit', 'off', true)
 
--- name: consumers
--- From one to the next in the keys: as many steps as there are consumers, however many rows they have.
-WITH RECURSIVE received AS (
-    (SELECT consumer FROM txbox_inbox ORDER BY consumer LIMIT 1)
-     UNION ALL
-    SELECT (SELECT later.consumer FROM txbox_inbox AS later WHERE later.consumer > received.consumer
-             ORDER BY later.consumer LIMIT 1)
-      FROM received WHERE received.consumer IS NOT NULL),
-aside AS (
-    (SELECT consumer FROM txbox_quarantine ORDER BY consumer LIMIT 1)
-     UNION ALL
-    SELECT (SELECT later.consumer FROM txbox_quarantine AS later WHERE later.consumer > aside.consumer
-             ORDER BY later.consumer LIMIT 1)
-      FROM aside WHERE aside.consumer IS NOT NULL)
-SELECT consumer FROM received WHERE consumer IS NOT NULL
- UNION
-SELECT consumer FROM aside WHERE consumer IS NOT NULL
- ORDER BY consumer
-
 -- name: inbox_newest
 -- The greatest number so far; there is no index to ask. Whoever may not read the sequence pays with a look at all rows.
 SELECT CASE WHEN has_sequence_privilege(own.counter, 'USAGE, SELECT') THEN coalesce(pg_sequence_last_value(own.counter), 0)
@@ -910,28 +891,7 @@ WITH RECURSIVE found(status, consumer) AS (
 )
 SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit::integer
 
--- name: doctor_routes
--- As doctor_consumers.
-WITH RECURSIVE found(route) AS (
-    SELECT (SELECT own.route FROM txbox_outbox AS own WHERE own.status = 'pending' ORDER BY own.route LIMIT 1)
-     UNION ALL
-    SELECT (SELECT own.route FROM txbox_outbox AS own WHERE own.status = 'pending' AND own.route > last.route
-             ORDER BY own.route LIMIT 1)
-      FROM found AS last WHERE last.route IS NOT NULL
-)
-SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit::integer
-
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
-
--- fragment: consumers_of table
--- From one to the next in the index of the key: no look at all rows.
-WITH RECURSIVE known(consumer) AS (
-       (SELECT consumer FROM [table] WHERE consumer > :after::text ORDER BY consumer LIMIT 1)
-        UNION ALL
-       SELECT (SELECT next.consumer FROM [table] AS next
-                WHERE next.consumer > known.consumer ORDER BY next.consumer LIMIT 1)
-         FROM known WHERE known.consumer IS NOT NULL)
-SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit::integer
 
 -- name: explain_inbox
 -- Which of these keys there are; LATERAL with LIMIT as in classify.
@@ -1050,7 +1010,7 @@ UPDATE txbox_outbox SET route = :route::text
                LIMIT :limit::integer
                  FOR UPDATE SKIP LOCKED)
 
--- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
+-- ---- activity.py ----------------------------------------------------------------------------------------------------
 
 -- name: activity_write
 -- What a process has counted in these minutes so far takes the place of what it wrote before: writing again after a

@@ -68,7 +68,7 @@ SELECT
 -- fragment: unless_there
 ON CONFLICT (consumer, message_id) DO NOTHING
 
--- ---- claims.py ------------------------------------------------------------------------------------------------------
+-- ---- inbox.py: claims -----------------------------------------------------------------------------------------------
 
 -- fragment: claimed
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
@@ -179,7 +179,7 @@ VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
 ON CONFLICT (consumer, message_id, hash)
 DO UPDATE SET seen = seen + 1, updated_at = [now]
 
--- ---- failures.py ----------------------------------------------------------------------------------------------------
+-- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 
 -- name: record_own
 -- Overwrites the row this transaction claimed: the guard is still armed with its token.
@@ -436,23 +436,6 @@ SELECT (SELECT foreign_keys FROM pragma_foreign_keys)
 
 -- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
--- name: consumers
--- From one to the next in the keys: as many steps as there are consumers, however many rows they have.
-WITH RECURSIVE received(consumer) AS (
-    SELECT min(consumer) FROM txbox_inbox
-     UNION ALL
-    SELECT (SELECT min(later.consumer) FROM txbox_inbox AS later WHERE later.consumer > received.consumer)
-      FROM received WHERE received.consumer IS NOT NULL),
-aside(consumer) AS (
-    SELECT min(consumer) FROM txbox_quarantine
-     UNION ALL
-    SELECT (SELECT min(later.consumer) FROM txbox_quarantine AS later WHERE later.consumer > aside.consumer)
-      FROM aside WHERE aside.consumer IS NOT NULL)
-SELECT consumer FROM received WHERE consumer IS NOT NULL
- UNION
-SELECT consumer FROM aside WHERE consumer IS NOT NULL
- ORDER BY consumer
-
 -- name: sizes
 -- The size of the whole file, including indexes; that of a single table would take reading every page.
 SELECT 'database file', own.page_count * size.page_size, NULL, 1
@@ -559,26 +542,7 @@ SELECT own.topic, own.type, count(*), [age min(own.received_at)],
          ORDER BY arrival LIMIT :limit) AS own
  GROUP BY own.topic, own.type
 
--- name: doctor_routes
--- As doctor_consumers.
-WITH RECURSIVE found(route) AS (
-    SELECT (SELECT min(own.route) FROM txbox_outbox AS own WHERE own.status = 'pending')
-     UNION ALL
-    SELECT (SELECT min(own.route) FROM txbox_outbox AS own WHERE own.status = 'pending' AND own.route > last.route)
-      FROM found AS last WHERE last.route IS NOT NULL
-)
-SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit
-
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
-
--- fragment: consumers_of table
--- From one to the next in the index of the key: no look at all rows.
-WITH RECURSIVE known(consumer) AS (
-       SELECT min(consumer) FROM [table] WHERE consumer > :after
-        UNION ALL
-       SELECT (SELECT min(next.consumer) FROM [table] AS next WHERE next.consumer > known.consumer)
-         FROM known WHERE known.consumer IS NOT NULL)
-SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit
 
 -- name: explain_inbox
 -- Which of these keys there are. CROSS JOIN and INDEXED BY: with statistics of a small table SQLite 3.46 scans it.
@@ -636,7 +600,7 @@ UPDATE txbox_outbox SET route = :route
                      AND type IS :type AND cause_consumer IS :cause_consumer
                    LIMIT :limit)
 
--- ---- activity.py, pauses.py -----------------------------------------------------------------------------------------
+-- ---- activity.py ----------------------------------------------------------------------------------------------------
 
 -- name: activity_write
 -- What a process has counted in these minutes so far takes the place of what it wrote before: writing again after a

@@ -20,7 +20,7 @@ from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
 from txbox.processing.waiting import CURABLE
 from txbox.session import Session
-from txbox.store import jobs, leases
+from txbox.store import leases
 from txbox.store.codec import Leased
 from txbox.worker.driving import Driver
 
@@ -187,7 +187,7 @@ class Poll:
         try:
             answer = driver.perform(
                 app.protocol.persistently,
-                lambda db: jobs.due(
+                lambda db: leases.due(
                     db,
                     app.store.dialect,
                     self._consumers,

@@ -24,7 +24,7 @@ from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
 from txbox.relay import Relays
 from txbox.session import Operation
-from txbox.store import jobs
+from txbox.store import leases
 from txbox.store.activity import Doing
 from txbox.worker.driving import Driver, thread
 from txbox.worker.health import Health
@@ -333,7 +333,7 @@ class Worker:
                 # the outbox first: what it holds may be rows of these tables a moment later
                 left = (self._relays is not None and self._relays.left()) or any(
                     self._driver.perform(
-                        jobs.work_left,
+                        leases.work_left,
                         self._app.store.dialect,
                         consumer=consumer,
                         order=self._app.handlers.order_of(consumer),

@@ -21,7 +21,6 @@ from txbox.processing import attempt as pace
 from txbox.processing.attempt import BatchSize
 from txbox.processing.intake import Leasing
 from txbox.session import Statement, drive
-from txbox.store import claims
 
 pytestmark = pytest.mark.every_database
 
@@ -214,8 +213,7 @@ def test_what_a_claim_has_not_won_is_found_in_linear_time(
     """Hashed: an id is not compared with every id that was won, which took seconds for 10,000."""
     with opened(new_database("postgresql")) as shop:
         registered = shop.handler()
-        (claim, *_) = claims.claim(
-            shop.app.store,
+        (claim, *_) = shop.app.store.claim(
             CONSUMER,
             [registered.arrival(paid(f"m{number}"), Limits()) for number in range(1000)],
             token="t" * 32,
@@ -231,6 +229,18 @@ def test_what_a_claim_has_not_won_is_found_in_linear_time(
 
 
 # -- how long a claim waits, and how long a handler may ------------------------------------------
+
+
+def test_limits_beyond_what_a_setting_holds_are_as_long_as_it_can(
+    new_database: NewDatabase,
+) -> None:
+    limits, year = Limits(lock_timeout=timedelta(days=365)), timedelta(days=365)
+    with opened(new_database("postgresql"), limits=limits) as shop:
+        handler = shop.handler(timeout=year)
+        assert take(shop.app, handler, paid("m1")) == [Outcome.PROCESSED]
+    with opened(new_database("postgresql"), limits=limits) as shop:
+        shop.handler(mode="stored")
+        assert shop.app.process(paid("m1")) is Outcome.DEFERRED
 
 
 @pytest.mark.parametrize("way", ["plain", "kept", "look"])
