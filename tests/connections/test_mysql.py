@@ -21,15 +21,19 @@ from tests.support.connections import KINDS, Given, Held, statement
 from tests.support.databases import Raw
 from tests.support.tidying import LOCK_WAITS
 from tests.support.waiting import DEADLINE_S, eventually
-from txbox import Inbox
+from txbox import Inbox, Message
 from txbox.connections import borrow, mysql, open_database
 from txbox.errors import ConfigurationError, Fault, PayloadMismatch, StoreError, StoreUnavailable
 from txbox.session import Statement, blocking
+from txbox.store.codec import Arrival, Columns
+from txbox.store.inbox import InboxStore
 
 pytestmark = pytest.mark.every_database
 
 OWN = [kind for kind in KINDS if kind.family in ("pymysql", "asyncmy")]
 both = pytest.mark.parametrize("given", OWN, ids=str, indirect=True)
+# the server refreshes what waits for a lock only when nobody has read it for 0.1 s
+LOOK_S = 0.15
 ERRORS = (pymysql.MySQLError, asyncmy.errors.MySQLError)
 
 
@@ -196,11 +200,10 @@ def test_a_deadlock_that_a_handler_swallows_is_found_out(
 
 
 def _until_waiting(db: Raw, connection: int) -> None:
-    # the server refreshes this table only when nobody has read it for 0.1 s
     eventually(
         lambda: db.rows(f"{LOCK_WAITS} AND id = ?", (connection,)),
         "the rival's wait for a lock",
-        pause_s=0.15,
+        pause_s=LOOK_S,
     )
 
 
@@ -327,6 +330,28 @@ def test_a_claim_bounds_its_wait_and_gives_the_session_back_what_it_had(
     other.rollback()
 
 
+@pytest.mark.parametrize("count", [2, 5, 10])
+def test_two_batches_of_different_ids_do_not_wait_for_each_other(
+    mysql_url: str, count: int
+) -> None:
+    """Not in a table without rows either, which a server would rather read through."""
+    database = open_database(mysql_url)
+    store = InboxStore(database.dialect, Columns())
+    batches = [acquired(database.sync) for _ in "ab"]
+    for connection, name in zip(batches, "ab", strict=True):
+        ids = [f"{name}{number}" for number in range(count)]
+        arrivals = [Arrival(Message(id=id_, topic="t"), id_, None) for id_ in ids]
+        claim = store.claim(
+            "c", arrivals, token=name, lock_timeout=timedelta(seconds=1), idle_s=1.0, keep=False
+        )
+        connection.begin(claim)
+        connection.execute(statement("SET SESSION innodb_lock_wait_timeout = 1"))
+        found = blocking(store.classify(connection.connection, "c", ids))
+        assert {row.token for row in found.values()} == {name}
+    for connection in batches:
+        connection.discard()
+
+
 @pytest.mark.parametrize("end", ["mismatch", "deadlock"])
 def test_an_accept_that_fails_gives_the_session_back_what_it_had(
     mysql_url: str, number: int, end: str
@@ -363,7 +388,7 @@ def test_an_accept_that_fails_gives_the_session_back_what_it_had(
             meeting = threading.Thread(target=inbox.accept, args=(rival, f"{id_} a"))
             meeting.start()
             with Raw(mysql_url) as db:
-                eventually(lambda: db.rows(f"{LOCK_WAITS} AND db = DATABASE()"))
+                eventually(lambda: db.rows(f"{LOCK_WAITS} AND db = DATABASE()"), pause_s=LOOK_S)
             with pytest.raises(StoreError) as lost:
                 inbox.accept(raw, f"{id_} b", timeout=timedelta(seconds=30))
             assert lost.value.fault is Fault.CONFLICT
@@ -438,9 +463,12 @@ def test_a_heartbeat_skips_what_a_handler_holds(
 def test_what_others_have_not_committed_is_not_waited_for(
     given: Given, held: Held, other: Held, db: Raw, number: int
 ) -> None:
-    """Strays of a route are adopted, and the quarantine pruned, past whoever stages or sets aside just now."""
+    """Rows of the outbox are adopted and retried, and the quarantine is pruned, past whoever adds to them just now."""
     route, dialect = f"r{number}", given.database.dialect
-    stage = f"INSERT INTO txbox_outbox (id, topic, route) VALUES ('%s{number}', 't', '{route}')"
+    stage = (
+        "INSERT INTO txbox_outbox (id, topic, route, attempts) "
+        f"VALUES ('%s{number}', 't', '{route}', 1)"
+    )
     aside = (
         "INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, status, updated_at) "
         f"VALUES ('c{number}', '%s', '', '', 'accepted', '2000-01-01')"
@@ -454,6 +482,8 @@ def test_what_others_have_not_committed_is_not_waited_for(
     stray = {"from_route": route, "topic": "t", "type": None, "cause_consumer": None}
     adopt = dialect.statement("relay_adopt", {**stray, "route": "local", "limit": 10})
     assert other.execute(adopt).count == 1
+    ids = [f"a{number}", *(f"c{number} {each}" for each in range(20))]
+    assert other.execute(dialect.statement("outbox_retry", {}, {"message_id": ids})).count == 1
     prune = dialect.statement("prune_quarantine", {"older_than_s": 60.0, "limit": 10})
     assert other.execute(prune).count == 1
     other.commit()
@@ -495,7 +525,7 @@ def test_two_that_stage_under_several_keys_do_not_deadlock(
     for connection, locks in ((other, (7, 4096 + 3)), (third, (3, 4096 + 7))):
         staging.append(threading.Thread(target=stage, args=(connection, *locks)))
         staging[-1].start()
-        eventually(all_wait)
+        eventually(all_wait, pause_s=LOOK_S)
     held.rollback()
     for thread in staging:
         thread.join(DEADLINE_S)

@@ -535,23 +535,30 @@ SELECT [text id], number, error_type FROM txbox_outbox
  LIMIT :limit::integer
 [skip_locked]
 
+-- fragment: outgoing_of list
+-- The outbox, of which [is_of list] are the rows of a list of ids.
+txbox_outbox
+
+-- fragment: is_of list
+id [in_rows [list], text]
+
 -- name: outbox_retry
 -- Grants a full new budget. available_at is set back to when it was staged, so that the row precedes the later rows of
 -- its key again.
-UPDATE txbox_outbox SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
- WHERE id [in_rows message_id, text] AND status IN ('pending', 'dead')
+UPDATE [outgoing_of message_id] SET status = 'pending', attempts = 0, token = NULL, available_at = staged_at
+ WHERE [is_of message_id] AND status IN ('pending', 'dead')
 
 -- name: outbox_discard
 -- For a row that is no longer pending, available_at is when it was given up.
-UPDATE txbox_outbox SET status = 'discarded', token = NULL, available_at = [now]
- WHERE id [in_rows message_id, text] AND status IN ('pending', 'dead')
+UPDATE [outgoing_of message_id] SET status = 'discarded', token = NULL, available_at = [now]
+ WHERE [is_of message_id] AND status IN ('pending', 'dead')
 
 -- name: outbox_reroute
 -- Grants a new budget, because the attempts were made on the old route. Rows that were tried are due at once. MySQL
 -- assigns from left to right, so attempts comes last.
-UPDATE txbox_outbox SET status = 'pending', route = :to::text, token = NULL,
+UPDATE [outgoing_of message_id] SET status = 'pending', route = :to::text, token = NULL,
        available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END, attempts = 0
- WHERE id [in_rows message_id, text] AND status IN ('pending', 'dead')
+ WHERE [is_of message_id] AND status IN ('pending', 'dead')
 
 -- fragment: hash_begins
 (:hash::text IS NULL OR substr([hex hash], 1, length(:hash::text)) = lower(:hash::text))
@@ -779,17 +786,17 @@ SELECT id, number, topic, key, available_at, payload_bytes, type
 
 -- name: relay_release
 -- Fenced. For rows that were not sent through no fault of their own; they keep their place ahead of later ones.
-UPDATE txbox_outbox
+UPDATE [outgoing_of id]
    SET token = NULL, available_at = staged_at
- WHERE id [in_rows id, text] AND token = :token::text AND status = 'pending'
+ WHERE [is_of id] AND token = :token::text AND status = 'pending'
 
 -- name: relay_sent
 DELETE FROM txbox_outbox WHERE id [in_rows id, text] AND token = :token::text AND status = 'pending'
 
 -- name: relay_kept
 -- relay_sent for rows that are kept for a while.
-UPDATE txbox_outbox SET status = 'sent', token = NULL, sent_at = [now], error_type = NULL, error = NULL
- WHERE id [in_rows id, text] AND token = :token::text AND status = 'pending'
+UPDATE [outgoing_of id] SET status = 'sent', token = NULL, sent_at = [now], error_type = NULL, error = NULL
+ WHERE [is_of id] AND token = :token::text AND status = 'pending'
 
 -- name: relay_failed
 UPDATE txbox_outbox

@@ -152,10 +152,11 @@ UPDATE txbox_inbox
 -- ---- inbox.py -------------------------------------------------------------------------------------------------------
 
 -- name: classify
--- A locking read shows who won even under REPEATABLE READ. MariaDB does not have FOR SHARE.
+-- A locking read shows who won even under REPEATABLE READ. MariaDB does not have FOR SHARE. The index is forced: a
+-- small table would be read through, up to a row that somebody else has claimed.
 SELECT [text message_id], status, payload_hash, has_payload, attempts, starts,
        COALESCE(next_attempt_at <= UTC_TIMESTAMP(6), TRUE) AS due, token, lease_until IS NOT NULL AS leased
-  FROM txbox_inbox
+  FROM txbox_inbox FORCE INDEX (PRIMARY)
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
   LOCK IN SHARE MODE
 
@@ -669,11 +670,14 @@ SELECT 1 FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_i
    ORDER BY available_at, number
    LIMIT :limit)
 
--- fragment: picked_outgoing
+-- fragment: outgoing_of list
 -- A list joined by the key. Otherwise the server would read every row of a small table, and wait for those that
 -- others have staged but not committed.
-(WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.id)}) SELECT id FROM m) AS mine
+(WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.[list])}) SELECT id FROM m) AS mine
        STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = mine.id
+
+-- fragment: is_of list
+TRUE
 
 -- name: stage
 -- Many messages in one statement, in the caller's transaction; `number` is the order of insertion.
@@ -717,29 +721,17 @@ SELECT [text topic], [text `key`], [text type], MIN(number), COUNT(*)
 
 SELECT [text own.id], number, [text topic], [text type], [text `key`], content_type, headers, payload, key_id,
        staged_at, attempts
-  FROM [picked_outgoing]
+  FROM [outgoing_of id]
  WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
    FOR UPDATE SKIP LOCKED
 
 -- name: relay_take
 -- Takes rows that relay_lease locked in this transaction.
-UPDATE [picked_outgoing]
+UPDATE [outgoing_of id]
    SET token = :token, available_at = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
 
--- name: relay_release
--- Fenced. For rows that were not sent through no fault of their own; they keep their place ahead of later ones.
-UPDATE [picked_outgoing]
-   SET token = NULL, available_at = staged_at
- WHERE token = :token AND status = 'pending'
-
 -- name: relay_sent
-DELETE own FROM [picked_outgoing]
- WHERE token = :token AND status = 'pending'
-
--- name: relay_kept
--- relay_sent for rows that are kept for a while.
-UPDATE [picked_outgoing]
-   SET status = 'sent', token = NULL, sent_at = UTC_TIMESTAMP(6), error_type = NULL, error = NULL
+DELETE own FROM [outgoing_of id]
  WHERE token = :token AND status = 'pending'
 
 -- name: relay_adopt
