@@ -174,6 +174,24 @@ def test_own_pending_entries_that_were_trimmed_are_acknowledged(stream: Stream) 
     assert stream.pending() == 0
 
 
+def test_a_trimmed_entry_that_is_being_processed_is_not_lost(stream: Stream) -> None:
+    """As after an outage longer than `claim_idle`, in which nothing could be tended."""
+    stream.add("m0")
+    source = stream.opened(claim_idle=timedelta(seconds=1))
+    (delivery,) = received(source)
+    stream.client.xtrim(stream.topic, maxlen=0, approximate=False)
+
+    def is_claimed() -> bool:
+        source._claim_at = 0.0
+        assert source.receive(10, 0.1) == []
+        return stream.pending() == 0
+
+    eventually(is_claimed)
+    assert source.lost_upstream == 0
+    source.settle([delivery])
+    source.close()
+
+
 def test_several_streams_never_exceed_what_was_asked_for(redis_url: str) -> None:
     streams = [Stream(redis_url) for _ in range(3)]
     for each in streams:

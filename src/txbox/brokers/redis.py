@@ -329,9 +329,15 @@ class RedisStreams(Source):
                         raise
                     self._recreate()
                     break
-                if deleted and deleted[0]:
-                    # trimmed or deleted; Redis has already removed them from the group
-                    self._report_lost(stream, deleted[0])
+                # trimmed or deleted; Redis has already removed them from the group
+                lost = [
+                    entry_id
+                    for ids in deleted
+                    for entry_id in ids
+                    if (stream, entry_id) not in self._held
+                ]
+                if lost:
+                    self._report_lost(stream, lost)
                 self._keep(stream, (_entry(entry) for entry in found if entry), redelivered=True)
                 if cursor == b"0-0":
                     break
