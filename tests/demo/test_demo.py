@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -57,6 +58,29 @@ def test_a_directory_with_files_in_it_is_refused(tmp_path: Path) -> None:
     done = _demo("--dir", str(tmp_path))
     assert done.returncode == 2
     assert "is not empty" in done.stderr
+
+
+def test_a_stream_that_cannot_be_is_refused() -> None:
+    for words in (
+        ("--seconds", "0"),
+        ("--duplicates", "2"),
+        ("--kills", "-1"),
+        ("--dir", "/proc/x"),
+    ):
+        done = _demo(*words)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+
+
+def test_ctrl_c_ends_the_demo_with_a_line(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "txbox", "demo", "--dir", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert "naive: booked" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, said.count("\n")) == (130, 1), said
 
 
 def test_the_verdict_finds_doubled_and_lost_payments(tmp_path: Path) -> None:

@@ -106,20 +106,11 @@ def main(argv: Sequence[str] | None = None, *, program: Sequence[str] = _PROGRAM
     """
     _prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["demo"]:
-        from txbox.demo import main as demo
-
-        return demo(words[1:])
-    parser = make_parser(words[0] if words else "")
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         print_error(f"Options come after the command: txbox COMMAND {redacted(words[0])} …")
         return 2
     try:
-        args = parser.parse_args(words, Namespace(program=program))
-        if args.command is None:
-            parser.print_help(sys.stderr)
-            return 2
-        code: int = args.run(args)
+        code = _run(words, program)
         sys.stdout.flush()
     except (ConfigurationError, SchemaError, StoreUnavailable) as error:
         print_error(str(error))
@@ -137,6 +128,20 @@ def main(argv: Sequence[str] | None = None, *, program: Sequence[str] = _PROGRAM
         # the reader (head, less) has seen enough; Python's own flush at exit must not complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    return code
+
+
+def _run(words: Sequence[str], program: Sequence[str]) -> int:
+    if words[:1] == ["demo"]:
+        from txbox.demo import main as demo
+
+        return demo(words[1:])
+    parser = make_parser(words[0] if words else "")
+    args = parser.parse_args(words, Namespace(program=program))
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    code: int = args.run(args)
     return code
 
 

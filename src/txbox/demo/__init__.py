@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from txbox.demo.naive import COMMITTED, CUSTOMERS, DIRECTORY, SENDING, WRITTEN, create_tables
-from txbox.errors import TxboxError
+from txbox.errors import ConfigurationError, TxboxError
 
 _KILL_WITHIN_S, _SETTLE_S, _SHOW_EVERY_S = 1.5, 60.0, 2.0
 _RETRIES_AND_UNFINISHED = """
@@ -53,24 +53,32 @@ _REPORT: tuple[tuple[str, str], ...] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns 0 when txbox's books are right, 1 when they are not."""
-    options = make_parser().parse_args(argv)
+    """Run the demo; returns 0 when txbox's books are right, 1 when they are not.
+
+    Raises:
+        ConfigurationError: the directory cannot be made, or is not empty.
+        TxboxError: one of the processes ended by itself.
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if not (options.seconds > 0 and 0 <= options.duplicates <= 1 and options.kills >= 0):
+        parser.error(
+            "--seconds must be more than 0, --duplicates from 0 to 1, and --kills 0 or more"
+        )
     directory = Path(options.dir or tempfile.mkdtemp(prefix="txbox-demo-"))
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{directory} cannot be made: {error.strerror}.") from None
     if any(directory.iterdir()):
-        sys.stderr.write(f"{directory} is not empty: give --dir a new or empty directory.\n")
-        return 2
+        raise ConfigurationError(f"{directory} is not empty: give --dir a new or empty directory.")
 
     def show(line: str) -> None:
         print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
 
     seed = random.randrange(10**6) if options.seed is None else options.seed
     stream = build_stream(max(10, options.payments), duplicates=options.duplicates, seed=seed)
-    try:
-        result = _race(directory, stream, kills=options.kills, seconds=options.seconds, show=show)
-    except TxboxError as error:
-        sys.stderr.write(f"txbox demo: {error}\n")
-        return 1
+    result = _race(directory, stream, kills=options.kills, seconds=options.seconds, show=show)
     if options.json:
         found = {**result, "seed": seed, "directory": str(directory)}
         sys.stdout.write(f"{json.dumps(found, indent=2)}\n")
@@ -89,28 +97,17 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 the books of txbox are right, 1 they are wrong. Example: txbox demo --seconds 30",
     )
     add = parser.add_argument
-    add("--payments", type=int, default=400, metavar="N", help="distinct payments (default 400)")
-    add(
-        "--duplicates",
-        type=float,
-        default=0.1,
-        metavar="SHARE",
-        help="how many come twice (default 0.1)",
-    )
-    add("--kills", type=int, default=12, metavar="N", help="of each process (default 12)")
-    add(
-        "--seconds",
-        type=float,
-        default=16.0,
-        metavar="N",
-        help="how long the stream lasts (default 16)",
-    )
+    for name, kind, default, metavar, told in (
+        ("payments", int, 400, "N", "distinct payments"),
+        ("duplicates", float, 0.1, "SHARE", "how many come twice"),
+        ("kills", int, 12, "N", "of each process"),
+        ("seconds", float, 16, "N", "how long the stream lasts"),
+    ):
+        text = f"{told} (default {default})"
+        add(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     add("--seed", type=int, metavar="N", help="for the same stream again")
-    add(
-        "--dir",
-        metavar="PATH",
-        help="where the databases go (default: a temporary directory, which is kept)",
-    )
+    where = "where the databases go (default: a temporary directory, which is kept)"
+    add("--dir", metavar="PATH", help=where)
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -273,12 +270,8 @@ class _Side:
 
     def figures(self, stream: Stream) -> dict[str, Any]:
         wrong = judge(self.database, stream, self.receipts)
-        return {
-            **wrong,
-            "right": not any(wrong.values()),
-            "kills": self.kills,
-            "retries": self.retries,
-        }
+        right = not any(wrong.values())
+        return {**wrong, "right": right, "kills": self.kills, "retries": self.retries}
 
     def columns(self) -> str:
         return f"{self.booked:17}{len(self.receipts):10}{self.kills:7}"
@@ -297,10 +290,8 @@ class _Naive(_Side):
     def __init__(self, directory: Path, due: Sequence[tuple[float, str]]) -> None:
         self._queue = (directory / "naive.queue").open("ab", buffering=0)
         # `-m` would import this package first, and then the module a second time
-        call = (
-            "import sys; from txbox.demo.naive import consume_naively; consume_naively(sys.argv[1])"
-        )
-        super().__init__(directory, due, "-c", call, str(directory))
+        call = f"from txbox.demo.naive import consume_naively; consume_naively({str(directory)!r})"
+        super().__init__(directory, due, "-c", call)
 
     def send(self, delivery: Delivery) -> None:
         self._queue.write(delivery.payload + b"\n")
@@ -357,18 +348,13 @@ class _Txbox(_Side):
         return self.unfinished == 0
 
     def figures(self, stream: Stream) -> dict[str, Any]:
-        figures, query = (
-            super().figures(stream),
-            "SELECT message_id FROM txbox_dead_letters ORDER BY 1",
-        )
+        query = "SELECT message_id FROM txbox_dead_letters ORDER BY 1"
         dead = [message_id for (message_id,) in _rows(self.database, query)]
+        figures = {
+            **super().figures(stream), "duplicates": self.duplicates, "dead": dead, "unfinished": self.unfinished,
+        }  # fmt: skip
         figures["right"] &= self.unfinished == 0 and dead == [stream.poison]
-        return {
-            **figures,
-            "duplicates": self.duplicates,
-            "dead": dead,
-            "unfinished": self.unfinished,
-        }
+        return figures
 
     def close(self) -> None:
         super().close()
