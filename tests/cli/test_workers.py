@@ -105,7 +105,10 @@ def test_workers_and_top_of_a_service_that_runs(shop: Command) -> None:
     assert shop("workers").out.startswith("No process of `txbox run`")
 
 
-def test_top_ends_cleanly_on_ctrl_c_and_gives_the_terminal_back(shop: Command) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_top_ends_cleanly_on_a_signal_and_gives_the_terminal_back(
+    shop: Command, number: signal.Signals
+) -> None:
     main, terminal = pty.openpty()
     with Warm(
         ["txbox", "top", "--app", "shop:app", "--interval", "50ms"],
@@ -126,7 +129,7 @@ def test_top_ends_cleanly_on_ctrl_c_and_gives_the_terminal_back(shop: Command) -
         reader.start()
         # a second look: it is on the screen
         eventually(lambda: seen.count(b"txbox top") > 1)
-        top.send_signal(signal.SIGINT)
+        top.send_signal(number)
         assert top.wait(DEADLINE_S) == 0
         assert top.stderr is not None
         assert top.stderr.read() == b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -147,6 +148,8 @@ def _top(args: argparse.Namespace) -> int:
 def _watch(admin: Admin, lines: list[str], interval_s: float) -> None:
     """Show one snapshot after the other, until interrupted."""
     terminal = sys.stdout.isatty()
+    # as Ctrl-C: whoever ends this wants the cursor back
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     if terminal:
         print(_ENTER, end="")
     try:
@@ -160,6 +163,7 @@ def _watch(admin: Admin, lines: list[str], interval_s: float) -> None:
     except KeyboardInterrupt:
         pass
     finally:
+        signal.signal(signal.SIGTERM, before)
         if terminal:
             print(_LEAVE, end="", flush=True)
 
