@@ -253,6 +253,14 @@ def test_a_child_does_not_import_a_module_of_the_working_directory(tmp_path: Pat
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("grace", ["12d", "25s", "1ms"])
+def test_a_child_gets_a_grace_that_it_can_read(grace: str) -> None:
+    words = ["run", "--app", "shop:app", "--processes", "2", "--grace", grace]
+    args = make_parser().parse_args(words, Namespace(program=_PROGRAM))
+    child = make_parser().parse_args(run._child(args)[len(_PROGRAM) :])
+    assert args.grace / 2 < child.grace <= args.grace
+
+
 def test_an_argument_that_is_no_text_is_refused(command: Command, sqlite_url: str) -> None:
     for words in (
         ("show", "billing", "\udcff"),

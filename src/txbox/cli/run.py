@@ -262,7 +262,7 @@ def _child(args: argparse.Namespace) -> list[str]:
     given = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
     # a child ends by itself before its parent has to kill it
     grace_s = args.grace.total_seconds()
-    grace = f"{grace_s - last_s(grace_s):g}s"
+    grace = f"{grace_s - last_s(grace_s):.3f}s"
     return [*args.program, "run", "--child", "--app", args.app, *given, "--grace", grace]
 
 
