@@ -32,19 +32,36 @@ def test_a_password_is_hashed_for_the_file_of_users(command: Command) -> None:
 
 
 def test_it_serves_until_it_is_told_to_end(command: Command, sqlite_url: str) -> None:
-    words = [sys.executable, "-m", "txbox", "ui", "--database", sqlite_url, "--port", "0"]
+    _is_served(command, "--database", sqlite_url)
+
+
+def test_it_serves_an_app_on_an_engine_of_asyncpg(command: Command, postgresql_url: str) -> None:
+    url = postgresql_url.replace("postgresql://", "postgresql+asyncpg://")
+    command.file(
+        "shop.py",
+        "from sqlalchemy.ext.asyncio import create_async_engine\nfrom txbox import App\n"
+        f"app = App(create_async_engine({url!r}))\n",
+    )
+    _is_served(command, "--app", "shop:app")
+
+
+def _is_served(command: Command, *where: str) -> None:
     with subprocess.Popen(
-        words, cwd=command.directory, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "txbox", "ui", *where, "--port", "0"],
+        cwd=command.directory, stderr=subprocess.PIPE, text=True,
         env={**command.environment, "TXBOX_UI_TOKEN": TOKEN},
     ) as process:  # fmt: skip
-        assert process.stderr is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
-        assert found
-        asked = urllib.request.Request(found[0], headers={"Authorization": f"Bearer {TOKEN}"})
-        with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
-            assert "Overview" in answer.read().decode()
-        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            urllib.request.urlopen(found[0], timeout=DEADLINE_S)
-        refused.value.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 0
+        try:
+            assert process.stderr is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+            assert found
+            asked = urllib.request.Request(found[0], headers={"Authorization": f"Bearer {TOKEN}"})
+            with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
+                assert "Overview" in answer.read().decode()
+            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                urllib.request.urlopen(found[0], timeout=DEADLINE_S)
+            refused.value.close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import wait
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txbox")
 
-_LOOK_S, _UI_LOOK_S, _UI_GRACE_S = 0.2, 3600.0, 10.0
+_LOOK_S, _UI_LOOK_S, _UI_GRACE_S, _UI_CLOSE_S = 0.2, 3600.0, 10.0, 5.0
 # in the environment: arguments are public
 _SHARED, _SIGNING = "TXBOX_UI_TOKEN", "TXBOX_UI_SECRET"
 _LOGS = {
@@ -417,20 +418,25 @@ def _ui(args: argparse.Namespace) -> int:
     start_logging(args)
     with opened(args) as app:
         log_libraries()
+        driver = Driver(app)
+        # wrong tables are reported now, not by the first page
+        driver.perform(app.check_schema)
         dashboard = Dashboard(
             app, authenticator, hosts=args.allow_host, secret=os.environ.get(_SIGNING)
         )
-        # wrong tables are reported now, not by the first page
-        dashboard.admin.schema()
         listener = listening(args.host, args.port, "--port", "the dashboard")
         from txbox.worker.serving import DASHBOARD, Server
 
         server, stop = Server(dashboard, listener, DASHBOARD), Stop()
         with draining_on_signals(stop.set, _UI_GRACE_S):
-            server.start()
+            # on the loop of the check: a pool of async connections belongs to one
+            serving = driver.task(server.serve())
+            serving.add_done_callback(lambda _: stop.set())
             while not stop.wait(_UI_LOOK_S):
                 pass
-            server.close()
+            server.stop()
+            if wait([serving], _UI_CLOSE_S).done:
+                serving.result()
     return 0
 
 
