@@ -208,9 +208,10 @@ def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
             f"`txbox {args.command}` {handlers}, which takes the App: give --app module:app or set TXBOX_APP."
         )
     if url is None:
-        less = "--dialect, " if hasattr(args, "dialect") else ""
+        less = " Give --dialect where there is none yet." if hasattr(args, "dialect") else ""
         raise ConfigurationError(
-            f"Which database? Give {less}--app module:app or --database URL, or set TXBOX_APP or TXBOX_DATABASE_URL."
+            "Which database? Give --app module:app or --database URL, or set TXBOX_APP or TXBOX_DATABASE_URL."
+            f"{less}"
         )
     return _with_file(App(url, schema=args.schema), args)
 

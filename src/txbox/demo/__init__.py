@@ -350,11 +350,10 @@ class _Txbox(_Side):
     def figures(self, stream: Stream) -> dict[str, Any]:
         query = "SELECT message_id FROM txbox_dead_letters ORDER BY 1"
         dead = [message_id for (message_id,) in _rows(self.database, query)]
-        figures = {
-            **super().figures(stream), "duplicates": self.duplicates, "dead": dead, "unfinished": self.unfinished,
-        }  # fmt: skip
-        figures["right"] &= self.unfinished == 0 and dead == [stream.poison]
-        return figures
+        figures = super().figures(stream)
+        right = figures["right"] and self.unfinished == 0 and dead == [stream.poison]
+        more = {"duplicates": self.duplicates, "dead": dead, "unfinished": self.unfinished}
+        return {**figures, **more, "right": right}
 
     def close(self) -> None:
         super().close()
