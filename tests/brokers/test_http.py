@@ -119,9 +119,9 @@ def test_request_is_signed_and_carries_the_message() -> None:
     ("status", "kind"),
     [
         (200, None), (204, None), (299, None),
-        (401, BrokerError), (403, BrokerError), (407, BrokerError), (408, BrokerError), (425, BrokerError),
-        (429, BrokerError), (500, BrokerError), (503, BrokerError),
-        (301, MessageRefused), (400, MessageRefused), (404, MessageRefused), (410, MessageRefused),
+        (408, BrokerError), (425, BrokerError), (429, BrokerError), (500, BrokerError), (503, BrokerError),
+        (301, MessageRefused), (400, MessageRefused), (401, MessageRefused), (403, MessageRefused),
+        (404, MessageRefused), (410, MessageRefused),
     ],
 )  # fmt: skip
 def test_answer_decides_what_becomes_of_a_message(status: int, kind: type | None) -> None:

@@ -39,9 +39,8 @@ _TOPIC = "{topic}"
 _ANSWER_BYTES = 2048
 #: A longer Retry-After is cut to this.
 _RETRY_AFTER_MAX_S = 3600.0
-#: Besides 5xx, a later attempt may succeed after these: a secret or a right that is wrong for now (as is a signature
-#: while clocks differ), timed out, too early, too many requests.
-_PASSING = frozenset({401, 403, 407, 408, 425, 429})
+#: Besides 5xx, a later attempt may succeed after these: timed out, too early, too many requests.
+_PASSING = frozenset({408, 425, 429})
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NOT_IN_VALUE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 #: They frame, route or authenticate the request, which is this publisher's business.
@@ -72,7 +71,7 @@ class Http:
     CloudEvents attributes of the same names. Redirects are not followed, no proxy is used, and what the
     endpoint's name resolves to is checked at each connection.
 
-    A message is sent once the endpoint answers 2xx. 401, 403, 407, 408, 425, 429, 5xx, no answer in time and a broken
+    A message is sent once the endpoint answers 2xx. 408, 425, 429, 5xx, no answer in time and a broken
     connection cost an attempt: `RelayPolicy.retry` decides when the next one comes, `Retry-After` (up to an
     hour) how early. Any other answer makes the message dead, with the first line of the response as its error.
     An endpoint that refuses connections pauses the relay and costs no attempt.
