@@ -119,9 +119,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
             command, {"of CONSUMER": "the consumer of the message", "message_id ID": "its id"}
         )
         add_options(
-            command,
-            {"--payload FILE": f"a file with {which}; - is standard input"},
-            type=str,
+            command, {"--payload FILE": f"a file with {which}; - is standard input"}, type=str
         )
     add_options(
         edit,

@@ -23,11 +23,12 @@ from txbox.app import App
 from txbox.cli import add_command
 from txbox.cli.options import add_grace, add_options, opened
 from txbox.cli.output import interactive, print_json, print_line, print_table
-from txbox.errors import ConfigurationError, StoreUnavailable
+from txbox.errors import ConfigurationError, StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
 from txbox.maintenance import JOBS, Report, Task
 from txbox.observers.logging import current_trace
 from txbox.policy import GRACE
+from txbox.processing.waiting import CURABLE
 from txbox.worker.driving import Driver
 from txbox.worker.supervisor import (
     GAVE_UP,
@@ -194,10 +195,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _work(
-    app: App,
-    args: argparse.Namespace,
-    listener: socket.socket | None,
-    webhooks: Server | None,
+    app: App, args: argparse.Namespace, listener: socket.socket | None, webhooks: Server | None
 ) -> tuple[int, bool]:
     """Run a worker; returns its exit status, and whether something of it may still hang."""
     from txbox.worker import Worker
@@ -373,21 +371,24 @@ def _maintain_until_stopped(app: App, driver: Driver) -> None:
     task = Task(stop=stopped.is_set)
     paused_at: float | None = None
     with draining_on_signals(stopped.set, GRACE.total_seconds()):
-        # the first round forgives nothing: a wrong URL or a missing schema ends here with its sentence
         due: dict[str, float] = {}
-        for job in JOBS:
-            driver.perform(job.run, app, task)
-            due[job.name] = time.monotonic() + job.every(app).total_seconds()
         while not stopped.is_set():
-            job = min(JOBS, key=lambda candidate: due[candidate.name])
-            if stopped.wait(max(0.0, due[job.name] - time.monotonic())):
+            job = min(JOBS, key=lambda candidate: due.get(candidate.name, 0.0))
+            if stopped.wait(max(0.0, due.get(job.name, 0.0) - time.monotonic())):
                 break
             wait_s = job.every(app).total_seconds()
             try:
                 driver.perform(job.run, app, task)
             except StoreUnavailable as error:
+                if job.name not in due:
+                    # the first round: a wrong URL ends here with its sentence
+                    raise
                 paused_at = paused_at or time.monotonic()
                 app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
+            except StoreError as error:
+                if error.fault not in CURABLE:
+                    raise
+                _log.debug("Put off while the database is busy: %s", error)
             else:
                 if paused_at is not None:
                     app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))

@@ -337,8 +337,7 @@ class Pages:
         operation = self.changes.of(name)
         if operation is None:
             raise Refused(
-                404,
-                "This dashboard process does not know the change: the audit has what was done.",
+                404, "This dashboard process does not know the change: the audit has what was done."
             )
         return operation
 
