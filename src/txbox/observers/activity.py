@@ -39,19 +39,6 @@ class Activity:
         went_well: called with a consumer's name when some of its messages were processed.
     """
 
-    __slots__ = (
-        "_consumers",
-        "_counted",
-        "_lock",
-        "_minute",
-        "_taken",
-        "_taken_in",
-        "_went_well",
-        "_written",
-        "ahead_s",
-        "counts",
-    )
-
     def __init__(self, went_well: Callable[[str], None]) -> None:
         self._went_well = went_well
         self._lock = threading.Lock()
