@@ -695,6 +695,8 @@ class Handlers:
     def __init__(self) -> None:
         self._handlers: list[Handler] = []
         self._matches: dict[tuple[str, str | None], list[Handler]] = {}
+        #: Workers that run them.
+        self.workers = 0
 
     def __iter__(self) -> Iterator[Handler]:
         return iter(self._handlers)
@@ -714,7 +716,7 @@ class Handlers:
         """Register a handler.
 
         Raises:
-            ConfigurationError: wrong signature, unusable name, or overlap with another handler.
+            ConfigurationError: wrong signature, unusable name, overlap with another handler, or a worker runs.
         """
         _check_topic(topic)
         check_signature(function, batch=options.batch, transactional=options.transactional)
@@ -727,6 +729,11 @@ class Handlers:
             is_async=is_async_function(function),
             decode=options.decode or decoder_for(body_annotation(function, batch=options.batch)),
         )
+        if self.workers:
+            # its lanes and the topics of its sources are made: some messages would be acknowledged without this one
+            raise ConfigurationError(
+                f"{handler.name} is registered while a worker of this App runs: register handlers before it starts."
+            )
         if handler.options.dead_letter_topic == topic:
             raise ConfigurationError(
                 f"{handler.name} would consume its own dead letters: set dead_letter_topic= to another topic."

@@ -20,6 +20,7 @@ from tests.support.workers import running, worker
 from txbox import App, Batching, Lease, Message, Outcome, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
+from txbox.errors import ConfigurationError
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
 from txbox.relay import Relay, Relays
 from txbox.session import Transaction
@@ -41,6 +42,20 @@ def test_once_processes_everything_settles_it_and_ends(shop: Shop) -> None:
     assert source.threads == {"txbox-memory"}, "a source belongs to one thread"
     assert len(shop.emitted(WorkerStarted)) == 1
     assert [event.clean for event in shop.emitted(WorkerStopped)] == [True]
+
+
+def test_a_handler_cannot_be_registered_while_a_worker_runs(shop: Shop) -> None:
+    def late(message: Message[Any], tx: Any) -> None:
+        del message, tx
+
+    shop.handler()
+    source = Memory([paid("m0")], endless=True)
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        eventually(lambda: source.settled_ids == ["m0"])
+        with pytest.raises(ConfigurationError, match="before it starts"):
+            shop.app.handler(TOPIC, consumer="late")(late)
+    shop.app.handler(TOPIC, consumer="late")(late)
 
 
 def test_messages_of_one_key_run_in_order(shop: Shop) -> None:

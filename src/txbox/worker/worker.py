@@ -142,6 +142,7 @@ class Worker:
             if self._install_signals
             else nullcontext()
         ):
+            self._app.handlers.workers += 1
             try:
                 self._start()
                 self._supervise()
@@ -149,6 +150,7 @@ class Worker:
                 self._crash = self._crash or error
             finally:
                 left = self._shut_down()
+                self._app.handlers.workers -= 1
         if self._consuming:
             self._app.events.emit(WorkerStopped(clean=not left and self._crash is None))
         self.failure = self._crash
