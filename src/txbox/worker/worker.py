@@ -149,8 +149,9 @@ class Worker:
             except (ConfigurationError, SchemaError, StoreError) as error:
                 self._crash = self._crash or error
             finally:
-                left = self._shut_down()
+                # first: closing may raise what the database says
                 self._app.handlers.workers -= 1
+                left = self._shut_down()
         if self._consuming:
             self._app.events.emit(WorkerStopped(clean=not left and self._crash is None))
         self.failure = self._crash
