@@ -228,7 +228,7 @@ def test_a_crash_after_the_call_repeats_it_under_its_key(shop: Shop) -> None:
     calls = mails(shop.app)
     shopping(shop, "ann")
     shop.deliver(paid("one"))
-    with pytest.raises(Crashed), crash_at("before:commit", nth=4):
+    with pytest.raises(Crashed), crash_at("before:close"):
         drain(shop.app)
     drain(shop.app, ignore_dates=True)
     assert len({key for _, key in calls}) == 1

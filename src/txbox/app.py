@@ -611,7 +611,7 @@ class App:
         if counts:
             self.activity.received(handler.consumer, 1)
         if began >= self.pauses.stale_at:
-            await self._look_for_pauses(db)
+            await self.look_for_pauses(db)
         settled = await self.intake.take_persistently(
             db,
             # messages of a paused consumer are stored for later
@@ -625,7 +625,8 @@ class App:
             self._tell_of_left(self.left, handler, settled)
         return settled[0]
 
-    async def _look_for_pauses(self, db: Session) -> None:
+    async def look_for_pauses(self, db: Session) -> None:
+        """Read who is paused, and check the schema first. A message that `process` gets does so now and then."""
         try:
             if not self.protocol.checked:
                 # first, because a pool may change a connection's search_path once it has been used

@@ -72,7 +72,7 @@ def test_every_crash_leaves_one_effect(
         Outcome.PROCESSED,
     )
     assert ended["after:commit"] is Outcome.DUPLICATE
-    assert ledger() == [1] * (len(ended) + 2)
+    assert ledger() == [1] * (len(ended) + 1)
 
 
 def test_it_is_found_by_its_entry_point_and_an_app_is_put_in_its_place(

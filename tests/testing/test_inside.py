@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -165,8 +164,6 @@ def test_an_error_of_the_database_costs_only_the_savepoint(url: str, fixture: Fi
 
 def test_every_crash_point_is_survived_inside(url: str, fixture: Fixture) -> None:
     app = service(App(url))
-    # who is paused is asked every few seconds, and not for each message
-    app.pauses.stale_at = math.inf
 
     with fixture(url) as (tx, rows):
         points = crash_points(app, message("first"), tx=tx)

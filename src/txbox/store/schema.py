@@ -136,6 +136,17 @@ async def check(db: Session, dialect: Dialect) -> SchemaState:
     """
     await db.begin()
     try:
+        state = await _checked(db, dialect)
+    except SchemaError:
+        await db.rollback()
+        raise
+    # it only read, and a test that crashes at "before:commit" means that of a message
+    await db.rollback()
+    return state
+
+
+async def _checked(db: Transaction, dialect: Dialect) -> SchemaState:
+    try:
         state = await read_state(db, dialect)
     except StoreError as error:
         if error.fault is not Fault.SCHEMA:
@@ -143,23 +154,19 @@ async def check(db: Session, dialect: Dialect) -> SchemaState:
         # dropped between the two statements
         state = SchemaState(None, None, None)
     if refusal := unusable(state):
-        await db.rollback()
         raise SchemaError(refusal)
     try:
         fires = await guarded(db, dialect, state)
     except StoreError as error:
         if error.fault is not Fault.SCHEMA:
             raise
-        await db.rollback()
         raise incomplete(error) from None
     if not fires:
-        await db.rollback()
         raise SchemaError(
             "The transaction guard does not fire: the trigger txbox_inbox_guard must be enabled always and "
             "session_replication_role be origin (PostgreSQL), or the table txbox_inbox be InnoDB (MySQL); "
             "compare the tables with `txbox schema print`."
         )
-    await db.commit()
     return state
 
 

@@ -147,9 +147,16 @@ async def race_async(app: App, message: Any, workers: int = 8, **named: Any) -> 
 def crash_points(
     app: App, message: Message[Any], *, consumer: str | None = None, tx: Any = None
 ) -> list[str]:
-    """Deliver a message and return the crash points it passed, in order, repeats included."""
+    """Deliver a message and return the crash points it passed, in order, repeats included.
+
+    Any other message of this App, the first one too, passes the same points if it ends the same way.
+    """
+    app = _within(app, tx)
+    if app.database.sync is not None:
+        # first, because only some messages do: no later one need pass these points
+        drive(app.database.sync, app.look_for_pauses)
     with recorded() as points:
-        deliver(app, message, consumer=consumer, tx=tx)
+        deliver(app, message, consumer=consumer)
     return points
 
 
@@ -192,12 +199,10 @@ async def _drained(db: Session, app: App, is_async: bool, ignore_dates: bool) ->
 
 async def _dates_forgotten(db: Session, app: App, consumer: str) -> None:
     schema = app.database.schema
-    await db.begin()
     for name, sql in (("forget_dates", _FORGET_DATES), ("forget_leases", _FORGET_LEASES)):
-        await db.execute(
+        await db.alone(
             Statement(name, qualified(sql, schema) if schema else sql, {"consumer": consumer})
         )
-    await db.commit()
 
 
 async def _consumed(
