@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -99,6 +100,26 @@ def test_a_time_outside_the_tolerance_is_refused(age_s: int) -> None:
     assert StandardWebhooks(STANDARD_SECRET)(lower(standard("m", BODY, age_s=age_s)), BODY) is False
     wide = timedelta(seconds=10**6 + 60)
     assert Stripe(SECRET, tolerance=wide)(lower(stripe(BODY, age_s=age_s)), BODY)
+
+
+@pytest.mark.parametrize("text", ["backup.{}.tar", "{}.5"])
+def test_a_signature_is_not_good_for_another_id(text: str) -> None:
+    """`id.time.body` can be split elsewhere, if the body contains a time between dots."""
+    soon = str(int(time.time()) + 60)
+    body = text.format(soon)
+    genuine = standard("msg_1", body.encode())
+    verify = StandardWebhooks(STANDARD_SECRET)
+    assert isinstance(verify(lower(genuine), body.encode()), Verified)
+    before, after = body.split(f"{soon}.")
+    moved = f"msg_1.{genuine['webhook-timestamp']}.{before}".removesuffix(".")
+    forged = genuine | {"webhook-id": moved, "webhook-timestamp": soon}
+    assert verify(lower(forged), after.encode()) is False
+
+
+def test_an_id_of_standard_webhooks_may_have_dots() -> None:
+    found = StandardWebhooks(STANDARD_SECRET)(lower(standard("order.2026.7", BODY)), BODY)
+    assert isinstance(found, Verified)
+    assert found.id == "order.2026.7"
 
 
 @pytest.mark.parametrize(

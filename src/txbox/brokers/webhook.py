@@ -32,6 +32,8 @@ _TOLERANCE = timedelta(minutes=5)
 # a shorter one can be guessed from a single captured request; Standard Webhooks has its own bounds
 _SECRET_BYTES_MIN = 8
 _STANDARD_SECRET_BYTES = (24, 64)
+# `id.time.body` of a captured request, split at a later time, would be another id with the rest of the body
+_TIME_IN_ID = re.compile(r"\.[0-9]{10,}(\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,8 @@ class StandardWebhooks(_Scheme):
     Args:
         secrets: base64 with or without `whsec_`, or the key itself as bytes; several while rotating.
         tolerance: how far the signed time may differ from this machine's clock.
+
+    An id with ten or more digits behind a dot is refused: it may be another's, split at another dot.
     """
 
     def __init__(self, *secrets: str | bytes, tolerance: timedelta = _TOLERANCE) -> None:
@@ -182,6 +186,8 @@ class StandardWebhooks(_Scheme):
         signatures = [_unbase64(value[3:]) for value in given if value.startswith("v1,")]
         content = f"{webhook_id}.{moment}.".encode() + body
         if not webhook_id or not self._fresh(moment) or not self._signed(content, signatures):
+            return False
+        if _TIME_IN_ID.search(webhook_id):
             return False
         return Verified(
             id=webhook_id, type=_text(_members(body).get("type")), time=clock(int(moment))
