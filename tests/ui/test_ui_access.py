@@ -309,6 +309,17 @@ def test_what_makes_no_sense_is_400(path: str, app: App, serve: Serve) -> None:
     assert serve(app).get(path).status == 400
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["x", "{}", "[1, 2]", '["billing"]', r'["billing", "\ud800"]', r'["\ud800", "1"]', "[" * 9_000],
+)
+def test_a_choice_that_names_no_message_is_400(key: str, app: App, serve: Serve) -> None:
+    browser = serve(app)
+    chosen = {"table": "inbox", "action": "retry selected", "pick": key}
+    assert browser.post("/confirm", **chosen).status == 400
+    assert browser.post("/change", **chosen, count=1).status == 400
+
+
 def test_what_is_not_there_is_404_and_the_wrong_verb_405(app: App, serve: Serve) -> None:
     browser = serve(app)
     for path in ("/nothing", "/message?consumer=billing&message_id=x", "/operation?name=x"):

@@ -566,8 +566,11 @@ def _known(given: T | None) -> T:
 def _picked(kind: type[Filter[Any, Any]], key: str) -> Filter[Any, Any]:
     names = kind.table.key
     values: Any = None
-    with suppress(ValueError):
-        values = json.loads(key)
+    with suppress(ValueError, RecursionError):
+        found = json.loads(key)
+        # JSON can name lone surrogates, which no database stores
+        json.dumps(found, ensure_ascii=False).encode()
+        values = found
     match values:
         case [str(), *_] if len(values) == len(names):
             named: dict[str, Any] = dict(zip(names, map(str, values), strict=True))
