@@ -151,6 +151,9 @@ def test_a_message_that_cannot_be_changed_says_why(shop: Command, view: Raw) -> 
     send(shop, "1")
     shop("run", "--once")
     assert "is processed: `txbox replay` runs it again" in shop("retry", "billing", "1", code=1).err
+    said = shop("retry", "ledger", "1", code=1).err
+    assert "is processed: its payload was not kept" in said
+    assert "replay" not in said
     assert "there is no such message" in shop("discard", "billing", "9", code=1).err
     assert "its payload was not kept" in shop("replay", "ledger", "1", code=1).err
     assert "there is no such message" in shop("replay", "billing", "9", code=1).err

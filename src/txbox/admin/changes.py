@@ -566,7 +566,9 @@ class Changes(Reader):
         if verb == "edit" and found.status not in (Status.DEAD, Status.FAILED):
             return f"{name} is {found.status}: only dead and failed messages can be edited."
         if found.status == Status.PROCESSED and verb != "discard":
-            return f"{name} is processed: `txbox replay` runs it again."
+            if found.has_payload:
+                return f"{name} is processed: `txbox replay` runs it again."
+            return f"{name} is processed: its payload was not kept, so nothing can run it again."
         if verb != "edit" and found.status not in where.table.changes[cast("Verb", verb)].statuses:
             return f"{name} is {found.status}: {verb} does not apply."
         if verb in ("retry", "edit") and where.table is INBOX and not found.has_payload:

@@ -14,7 +14,7 @@ from django.db import transaction
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
-from txbox.admin import Admin, InboxFilter, OutboxFilter
+from txbox.admin import Admin, InboxFilter, OutboxFilter, views
 from txbox.errors import TxboxError
 from txbox.integrations import django as integration
 from txbox.integrations.django.models import InboxMessage, OutgoingMessage
@@ -91,16 +91,19 @@ class _Verbs(_ModelAdmin):
         """Apply a verb row by row, and say of each that stays as it is why; returns how many have changed."""
         operator, count = Admin(integration.app()), 0
         change = getattr(operator, verb)
+        # Django capitalises a message: a consumer's name must not be its first word
+        left = f"Not {views.DONE[verb]}"
         for row in list(rows):
             where = self.filter_of(row)
             try:
                 changed = change(where, actor=request.user.get_username(), reason="Django admin")
             except TxboxError as error:
-                self.message_user(request, f"{row}: {error}", messages.ERROR)
+                self.message_user(request, f"{left}: {row}: {error}", messages.ERROR)
                 continue
             count += changed.count
             if not changed.count:
-                self.message_user(request, operator.why_not(verb, where), messages.WARNING)
+                why = operator.why_not(verb, where)
+                self.message_user(request, f"{left}: {why}", messages.WARNING)
         return count
 
     @staticmethod

@@ -8,6 +8,8 @@ from typing import Any
 from django.apps import AppConfig
 from django.core import checks
 from django.db import Error, connections
+from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.recorder import MigrationRecorder
 
 from txbox.errors import StoreError
 from txbox.events import Event, MessageDead, OutgoingDead
@@ -35,7 +37,10 @@ def _signal(event: Event) -> None:
 
 
 def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[checks.CheckMessage]:
-    """Whether the tables are those that this release needs; only where databases may be asked."""
+    """Whether the tables are those that this release needs; only where databases may be asked.
+
+    Before their first migration nothing is wrong: `migrate` itself asks, and Django names what is unapplied.
+    """
     alias = integration.alias()
     if not databases or alias not in databases or connections[alias].in_atomic_block:
         return []
@@ -43,10 +48,23 @@ def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[check
     assert app.database.sync is not None
     try:
         state = drive(app.database.sync, schema.state_of, app.store.dialect)
+        is_pending = _is_pending(connections[alias])
     except (StoreError, Error):
         # an absent database is none of ours to report
         return []
     refusal = schema.unusable(state)
-    if refusal is None:
+    if refusal is None or (is_pending and state.version is None):
         return []
-    return [checks.Warning(refusal, hint="Run `manage.py migrate`.", id="txbox.W001")]
+    problem, remedy = refusal.split(": ", 1)
+    if is_pending:
+        remedy = "run `manage.py migrate`."
+    hint = f"{remedy[0].upper()}{remedy[1:]}".replace("`txbox ", "`manage.py txbox ")
+    return [checks.Warning(f"{problem}.", hint=hint, id="txbox.W001")]
+
+
+def _is_pending(connection: Any) -> bool:
+    """Whether a migration of this app has not been applied."""
+    loader = MigrationLoader(connection, load=False)
+    loader.load_disk()
+    applied = MigrationRecorder(connection).applied_migrations()
+    return any(key[0] == TxboxConfig.label and key not in applied for key in loader.disk_migrations)
