@@ -1,13 +1,14 @@
 """FastAPI: a route of your own around `process_async`, and GitHub's webhook beside it.
 
-    pip install fastapi uvicorn "txbox[postgresql]"
+    pip install fastapi uvicorn "txbox[http,postgresql]"
     export TXBOX_DATABASE_URL=postgresql://localhost/shop
     txbox init
     psql $TXBOX_DATABASE_URL -c 'CREATE TABLE booking (order_id int, amount int); CREATE TABLE build (commit_id text)'
     WEBHOOK_SECRET=… API_TOKEN=… uvicorn fastapi_webhook:api
 
-A failed message is parked in the table and answered with 200: run `txbox run fastapi_webhook:app`
-beside the web server, it retries what is parked.
+A failed message is parked in the table and answered with 200, so the sender does not send it again: the worker that
+`lifespan` runs in this process retries it. `webhooks` makes a route of what the App consumes, and no mount: that
+answers a URL without a slash at its end with a redirect, which GitHub does not follow.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 import psycopg
 from fastapi import FastAPI, Request, Response
-from starlette.routing import Route
 
 from txbox import App, Limits, Message, StoreUnavailable
 from txbox.brokers.webhook import GitHub, Webhook
+from txbox.integrations.starlette import lifespan, webhooks
 
 TOKEN = os.environ["API_TOKEN"]
 LONGEST_BODY = 1 << 20
@@ -31,7 +32,6 @@ app = App(
     os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop"),
     limits=Limits(unavailable_for=timedelta(seconds=2)),  # a caller does not wait for half a minute
 )
-api = FastAPI()
 
 
 @app.handler("orders", type="order.paid", consumer="billing")
@@ -46,6 +46,11 @@ def book(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
 @app.handler("github", type="push", consumer="builds")
 def build(message: Message[dict[str, Any]], tx: psycopg.Connection) -> None:
     tx.execute("INSERT INTO build (commit_id) VALUES (%s)", (message.body["after"],))
+
+
+# who sent it is what the signature says; `verify=` knows Stripe and Standard Webhooks too
+app.consume(Webhook(topic="github", verify=GitHub(os.environ["WEBHOOK_SECRET"])))
+api = FastAPI(lifespan=lifespan(app), routes=webhooks(app))  # all that is consumed until now
 
 
 @api.post("/orders")
@@ -67,9 +72,3 @@ async def orders(request: Request) -> Response:
     except StoreUnavailable:
         return Response("the database is away", 503, {"Retry-After": "5"})
     return Response(outcome.value, 200 if outcome.settles else 503)
-
-
-# Who sent it is what the signature says; `verify=` knows Stripe and Standard Webhooks too. A route
-# and not a mount: that answers a URL without a slash at its end with a redirect, which GitHub does not follow.
-hook = Webhook(app.process_async, topic="github", verify=GitHub(os.environ["WEBHOOK_SECRET"]))
-api.router.routes.append(Route("/webhooks/github", hook))

@@ -6,9 +6,8 @@
     txbox init
     WEBHOOK_SECRET=… txbox run webhook_service:app --http-port 8000
 
-serves it at /webhooks/github. Any ASGI server serves it, too (`uvicorn webhook_service:hook`), and any ASGI
-framework takes it in: in FastAPI or Starlette `api.router.routes.append(Route("/webhooks/github", hook))`,
-see fastapi_webhook.py.
+serves it at /webhooks/github, and retries what failed. Any ASGI server serves it, too: `uvicorn webhook_service:hook`,
+without the retries. For FastAPI and Starlette see fastapi_webhook.py.
 """
 
 from __future__ import annotations
