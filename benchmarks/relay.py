@@ -28,8 +28,8 @@ from tests.support.servers import ServerError, provision, server_urls
 from txbox import App, Message, Outbox, Outgoing, RelayPolicy
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.relay import Relay
 from txbox.session import drive
+from txbox.worker.relay import Relay
 
 NUMBER = "RELAY"
 TITLE = "The relay, from PostgreSQL to Kafka"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.recording import Recorder
-from tests.test_relay import drained, relay_of, staged
+from tests.worker.test_relay import drained, relay_of, staged
 from txbox import App, ConfigurationError, Headers, Message, Outcome, Outgoing
 from txbox.brokers.envelope import REDIS
 from txbox.brokers.local import Local

@@ -27,10 +27,10 @@ from txbox.events import Event, RelayPaused, RelayResumed, RowsChanged
 from txbox.maintenance import Task, run_once
 from txbox.observers.counters import Counters
 from txbox.policy import Retention
-from txbox.relay import Relay
 from txbox.session import drive
 from txbox.store.order import Waits
 from txbox.store.outbox import OutboxStore, Taken
+from txbox.worker.relay import Relay
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]

@@ -33,8 +33,8 @@ from txbox.errors import (
     NotTried,
 )
 from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused
-from txbox.relay import Relay
 from txbox.session import drive
+from txbox.worker.relay import Relay
 
 WITHIN_S = 10.0
 Reply = tuple[int, dict[str, str], bytes]

@@ -183,7 +183,7 @@ def test_a_command_imports_no_client_library_and_no_other_floor(command: Command
 
 
 def test_a_worker_imports_nothing_of_the_operators(command: Command) -> None:
-    imported = _imported(command, "import txbox.cli.run, txbox.worker.worker, txbox.relay")
+    imported = _imported(command, "import txbox.cli.run, txbox.worker.worker, txbox.worker.relay")
     assert not {name for name in imported if name.startswith(("txbox.admin", "txbox.ui"))}
 
 

@@ -12,8 +12,8 @@ from tests.support.connections import Given
 from tests.support.databases import Raw
 from txbox import App, Message, Outcome
 from txbox.outcome import Answer
-from txbox.relay import Relay
 from txbox.session import drive, drive_async
+from txbox.worker.relay import Relay
 
 pytestmark = pytest.mark.every_database
 

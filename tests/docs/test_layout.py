@@ -35,7 +35,7 @@ ELSEWHERE = {
     "observers/pauses": "worker/test_pulse_pauses.py",
     "store/inbox": "processing/test_intake.py",
     "store/jobs": "maintenance/test_maintenance.py",
-    "store/outbox": "test_relay.py",
+    "store/outbox": "worker/test_relay.py",
     "ui/operations": "ui/test_pages.py",
     "ui/render": "ui/test_pages.py",
     "ui/security": "ui/test_ui_access.py",

@@ -50,11 +50,11 @@ _SHOWN_FAILURES = 50
 DATABASE_TESTS = (
     "tests/store", "tests/connections", "tests/processing", "tests/maintenance",
     "tests/cli/test_schema.py", "tests/test_inbox.py", "tests/test_outbox.py",
-    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/test_relay*.py"))),
+    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/worker/test_relay*.py"))),
 )  # fmt: skip
 #: What stands on a pooler.
 POOLED_TESTS = (
-    "tests/admin/test_doctor.py", "tests/processing/test_transaction.py", "tests/test_relay_notify.py",
+    "tests/admin/test_doctor.py", "tests/processing/test_transaction.py", "tests/worker/test_relay_notify.py",
     "tests/scenarios/contract/test_batch_handler_breaks_its_transaction.py",
 )  # fmt: skip
 #: What stands on the language.

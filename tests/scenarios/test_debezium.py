@@ -18,7 +18,7 @@ from tests.support.servers.connect import ConnectServer
 from tests.support.servers.control import ThrowawayPostgres
 from tests.support.servers.process import throwaway_name
 from tests.support.waiting import eventually
-from tests.test_relay import drained, relay_of
+from tests.worker.test_relay import drained, relay_of
 from txbox import App, Headers, Message, Outbox, Outcome, Outgoing
 from txbox.brokers.kafka import Kafka
 from txbox.errors import StoreError

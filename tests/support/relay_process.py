@@ -18,9 +18,9 @@ from tests.support.waiting import DEADLINE_S
 from txbox import App, Message, RelayPolicy, RetryPolicy
 from txbox.brokers.redis import RedisStreams
 from txbox.errors import BrokerError
-from txbox.relay import Relay
 from txbox.session import drive
 from txbox.testing import kill_at
+from txbox.worker.relay import Relay
 
 _ITSELF = "tests.support.relay_process"
 

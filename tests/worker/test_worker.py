@@ -22,11 +22,11 @@ from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
 from txbox.errors import ConfigurationError
 from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
-from txbox.relay import Relay, Relays
 from txbox.session import Transaction
 from txbox.store import leases
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
+from txbox.worker.relay import Relay, Relays
 
 
 def test_once_processes_everything_settles_it_and_ends(shop: Shop) -> None:

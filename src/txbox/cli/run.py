@@ -277,9 +277,9 @@ def _relay(args: argparse.Namespace) -> int:
 
     Exit status: 0 stopped or idle; 1 cut off, or an unexpected error; 2 wrong configuration or schema.
     """
-    from txbox.relay import Relays
     from txbox.store.activity import Doing
     from txbox.worker.pulse import Pulse
+    from txbox.worker.relay import Relays
 
     start_logging(args)
     with opened(args, handlers="sends where app.publish says") as app:

@@ -22,7 +22,6 @@ from txbox.events import WorkerStarted, WorkerStopped
 from txbox.maintenance import JOBS, Task
 from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
-from txbox.relay import Relays
 from txbox.session import Operation
 from txbox.store import leases
 from txbox.store.activity import Doing
@@ -31,6 +30,7 @@ from txbox.worker.health import Health
 from txbox.worker.lanes import Lanes
 from txbox.worker.pulse import Pulse
 from txbox.worker.pump import Pump
+from txbox.worker.relay import Relays
 from txbox.worker.supervisor import PARENT_FD, draining_on_signals, last_s, tell_parent
 from txbox.worker.table import Table
 

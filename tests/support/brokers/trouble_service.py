@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from tests.support.brokers.rigs import Rig
-from txbox import App, Message, relay
+from txbox import App, Message
 from txbox.observers import logging
-from txbox.worker import pump
+from txbox.worker import pump, relay
 
 _RIGS = {
     "kafka": "KafkaRig", "rabbitmq": "RabbitMQRig", "sqs": "SqsRig", "nats": "NatsRig", "redis": "RedisRig",

@@ -22,7 +22,7 @@ from tests.support.warm import Warm
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COUNT = 20
 
 #: `orders` publishes; `mails` does not; `billing` consumes the topic from the broker; `audit` has it locally.

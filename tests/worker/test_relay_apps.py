@@ -17,9 +17,9 @@ from tests.support.sources import Memory
 from txbox import App, Message, Outbox, RelayPolicy
 from txbox.admin import Admin, OutboxFilter
 from txbox.brokers.local import Local
-from txbox.relay import Relay
 from txbox.session import Statement, Statements, drive
 from txbox.store import schema as tables
+from txbox.worker.relay import Relay
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]

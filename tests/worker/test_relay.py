@@ -26,9 +26,9 @@ from txbox.events import (
     RelayPaused,
     RelayResumed,
 )
-from txbox.relay import Relay
 from txbox.session import drive
 from txbox.store import leases, outbox
+from txbox.worker.relay import Relay
 
 Connect = Callable[[str], AbstractContextManager[Any]]
 Look = Callable[[str], Raw]

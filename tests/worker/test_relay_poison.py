@@ -17,7 +17,7 @@ import pytest
 from tests.support.brokers.rabbitmq import declare, on_server
 from tests.support.databases import NewDatabase, Raw
 from tests.support.waiting import room
-from tests.test_relay import relay_of
+from tests.worker.test_relay import relay_of
 from txbox import App, Outbox, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.events import Event, OutgoingDead, OutgoingFailed

@@ -23,13 +23,14 @@ from tests.support.databases import Raw
 from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
-from txbox import App, Message, Outbox, RelayPolicy, relay
+from txbox import App, Message, Outbox, RelayPolicy
 from txbox.connections import psycopg as psycopg_adapter
-from txbox.relay import Relays
+from txbox.worker import relay
 from txbox.worker.driving import Driver
+from txbox.worker.relay import Relays
 
 Look = Callable[[str], Raw]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OFTEN = RelayPolicy(poll=timedelta(seconds=1))
 # so seldom that a test that waits to be woken never meets a poll
 SELDOM_S = 2 * DEADLINE_S
@@ -124,7 +125,7 @@ SHOP = """
 import os
 from datetime import timedelta
 from txbox import App, Message, RelayPolicy
-from txbox import relay
+from txbox.worker import relay
 
 relay._BUSY_S = 120.0
 app = App(os.environ["SHOP_URL"], notify=True, relaying=RelayPolicy(poll=timedelta(seconds=120)))
