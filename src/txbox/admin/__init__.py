@@ -1,8 +1,9 @@
-"""The operator's verbs, all of them audited where they change anything: `Admin` has those of look.py, changes.py and
-replay.py."""
+"""The operator's verbs, all of them audited where they change anything: `Admin` has those of look.py, changes.py,
+canary.py and replay.py."""
 
 from __future__ import annotations
 
+from txbox.admin.canary import Canary
 from txbox.admin.changes import Changed, Edited, How, MessageChanged
 from txbox.admin.look import Look
 from txbox.admin.replay import Replays
@@ -13,7 +14,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Admin(Look, Replays):
+class Admin(Look, Replays, Canary):
     """The operator's view of one inbox and outbox. A filter says which table a verb is about.
 
     Args:

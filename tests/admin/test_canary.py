@@ -14,7 +14,7 @@ from tests.support.dashboard import Broken, shop
 from tests.support.databases import Raw
 from tests.support.workers import running, worker
 from txbox.admin import Admin, InboxFilter
-from txbox.admin.changes import Step
+from txbox.admin.canary import Step
 from txbox.errors import ConfigurationError
 
 FINGERPRINT = "TimeoutError at dashboard.py:bill"
