@@ -11,13 +11,12 @@ from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, Self, TypeVar, Unpack, overload
 
-from txbox.body import Decoder
 from txbox.brokers.base import Destination, Source
 from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import BLOCK, BLOCK_ENDS, Database, block_left
-from txbox.effects import PREFIX, Effects
+from txbox.effects import Effects
 from txbox.errors import ConfigurationError, StoreError
 from txbox.events import Event, Events, MessageUnmatched, Observer
 from txbox.handlers import (
@@ -33,7 +32,8 @@ from txbox.handlers import (
     resolved,
     types_of,
 )
-from txbox.identity import PayloadHash
+from txbox.handlers.body import Decoder
+from txbox.identity import EFFECT_PREFIX, PayloadHash
 from txbox.message import Message
 from txbox.observers.activity import Activity, Moment
 from txbox.observers.logging import LoggingObserver
@@ -393,8 +393,8 @@ class App:
         Pass `message.idempotency_key` along, so that a repeated call has no further effect.
         """
         return self.handler(
-            PREFIX + name,
-            consumer=PREFIX + name,
+            EFFECT_PREFIX + name,
+            consumer=EFFECT_PREFIX + name,
             transactional=False,
             keep_result=True,
             retry=retry,

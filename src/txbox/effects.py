@@ -12,11 +12,11 @@ import secrets
 from datetime import timedelta
 from typing import Any
 
-from txbox.body import as_json
 from txbox.connections import borrow
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handler, Handlers
-from txbox.identity import time_ordered_id
+from txbox.handlers.body import as_json
+from txbox.identity import EFFECT_PREFIX, time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
 from txbox.outbox import cause_of, passed_on
 from txbox.policy import Limits, check_duration
@@ -24,9 +24,6 @@ from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore
-
-#: An effect's consumer and topic are this prefix plus its name.
-PREFIX = "effect:"
 
 Body = dict[str, Any] | list[Any] | str | int | float | bool | None
 
@@ -129,7 +126,7 @@ class Effects:
         return effect_id
 
     def _handler(self, name: str) -> Handler:
-        found = self._handlers.matching(PREFIX + name, None)
+        found = self._handlers.matching(EFFECT_PREFIX + name, None)
         if not found:
             raise ConfigurationError(
                 f"There is no effect {name!r}: register a function with @app.effect({name!r})."

@@ -17,6 +17,8 @@ _UUID_V7_TIME = slice(0, 6)
 #: Reserved: a plain id that starts with this is hashed too.
 DIGEST_PREFIX = "sha256:"
 ID_BYTES_MAX = 255
+#: An effect's consumer and topic are this plus its name.
+EFFECT_PREFIX = "effect:"
 #: A tombstone's hash. No payload hashes to it, not even the empty one.
 TOMBSTONE_HASH = bytes(32)
 #: Prefixes of CloudEvents attributes in headers, in lower case; every source understands all of them.

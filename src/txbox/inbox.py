@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from txbox.body import as_json
 from txbox.connections import borrow
 from txbox.errors import (
     Fault,
@@ -21,6 +20,7 @@ from txbox.errors import (
     UnusableMessage,
 )
 from txbox.handlers import check_texts
+from txbox.handlers.body import as_json
 from txbox.identity import PayloadHash, checked_consumer, message_id, payload_hash
 from txbox.message import Message
 from txbox.outcome import Status

@@ -11,12 +11,12 @@ from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from txbox.body import as_json
 from txbox.brokers.base import Destination
 from txbox.brokers.local import Local
 from txbox.connections import borrow
 from txbox.errors import ConfigurationError
 from txbox.handlers import HandlerOptions, Handlers, Run, is_async_function, running
+from txbox.handlers.body import as_json
 from txbox.identity import checked_text, derived_id, time_ordered_id
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
 from txbox.policy import check_duration
@@ -70,7 +70,7 @@ def passed_on(cause: Message[Any] | None) -> dict[str, HeaderValue]:
     return headers
 
 
-#: Bytes are sent as they are; anything else is encoded with `txbox.body.as_json`.
+#: Bytes are sent as they are; anything else is encoded with `txbox.handlers.body.as_json`.
 Body = Any
 
 

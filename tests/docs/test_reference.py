@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 
 from tests.docs.pages import page
-from txbox import App, errors, events, outcome, policy, settings
+from txbox import App, errors, events, outcome, policy
 from txbox.admin import doctor
 from txbox.admin.doctor import CODES
-from txbox.handlers import HandlerOptions
+from txbox.handlers import HandlerOptions, conflicts
 from txbox.observers.counters import Counters
 from txbox.worker import serving
 from txbox.worker.health import Health
@@ -101,7 +101,7 @@ def test_every_code_is_used_and_every_used_one_is_known() -> None:
     package = Path(inspect.getfile(doctor)).parent
     used = {
         code
-        for file in (*package.glob("*.py"), Path(inspect.getfile(settings)))
+        for file in (*package.glob("*.py"), Path(inspect.getfile(conflicts)))
         if file.name != "__init__.py"
         for code in re.findall(r'"([a-z]+(?:-[a-z]+)+)"', file.read_text())
     }

@@ -59,7 +59,7 @@ POOLED_TESTS = (
 )  # fmt: skip
 #: What stands on the language.
 PYTHON_TESTS = (
-    *DATABASE_TESTS, "tests/admin", "tests/observers", "tests/testing", "tests/test_body.py", "tests/test_handlers.py",
+    *DATABASE_TESTS, "tests/admin", "tests/observers", "tests/testing", "tests/handlers",
     "tests/test_message.py", "tests/test_identity.py", "tests/test_outbox_replies.py", "tests/test_session.py",
 )  # fmt: skip
 

@@ -14,8 +14,8 @@ from typing import Literal
 from txbox.admin.found import Found, Holder, InInbox, InOutbox, Link
 from txbox.admin.reader import Application, says_anything, takes
 from txbox.admin.tables import InboxMessage, OutboxMessage, QuarantinedMessage
-from txbox.effects import PREFIX
 from txbox.handlers import Handler
+from txbox.identity import EFFECT_PREFIX
 from txbox.outcome import Status
 from txbox.processing.failure import BROKEN
 from txbox.store.order import Waits
@@ -433,7 +433,7 @@ class _Saying:
 
     def _doubt(self, message: InboxMessage, handler: Handler | None) -> Iterator[Sentence]:
         """Say of work outside of a transaction that it may have been done."""
-        effect = message.consumer.startswith(PREFIX)
+        effect = message.consumer.startswith(EFFECT_PREFIX)
         outside = effect or (handler is not None and not handler.options.transactional)
         if not outside or message.status in (Status.PROCESSED, Status.DISCARDED):
             return

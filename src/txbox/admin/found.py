@@ -20,9 +20,8 @@ from txbox.admin.tables import (
     OutboxMessage,
     QuarantinedMessage,
 )
-from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.identity import derived_id
+from txbox.identity import EFFECT_PREFIX, derived_id
 from txbox.outbox import letter_id
 from txbox.session import Session, Statement
 from txbox.store.activity import Pause, pauses, workers
@@ -283,7 +282,9 @@ def _caused(
     """What a message's handler has staged, by the ids that this always has: in the outbox, and in inboxes."""
     ids = [derived_id(consumer, message_id, ordinal) for ordinal in range(_CAUSED_MAX)]
     few = len(consumers) <= _CAUSED_CONSUMERS
-    where = [name for name in consumers if few or name.startswith(PREFIX)][:_CAUSED_CONSUMERS]
+    where = [name for name in consumers if few or name.startswith(EFFECT_PREFIX)][
+        :_CAUSED_CONSUMERS
+    ]
     links = [*_outbox_links(reader, ids), *_inbox_links(reader, where, ids)]
     return tuple(sorted(links, key=lambda link: ids.index(link.message_id)))
 

@@ -19,10 +19,9 @@ from txbox.admin.changes import Changes, How, again, audit_of
 from txbox.admin.found import Link, keys_of, links
 from txbox.admin.reader import Application, Audit
 from txbox.admin.tables import InboxFilter, stored_id
-from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
 from txbox.handlers import Handler
-from txbox.identity import checked_consumer, derived_id
+from txbox.identity import EFFECT_PREFIX, checked_consumer, derived_id
 from txbox.outcome import Outcome, Status
 from txbox.processing.calls import handled
 from txbox.processing.failure import BROKEN, failure_of
@@ -467,7 +466,7 @@ async def _staged(db: Session, app: Application, handler: Handler, arrival: Arri
     outgoing = await db.execute(dialect.statement("explain_outbox", {}, {"message_id": ids}))
     found = links(outgoing.rows)
     for consumer in app.handlers.consumers():
-        if consumer.startswith(PREFIX):
+        if consumer.startswith(EFFECT_PREFIX):
             keys = keys_of([consumer], ids)
             effects = await db.execute(dialect.statement("explain_inbox", {}, keys))
             found += links(effects.rows)

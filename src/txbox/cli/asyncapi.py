@@ -16,8 +16,8 @@ from txbox.app import App
 from txbox.cli import add_command
 from txbox.cli.options import add_options, opened
 from txbox.cli.output import print_json
-from txbox.effects import PREFIX
 from txbox.handlers import Handler
+from txbox.identity import EFFECT_PREFIX
 from txbox.message import Message
 
 _SCHEMAS = "#/components/schemas/"
@@ -77,7 +77,7 @@ class _Document:
 
     def of(self, app: App) -> dict[str, Any]:
         for handler in app.handlers:
-            if handler.topic.startswith(PREFIX):
+            if handler.topic.startswith(EFFECT_PREFIX):
                 continue
             self._receive(handler)
             for topic in (handler.options.reply_to, handler.options.dead_letter_topic):

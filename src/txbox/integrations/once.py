@@ -13,10 +13,10 @@ from functools import update_wrapper
 from inspect import Parameter, signature
 from typing import Any
 
-from txbox.body import as_json
 from txbox.connections import borrow
 from txbox.connections.base import block_left
 from txbox.errors import ConfigurationError, PayloadMismatch, StoreError
+from txbox.handlers.body import as_json
 from txbox.inbox import Inbox
 from txbox.session import Statement, Transaction, run, run_async
 

@@ -13,9 +13,9 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
-from txbox.body import as_json
 from txbox.errors import Fault, HandlerTimeout, StoreError
 from txbox.handlers import Handler, Run
+from txbox.handlers.body import as_json
 from txbox.message import Message
 from txbox.session import Connection, Crashed, Failed, Raised, Session, at
 from txbox.store.codec import Arrival

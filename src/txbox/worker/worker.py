@@ -15,10 +15,10 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ParamSpec
 
-from txbox import settings
 from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
+from txbox.handlers import conflicts
 from txbox.maintenance import JOBS, Task
 from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
@@ -192,15 +192,15 @@ class Worker:
         # without handlers it is a relay, where there is something to send
         sends = self._relay and not self._consumptions and bool(app.routes.all())
         _check_handlers(app, needed=not sends)
-        _refuse(settings.time_outs(app))
+        _refuse(conflicts.time_outs(app))
         for consumption in self._consumptions:
-            _refuse(settings.redelivery(app, consumption.source))
+            _refuse(conflicts.redelivery(app, consumption.source))
         topics = [
-            settings.topics_of(app.handlers, consumption.source, consumption.topics)
+            conflicts.topics_of(app.handlers, consumption.source, consumption.topics)
             for consumption in self._consumptions
         ]
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
-            _refuse(settings.order(app.handlers, consumption.source, wanted))
+            _refuse(conflicts.order(app.handlers, consumption.source, wanted))
         self._check_database()
         return topics
 
@@ -246,7 +246,7 @@ class Worker:
         """Start whatever takes messages or rows, and let the pumps go."""
         for consumption in self._consumptions:
             # some ask their broker what it is set to
-            _refuse(settings.redelivery(self._app, consumption.source))
+            _refuse(conflicts.redelivery(self._app, consumption.source))
         tables = self._lanes.tables
         self._app.events.emit(
             WorkerStarted(
@@ -516,8 +516,8 @@ def _check_handlers(app: App, *, needed: bool) -> None:
             )
 
 
-def _refuse(conflicts: Iterable[settings.Conflict]) -> None:
-    for conflict in conflicts:
+def _refuse(found: Iterable[conflicts.Conflict]) -> None:
+    for conflict in found:
         raise ConfigurationError(conflict.sentence)
 
 

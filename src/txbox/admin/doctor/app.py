@@ -9,12 +9,11 @@ from datetime import timedelta
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from txbox import settings
 from txbox.admin.doctor import Diagnosis, Finding
 from txbox.admin.reader import Application
 from txbox.brokers.base import Examinable, Facts
 from txbox.errors import BrokerError, ConfigurationError
-from txbox.handlers import Handlers
+from txbox.handlers import Handlers, conflicts
 from txbox.text import lasting
 
 
@@ -25,7 +24,7 @@ def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None)
         grace: how long a drain may take, if that is known.
     """
     found = diagnosis.findings
-    found += starmap(Finding, settings.time_outs(app))
+    found += starmap(Finding, conflicts.time_outs(app))
     found += _weak_ids(app.handlers)
     if grace is not None:
         found += _cut_off(app, grace)
@@ -174,15 +173,15 @@ def _sources(app: Application, diagnosis: Diagnosis) -> None:
     """Check each source, and the settings of its topics."""
     for consumption in app.consumptions:
         source = consumption.source
-        diagnosis.findings += starmap(Finding, settings.redelivery(app, source))
+        diagnosis.findings += starmap(Finding, conflicts.redelivery(app, source))
         try:
-            topics = settings.topics_of(app.handlers, source, consumption.topics)
+            topics = conflicts.topics_of(app.handlers, source, consumption.topics)
         except ConfigurationError as error:
             problem, _, remedy = str(error).rpartition(": ")
             remedy = f"{remedy[0].upper()}{remedy[1:]}"
             diagnosis.findings.append(Finding("topic-unhandled", f"{problem}.", remedy))
             continue
-        diagnosis.findings += starmap(Finding, settings.order(app.handlers, source, topics))
+        diagnosis.findings += starmap(Finding, conflicts.order(app.handlers, source, topics))
         for facts in _asked(source, source.name, topics, diagnosis):
             diagnosis.findings += _judged(app, _OF_SOURCES, source.name, facts)
 

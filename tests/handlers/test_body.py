@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.databases import Raw
 from txbox import App, ConfigurationError, Message, Outgoing
-from txbox.body import as_json, decoder_for
+from txbox.handlers.body import as_json, decoder_for
 from txbox.session import drive
 
 MOMENT = datetime(2026, 11, 23, 12, 30, tzinfo=UTC)
@@ -100,7 +100,7 @@ def test_what_is_no_json_is_refused_in_one_sentence(value: object, says: str) ->
 
 def test_dataclass_reads_what_it_was_written_as(monkeypatch: pytest.MonkeyPatch) -> None:
     # where pydantic is imported it decodes dataclasses
-    monkeypatch.setattr("txbox.body._pydantic", lambda annotation: None)
+    monkeypatch.setattr("txbox.handlers.body._pydantic", lambda annotation: None)
     message: Message[Any] = Message(topic="orders", payload=as_json(ORDER))
     assert decoder_for(Order)(message) == ORDER
 

@@ -14,8 +14,8 @@ from datetime import timedelta
 from types import NoneType
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-from txbox.body import Decoder, decoder_for
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
+from txbox.handlers.body import Decoder, decoder_for
 from txbox.identity import (
     PayloadHash,
     checked_consumer,

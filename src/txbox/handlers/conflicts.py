@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 from txbox.brokers.base import Source
-from txbox.effects import PREFIX
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handlers
+from txbox.identity import EFFECT_PREFIX
 from txbox.policy import Lease, Limits
 from txbox.text import lasting
 
@@ -122,7 +122,7 @@ def topics_of(handlers: Handlers, source: Source, wanted: Sequence[str] | None) 
     known, deliverable = handlers.topics(), source.topics
     if wanted is None:
         # no broker has the effects: their rows are staged in the table
-        of_sources = tuple(topic for topic in known if not topic.startswith(PREFIX))
+        of_sources = tuple(topic for topic in known if not topic.startswith(EFFECT_PREFIX))
         wanted = of_sources if deliverable is None else tuple(deliverable)
     for topic in wanted:
         if topic != "*" and "*" not in known and topic not in known:
