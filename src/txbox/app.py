@@ -17,7 +17,7 @@ from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import BLOCK, BLOCK_ENDS, Database, block_left
 from txbox.effects import Effects
-from txbox.errors import ConfigurationError, StoreError
+from txbox.errors import ConfigurationError, StoreError, installed
 from txbox.events import Event, Events, MessageUnmatched, Observer
 from txbox.handlers import (
     Extractor,
@@ -744,12 +744,8 @@ class App:
         Raises:
             ConfigurationError: its libraries are not installed, or there is no authenticator.
         """
-        try:
+        with installed("ui", "The dashboard"):
             from txbox.ui import Dashboard
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"The dashboard needs {error.name}: run pip install 'txbox[ui]'."
-            ) from error
         return Dashboard(self, authenticator, hosts=hosts, secret=secret)
 
     def close(self) -> None:

@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from os import urandom
 from typing import cast
 
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, installed
 
-try:
+with installed("crypto", "AesGcm"):
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"AesGcm needs {error.name}, which is not installed: run pip install 'txbox[crypto]'."
-    ) from error
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
 
@@ -25,6 +27,24 @@ class TxboxError(Exception):
 
 class ConfigurationError(TxboxError):
     """The program is wrong. Raised at registration, at start-up or by the call, before anything is consumed."""
+
+
+@contextmanager
+def installed(extra: str, what: str) -> Generator[None]:
+    """Around imports: say what to install if a library is missing.
+
+    Args:
+        what: begins the sentence, with what needs the library.
+
+    Raises:
+        ConfigurationError: it is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{what} needs {error.name}: run pip install 'txbox[{extra}]'."
+        ) from error
 
 
 class SchemaError(TxboxError):

@@ -28,10 +28,16 @@ from txbox.brokers.base import (
 )
 from txbox.brokers.envelope import NATS, clock, utf8
 from txbox.brokers.loop import LoopPublisher, LoopSource
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    MessageRefused,
+    installed,
+)
 from txbox.message import Message
 
-try:
+with installed("nats", "NATS"):
     import nats.aio.client
     import nats.errors
     import nats.js.errors
@@ -39,10 +45,6 @@ try:
     from nats.aio.subscription import Subscription
     from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
     from nats.protocol import command as _command
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"The client {error.name} is not installed: run pip install 'txbox[nats]'."
-    ) from error
 
 _log = logging.getLogger("txbox")
 

@@ -30,19 +30,21 @@ from txbox.brokers.base import (
     taken,
 )
 from txbox.brokers.envelope import REDIS, clock, utf8
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    MessageRefused,
+    installed,
+)
 from txbox.events import MessagesLost
 from txbox.message import Message
 
-try:
+with installed("redis", "Redis"):
     import redis
     from redis import exceptions
     from redis.backoff import NoBackoff
     from redis.retry import Retry
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"The client {error.name} is not installed: run pip install 'txbox[redis]'."
-    ) from error
 
 _log = logging.getLogger("txbox")
 

@@ -23,6 +23,7 @@ from txbox.errors import (
     StoreError,
     StoreUnavailable,
     TxboxError,
+    installed,
     redacted,
 )
 
@@ -298,12 +299,8 @@ def _completion(args: Namespace) -> int:
     """Prints a script for your shell. Load it, for example with `source <(txbox completion bash)`, and TAB
     completes commands, options and their values. Print it again after an upgrade of txbox.
     """
-    try:
+    with installed("cli", "Completion"):
         import shtab
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"Completion needs {error.name}: run pip install 'txbox[cli]'."
-        ) from error
     from txbox.demo import make_parser as make_demo_parser
 
     parser = make_parser()

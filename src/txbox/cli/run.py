@@ -23,7 +23,7 @@ from txbox.app import App
 from txbox.cli import add_command
 from txbox.cli.options import add_grace, add_options, opened
 from txbox.cli.output import interactive, print_json, print_line, print_table
-from txbox.errors import ConfigurationError, StoreError, StoreUnavailable
+from txbox.errors import ConfigurationError, StoreError, StoreUnavailable, installed
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
 from txbox.maintenance import JOBS, Report, Task
 from txbox.observers.logging import current_trace
@@ -406,12 +406,8 @@ def _ui(args: argparse.Namespace) -> int:
     and say with --grant what they may do besides reading. Or give --users a file with a line for each user: NAME:HASH
     or NAME:HASH:change,payload, where --hash-password prints the HASH. Changes are kept in txbox_audit with the name.
     """
-    try:
+    with installed("ui", "The dashboard"):
         from txbox.ui import Dashboard, hashed
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"The dashboard needs {error.name}: run pip install 'txbox[ui]'."
-        ) from error
     if args.hash_password:
         print_line(hashed(_password()))
         return 0

@@ -10,15 +10,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from txbox import events
-from txbox.errors import ConfigurationError
+from txbox.errors import installed
 from txbox.events import Event, MessageEvent
 
-try:
+with installed("http", "A metrics endpoint"):
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"Metrics need {error.name}, which is not installed: run pip install 'txbox[http]'."
-    ) from error
 
 
 class _Counted(NamedTuple):

@@ -14,20 +14,16 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from txbox import events
-from txbox.errors import ConfigurationError
+from txbox.errors import installed
 from txbox.events import Event
 from txbox.message import HeaderValue, Message
 
-try:
+with installed("otel", "Tracing"):
     from opentelemetry import context as contexts
     from opentelemetry import propagate, trace
     from opentelemetry.context import Context
     from opentelemetry.propagators.textmap import Getter
     from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, TracerProvider
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"Traces need {error.name}, which is not installed: run pip install 'txbox[otel]'."
-    ) from error
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -47,7 +47,6 @@ class Operation:
     done: int = 0
     state: str = "waiting"
     began_at: float = field(default_factory=time.time)
-    ended_at: float | None = None
     notes: list[str] = field(default_factory=list[str])
     cancelling: bool = False
 
@@ -114,7 +113,7 @@ class Operations:
 
     def _carry_out(self, work: Work, operation: Operation) -> None:
         if operation.is_cancelled():
-            operation.state, operation.ended_at = "cancelled", time.time()
+            operation.state = "cancelled"
             return
         operation.state = "running"
         try:
@@ -133,8 +132,6 @@ class Operations:
         else:
             if operation.state == "running":
                 operation.state = "cancelled" if operation.is_cancelled() else "done"
-        finally:
-            operation.ended_at = time.time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,8 @@
 """RabbitMQ through aio-pika, which the extra `rabbitmq` installs."""
 
-from txbox.errors import ConfigurationError
+from txbox.errors import installed
 
-try:
+with installed("rabbitmq", "RabbitMQ"):
     from txbox.brokers.rabbitmq.source import RabbitMQ
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"The client {error.name} is not installed: run pip install 'txbox[rabbitmq]'."
-    ) from error
 
 __all__ = ["RabbitMQ"]
