@@ -37,6 +37,11 @@ class View(NamedTuple):
         return View(tuple(self.columns[index] for index in kept), rows)
 
 
+def moment(at: datetime) -> str:
+    """Format a point in time: 2026-11-20 08:15:00."""
+    return at.strftime("%Y-%m-%d %H:%M:%S")
+
+
 def age(seconds: float | None) -> str:
     """Format a length of time in whole seconds: 42s, 5m 10s, 3h 12m, 2d 4h."""
     if seconds is None:

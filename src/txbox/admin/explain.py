@@ -19,7 +19,7 @@ from txbox.identity import EFFECT_PREFIX
 from txbox.outcome import Status
 from txbox.processing.failure import BROKEN
 from txbox.store.order import Waits
-from txbox.text import age, counted
+from txbox.text import age, counted, moment
 
 #: For information; done; goes on by itself; needs somebody; or could not be found out.
 Severity = Literal["info", "ok", "waits", "stuck", "unchecked"]
@@ -170,15 +170,15 @@ class _Saying:
     found: Found
     app: Application
 
-    def when(self, moment: datetime | None) -> str:
-        if moment is None:
+    def when(self, at: datetime | None) -> str:
+        if at is None:
             return "an unknown time"
-        seconds = (moment - self.found.at).total_seconds()
+        seconds = (at - self.found.at).total_seconds()
         distance = f"in {age(seconds)}" if seconds > 0 else f"{age(-seconds)} ago"
-        return f"{moment:%Y-%m-%d %H:%M:%S} UTC ({distance})"
+        return f"{moment(at)} UTC ({distance})"
 
-    def past(self, moment: datetime | None) -> bool:
-        return moment is not None and moment <= self.found.at
+    def past(self, at: datetime | None) -> bool:
+        return at is not None and at <= self.found.at
 
     def late(self, due: datetime | None) -> bool:
         return due is not None and (self.found.at - due).total_seconds() > _LATE_S

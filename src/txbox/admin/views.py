@@ -16,6 +16,7 @@ from txbox.admin.tables import (
     QUARANTINE,
     UNMATCHED,
     ConsumerStatus,
+    Filter,
     RecordedAttempt,
     Table,
     TableSize,
@@ -24,7 +25,7 @@ from txbox.admin.tables import (
 )
 from txbox.outcome import Status
 from txbox.store.activity import Pause
-from txbox.text import Cell, View, counted
+from txbox.text import Cell, View, counted, moment
 
 if TYPE_CHECKING:
     from txbox.admin.explain import Explanation
@@ -36,6 +37,10 @@ Record = list[tuple[str, Cell]]
 DONE = {
     "retry": "retried", "discard": "discarded", "reroute": "rerouted", "accept": "accepted", "replay": "replayed",
 }  # fmt: skip
+#: What the lack of partitions means.
+DEFAULT_PARTITION = (
+    "Newer messages go to the default partition until `txbox run` or `txbox maintain` makes more."
+)
 _ERROR_CHARACTERS = 120
 _MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
 _LISTED = {
@@ -67,6 +72,28 @@ def noun_of(table: Table, verb: Verb, status: str | None) -> str:
 def spared(count: int) -> str:
     """Why a retry in bulk leaves messages alone."""
     return f"{count:,} left alone: their handler broke the transaction, so what they wrote is unknown. Look at each"
+
+
+def done(count: int, noun: str, verb: str, *, dry_run: bool = False) -> str:
+    """What a change did, or in a dry run would do."""
+    return f"{counted(count, noun)} {'would be ' if dry_run else ''}{DONE[verb]}."
+
+
+def refusals(table: Table, refused: Sequence[Mapping[str, str]]) -> list[str]:
+    """Why the first ten rows that cannot be accepted are not, and how many more there are."""
+    named = zip(keys(table, refused[:10]).rows, refused, strict=False)
+    said = [f"{' '.join(map(str, row))}: {refusal['reason']}." for row, refusal in named]
+    if (more := len(refused) - 10) > 0:
+        said.append(f"And {more} more that cannot be accepted.")
+    return said
+
+
+def nothing(where: Filter[Any, Any]) -> str:
+    """What an empty list means."""
+    table, criteria = where.table, where.criteria()
+    if table is QUARANTINE and criteria in ({}, {"status": table.statuses[0]}):
+        return "Nothing is quarantined."
+    return f"No {table.noun} matches." if criteria else f"The {table.name} is empty."
 
 
 class Warned(NamedTuple):
@@ -284,7 +311,7 @@ def _waits_for(row: Any) -> str | None:
     if waits.message_id is None:
         return f"version {waits.version} of its key, which has not arrived"
     at = _next_attempt(waits)
-    return f"{waits.message_id} ({waits.status}{f', next attempt {at:%Y-%m-%d %H:%M:%S}' if at else ''})"
+    return f"{waits.message_id} ({waits.status}{f', next attempt {moment(at)}' if at else ''})"
 
 
 def _next_attempt(row: Any) -> datetime | None:

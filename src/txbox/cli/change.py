@@ -379,7 +379,7 @@ def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -
     if args.json:
         print_json({"action": "canary", "dry_run": args.dry_run, **as_json(redriven)})
     elif args.dry_run:
-        print_line(f"{counted(expected)} would be retried.")
+        print_line(views.done(expected, "message", "retry", dry_run=True))
     else:
         print_line(redriven.sentence if expected else "No dead message matches.")
     return 0 if redriven.stopped is None else 1
@@ -431,16 +431,13 @@ def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool
             print_table(*views.keys(table, sample))
             if count > len(sample):
                 print_line(f"… and {count - len(sample)} more")
-        would = "would be " if args.dry_run else ""
-        print_line(f"{counted(count, table.noun)} {would}{views.DONE[args.verb]}.")
+        print_line(views.done(count, table.noun, args.verb, dry_run=args.dry_run))
         if spared:
             print_line(
                 f"{views.spared(spared)}, then name it by id, or all of them with --error-type TransactionBroken."
             )
-    for row, refusal in zip(views.keys(table, refused[:10]).rows, refused, strict=False):
-        print_error(f"{' '.join(map(shown, row))}: {refusal['reason']}.")
-    if len(refused) > 10:
-        print_error(f"and {len(refused) - 10} more that cannot be accepted.")
+    for sentence in views.refusals(table, refused):
+        print_error(shown(sentence))
     return not refused
 
 
@@ -455,7 +452,7 @@ def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> bo
         print_json({**told, **sums, "failures": failures})
         return well
     if args.dry_run:
-        print_line(f"{counted(sums['count'])} would be replayed.")
+        print_line(views.done(sums["count"], "message", "replay", dry_run=True))
         return well
     said = ", ".join(f"{sums[name]} {name}" for name in names[1:] if sums[name])
     print_line(f"{counted(sums['count'])}: {said}" if sums["count"] else "No kept message matches.")

@@ -187,8 +187,7 @@ def _print_partitions(partitions: PartitionStatus) -> None:
     until = None if partitions.ready_until is None else shown(partitions.ready_until)
     if partitions.missing:
         print_line(
-            f"\nThe partitions of the inbox ({partitions.kind}) end at {until}: newer messages go to the default "
-            "partition until `txbox run` or `txbox maintain` makes more."
+            f"\nThe partitions of the inbox ({partitions.kind}) end at {until}. {views.DEFAULT_PARTITION}"
         )
     else:
         made = "" if until is None else f", made until {until}"
@@ -208,20 +207,12 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"quarantined" if table is QUARANTINE else "messages": rows, "before": more})
     elif not rows:
-        print_line(_nothing(where))
+        print_line(views.nothing(where))
     else:
         print_table(*views.page(table, rows))
         if more is not None:
             print_line(f"There may be more: add --before {more}.")
     return 0
-
-
-def _nothing(where: Filter[Any, Any]) -> str:
-    if isinstance(where, QuarantineFilter):
-        return "Nothing is quarantined."
-    if where.criteria():
-        return f"No {where.table.noun} matches."
-    return f"The {where.table.name} is empty."
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -252,8 +243,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _unknown(admin: Admin, where: Filter[Any, Any]) -> str:
-    if isinstance(where, QuarantineFilter):
-        return "No such quarantined message: `txbox quarantine list` shows what is there."
     if not isinstance(where, InboxFilter):
         return shown(admin.why_not("show", where))
     # of the latest messages only: no index knows how ids end

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
 
-from txbox.text import View, age, visible
+from txbox.text import View, age, moment, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ def shown(value: Cell) -> str:
     if value is None:
         return ""
     if isinstance(value, datetime):
-        return value.strftime("%Y-%m-%d %H:%M:%S")
+        return moment(value)
     if isinstance(value, timedelta):
         return age(value.total_seconds())
     text = str(value).replace("\n", " ").replace("\t", " ")

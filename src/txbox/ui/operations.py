@@ -198,8 +198,10 @@ class WantedChange:
             )  # fmt: skip
             done += change.count
             operation.progress(done)
-            notes += _notes(change)
-        return [f"{counted(done, self.kind.table.noun)} {views.DONE[self.verb]}.", *notes]
+            if change.spared:
+                notes.append(f"{views.spared(change.spared)}, and retry it by itself.")
+            notes += views.refusals(self.kind.table, change.refused)
+        return [views.done(done, self.kind.table.noun, self.verb), *notes]
 
 
 def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Changed:
@@ -219,12 +221,3 @@ def _replayed(admin: Admin, where: InboxFilter, how: Mapping[str, Any]) -> Chang
         count=replayed.count if replayed.dry_run else replayed.processed,
         sample=(key,) if replayed.count else (),
     )  # fmt: skip
-
-
-def _notes(change: Changed) -> list[str]:
-    notes = [f"{views.spared(change.spared)}, and retry it by itself."] if change.spared else []
-    refused = change.refused[:10]
-    notes += [f"{' '.join(list(key.values())[:-1])}: {key['reason']}." for key in refused]
-    if len(change.refused) > 10:
-        notes.append(f"And {len(change.refused) - 10} more that cannot be accepted.")
-    return notes

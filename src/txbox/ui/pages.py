@@ -226,7 +226,8 @@ class Pages:
             "criteria": where.criteria(), "filters": [item.name for item in fields(where)], "given": asked.query,
             "more": None if found.behind is None else {**kept, "before": found.behind},
             "first": before is None, "live": before is None, "at": _LIST[table.name],
-            "shown_at": _SHOW[table.name], "stopped": found.behind is not None and len(rows) < _ROWS,
+            "shown_at": _SHOW[table.name], "nothing": views.nothing(where),
+            "stopped": found.behind is not None and len(rows) < _ROWS,
         }  # fmt: skip
 
     def shown(
@@ -298,8 +299,8 @@ class Pages:
     def database(self, asked: Asked) -> Values:
         sizes, partitions = self.admin.sizes()
         return {
-            "view": views.sizes(sizes), "partitions": partitions, "schema": self.admin.schema(),
-            "diagnosis": self.admin.doctor() if asked.query.get("examine") else None,
+            "view": views.sizes(sizes), "partitions": partitions, "missing": views.DEFAULT_PARTITION,
+            "schema": self.admin.schema(), "diagnosis": self.admin.doctor() if asked.query.get("examine") else None,
         }  # fmt: skip
 
     def audit(self, asked: Asked) -> Values:

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from txbox.admin.activity import Activities, Activity
 from txbox.admin.tables import COUNTED_MAX, Table
-from txbox.text import CONTROL, Cell, age, lasting, visible
+from txbox.text import CONTROL, Cell, age, lasting, moment, visible
 
 #: A payload that is longer is only offered as a file.
 _SHOWN_BYTES = 256 * 1024
@@ -177,13 +177,13 @@ def told(value: object) -> Markup:
     )
 
 
-def when(moment: datetime | float | None) -> Markup:
+def when(given: datetime | float | None) -> Markup:
     """A point in time in UTC; a script adds how long ago."""
-    if moment is None:
+    if given is None:
         return Markup("")
-    at = moment if isinstance(moment, datetime) else datetime.fromtimestamp(moment, UTC)
+    at = given if isinstance(given, datetime) else datetime.fromtimestamp(given, UTC)
     return Markup('<time datetime="{}">{}</time>').format(
-        at.isoformat(timespec="milliseconds"), at.strftime("%Y-%m-%d %H:%M:%S")
+        at.isoformat(timespec="milliseconds"), moment(at)
     )
 
 
