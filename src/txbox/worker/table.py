@@ -201,13 +201,9 @@ class Poll:
             if self._stop() and error.fault in CURABLE:
                 return
             if error.fault is Fault.SCHEMA:
-                driver.perform(self._checked)  # raises with the command to run, if that is it
+                driver.perform(app.check_schema)  # raises with the command to run, if that is it
             raise
         self._tell(answer)
-
-    async def _checked(self, db: Session) -> _Due:
-        await self._app.check_schema(db)
-        return []
 
     def _tell(self, answer: _Due) -> None:
         now = time.monotonic()
