@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Message
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka.publisher import _Batch
-from txbox.errors import BrokerError, ConfigurationError, MessageRefused
+from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 
 pytestmark = pytest.mark.brokers
 
@@ -146,6 +148,23 @@ def test_options_with_which_a_confirmation_means_nothing_are_refused(
         ConfigurationError, match=r"acks|idempoten|txbox|transaction|order|said|confirm"
     ):
         Kafka("localhost:1", **options).publisher()
+
+
+def test_each_client_gets_only_its_own_options(caplog: pytest.LogCaptureFixture) -> None:
+    """The other one would log a warning for each of them."""
+    caplog.set_level(logging.DEBUG, "txbox.kafka")
+    both = Kafka("localhost:1", group="shop", session_timeout_ms=6000, linger_ms=1, acks="all")
+    publisher = both.publisher()
+    nothing: Any = None
+    with suppress(BrokerUnavailable):
+        publisher.publish([Message(topic="orders", id="m1")], 0.1)
+    publisher.close()
+    both.open(["orders"], nothing, nothing)
+    with suppress(BrokerUnavailable):
+        both.receive(1, 0.1)
+    both.close()
+    assert "FAIL" in caplog.text  # the clients did log
+    assert "CONFWARN" not in caplog.text
 
 
 def test_what_there_was_no_time_to_send_alone_is_tried_again() -> None:

@@ -62,6 +62,17 @@ _PRODUCER_NEEDS: tuple[tuple[tuple[str, ...], Callable[[str], bool], str], ...] 
         "must be 1 to 5: an idempotent producer needs it",
     ),
 )  # fmt: skip
+#: What only a consumer, or only a producer, takes begins with one of these; the other client would warn of it.
+_OF_CONSUMERS = (
+    "auto.", "check.crcs", "consume.", "coordinator.", "enable.auto.", "enable.partition.eof", "fetch.", "group.",
+    "heartbeat.", "isolation.", "max.partition.", "max.poll.", "offset.store.", "partition.assignment.", "queued.",
+    "session.",
+)  # fmt: skip
+_OF_PRODUCERS = (
+    "acks", "batch.", "compression.", "delivery.", "dr_", "enable.gapless.", "enable.idempotence", "linger.",
+    "message.send.", "message.timeout.", "on_delivery", "partitioner", "produce.", "queue.buffering.", "queuing.",
+    "request.", "retries", "sticky.", "transaction",
+)  # fmt: skip
 _PRODUCER_REFUSED = {
     "transactional.id": "a Kafka transaction does not include the database's; the inbox handles duplicates",
     "delivery.report.only.error": "confirmations must be reported",
@@ -103,12 +114,13 @@ def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
         for name in names:
             if name in given and not is_fine(str(given[name]).lower()):
                 raise ConfigurationError(f"{name} {rule}.")
-    return {**_PRODUCER_DEFAULTS, **given, **_PRODUCER_FORCED}
+    kept = {name: value for name, value in given.items() if not name.startswith(_OF_CONSUMERS)}
+    return {**_PRODUCER_DEFAULTS, **kept, **_PRODUCER_FORCED}
 
 
 def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the consumer's options among those of Kafka(…)."""
-    return {name: value for name, value in given.items() if name not in _PRODUCER_REFUSED}
+    return {name: value for name, value in given.items() if not name.startswith(_OF_PRODUCERS)}
 
 
 _SHARED = (
@@ -151,17 +163,13 @@ REFUSALS = {
 _SAID_BY_ERRORS = frozenset({"FAIL", "ERROR", "REQTMOUT", "GETPID"})
 
 
-#: Consumer and producer share one set of options, and each client warns about those meant for the other.
-_FOR_THE_OTHER = "and will be ignored by this"
-
-
 class ClientLog:
     """librdkafka's log, forwarded to the logger `txbox.kafka`; passed to a client as `logger=`."""
 
     _log = logging.getLogger("txbox.kafka")
 
     def log(self, level: int, text: str, facility: str, *more: str) -> None:
-        known = facility in _SAID_BY_ERRORS or any(_FOR_THE_OTHER in part for part in more)
+        known = facility in _SAID_BY_ERRORS
         self._log.log(logging.DEBUG if known else level, text, facility, *more)
 
 
