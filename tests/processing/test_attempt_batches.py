@@ -262,6 +262,13 @@ def test_copies_and_rows_that_are_there_are_met_beside_a_culprit(shop: Shop) -> 
     assert len(quarantined(shop.raw)) == 2
 
 
+def test_every_copy_of_a_finished_message_is_told_though_a_batch_holds_several(shop: Shop) -> None:
+    handler = shop.handler()
+    for told in (2, 5):  # one of the first three was the message
+        Batch(shop, "delivered").take(handler, *[paid("a")] * 3)
+        assert len(shop.emitted(MessageDuplicate)) == told
+
+
 def test_two_copies_of_a_culprit_share_its_fate(batch: Batch) -> None:
     if batch.way == "leased":
         pytest.skip("copies are folded before they are stored")

@@ -170,8 +170,9 @@ class Intake:
         seen: set[str] = set()
         for message_id in ids:
             answer = answers[message_id] if message_id else _QUARANTINED
-            if message_id in seen and answer.outcome is Outcome.PROCESSED:
-                answer = DUPLICATE
+            if message_id in seen and answer.outcome in (Outcome.PROCESSED, Outcome.DUPLICATE):
+                if answer.outcome is Outcome.PROCESSED:
+                    answer = DUPLICATE
                 if self._protocol.events:
                     self._protocol.events.emit(
                         MessageDuplicate(
