@@ -167,6 +167,26 @@ def test_a_deleted_consumer_is_created_again(stream: Stream, closing: Any) -> No
     assert stream.outstanding() == 0
 
 
+@pytest.mark.parametrize(
+    "start",
+    [{"deliver_policy": "new"}, {"deliver_policy": "by_start_sequence", "opt_start_seq": 2}],
+)
+@pytest.mark.parametrize("lost", ["consumer", "stream"])
+def test_a_lost_consumer_misses_nothing_that_came_since(
+    stream: Stream, closing: Any, lost: str, start: dict[str, Any]
+) -> None:
+    """Where it starts, as the options say, is only for a consumer that is new."""
+    source = closing(stream.opened(consumer=start))
+    if lost == "consumer":
+        stream.do(lambda js: js.delete_consumer(stream.stream, "shop"))
+    else:
+        stream.remove()
+        stream.create()
+    stream.publish(Note("m1"))
+    (delivery,) = received(source)
+    assert message_id(the_message(delivery)) == "m1"
+
+
 def test_a_deleted_stream_is_waited_for(stream: Stream, closing: Any) -> None:
     """Also when the source has to reconnect: it worked once, and somebody may be repairing it."""
     source = closing(stream.opened())

@@ -43,7 +43,7 @@ with installed("nats", "NATS"):
     import nats.js.errors
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
-    from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
+    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
     from nats.protocol import command as _command
 
 _log = logging.getLogger("txbox")
@@ -164,7 +164,8 @@ class Nats(LoopSource["Link"]):
             its own.
         confirm: wait until the server confirms each acknowledgement. Otherwise one that is lost leads
             to a redelivery, which is a duplicate.
-        consumer: further fields of `nats.js.api.ConsumerConfig` for consumers created here.
+        consumer: further fields of `nats.js.api.ConsumerConfig` for consumers created here. One that is lost
+            while the source is open starts at the beginning of the stream, or at `opt_start_time`.
         options: passed to the client's `connect`: `user_credentials`, `tls`, `token` …
 
     A topic may contain wildcards. It is then the topic of all its messages, and the subject is in their
@@ -349,9 +350,8 @@ class Nats(LoopSource["Link"]):
 
     async def _receive(self, link: Link, messages_max: int, wait_s: float) -> None:
         for pull in link.pulls:
-            if pull.gone:
+            if pull.unanswered and not self._buffer:
                 await self._ensure(link, pull)
-                pull.gone = False
         await link.receive(messages_max, wait_s)
 
     async def _stream_of(self, link: Link, topic: str) -> str:
@@ -372,9 +372,13 @@ class Nats(LoopSource["Link"]):
             try:
                 info = await link.js.consumer_info(pull.stream, pull.durable)
             except nats.js.errors.NotFoundError:
+                wanted: dict[str, Any] = self._wanted
+                if self._was_linked and wanted.get("deliver_policy") != DeliverPolicy.BY_START_TIME:
+                    # one that was there and is gone must not miss what came since
+                    wanted = {**wanted, "deliver_policy": DeliverPolicy.ALL, "opt_start_seq": None}
                 config = ConsumerConfig(
                     durable_name=pull.durable, filter_subject=subject,
-                    ack_policy=AckPolicy.EXPLICIT, **self._wanted,
+                    ack_policy=AckPolicy.EXPLICIT, **wanted,
                 )  # fmt: skip
                 info = await link.js.add_consumer(pull.stream, config)
         except nats.js.errors.NotFoundError as error:
@@ -429,9 +433,13 @@ class Pull:
         self.topic = topic
         self.until = 0.0
         self.wanted = 0
-        self.gone = False  # possibly; checked before the next request
         self.inbox = ""
         self.subscription: Subscription | None = None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last request ended without the server saying so: without a consumer nobody answers."""
+        return self.wanted > 0 and 0.0 < self.until <= time.monotonic()
 
 
 class Link:
@@ -469,7 +477,6 @@ class Link:
             pull.until = 0.0  # the request has ended
         elif status not in ("100", None):
             # 409 may mean, and 503 does mean, that the consumer is gone; asking again at once would be a storm
-            pull.gone = True
             pull.until = time.monotonic() + _REFUSED_S
             return
         self._arrived.set()
