@@ -74,8 +74,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         add_options(command, {"path MODULE:APP": "instead of --app"}, nargs="?")
         add_grace(command)
     once = (
-        "end once every source is read to its end and nothing in the table is due; a broker and a followed file have "
-        "no end"
+        "end once every source is read to its end and nothing in the table is due or leased; what becomes due later, "
+        "such as a retry, is left; a broker and a followed file have no end"
     )
     add_options(
         run,
@@ -101,7 +101,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
             },
         )
     run.set_defaults(processes=1, health_host=_LOOPBACK, http_host=_LOOPBACK)
-    add_options(relay, {"--once": "end once nothing is due", **_LOGS})
+    add_options(
+        relay, {"--once": "end once nothing is due; what becomes due later is left", **_LOGS}
+    )
     add_options(maintain, {"--once": "do each job once, then end", **_LOGS})
     ui = add_command(commands, "ui", _ui, common)
     add_options(
