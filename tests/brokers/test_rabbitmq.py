@@ -339,6 +339,12 @@ def test_refused_at_open(rabbitmq_url: str, queue: str) -> None:
         opened_source(rabbitmq_url, queue, "absent"),
     ):
         pass
+    odd = {"x-priority": "high"}
+    with (
+        pytest.raises(ConfigurationError, match="arguments"),
+        opened_source(rabbitmq_url, queue, arguments=odd),
+    ):
+        pass
     wrong = rabbitmq_url.replace("guest:guest", "guest:secret")
     with pytest.raises(ConfigurationError) as caught, opened_source(wrong, queue):
         pass
@@ -347,6 +353,20 @@ def test_refused_at_open(rabbitmq_url: str, queue: str) -> None:
     nothing: Any = None
     with pytest.raises(ConfigurationError, match="pass queues="):
         RabbitMQ(rabbitmq_url).open(["*"], nothing, nothing)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x-stream-offset": "first"}, {"x-priority": 1}])
+def test_a_stream_is_refused(rabbitmq_url: str, arguments: dict[str, Any]) -> None:
+    """It keeps no acknowledgements: opened again, it would skip what is unsettled, or deliver everything."""
+    stream = declare(rabbitmq_url, "stream")
+    try:
+        with (
+            pytest.raises(ConfigurationError, match=f"'{stream}' is a stream.*classic or quorum"),
+            opened_source(rabbitmq_url, stream, arguments=arguments),
+        ):
+            pass
+    finally:
+        on_server(rabbitmq_url, lambda channel: channel.queue_delete(stream))
 
 
 def test_what_it_says_of_itself(rabbitmq_url: str) -> None:

@@ -266,10 +266,21 @@ class Link:
                 raise ConfigurationError(
                     f"RabbitMQ has no queue {queue!r}: declare it before the worker starts, or correct the topic."
                 ) from error
+        # every queue knows this argument, with this default, but a stream refuses it
+        arguments = {"x-priority": 0, **arguments}
         for queue in queues:
-            await self._channel.basic_consume(
-                queue, self._receiver(queue), no_ack=False, arguments=dict(arguments)
-            )
+            try:
+                await self._channel.basic_consume(
+                    queue, self._receiver(queue), no_ack=False, arguments=arguments
+                )
+            except ChannelPreconditionFailed as error:
+                said = error_text(error)
+                if "'x-priority'" not in said or "of queue type" not in said:
+                    raise
+                raise ConfigurationError(
+                    f"{queue!r} is a stream, which keeps no acknowledgements: a restart would skip messages or "
+                    "get all of them again. Consume a classic or quorum queue bound to the same exchange."
+                ) from error
 
     def _receiver(self, queue: str) -> Any:
         async def receive(delivered: DeliveredMessage) -> None:
