@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from txbox import Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.errors import BrokerUnavailable, ConfigurationError
+from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
 
@@ -163,6 +165,29 @@ def test_a_topic_made_again_under_its_reader_has_other_weak_ids(kafka_bootstrap:
         after = weak_ids(source, 3)
     assert [weak_id.rpartition("/")[2] for weak_id in after] == ["0", "1", "2"]
     assert not set(before) & set(after)
+
+
+def test_with_kip_848_a_topic_made_again_that_outgrows_the_old_one_loses_nothing(
+    kafka_bootstrap: str,
+) -> None:
+    """Its partitions are assigned by the topic's id; with the classic protocol the offsets alone tell."""
+    topic, admin = new_topic(kafka_bootstrap), AdminClient({"bootstrap.servers": kafka_bootstrap})
+    with opened(
+        Kafka(kafka_bootstrap, group=new_group(), group_protocol="consumer"), topic
+    ) as source:
+        produce(kafka_bootstrap, topic, range(3))
+        source.settle(take(source, 3))
+        admin.delete_topics([topic])[topic].result(20)
+        eventually(partial(is_made, kafka_bootstrap, topic), "the topic, made again")
+        produce(kafka_bootstrap, topic, range(10, 20))
+        found: set[int] = set()
+
+        def complete() -> bool:
+            with suppress(BrokerUnavailable):
+                found.update(int(message_id(message_of(each))) for each in source.receive(100, 0.2))
+            return found == set(range(10, 20))
+
+        eventually(complete, "every message of the new topic")
 
 
 # -- the committed front ----------------------------------------------------------------------
