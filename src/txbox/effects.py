@@ -13,13 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 from txbox.connections import borrow
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, check_duration
 from txbox.handlers import Handler, Handlers
 from txbox.handlers.body import as_json
 from txbox.identity import EFFECT_PREFIX, time_ordered_id
 from txbox.message import HeaderPairs, Headers, Message
 from txbox.outbox import cause_of, passed_on
-from txbox.policy import Limits, check_duration
+from txbox.policy import Limits
 from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect

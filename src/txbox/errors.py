@@ -167,16 +167,21 @@ class Retry(TxboxError):
     def __init__(
         self, reason: str = "the handler asked for a retry", *, after: timedelta | None = None
     ) -> None:
-        if not _is_wait(after):
-            raise ConfigurationError(
-                f"Retry: after is {after!r}: give a timedelta, such as timedelta(seconds=5)."
-            )
+        check_duration("Retry: after", after)
         super().__init__(reason)
         self.after = after
 
 
-def _is_wait(given: object) -> bool:
-    return given is None or isinstance(given, timedelta)
+def check_duration(name: str, given: object) -> None:
+    """Check that an argument is a timedelta or None.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if given is not None and not isinstance(given, timedelta):
+        raise ConfigurationError(
+            f"{name} is {given!r}: give a timedelta, such as timedelta(seconds=5)."
+        )
 
 
 class Reject(TxboxError):

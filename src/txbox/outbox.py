@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from txbox.brokers.base import Destination
 from txbox.brokers.local import Local
 from txbox.connections import borrow
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, check_duration
 from txbox.handlers import HandlerOptions, Handlers, Run, is_async_function, running
 from txbox.handlers.body import as_json
 from txbox.identity import checked_text, derived_id, time_ordered_id
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
-from txbox.policy import check_duration
 from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Codec, Columns
 from txbox.store.dialect import Dialect

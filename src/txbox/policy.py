@@ -441,15 +441,3 @@ def check_policies(**given: tuple[object, type]) -> None:
     for name, (value, policy) in given.items():
         if value is not None and not isinstance(value, policy):
             raise ConfigurationError(f"{name} is {value!r}: give a {policy.__name__}.")
-
-
-def check_duration(name: str, given: object) -> None:
-    """Check that an argument is a timedelta or None.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
-    if given is not None and not isinstance(given, timedelta):
-        raise ConfigurationError(
-            f"{name} is {given!r}: give a timedelta, such as timedelta(seconds=5)."
-        )

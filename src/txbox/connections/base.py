@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakSet
 
@@ -87,6 +87,11 @@ class Database:
         assert self._dialect is not None
         return self._dialect
 
+    def listener(self, heard: Callable[[], None]) -> Listening | None:
+        """What hears of staged messages from other processes; None where nothing can."""
+        del heard
+        return None
+
     def close(self) -> None:
         """Close the idle connections that txbox opened itself."""
         for connections in (self.sync, self.asynchronous):
@@ -129,13 +134,6 @@ class Listening(Protocol):
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
-
-
-@runtime_checkable
-class Notifies(Protocol):
-    """A Database that can notify about other processes' commits."""
-
-    def listener(self, channel: str, heard: Callable[[], None]) -> Listening | None: ...
 
 
 class Executor(ABC):

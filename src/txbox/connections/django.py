@@ -174,7 +174,7 @@ class DjangoConnection(Connection):
                 and wrapper.vendor == "mysql"
                 and wrapper.isolation_level != "read committed"
             ):
-                self._direct("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+                self._read_committed()
             atomic.__enter__()
             self._atomic = atomic
             if not self._nested:
@@ -193,15 +193,15 @@ class DjangoConnection(Connection):
 
     def _prepare_transaction(self) -> None:
         if self.native.vendor == "postgresql":
-            self._direct("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+            self._read_committed()
         elif self.native.vendor == "sqlite" and _begins_deferred(self.native):
             # a transaction that reads first cannot become a writer later
             self.native.connection.execute("ROLLBACK")
             self.native.connection.execute("BEGIN IMMEDIATE")
 
-    def _direct(self, sql: str) -> None:
+    def _read_committed(self) -> None:
         with self.native.cursor() as cursor:
-            cursor.execute(sql)
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
     async def savepoint(self) -> None:
         inner = transaction.atomic(using=self.native.alias)

@@ -21,7 +21,6 @@ import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
-from psycopg.sql import SQL, Identifier
 
 from txbox.connections.base import (
     Database,
@@ -118,9 +117,9 @@ class PsycopgDatabase(Database):
         """How often psycopg runs a handler's statement before preparing it; None for never."""
         return _PREPARE_AFTER if self.prepare else None
 
-    def listener(self, channel: str, heard: Callable[[], None]) -> Listener | None:
+    def listener(self, heard: Callable[[], None]) -> Listener | None:
         """Listen on a dedicated connection; None with a pool, whose connections are for work."""
-        return None if self.conninfo is None else Listener(self.conninfo, channel, heard)
+        return None if self.conninfo is None else Listener(self.conninfo, heard)
 
 
 class _Connections(Pool["PsycopgConnection"]):
@@ -185,9 +184,8 @@ class Listener:
     must poll as well.
     """
 
-    def __init__(self, conninfo: str, channel: str, heard: Callable[[], None]) -> None:
+    def __init__(self, conninfo: str, heard: Callable[[], None]) -> None:
         self._conninfo = make_conninfo("", **{**_ALIVE, **conninfo_to_dict(conninfo)})
-        self._listen = SQL("LISTEN {}").format(Identifier(channel))
         self._heard = heard
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="txbox-listener", daemon=True)
@@ -206,7 +204,7 @@ class Listener:
         while not self._stopped.is_set():
             try:
                 with psycopg.connect(self._conninfo, autocommit=True) as connection:
-                    connection.execute(self._listen)
+                    connection.execute("LISTEN txbox_outbox")
                     pause_s = _PAUSE_S[0]
                     self._heard()
                     while not self._stopped.is_set():

@@ -21,7 +21,7 @@ from txbox import session as points
 from txbox.app import App
 from txbox.brokers.base import Publisher
 from txbox.brokers.envelope import as_binary, as_structured
-from txbox.connections.base import Listening, Notifies
+from txbox.connections.base import Listening
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -511,8 +511,8 @@ class Relays:
     def start(self) -> None:
         """Start a thread per route. Staging in this process wakes them; with notify, staging in any process does."""
         self._app.outbox.staged = self.wake
-        if self._app.notify and isinstance(self._app.database, Notifies):
-            self._listener = self._app.database.listener("txbox_outbox", self.wake)
+        if self._app.notify:
+            self._listener = self._app.database.listener(self.wake)
             if self._listener is not None:
                 self._listener.start()
         for relay in self._relays:
