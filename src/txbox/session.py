@@ -406,6 +406,12 @@ class Session:
 
     close = discard
 
+    async def together(self, statements: Statements) -> list[Result]:
+        """Run statements as a transaction of their own."""
+        results = await self.begin(statements)
+        await self.commit()
+        return results
+
     async def alone(self, statement: Statement) -> Result:
         """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can."""
         if self._preparing:

@@ -23,9 +23,9 @@ from txbox.outcome import Status
 from txbox.policy import Lease, Limits, RelayPolicy, Retention
 from txbox.processing.attempt import InboxProtocol
 from txbox.session import Operation, Result, Session, Statement, drive, drive_async
-from txbox.store import order, schema
+from txbox.store import order
 from txbox.store.codec import Columns
-from txbox.store.dialect import Dialect, dialect
+from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore
 from txbox.store.order import Waits
 
@@ -82,11 +82,7 @@ class _DatabaseOnly:
         self.consumptions: tuple[Consumes, ...] = ()
         self.store = InboxStore(database.dialect, Columns())
         self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
-
-    async def check_schema(self, db: Session) -> None:
-        state = await schema.check(db, self.store.dialect)
-        if state.schema is not None:
-            self.store.dialect = dialect(self.store.dialect.name, state.schema)
+        self.check_schema = self.protocol.check_schema
 
 
 def says_anything(app: Application) -> bool:
@@ -221,7 +217,7 @@ class Reader:
 
     def in_transaction(self, *statements: Statement) -> list[Result]:
         """Execute these in one transaction: one snapshot, where the database gives one."""
-        return self.on_database(_in_transaction, statements)
+        return self.on_database(Session.together, statements)
 
     def messages(self, where: Filter[Any, MessageT], *, reveal: bool = False) -> list[MessageT]:
         """Read at most 20 messages with all that is known of them, the oldest first.
@@ -273,9 +269,3 @@ class Reader:
         """Raise the event of a change; none in a dry run."""
         if audit is not None and rows:
             self.app.events.emit(RowsChanged(action=action, rows=rows, actor=audit.actor))
-
-
-async def _in_transaction(db: Session, statements: tuple[Statement, ...]) -> list[Result]:
-    results = await db.begin(statements)
-    await db.commit()
-    return results

@@ -305,9 +305,8 @@ class InboxProtocol:
 
         It does not see rows that another transaction is about to commit. Those are claimed like new ones.
         """
-        (found,) = await db.begin((self.store.duplicates(handler.consumer, arrivals),))
-        await db.commit()
-        finished = {row[0] for row in found.rows}
+        found = await db.together((self.store.duplicates(handler.consumer, arrivals),))
+        finished = {row[0] for row in found[0].rows}
         batch_size.met(len(arrivals), len(finished))
         for arrival in arrivals:
             if arrival.message_id in finished:
@@ -524,8 +523,7 @@ class InboxProtocol:
             )
             return parked or Answer(Outcome.DUPLICATE)
         if not row.has_payload:
-            await db.begin((self.store.return_payload(handler.consumer, arrival),))
-            await db.commit()
+            await db.together((self.store.return_payload(handler.consumer, arrival),))
         self.emit(MessageDeferred, handler, arrival)
         return Answer(Outcome.DEFERRED)
 
@@ -561,8 +559,7 @@ class InboxProtocol:
             attempt = self.store.failed_attempt(
                 handler.consumer, arrival, failure, status="replay failed"
             )
-            await db.begin((attempt,))
-            await db.commit()
+            await db.together((attempt,))
             return Answer(Outcome.FAILED, arrival.message.attempt)
         parked = await self._recorder.parked(db, handler, arrival, failure, token=claim.lease or "")
         if parked is not None or claim is NEW:
@@ -619,15 +616,11 @@ class InboxProtocol:
         self, db: Session, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str
     ) -> None:
         """Set a message aside in a transaction of its own, and emit its event."""
-        await db.begin(
-            (
-                self.store.quarantine(
-                    consumer, message, message_id=message_id, hashed=hashed, reason=reason,
-                    payload_limit=self.limits.quarantined_bytes,
-                ),
-            )
+        aside = self.store.quarantine(
+            consumer, message, message_id=message_id, hashed=hashed, reason=reason,
+            payload_limit=self.limits.quarantined_bytes,
         )  # fmt: skip
-        await db.commit()
+        await db.together((aside,))
         self.events.emit(
             MessageQuarantined(
                 consumer=consumer, message_id=message_id, topic=message.topic, reason=reason

@@ -45,7 +45,7 @@ from txbox.outbox import Route
 from txbox.processing.failure import printable
 from txbox.processing.intake import presentable
 from txbox.processing.waiting import CURABLE
-from txbox.session import Operation, Result, Session, Statement
+from txbox.session import Operation, Session, Statement
 from txbox.store.codec import Arrival
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
 
@@ -253,7 +253,7 @@ class Relay:
         statements += [self._failed(row, error, token) for row, error in failed]
         if unsent:
             statements.append(self._store.release([row.id for row in unsent], token=token))
-        results = self._patiently(lambda db: _marked(db, statements))
+        results = self._patiently(lambda db: db.together(tuple(statements)))
         points.at("relay:marked")
         # what is not recorded, or was taken over by another relay, is sent again and reported then
         if results is not None:
@@ -584,9 +584,3 @@ def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:
 
 def _key(row: Staged) -> tuple[str, str | None]:
     return row.message.topic, row.message.key
-
-
-async def _marked(db: Session, statements: Sequence[Statement]) -> list[Result]:
-    results = await db.begin(tuple(statements))
-    await db.commit()
-    return results
