@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.support.databases import NewDatabase, Raw
 from txbox import App
+from txbox.errors import Fault, StoreError
 from txbox.session import Session, blocking
 from txbox.store import schema
 from txbox.store.dialect import dialect
@@ -58,3 +61,26 @@ def test_a_partitioned_inbox_lacks_nothing(new_database: Any, kind: Any) -> None
         [],
         [],
     )
+
+
+@pytest.mark.parametrize("product", ["mysql", "mariadb"])
+def test_tables_are_not_changed_beside_another_process_that_changes_them(
+    new_database: NewDatabase,
+    raw: Callable[[str], Raw],
+    product: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lock is a function, which says in its answer that it was not free in time."""
+    url = new_database(product, schema=False)
+    with App(url) as app:
+        queries: Any = app.store.dialect.queries
+        at_once = queries["schema_lock"].replace("3600", "0")
+        monkeypatch.setitem(queries, "schema_lock", at_once)
+        other = raw(url)
+        assert other.value(at_once) == 1
+        with pytest.raises(StoreError, match="run `txbox init` again") as refused:
+            app.init()
+        assert refused.value.fault is Fault.LOCK_TIMEOUT
+        assert other.rows("SHOW TABLES") == []
+        assert other.value(queries["schema_unlock"]) == 1
+        app.init()

@@ -225,6 +225,7 @@ async def apply(
 
     Raises:
         ConfigurationError: the tables exist and are not partitioned as requested.
+        StoreError: on MySQL, another caller did not get done within an hour.
 
     Guarantee: concurrent callers end up with one schema. Where DDL is transactional, a crash leaves the
     old version; elsewhere, running it again completes it.
@@ -252,7 +253,7 @@ async def migrate(
     """`apply` in the caller's transaction, up to a given version; newer tables are left alone."""
     upto = VERSION if upto is None else upto
     if dialect.has("schema_lock"):
-        await db.execute(dialect.statement("schema_lock"))
+        await _lock(db, dialect)
     state = await read_state(db, dialect)
     before = state.version or 0
     if before and partitioning is not None:
@@ -270,6 +271,17 @@ async def migrate(
     if dialect.has("schema_unlock"):
         await db.execute(dialect.statement("schema_unlock"))
     return before, max(before, upto)
+
+
+async def _lock(db: Transaction, dialect: Dialect) -> None:
+    found = await db.execute(dialect.statement("schema_lock"))
+    # a lock that outlives transactions answers 1; 0 when it was not free in time, NULL when the wait was ended
+    if dialect.has("schema_unlock") and not found.rows[0][0]:
+        raise StoreError(
+            "Another process has been creating or upgrading the txbox tables all the time, and nothing was changed: "
+            "run `txbox init` again when it is done.",
+            fault=Fault.LOCK_TIMEOUT,
+        )
 
 
 def _as_found(kind: partitions.Kind | None) -> str:
