@@ -278,6 +278,7 @@ async def _record_unconditionally(
     retry: Any,
     *,
     token: str,
+    lock_timeout: object,
     dying: object = None,
 ) -> Any:
     await db.begin()

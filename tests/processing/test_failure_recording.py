@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import statistics
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from tests.support.databases import NewDatabase, names
 from tests.support.meddling import Verb, drive_meddled
-from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, add_effect, execute, paid
-from txbox import App, Limits, Message, Outcome, RetryPolicy
+from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, add_effect, execute, opened, paid
+from tests.support.waiting import DEADLINE_S, eventually
+from txbox import App, Inbox, Limits, Message, Outcome, RetryPolicy
+from txbox.events import MessageInFlight
 from txbox.session import Statements, drive
 from txbox.store.codec import Arrival
 from txbox.store.inbox import Failure
+from txbox.testing import meanwhile
+
+Connect = Callable[[str], AbstractContextManager[Any]]
 
 pytestmark = pytest.mark.every_database
 
@@ -34,6 +44,7 @@ def recorded(shop: Shop, payload: bytes = b"{}", token: str = "") -> Any:
         FAILURE,
         AT_ONCE,
         token=token,
+        lock_timeout=shop.app.limits.lock_timeout,
     )
 
 
@@ -127,6 +138,69 @@ def test_race_between_a_failure_and_a_success(shop: Shop) -> None:
     assert settled["a"].outcome is Outcome.DUPLICATE
     assert (shop.row("a").status, shop.row("a").attempts, shop.effects("a")) == ("processed", 0, 1)
     assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
+
+
+by_server = pytest.mark.parametrize("product", names("postgresql", "mysql"))
+
+
+@by_server
+def test_a_failure_is_left_to_the_transaction_that_holds_its_message_by_then(
+    new_database: NewDatabase, plain_connection: Connect, product: str
+) -> None:
+    """Its handler may take any time, and runs the message as well: what becomes of that counts."""
+    limits = Limits(lock_timeout=timedelta(seconds=1))
+    url = new_database(product)
+    with opened(url, limits=limits) as shop, plain_connection(url) as rival:
+        shop.handler(lambda message, tx: fail())
+        claims = partial(Inbox(CONSUMER).accept, rival, paid("a"))
+        with meanwhile("before:record_update", claims):
+            assert shop.deliver(paid("a")) is Outcome.IN_PROGRESS
+        rival.rollback()
+        # nothing of the limit is left on a connection, and nothing is settled
+        assert shop.deliver(paid("a")) is Outcome.FAILED
+        assert shop.row("a").attempts == 1
+
+
+@by_server
+@pytest.mark.parametrize("leased", [True, False], ids=["leased", "broken"])
+def test_a_failure_that_must_not_get_lost_is_recorded_whoever_holds_the_row(
+    new_database: NewDatabase, plain_connection: Connect, product: str, leased: bool
+) -> None:
+    limits = Limits(lock_timeout=timedelta(seconds=1))
+    url = new_database(product)
+    with opened(url, limits=limits) as shop, plain_connection(url) as rival:
+        shop.handler(
+            lambda message, tx: fail() if leased else tx.rollback(),
+            mode="stored" if leased else "inline",
+        )
+        held = threading.Event()
+
+        def hold() -> None:
+            if leased:
+                execute(rival, "SELECT * FROM txbox_inbox FOR UPDATE")
+            else:
+                Inbox(CONSUMER).accept(rival, paid("a"))
+            held.set()
+
+        def let_go() -> None:
+            held.wait(DEADLINE_S)
+            eventually(lambda: len(shop.emitted(MessageInFlight)) > 1, "it waits again")
+            rival.rollback()
+
+        letting_go = threading.Thread(target=let_go)
+        letting_go.start()
+        if leased:
+            assert shop.deliver(paid("a")) is Outcome.DEFERRED
+        with meanwhile("before:record_update", hold):
+            (outcome,) = shop.work() if leased else (shop.deliver(paid("a")),)
+        letting_go.join()
+        assert outcome is (Outcome.FAILED if leased else Outcome.DEAD)
+        assert shop.row("a").attempts == 1
+        assert shop.calls == ["a"]
+
+
+def fail() -> None:
+    raise ValueError("no")
 
 
 SECRET = "4111-1111-1111-1111"

@@ -43,6 +43,7 @@ def test_failed_row_without_payload_gets_that_of_the_redelivery(shop: Shop) -> N
         Failure(error_type="ValueError", error="late", fingerprint="f", delay_s=0.0),
         AT_ONCE,
         token="",
+        lock_timeout=Limits().lock_timeout,
     )
     shop.raw.execute("UPDATE txbox_inbox SET payload = NULL, has_payload = ?", (False,))
     assert shop.work() == []  # nothing to run it with

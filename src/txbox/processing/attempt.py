@@ -40,7 +40,7 @@ from txbox.store import leases
 from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import dialect
-from txbox.store.inbox import Existing, InboxStore
+from txbox.store.inbox import Existing, Failure, InboxStore
 
 # when a row is due again that was released because another thread works on its id
 _RELEASED_S = 1.0
@@ -353,9 +353,7 @@ class InboxProtocol:
         settled: dict[str, Answer] = {}
         for arrival in arrivals:
             if arrival.message_id in ran.unknown:
-                parked = await self._recorder.parked(
-                    db, handler, arrival, BROKEN, token=claim.lease or ""
-                )
+                parked = await self._parked(db, handler, arrival, BROKEN, claim)
                 if parked is not None:
                     settled[arrival.message_id] = parked
         return settled
@@ -407,7 +405,7 @@ class InboxProtocol:
             returned = await handled(db, handler, [arrival])
         except Raised as raised:
             failure = self._recorder.described(handler, raised.error, raised.database_error)
-            parked = await self._recorder.parked(db, handler, arrival, failure, token=claim.lease)
+            parked = await self._parked(db, handler, arrival, failure, claim)
             return parked or _NOT_OURS
         handler_s = time.monotonic() - began
 
@@ -561,13 +559,34 @@ class InboxProtocol:
             )
             await db.together((attempt,))
             return Answer(Outcome.FAILED, arrival.message.attempt)
-        parked = await self._recorder.parked(db, handler, arrival, failure, token=claim.lease or "")
+        parked = await self._parked(db, handler, arrival, failure, claim)
         if parked is not None or claim is NEW:
             return parked
         if ran.end is End.REFUSED:
             # it took effect, whatever the server answered
             return await self._by_row(db, handler, arrival, ran)
         return _NOT_OURS
+
+    async def _parked(
+        self, db: Session, handler: Handler, arrival: Arrival, failure: Failure, claim: Claim
+    ) -> Answer | None:
+        """Record a failure; None when the row is not ours to write.
+
+        Each wait for a transaction that holds the row is bounded. A new message is then left to that transaction,
+        which runs it as well; a lease, or a message that must not run again, goes on waiting.
+        """
+        while True:
+            try:
+                return await self._recorder.parked(
+                    db, handler, arrival, failure, token=claim.lease or ""
+                )
+            except StoreError as error:
+                if error.fault is not Fault.LOCK_TIMEOUT or (claim.stop and claim.stop()):
+                    raise
+                await self.store.rollback_bounded(db)
+            held = self.held(handler, arrival)
+            if claim is NEW and failure is not BROKEN:
+                return held
 
     async def _by_row(
         self,

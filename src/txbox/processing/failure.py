@@ -190,7 +190,11 @@ class Recorder:
     async def parked(
         self, db: Session, handler: Handler, arrival: Arrival, failure: Failure, *, token: str
     ) -> Answer | None:
-        """Record a failure in a transaction of its own; None when the row is not ours to write."""
+        """Record a failure in a transaction of its own; None when the row is not ours to write.
+
+        Raises:
+            StoreError: as `InboxStore.record_failure`.
+        """
         failure = failure.drawn(arrival, handler.options.retry)
         row = await self._store.record_failure(
             db,
@@ -199,6 +203,7 @@ class Recorder:
             failure,
             handler.options.retry,
             token=token,
+            lock_timeout=self._limits.lock_timeout,
             dying=lambda db, row: self._dying(db, handler, arrival, failure, row.attempts),
         )
         if row is None:

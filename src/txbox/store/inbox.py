@@ -472,22 +472,28 @@ class InboxStore:
         retry: RetryPolicy,
         *,
         token: str,
+        lock_timeout: timedelta,
         dying: Callable[[Session, Existing], Awaitable[None]] | None = None,
     ) -> Existing | None:
         """Record a failure in a transaction of its own, over an existing row or as a new one.
 
         Args:
             token: of the caller's lease, if it has one.
+            lock_timeout: the longest wait for a transaction that holds the row.
             dying: what else must happen in this transaction if the row becomes dead.
 
         Returns:
             The row as it is afterwards. None means that it belongs to somebody else by now (processed,
             dead, leased to another, or with another payload): nothing was written; classify again.
 
+        Raises:
+            StoreError: LOCK_TIMEOUT, when the row was held for longer: nothing was written; end the
+                transaction with `rollback_bounded`.
+
         Guarantee: never overwrites a finished row, another's lease or another payload.
         """
         params = self._failed_row(consumer, arrival, failure, retry, token=token)
-        await db.begin()
+        await db.begin(self.begin_bounded(lock_timeout))
         written = await db.execute(self.dialect.statement("record_update", params))
         if written.count == 0:
             try:
@@ -496,10 +502,8 @@ class InboxStore:
                 # where the INSERT cannot skip a rival's row, it fails instead
                 if error.fault is not Fault.DUPLICATE:
                     raise
-                await db.rollback()
-                return None
         if written.count == 0:
-            await db.rollback()
+            await self.rollback_bounded(db)
             return None
         row = (await self.classify(db, consumer, [arrival.message_id]))[arrival.message_id]
         await db.execute(
@@ -507,7 +511,7 @@ class InboxStore:
         )
         if dying is not None and row.status == Status.DEAD:
             await dying(db, row)
-        await db.commit()
+        await db.commit(self.commit_bounded())
         return row
 
     async def record_failure_of_claimed(
