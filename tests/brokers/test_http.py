@@ -270,6 +270,26 @@ def test_a_request_that_makes_the_endpoint_fail_late_costs_an_attempt() -> None:
     assert len(connections) == 2
 
 
+def test_a_request_that_ends_the_endpoint_costs_an_attempt() -> None:
+    """An endpoint that dies of a message refuses connections while it starts again, as one that is away does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def dies() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                # before the request is broken off
+                listener.close()
+
+        threading.Thread(target=dies, daemon=True).start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        first, second = answers(
+            Http(address, private=True, concurrency=1), message("1"), message("2")
+        )
+    assert type(first) is BrokerError
+    assert type(second) is NotTried
+
+
 def test_what_there_was_no_time_for_was_not_tried() -> None:
     with raw(silent) as (address, _):
         http = Http(address, private=True, concurrency=1)

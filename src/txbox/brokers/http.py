@@ -179,6 +179,9 @@ class HttpPublisher(LoopPublisher):
                 aiohttp.ConnectionTimeoutError,
                 _Refused,
             ) as error:
+                if broken is not None:
+                    # it may have died of this message; if it is away, the next one shows that
+                    break
                 batch.lose(f"{self.name} cannot be reached: {error}", error)
                 return
             except TimeoutError:
