@@ -245,14 +245,18 @@ def test_an_unknown_job_is_refused(shop: Shop) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_that_fails_gives_its_lease_back(shop: Shop) -> None:
+@pytest.mark.parametrize(
+    ("job", "table", "rows"),
+    [("prune", "txbox_attempt", 1), ("prune-activity", "txbox_activity", 0)],
+)
+def test_a_run_that_fails_gives_its_lease_back(shop: Shop, job: str, table: str, rows: int) -> None:
     """The next one need not wait for the lease's end, and says nothing of another process."""
     shop.handler()
     shop.deliver(paid("a"))
     make_old(shop)
-    shop.raw.execute("ALTER TABLE txbox_attempt RENAME TO txbox_hidden")
+    shop.raw.execute(f"ALTER TABLE {table} RENAME TO txbox_hidden")
     with pytest.raises(StoreError):
-        run_once(shop.app, "prune")
-    shop.raw.execute("ALTER TABLE txbox_hidden RENAME TO txbox_attempt")
-    report = run_once(shop.app, "prune")
-    assert (report.rows, report.skipped) == (1, False)
+        run_once(shop.app, job)
+    shop.raw.execute(f"ALTER TABLE txbox_hidden RENAME TO {table}")
+    report = run_once(shop.app, job)
+    assert (report.rows, report.skipped) == (rows, False)

@@ -6,7 +6,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -115,18 +116,19 @@ async def prune(db: Session, app: App, task: Task) -> Report:
         return await run.batches(db, [batch])
     if not await run.begin(db):
         return run.report()
-    found = await tables.layout(db, dialect)
-    if task.consumer is None and found.ready_until is not None:
-        if await _drop_days(db, run, found, older_than_s):
-            await run.repeat(
-                db, run.batch("prune_orphans", older_than_s=older_than_s), counted=False
-            )
+    async with run.leased(db):
         found = await tables.layout(db, dialect)
-    whole = task.consumer is not None or task.older_than is not None
-    parts = found.parts if whole else _by_batch(app, found, older_than_s)
-    walk = Walk(dialect, parts, consumer=task.consumer, older_than_s=older_than_s)
-    await run.repeat(db, walk.batch)
-    return await run.end(db)
+        if task.consumer is None and found.ready_until is not None:
+            if await _drop_days(db, run, found, older_than_s):
+                await run.repeat(
+                    db, run.batch("prune_orphans", older_than_s=older_than_s), counted=False
+                )
+            found = await tables.layout(db, dialect)
+        whole = task.consumer is not None or task.older_than is not None
+        parts = found.parts if whole else _by_batch(app, found, older_than_s)
+        walk = Walk(dialect, parts, consumer=task.consumer, older_than_s=older_than_s)
+        await run.repeat(db, walk.batch)
+        return await run.end(db)
 
 
 def _by_batch(app: App, found: Layout, older_than_s: float) -> Sequence[Part]:
@@ -194,22 +196,23 @@ async def partitions(db: Session, app: App, task: Task) -> Report:
     run = _Run(app, task, "partitions")
     if not await run.begin(db, at_any_time=True):
         return run.report()
-    for first_s, last_s in missing:
-        if not await run.may_go_on(db):
-            break
-        done = await _patiently(
-            db, run, partial(tables.make, dialect=dialect, first_s=first_s, last_s=last_s)
-        )
-        if done is None:
-            break
-        run.did(int(done == "made"))
-        if done == "strays":
-            _log.warning(
-                "No partition can be created from %s on: too many rows of that time are in the default partition, "
-                "where they stay until they are pruned. `txbox status` shows what exists.",
-                tables.moment(first_s),
+    async with run.leased(db):
+        for first_s, last_s in missing:
+            if not await run.may_go_on(db):
+                break
+            done = await _patiently(
+                db, run, partial(tables.make, dialect=dialect, first_s=first_s, last_s=last_s)
             )
-    return await run.end(db)
+            if done is None:
+                break
+            run.did(int(done == "made"))
+            if done == "strays":
+                _log.warning(
+                    "No partition can be created from %s on: too many rows of that time are in the default partition, "
+                    "where they stay until they are pruned. `txbox status` shows what exists.",
+                    tables.moment(first_s),
+                )
+        return await run.end(db)
 
 
 async def _patiently(db: Session, run: _Run, work: Callable[..., Awaitable[T]]) -> T | None:
@@ -278,20 +281,21 @@ async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
     run = _Run(app, task, "prune-quarantine")
     if not await run.begin(db, at_any_time=True):
         return run.report()
-    await run.repeat(db, run.batch("prune_quarantine", older_than_s=older_than_s))
-    kept_bytes = int(await jobs.value(db, dialect, "quarantine_bytes"))
-    excess = kept_bytes - app.retention.quarantine_bytes
-    rows = payload_bytes = 0
-    while payload_bytes < excess and await run.may_go_on(db):
-        dropped, size = await jobs.drop_quarantined(
-            db, dialect, excess=excess - payload_bytes, limit=_FIRST_BATCH
-        )
-        if not dropped:
-            break
-        rows, payload_bytes = rows + dropped, payload_bytes + size
-    if rows:
-        app.events.emit(QuarantineTrimmed(rows=rows, payload_bytes=payload_bytes))
-    return await run.end(db)
+    async with run.leased(db):
+        await run.repeat(db, run.batch("prune_quarantine", older_than_s=older_than_s))
+        kept_bytes = int(await jobs.value(db, dialect, "quarantine_bytes"))
+        excess = kept_bytes - app.retention.quarantine_bytes
+        rows = payload_bytes = 0
+        while payload_bytes < excess and await run.may_go_on(db):
+            dropped, size = await jobs.drop_quarantined(
+                db, dialect, excess=excess - payload_bytes, limit=_FIRST_BATCH
+            )
+            if not dropped:
+                break
+            rows, payload_bytes = rows + dropped, payload_bytes + size
+        if rows:
+            app.events.emit(QuarantineTrimmed(rows=rows, payload_bytes=payload_bytes))
+        return await run.end(db)
 
 
 async def prune_activity(db: Session, app: App, task: Task) -> Report:
@@ -302,14 +306,17 @@ async def prune_activity(db: Session, app: App, task: Task) -> Report:
     run = _Run(app, task, "prune-activity")
     if not await run.begin(db, at_any_time=True):
         return run.report()
-    kept_s = (task.older_than or app.retention.activity).total_seconds()
-    run.did(await activity.prune(db, run.dialect, older_than_s=kept_s, silent_s=_WORKERS_KEPT_S))
-    while await run.may_go_on(db):
-        folded = await activity.fold(db, run.dialect, older_than_s=_FOLDED_AFTER_S)
-        run.did(folded)
-        if not folded:
-            break
-    return await run.end(db)
+    async with run.leased(db):
+        kept_s = (task.older_than or app.retention.activity).total_seconds()
+        run.did(
+            await activity.prune(db, run.dialect, older_than_s=kept_s, silent_s=_WORKERS_KEPT_S)
+        )
+        while await run.may_go_on(db):
+            folded = await activity.fold(db, run.dialect, older_than_s=_FOLDED_AFTER_S)
+            run.did(folded)
+            if not folded:
+                break
+        return await run.end(db)
 
 
 async def drop_payloads(db: Session, app: App, task: Task) -> Report:
@@ -408,17 +415,24 @@ class _Run:
         """Do a whole run: repeat each kind of batch as long as it finds something."""
         if not await self.begin(db):
             return self.report()
-        for batch in batches:
-            await self.repeat(db, batch)
-        return await self.end(db)
+        async with self.leased(db):
+            for batch in batches:
+                await self.repeat(db, batch)
+            return await self.end(db)
 
-    async def _given_back(self, db: Session) -> None:
-        """Give the lease back after an error, so that the next run need not wait for it to expire."""
+    @asynccontextmanager
+    async def leased(self, db: Session) -> AsyncGenerator[None]:
+        """Give the lease back after an error in this block, so that the next run need not wait for it to expire."""
         try:
-            await self._lease.release(db)
+            yield
         except StoreError:
-            # the error that ended the run is the one to report
             db.discard()
+            try:
+                await self._lease.release(db)
+            except StoreError:
+                # the error that ended the run is the one to report
+                db.discard()
+            raise
 
     async def repeat(self, db: Session, batch: Batches, *, counted: bool = True) -> None:
         """Repeat a batch until there is no more; its size adapts to the time it takes."""
@@ -431,7 +445,6 @@ class _Run:
             except StoreError as error:
                 db.discard()
                 if error.fault not in _TOO_SLOW or limit == 1:
-                    await self._given_back(db)
                     raise
                 limit = max(1, limit // 2)
                 await db.wait(_SLOW_S)
