@@ -308,6 +308,29 @@ def test_a_reroute_meets_no_row_twice(
         assert {row.route for row in admin.list(where)} == {"elsewhere"}
 
 
+def test_a_reroute_meets_rows_whatever_becomes_of_them_meanwhile(
+    database_url: str, plain_connection: Connect, raw: Look
+) -> None:
+    """A delayed row that is due after those that were due before is in neither of two passes."""
+    hour = timedelta(hours=1)
+    due, delayed = stage(
+        database_url,
+        plain_connection,
+        Outgoing(topic="t", body="due"),
+        Outgoing(topic="t", body="delayed", delay=hour),
+    )
+    with raw(database_url) as look, Admin(database_url) as admin:
+
+        def time_passes(_done: int) -> None:
+            look.execute("UPDATE txbox_outbox SET available_at = staged_at")
+
+        changed = admin.reroute(OutboxFilter(topic="t"), "elsewhere", progress=time_passes)
+        assert changed.count == 2
+        assert {row.message_id for row in admin.list(OutboxFilter(route="elsewhere"))} == {
+            due, delayed,
+        }  # fmt: skip
+
+
 def test_what_leaves_is_counted_by_publisher_and_outcome(
     database_url: str, plain_connection: Connect
 ) -> None:

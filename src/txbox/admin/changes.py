@@ -338,7 +338,8 @@ class Changes(Reader):
         sample: list[Key] = []
         refused: list[dict[str, str]] = []
         try:
-            for matching in counted:
+            # the outbox has one order for all statuses
+            for matching in counted if table is not OUTBOX else counted[:1]:
                 after, more = None, True
                 while more and (audit or each or len(sample) < named_max):
                     if most is not None and count >= most:
@@ -520,7 +521,7 @@ async def _batch(
 
     Args:
         where: what the operator asked for, possibly for all consumers.
-        matching: the status and consumer of this batch.
+        matching: the status and consumer of this batch; of the outbox it takes all statuses.
         audit: None makes it a dry run.
         spared: rows with this error type are counted and left alone.
         after: the `place` of the batch before; None for the first.
@@ -542,14 +543,15 @@ async def _batch(
         "limit": limit,
     }
     async with _transaction(db, commit=audit is not None):
-        found = await db.execute(store.dialect.statement(f"{table.name}_select", params))
+        rows = {"status": _statuses(verb, where)} if table is OUTBOX else None
+        found = await db.execute(store.dialect.statement(f"{table.name}_select", params, rows))
         keys = [tuple(key) for *key, _, error in found.rows if spared is None or error != spared]
         if audit is not None and keys:
-            rows = dict(zip(table.key, zip(*keys, strict=True), strict=True))
+            chosen = dict(zip(table.key, zip(*keys, strict=True), strict=True))
             name, given = f"{table.name}_{verb}", {"to": to}
             if table is QUARANTINE:
                 name, given = "quarantine_end", {"status": "discarded"}
-            await db.execute(store.dialect.statement(name, given, rows))
+            await db.execute(store.dialect.statement(name, given, chosen))
             await db.execute(audit.row(store.dialect, table.audited.format(verb), where, len(keys)))
     place = None
     if len(found.rows) == limit:

@@ -369,7 +369,6 @@ OUTBOX = Table(
     changes={
         "retry": Change(("failed", "dead"), meant=("dead",)),
         "discard": Change(("due", "delayed", "failed", "dead"), meant=("dead",)),
-        # due first: what has failed is due once it is rerouted
         "reroute": Change(("due", "delayed", "failed", "dead"), meant=("due", "delayed", "failed")),
     },
     audited="{} outgoing",

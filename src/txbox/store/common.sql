@@ -524,11 +524,12 @@ SELECT own.state, NULL, count(*), 0
  GROUP BY own.state
 
 -- name: outbox_select
--- inbox_select for the outbox; rows that a relay is marking are left to it.
+-- inbox_select for the outbox, of several statuses: a row may go from one to another meanwhile. Rows that a relay is
+-- marking are left to it.
 SELECT [text id], number, error_type FROM txbox_outbox
  WHERE (:message_id::text IS NULL OR id = :message_id::text)
    AND status IN ('pending', 'dead')
-   AND [state] = :status::text
+   AND [state] [in_rows status, text]
    AND [outbox_filter]
    AND number > :after::bigint
  ORDER BY number
