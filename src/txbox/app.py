@@ -198,8 +198,8 @@ class App:
             letters=self.dead_letters,
         )
         self.intake = Intake(self.protocol)
-        #: Called when `process`, `answer` or `send` leaves a message in the table, with its consumer and outcome
-        #: (FAILED or DEFERRED), so that a worker of this process looks there.
+        #: Called when `process`, `answer` or `send` leaves a message in the table, or makes the next version due, with
+        #: its consumer and outcome (FAILED, DEFERRED or PROCESSED), so that a worker of this process looks there.
         self.left: Callable[[str, Outcome], None] | None = None
 
     def __repr__(self) -> str:
@@ -646,7 +646,8 @@ class App:
     def _tell_of_left(
         self, left: Callable[[str, Outcome], None], handler: Handler, settled: Sequence[Answer]
     ) -> None:
-        for outcome in {answer.outcome for answer in settled} & _LEFT:
+        told = _LEFT if handler.options.sequence is None else _LEFT | {Outcome.PROCESSED}
+        for outcome in {answer.outcome for answer in settled} & told:
             left(handler.consumer, outcome)
 
     async def unmatched_message(self, db: Session, message: Message[Any]) -> None:

@@ -9,6 +9,7 @@ Source: docs/decisions/0018-effects-are-rows.md
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,8 @@ class Effects:
         self._limits = limits
         self._schema = schema
         self._columns = columns
+        #: Called when an effect was staged in this process, before its commit.
+        self.staged: Callable[[], None] | None = None
 
     def stage(
         self,
@@ -123,6 +126,8 @@ class Effects:
             token=secrets.token_hex(16),
             delay_s=delay.total_seconds() if delay else 0.0,
         )
+        if self.staged is not None:
+            self.staged()
         return effect_id
 
     def _handler(self, name: str) -> Handler:

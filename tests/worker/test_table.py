@@ -13,7 +13,7 @@ from tests.support.shop import TOPIC, Shop, paid, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
-from txbox import Message, RelayPolicy, Retry, session
+from txbox import Message, Outcome, RelayPolicy, Retry, session
 from txbox.brokers.base import Delivery
 from txbox.brokers.local import Local
 from txbox.processing import attempt
@@ -122,6 +122,47 @@ def test_what_this_process_sends_wakes_its_worker(
         eventually(lambda: statuses(shop.raw) == {"processed": 3})
     assert points.sent().count("due") == 1
     assert shop.app.left is None, "nobody is told any more"
+
+
+def looks_twice(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle worker looks at its start and once more, then only after an hour, unless it is told of something."""
+    never_poll(shop, monkeypatch)
+    monkeypatch.setattr(table, "_GROWTH", NEVER_S / table._BUSY_S)
+
+
+def test_an_effect_of_this_process_wakes_its_worker(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks_twice(shop, monkeypatch)
+    points = Points(monkeypatch)
+
+    @shop.app.effect("mail")
+    def mail(message: Message[Any]) -> None:
+        pass
+
+    shop.handler(lambda message, tx: shop.app.effects.stage(tx, "mail", {}) and None)
+    with running(worker(shop.app)):
+        eventually(lambda: points.seen.count("after:due") == 2)
+        assert shop.deliver(paid("m1")) is Outcome.PROCESSED
+        eventually(lambda: statuses(shop.raw) == {"processed": 2})
+    assert shop.app.effects.staged is None, "nobody is told any more"
+
+
+def test_a_version_that_process_takes_wakes_those_that_wait_for_it(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks_twice(shop, monkeypatch)
+    monkeypatch.setattr(attempt, "_GAP_LOOK_S", NEVER_S)
+    points = Points(monkeypatch)
+    shop.handler(sequence="body.n")
+    one, two = (paid(f"m{n}", b'{"n": %d}' % n, key="k") for n in (1, 2))
+    service = worker(shop.app)
+    with running(service):
+        eventually(lambda: points.seen.count("after:due") == 2)
+        assert shop.deliver(two) is Outcome.DEFERRED
+        eventually(lambda: "after:lease" in points.seen and not service._lanes.busy)
+        assert shop.deliver(one) is Outcome.PROCESSED
+        eventually(lambda: statuses(shop.raw) == {"processed": 2})
 
 
 def test_what_process_parks_is_retried_by_the_worker_of_this_process(

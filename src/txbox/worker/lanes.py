@@ -419,7 +419,12 @@ class Lanes:
         """See `App.left`."""
         if outcome is Outcome.DEFERRED:
             self.look_now([consumer])
-        elif self._poll is not None:
+        else:
+            self.soon()
+
+    def soon(self) -> None:
+        """See `Poll.soon`."""
+        if self._poll is not None:
             self._poll.soon()
 
     def _due(self, name: str) -> None:

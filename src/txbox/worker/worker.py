@@ -281,7 +281,7 @@ class Worker:
             self._driver.task(self._webhooks.serve()).add_done_callback(self._served)
         self._background.start(maintenance=self._maintenance)
         if self._lanes.tables:
-            self._app.left = self._lanes.left
+            self._app.left, self._app.effects.staged = self._lanes.left, self._lanes.soon
             self._poll = thread("txbox-poll", self._lanes.poll, self._thread_ended)
         if self._relays is not None:
             self._relays.start()
@@ -396,7 +396,7 @@ class Worker:
         self._awaited = [*left, *self._silent]
         answered = self._background.join(self._left_s(last))
         if self._poll is not None:
-            self._app.left = None
+            self._app.left = self._app.effects.staged = None
             self._poll.join(self._left_s(last))
             answered = answered and not self._poll.is_alive()
         if self._pulse is not None:
