@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Iterator
@@ -263,6 +264,27 @@ def test_failures_are_forgotten_after_a_minute_and_kept_within_bounds() -> None:
     for number in range(11_000):
         failures.add(str(number), str(number))
     assert len(failures._since) == 10_000
+
+
+def test_failures_with_a_token_keep_nobody_else_out() -> None:
+    """A token is everybody's, so strangers who fail with it share no bound with those who have it."""
+    dashboard = Dashboard("sqlite:///nowhere.db", Token(TOKEN))
+    headers = [(b"authorization", b"Bearer wrong")]
+
+    def request(address: str) -> Request:
+        return Request({"type": "http", "headers": headers, "client": (address, 1)})
+
+    async def attacked() -> Access | None:
+        for number in range(100):
+            # the form has a field for a name, which a token does not need
+            wrong = dashboard._verify(request(f"10.0.0.{number}"), "x" * (number % 2), "wrong")
+            assert await wrong is None
+        return await dashboard._verify(request("5.6.7.8"), "", TOKEN)
+
+    try:
+        assert asyncio.run(attacked()) is not None
+    finally:
+        dashboard.close()
 
 
 def test_a_session_cannot_be_made_changed_or_kept_for_ever(

@@ -284,6 +284,8 @@ class Dashboard:
         authenticator = self._authenticator
         assert isinstance(authenticator, Authenticator)
         address = request.client.host if request.client else ""
+        # a token is everybody's: a bound on all its failures would let strangers keep its holders out
+        name = name if authenticator.named else ""
         if wait_s := self._failures.wait_s(address, name):
             self._turned_away(request, "limited")
             raise Refused(

@@ -232,7 +232,7 @@ def _matches(password: str, stored: str) -> bool:
 
 
 class Failures:
-    """Limits failed logins: five a minute from an address, and twenty for a name."""
+    """Limits failed logins: five a minute from an address, and twenty for a name, if there is one."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -259,8 +259,11 @@ class Failures:
                 self._since.popitem(last=False)
 
 
-def _bounded(address: str, name: str) -> tuple[tuple[str, int], tuple[str, int]]:
-    return (f"from {address}", _FAILURES_MAX), (f"as {name[:255]}", _NAME_FAILURES_MAX)
+def _bounded(address: str, name: str) -> list[tuple[str, int]]:
+    bounds = [(f"from {address}", _FAILURES_MAX)]
+    if name:
+        bounds.append((f"as {name[:255]}", _NAME_FAILURES_MAX))
+    return bounds
 
 
 class Signed:
