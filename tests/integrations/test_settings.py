@@ -45,6 +45,14 @@ def test_policies_are_nested_names(env: pytest.MonkeyPatch) -> None:
     assert app.retention.window == (time(1), time(3))
 
 
+def test_a_file_may_have_what_others_read(tmp_path: Path) -> None:
+    """The command line and the dashboard have variables of the same prefix."""
+    path = tmp_path / ".env"
+    path.write_text(f"TXBOX_DATABASE_URL={URL}\nTXBOX_UI_TOKEN=secret\nTXBOX_APP=shop:app\n")
+    made: Settings = Settings(_env_file=path)  # type: ignore[call-arg]
+    assert made.database_url.get_secret_value() == URL
+
+
 def test_the_password_is_not_shown(env: pytest.MonkeyPatch) -> None:
     settings = _made()
     for shown in (repr(settings), str(settings), str(settings.model_dump()), repr(settings.app())):
