@@ -164,8 +164,15 @@ def test_a_function_without_a_transaction_is_refused() -> None:
         Body(nothing, Inbox(consumer="pay"))
 
 
+@pytest.mark.parametrize(("function", "is_async"), [(pay_async, False), (pay, True)])
+def test_a_body_is_as_its_queue_calls_it(function: Callable[..., Any], is_async: bool) -> None:
+    """Else the row of a coroutine that nobody awaits would be committed, and its body never run."""
+    with pytest.raises(ConfigurationError, match="make it a `def`|make it an `async def`"):
+        Body(function, Inbox(consumer="pay"), is_async=is_async)
+
+
 def test_the_twin_does_the_same(begin_async: BeginAsync, rows: Rows) -> None:
-    paying = Body(pay_async, Inbox(consumer="pay"))
+    paying = Body(pay_async, Inbox(consumer="pay"), is_async=True)
 
     async def run() -> None:
         with pytest.raises(ValueError, match="-5"):

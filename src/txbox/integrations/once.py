@@ -16,6 +16,7 @@ from typing import Any
 from txbox.connections import borrow
 from txbox.connections.base import block_left
 from txbox.errors import ConfigurationError, PayloadMismatch, StoreError
+from txbox.handlers import is_async_function
 from txbox.handlers.body import as_json
 from txbox.inbox import Inbox
 from txbox.session import Statement, Transaction, run, run_async
@@ -43,10 +44,10 @@ class Once:
 class Body:
     """A function whose first parameter is a transaction that its callers do not pass.
 
-    Args: as of the `once` of a task queue; `id` of None is the queue's own id.
+    Args: as of the `once` of a task queue; `id` of None is the queue's own id, `is_async` for `call_async`.
 
     Raises:
-        ConfigurationError: the function has no first parameter.
+        ConfigurationError: the function has no first parameter, or is not called as its queue does.
     """
 
     def __init__(
@@ -56,9 +57,16 @@ class Body:
         *,
         id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
         timeout: timedelta | None = None,
+        is_async: bool = False,
     ) -> None:
         self.function = function
         self.name: str = getattr(function, "__name__", "the task")
+        if is_async_function(function) is not is_async:
+            # a coroutine that nobody awaits would be taken for a body that has run
+            kind = "an `async def`" if is_async else "a `def`"
+            raise ConfigurationError(
+                f"{self.name}: make it {kind} function, as this queue calls it."
+            )
         self._inbox, self._id, self._timeout = inbox, id, timeout
         full = signature(function)
         parameters = list(full.parameters.values())

@@ -50,7 +50,7 @@ def once(
     """
 
     def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
-        body = Body(function, inbox, id=id, timeout=timeout)
+        body = Body(function, inbox, id=id, timeout=timeout, is_async=True)
 
         async def run(*args: Any, **kwargs: Any) -> R:
             context: Context | None = kwargs.pop(_CONTEXT, None)
