@@ -16,6 +16,7 @@ from tests.support.databases import Raw, representatives
 from tests.support.ledger import TABLE, book, lines, message, service
 from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Message, Outcome, session
+from txbox.events import Event, MessageDead
 from txbox.testing import (
     Crashed,
     another_process,
@@ -66,6 +67,26 @@ def test_drain_ends_with_a_dead_letter(app: App, db: Raw) -> None:
 
     assert drain(app, ignore_dates=True) == [Outcome.FAILED, Outcome.DEAD]
     assert lines(db) == []
+
+
+def test_drain_gives_up_what_kills_its_process_as_maintenance_does(app: App, db: Raw) -> None:
+    """With the dead letter, and the events."""
+    seen: list[Event] = []
+    app.events.observers.append(seen.append)
+
+    @app.handler("killer", consumer="killed", mode="stored", dead_letter_topic="graves")
+    def handle(message: Message[Any], tx: Any) -> None:
+        pass
+
+    app.handler("graves", consumer="mourner")(lambda message, tx: None)
+    app.send(Message(id="k", topic="killer", payload=b"{}"))
+    for _ in range(app.lease.max_starts):
+        with pytest.raises(Crashed), crash_at("before:handler"):
+            drain(app, ignore_dates=True)
+    assert drain(app, ignore_dates=True) == []
+    assert db.value("SELECT status FROM txbox_inbox WHERE message_id = 'k'") == "dead"
+    assert db.value("SELECT count(*) FROM txbox_outbox WHERE topic = 'graves'") == 1
+    assert [event.message_id for event in seen if isinstance(event, MessageDead)] == ["k"]
 
 
 def test_drain_takes_over_a_lease_that_a_crash_left(app: App, db: Raw) -> None:
@@ -167,6 +188,31 @@ def test_the_environment_must_name_a_number(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TXBOX_CRASH_NTH", "first")
     with pytest.raises(ConfigurationError, match="TXBOX_CRASH_NTH"):
         install_from_environment()
+
+
+@pytest.mark.parametrize("name", [database.name for database in representatives()])
+def test_what_drain_leaves_to_its_twin_is_due(
+    new_database: Callable[[str], str], name: str
+) -> None:
+    """A consumer may have handlers of both kinds."""
+
+    async def work() -> None:
+        async with App(new_database(name)) as app:
+
+            @app.handler("letters", consumer="office")
+            async def write(message: Message[Any], tx: Any) -> None:
+                pass
+
+            @app.handler("parcels", consumer="office")
+            def pack(message: Message[Any], tx: Any) -> None:
+                pass
+
+            for topic in ("letters", "parcels"):
+                app.send(Message(id=topic, topic=topic, payload=b"{}"))
+            assert drain(app) == [Outcome.PROCESSED]
+            assert await drain_async(app) == [Outcome.PROCESSED]
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("name", [database.name for database in representatives()])

@@ -20,6 +20,7 @@ from txbox import session
 from txbox.app import App
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handler
+from txbox.maintenance import Task, rescue
 from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.session import Connections, Crashed, Session, Statement, drive, drive_async, twin_of
@@ -56,7 +57,6 @@ _FORGET_LEASES = (
     "UPDATE txbox_inbox SET lease_until = '2000-01-01 00:00:00.000'"
     " WHERE consumer = :consumer AND status = 'processing' AND lease_until IS NOT NULL"
 )
-_RESCUED_AT_ONCE = 1000
 
 
 def deliver(
@@ -183,13 +183,7 @@ async def _drained(db: Session, app: App, is_async: bool, ignore_dates: bool) ->
             if any(handler.is_async == is_async for handler in handlers):
                 if ignore_dates:
                     await _dates_forgotten(db, app, consumer)
-                await leases.rescue(
-                    db,
-                    app.store,
-                    consumer=consumer,
-                    max_starts=app.lease.max_starts,
-                    limit=_RESCUED_AT_ONCE,
-                )
+                await rescue(db, app, Task(consumer=consumer))
                 await _consumed(db, app, consumer, is_async, outcomes)
         # looking again at a row that waits for another makes no progress
         waits = (Outcome.IN_PROGRESS, Outcome.DEFERRED)
@@ -208,8 +202,9 @@ async def _dates_forgotten(db: Session, app: App, consumer: str) -> None:
 async def _consumed(
     db: Session, app: App, consumer: str, is_async: bool, outcomes: list[Outcome]
 ) -> None:
-    """Lease and run the due rows one by one; give back those for the other kind of handler."""
+    """Lease and run the due rows one by one; then give back those for the other kind of handler."""
     heads_only, dead_blocks = app.handlers.order_of(consumer)
+    others: dict[str, str] = {}
     for suspect in (True, False):
         while True:
             token = secrets.token_hex(16)
@@ -222,12 +217,12 @@ async def _consumed(
             (row,) = leased
             handler = _handler_of(app, row.arrival.message, consumer, is_async)
             if handler is None:
-                await leases.release(
-                    db, app.store, consumer, [row.arrival.message_id], token=token, delay_s=60.0
-                )
+                others[row.arrival.message_id] = token
                 continue
             settled = await app.protocol.run_leased(db, handler, row, token)
             outcomes.append(settled.outcome)
+    for message_id, token in others.items():
+        await leases.release(db, app.store, consumer, [message_id], token=token, delay_s=0.0)
 
 
 def _handler_of(app: App, message: Message[Any], consumer: str, is_async: bool) -> Handler | None:
