@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
 import pytest
@@ -406,10 +407,50 @@ def test_an_async_handler_is_given_async_dependencies(asked: App, sqlite_url: st
     assert _rows(sqlite_url, "SELECT number FROM orders") == [(3,)]
 
 
+class _Times:
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __call__(self, fee: Annotated[int, Depends(_fee)]) -> int:
+        return self.times * fee
+
+
+class _TimesAsync:
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    async def __call__(self, fee: Annotated[int, Depends(_fee)]) -> int:
+        return self.times * fee
+
+
+def _plus(more: int, fee: Annotated[int, Depends(_fee)]) -> int:
+    return fee + more
+
+
+def test_objects_and_partials_are_called_as_fastapi_does(asked: App, sqlite_url: str) -> None:
+    @asked.handler("orders", consumer="billing")
+    async def book(
+        message: Message[Any],
+        tx: Any,
+        twice: Annotated[int, Depends(_Times(2))],
+        thrice: Annotated[int, Depends(_TimesAsync(3))],
+        more: Annotated[int, Depends(partial(_plus, 1))],
+    ) -> None:
+        await tx.execute("INSERT INTO orders VALUES (?), (?), (?)", (twice, thrice, more))
+
+    async def main() -> None:
+        async with asked:
+            assert await asked.process_async(_paid("m-1")) is Outcome.PROCESSED
+
+    asyncio.run(main())
+    assert _rows(sqlite_url, "SELECT number FROM orders") == [(6,), (9,), (4,)]
+
+
 @pytest.mark.parametrize(
     ("hint", "says"),
     [
         (int, "x is not Annotated"),
+        (Annotated[int, Depends(_TimesAsync(3))], "x is async"),
         (Annotated[str, Depends(_of_request)], "request is not Annotated"),
         (Annotated[int, Depends(_prices_async)], "x is async"),
     ],

@@ -25,6 +25,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -259,6 +260,7 @@ class _Dependency:
     """What Depends names, and what that takes in its turn."""
 
     call: Callable[..., Any]
+    function: Callable[..., Any]
     takes: Mapping[str, _Dependency]
     cached: bool
 
@@ -279,19 +281,19 @@ class _Dependency:
                     f"{name} is a transaction of another kind than the handler's: use transaction() in `def` handlers, "
                     "transaction_async() in `async def` ones, and neither outside of one."
                 )
-            return cls(call, {}, True)
+            return cls(call, call, {}, True)
+        function = _function_of(call)
         if not handler["is_async"] and (
-            inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call)
+            inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
         ):
             raise ConfigurationError(f"{name} is async: make the handler an `async def` function.")
-        target = call.__init__ if inspect.isclass(call) else call
-        hints = typing.get_type_hints(target, include_extras=True)
+        hints = typing.get_type_hints(function, include_extras=True)
         takes = {
             each.name: cls.of(each.name, hints.get(each.name), each.default, **handler)
             for each in inspect.signature(call).parameters.values()
             if each.default is each.empty or isinstance(each.default, Depends)
         }
-        return cls(call, takes, found.use_cache)
+        return cls(call, function, takes, found.use_cache)
 
     async def value(self, stack: AsyncExitStack, known: dict[Any, Any], tx: Any) -> Any:
         if self.call in _TRANSACTIONS:
@@ -299,16 +301,25 @@ class _Dependency:
         if self.cached and self.call in known:
             return known[self.call]
         given = {name: await each.value(stack, known, tx) for name, each in self.takes.items()}
-        if inspect.isasyncgenfunction(self.call):
+        if inspect.isasyncgenfunction(self.function):
             found = await stack.enter_async_context(asynccontextmanager(self.call)(**given))
-        elif inspect.isgeneratorfunction(self.call):
+        elif inspect.isgeneratorfunction(self.function):
             found = stack.enter_context(contextmanager(self.call)(**given))
         else:
             found = self.call(**given)
-            if inspect.iscoroutinefunction(self.call):
+            if inspect.iscoroutinefunction(self.function):
                 found = await found
         known[self.call] = found
         return found
+
+
+def _function_of(call: Any) -> Callable[..., Any]:
+    """What runs when a dependency is called, which may be a function, a class, an object or a partial of these."""
+    while isinstance(call, partial):
+        call = call.func
+    if inspect.isclass(call):
+        return call.__init__
+    return call if inspect.isroutine(call) else call.__call__
 
 
 # -- routes -----------------------------------------------------------------------------------------
