@@ -159,6 +159,14 @@ def test_a_failure_is_rolled_back_and_retried_from_the_table(app: App, rows: Row
     assert rows("SELECT amount FROM ledger") == [(5,)]
 
 
+def test_a_retry_has_headers_that_are_not_text(app: App) -> None:
+    """RabbitMQ has headers of bytes; what FastStream is given for a retry is text."""
+    ledger = rabbit_ledger(app)
+    ledger.failures = [ValueError("first")]
+    headers = {"trace": b"\xff\x00", "text": "é"}
+    assert delivered(ledger, "p-1", headers=headers) == [Outcome.PROCESSED]
+
+
 def test_a_worker_whose_broker_was_never_started_retries(
     app: App, rows: Rows, tmp_path: Path
 ) -> None:

@@ -320,7 +320,7 @@ async def _retry(consumer: _Consumer, message: Message[bytes], tx: Any, context:
         None,
         message.payload or b"",
         headers={
-            name: value.decode() if isinstance(value, bytes) else value
+            name: value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
             for name, value in message.headers
         },
         content_type=message.content_type,
