@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Shop:
                 raise self.failures.pop()
             return "paid"
 
-        self.pay = pay
+        self.pay, self.transaction = pay, transaction
 
     async def send(self, task_id: str, amount: object) -> Any:
         task = await self.pay.kicker().with_task_id(task_id).kiq(amount)
@@ -58,6 +59,23 @@ def test_a_task_that_comes_again_runs_nothing_and_keeps_its_result(
 
     asyncio.run(run())
     assert rows("SELECT amount FROM ledger ORDER BY 1") == [(5,), (6,)]
+
+
+def test_arguments_are_of_the_types_of_the_tasks_own_module(database: Path, rows: Rows) -> None:
+    """taskiq looks the names of annotations up where the function is, and so it must find them."""
+    shop, days = Shop(database), list[date]()
+
+    @shop.broker.task
+    @once(Inbox(consumer="close"), shop.transaction)
+    async def close(tx: aiosqlite.Connection, day: date) -> None:
+        days.append(day)
+
+    async def run() -> None:
+        task = await close.kiq("2026-11-25")
+        assert not (await task.wait_result()).is_err
+
+    asyncio.run(run())
+    assert days == [date(2026, 11, 25)]
 
 
 def test_a_retry_runs_under_the_same_id(database: Path, rows: Rows) -> None:

@@ -26,7 +26,7 @@ def once(
     id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
     timeout: timedelta | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Run a task's body once per id: `@app.task(acks_late=True)` on top, then this, then the function.
+    """Run a task's body once per id: `@app.task(acks_late=True)` on top, then this, then a `def` function.
 
     The function's first argument is the transaction's connection or session, which callers do not pass. Without
     `bind=True`: what it gives is `celery.current_task`.

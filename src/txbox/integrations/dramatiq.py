@@ -25,7 +25,7 @@ def once(
     id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
     timeout: timedelta | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., R | None]]:
-    """Run an actor's body once per id: `@dramatiq.actor` on top, then this, then the function.
+    """Run an actor's body once per id: `@dramatiq.actor` on top, then this, then a `def` function.
 
     The function's first argument is the transaction's connection or session, which callers do not pass.
 

@@ -6,12 +6,13 @@ Failures stay with the queue: an exception rolls the row back, so that the queue
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import update_wrapper
-from inspect import Parameter, signature
-from typing import Any
+from inspect import Parameter, signature, unwrap
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 from txbox.connections import borrow
 from txbox.connections.base import block_left
@@ -85,11 +86,17 @@ class Body:
         attributes = vars(wrapper)
         del attributes["__wrapped__"]  # queues that look behind it would ask for the transaction
         attributes["__signature__"] = self.signature
-        wrapper.__annotations__ = {
+        hints = {
             name: kind
             for name, kind in wrapper.__annotations__.items()
             if name != self._transaction
         }
+        # queues would look the names up in the wrapper's module; what only a type checker knows stays a name
+        with suppress(NameError):
+            known = getattr(unwrap(self.function), "__globals__", {})
+            annotated: Any = SimpleNamespace(__annotations__=hints)
+            hints = get_type_hints(annotated, known, include_extras=True)
+        wrapper.__annotations__ = hints
 
     def __call__(
         self, begin: Begin, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
