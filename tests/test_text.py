@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from txbox.text import age, counted, lasting, visible
+from txbox.text import age, counted, lasting, visible, with_article
 
 
 def test_ages_and_counts_for_people() -> None:
@@ -18,6 +18,11 @@ def test_lengths_of_which_fractions_matter() -> None:
     assert [lasting(seconds) for seconds in (0, 0.00512, 0.5, 1.25, 60, 99.9, 310.4)] == [
         "0 ms", "5.12 ms", "500 ms", "1.25 s", "60 s", "99.9 s", "5m 10s",
     ]  # fmt: skip
+
+
+def test_articles_of_types() -> None:
+    named = [with_article(name) for name in ("int", "AsyncEngine", "dict", "UUID", "Session")]
+    assert named == ["an int", "an AsyncEngine", "a dict", "a UUID", "a Session"]
 
 
 def test_what_cannot_be_seen_is_written_out() -> None:

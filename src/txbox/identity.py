@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from txbox.errors import ConfigurationError, UnusableMessage
 from txbox.message import Headers, Message
+from txbox.text import with_article
 
 _UUID_V7_TIME = slice(0, 6)
 #: Reserved: a plain id that starts with this is hashed too.
@@ -58,20 +59,15 @@ def canonical_id(value: object) -> str:
         try:
             text = value.decode()
         except UnicodeDecodeError:
-            raise UnusableMessage(
-                "The message id is not UTF-8: send text, or set message_id= on the handler."
-            ) from None
+            raise UnusableMessage("The message id is not UTF-8: send text.") from None
     elif isinstance(value, str) or type(value).__name__ == "UUID":
         text = str(value)
     else:
         raise UnusableMessage(
-            f"The message id is a {type(value).__name__}: it must be text or an integer; "
-            "set message_id= on the handler."
+            f"The message id is {with_article(type(value).__name__)}: it must be text or an integer."
         )
     if not text:
-        raise UnusableMessage(
-            "The message id is empty: send one, or set message_id= on the handler."
-        )
+        raise UnusableMessage("The message id is empty.")
     encoded = checked_text(text, "message id")
     if len(encoded) > ID_BYTES_MAX or text.startswith(DIGEST_PREFIX):
         return DIGEST_PREFIX + sha256(encoded).hexdigest()
@@ -143,10 +139,8 @@ def message_id(
         # marked as weak; the source has included the stream's incarnation
         return canonical_id(f"weak:{message.origin['weak_id']}")
     if found is None:
-        raise UnusableMessage(
-            "The message has no id: send a message-id header or CloudEvents source and id "
-            "(behind a webhook's signature only Verified(id=…) counts), or set message_id= on the handler."
-        )
+        where = "" if extract is None else " where message_id= looks for it"
+        raise UnusableMessage(f"The message has no id{where}.")
     if scope == "topic":
         # checked before scoping: an empty id must not become the id of a whole topic
         return canonical_id(scoped_id(message.topic, canonical_id(found)))

@@ -83,6 +83,11 @@ def counted(number: int, noun: str = "message") -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
+def with_article(noun: str) -> str:
+    """a Session, an AsyncEngine, a User."""
+    return f"{'an' if noun[:1] in tuple('AEIOaeio') else 'a'} {noun}"
+
+
 def visible(value: object) -> str:
     """Text of strangers with its invisible characters as \\x1b and the like."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))

@@ -87,9 +87,9 @@ def test_values_become_json(value: object, expected: object) -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (object(), "A builtins.object cannot be written as JSON"), (b"x", "A builtins.bytes cannot"),
+        (object(), "This builtins.object cannot be written as JSON"), (b"x", "This builtins.bytes cannot"),
         ({"a": [1, {"b": open}]}, "cannot be written as JSON"), (float("nan"), "Out of range float"),
-        ({NUMBER: 1}, "keys must be str"), (Order, "A builtins.type cannot be written"),
+        ({NUMBER: 1}, "keys must be str"), (Order, "This builtins.type cannot be written"),
     ],
 )  # fmt: skip
 def test_what_is_no_json_is_refused_in_one_sentence(value: object, says: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from txbox.app import App
 from txbox.errors import ConfigurationError, TxboxError
 from txbox.policy import GRACE
-from txbox.text import duration_of
+from txbox.text import duration_of, with_article
 
 if TYPE_CHECKING:
     from txbox.admin import Admin
@@ -255,7 +255,7 @@ def load(path: str) -> App:
     found = _imported(module_name, (attribute or "app").split("."))
     if not isinstance(found, App):
         raise ConfigurationError(
-            f"{module_name}:{attribute or 'app'} is a {type(found).__qualname__}, not a txbox.App: "
+            f"{module_name}:{attribute or 'app'} is {with_article(type(found).__qualname__)}, not a txbox.App: "
             "name the variable that App(…) was assigned to."
         )
     return found

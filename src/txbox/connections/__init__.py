@@ -116,14 +116,14 @@ def _adapter(target: Any) -> ModuleType:
         return known
     if any("Cursor" in ancestor.__name__ for ancestor in kind.__mro__):
         raise ConfigurationError(
-            f"A {kind.__module__}.{kind.__qualname__} is a cursor: pass the connection it belongs to."
+            f"This {kind.__module__}.{kind.__qualname__} is a cursor: pass the connection it belongs to."
         )
     for ancestor in kind.__mro__:
         package = ancestor.__module__.partition(".")[0]
         if package in _ADAPTERS:
             return _known.setdefault(kind, _load(_ADAPTERS[package][0]))
     raise ConfigurationError(
-        f"txbox cannot use a {kind.__module__}.{kind.__qualname__} as a database: pass a URL, a psycopg or asyncpg "
+        f"txbox cannot use this {kind.__module__}.{kind.__qualname__} as a database: pass a URL, a psycopg or asyncpg "
         "pool, an SQLAlchemy Engine or sessionmaker, or the connection or session of your transaction."
     )
 

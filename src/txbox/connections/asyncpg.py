@@ -62,7 +62,7 @@ def open_object(target: Any, *, schema: str | None = None) -> AsyncpgDatabase:
     if isinstance(target, asyncpg.Pool):
         return AsyncpgDatabase("an asyncpg.Pool", schema, pool=target)
     raise ConfigurationError(
-        f"App() cannot use a {type(target).__qualname__}: pass a URL or an asyncpg pool; "
+        f"App() cannot use this {type(target).__qualname__}: pass a URL or an asyncpg pool; "
         "a single connection belongs in Inbox.accept_async(tx, …)."
     )
 
@@ -265,7 +265,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
         raise sync_async_mismatch(tx, wants="async")
     if not isinstance(tx, (asyncpg.Connection, PoolConnectionProxy)):
         raise ConfigurationError(
-            f"A {type(tx).__qualname__} is not an asyncpg connection: pass the one your transaction is on."
+            f"This {type(tx).__qualname__} is not an asyncpg connection: pass the one your transaction is on."
         )
     if not tx.is_in_transaction():
         raise not_in_transaction(tx)

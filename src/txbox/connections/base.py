@@ -223,7 +223,7 @@ def sync_async_mismatch(tx: Any, *, wants: str) -> ConfigurationError:
         else "accept / stage / process"
     )
     return ConfigurationError(
-        f"A {type(tx).__module__}.{type(tx).__qualname__} is {wants}: call the {wants} verb ({verb})."
+        f"This {type(tx).__module__}.{type(tx).__qualname__} is {wants}: call the {wants} verb ({verb})."
     )
 
 

@@ -56,7 +56,8 @@ def open_object(target: Any, *, schema: str | None = None) -> DjangoDatabase:
     if isinstance(target, (BaseDatabaseWrapper, ConnectionProxy)):
         return DjangoDatabase(str(target.alias), schema)
     raise ConfigurationError(
-        f"App() cannot use a {type(target).__qualname__}: name a database in settings.DATABASES, App(django='default')."
+        f"App() cannot use this {type(target).__qualname__}: name a database in settings.DATABASES, "
+        "App(django='default')."
     )
 
 
@@ -329,7 +330,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
         raise sync_async_mismatch(tx, wants="sync")
     if not isinstance(tx, (BaseDatabaseWrapper, ConnectionProxy)):
         raise ConfigurationError(
-            f"A {type(tx).__qualname__} is not a connection: pass django.db.connection, or connections[alias]."
+            f"This {type(tx).__qualname__} is not a connection: pass django.db.connection, or connections[alias]."
         )
     wrapper = _wrapper(str(tx.alias))
     if not wrapper.in_atomic_block and wrapper.get_autocommit():

@@ -96,7 +96,7 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
 def open_object(target: Any, *, schema: str | None = None) -> MysqlDatabase:  # noqa: ARG001 - every adapter takes it
     """Refuse the driver's connections and pools."""
     raise ConfigurationError(
-        f"App() cannot use a {type(target).__module__}.{type(target).__qualname__}: pass a URL or an SQLAlchemy "
+        f"App() cannot use this {type(target).__module__}.{type(target).__qualname__}: pass a URL or an SQLAlchemy "
         "Engine; a single connection belongs in Inbox.accept(tx, …)."
     )
 

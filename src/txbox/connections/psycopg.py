@@ -85,7 +85,7 @@ def open_object(target: Any, *, schema: str | None = None) -> PsycopgDatabase:
     if isinstance(target, psycopg_pool.ConnectionPool):
         return PsycopgDatabase("a ConnectionPool", schema, True, pool=target)
     raise ConfigurationError(
-        f"App() cannot use a {type(target).__qualname__}: pass a URL or a psycopg_pool pool; "
+        f"App() cannot use this {type(target).__qualname__}: pass a URL or a psycopg_pool pool; "
         "a single connection belongs in Inbox.accept(tx, …)."
     )
 

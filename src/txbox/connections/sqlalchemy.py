@@ -76,7 +76,7 @@ def open_object(target: Any, *, schema: str | None = None) -> SQLAlchemyDatabase
             )
         return SQLAlchemyDatabase(bind, schema, maker=target)
     raise ConfigurationError(
-        f"App() cannot use a {type(target).__qualname__}: pass an Engine, AsyncEngine, sessionmaker or "
+        f"App() cannot use this {type(target).__qualname__}: pass an Engine, AsyncEngine, sessionmaker or "
         "async_sessionmaker; a single connection or session belongs in Inbox.accept(tx, …)."
     )
 
@@ -523,7 +523,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
 
 def _no_transaction_object(tx: Any) -> ConfigurationError:
     return ConfigurationError(
-        f"A {type(tx).__qualname__} is not in a transaction: pass the Connection or Session you write through."
+        f"This {type(tx).__qualname__} is not in a transaction: pass the Connection or Session you write through."
     )
 
 

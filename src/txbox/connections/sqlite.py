@@ -69,7 +69,7 @@ def open_url(url: str, *, schema: str | None = None) -> SqliteDatabase:
 def open_object(target: Any, *, schema: str | None = None) -> SqliteDatabase:  # noqa: ARG001 - every adapter takes it
     """Refuse a single connection: an app needs one per handler that runs."""
     raise ConfigurationError(
-        f"App() cannot use a {type(target).__qualname__}: pass a URL, sqlite:///name.db; "
+        f"App() cannot use this {type(target).__qualname__}: pass a URL, sqlite:///name.db; "
         "a single connection belongs in Inbox.accept(tx, …)."
     )
 

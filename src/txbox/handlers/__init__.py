@@ -27,6 +27,7 @@ from txbox.identity import (
 from txbox.message import Headers, Message, handed_over
 from txbox.policy import GapPolicy, Limits, RetryPolicy
 from txbox.store.codec import Arrival, encode_headers
+from txbox.text import with_article
 
 #: What a path may start with; all but the first two are attributes of the message.
 _HEADS = ("body", "headers", "id", "key", "type", "topic", "sequence", "origin", "time")
@@ -422,6 +423,10 @@ def exceptions_of(given: Any) -> tuple[type[Exception], ...]:
 
 # the narrowest column of the supported databases
 _TEXT_BYTES_MAX = 1024
+_NAME_AN_ID = (
+    "Send a message-id header, or CloudEvents source and id (behind a webhook's signature only Verified(id=…) "
+    "counts), or set message_id= on the handler."
+)
 # 64 bits, minus room for the version before and the one after
 SEQUENCE_MAX = 2**63 - 2
 _DECIMAL = re.compile(r"-?[0-9]{1,19}")
@@ -527,10 +532,15 @@ class Handler:
         Raises:
             UnusableMessage: it has no id, or one that cannot be stored.
         """
-        options = self.options
-        return message_id(
-            message, extract=self._extract_id, scope=options.id_scope, weak=options.weak_ids
-        )
+        options, extract = self.options, self._extract_id
+        try:
+            return message_id(
+                message, extract=extract, scope=options.id_scope, weak=options.weak_ids
+            )
+        except UnusableMessage as error:
+            if extract is None:
+                raise UnusableMessage(f"{error} {_NAME_AN_ID}") from None
+            raise
 
     @functools.cached_property
     def _extract_id(self) -> Extractor | None:
@@ -634,7 +644,9 @@ def _check_text(what: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        raise UnusableMessage(f"The {what} is a {type(value).__name__}: it must be text.")
+        raise UnusableMessage(
+            f"The {what} is {with_article(type(value).__name__)}: it must be text."
+        )
     plain = value.isascii() and "\0" not in value and len(value) <= _TEXT_BYTES_MAX
     if not plain and len(checked_text(value, what)) > _TEXT_BYTES_MAX:
         raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
@@ -812,7 +824,7 @@ def check_message(given: object) -> None:
     """
     if not isinstance(given, Message):
         raise ConfigurationError(
-            f"This is a {type(given).__name__}, not a Message: pass Message(topic=…, id=…, payload=…)."
+            f"This is {with_article(type(given).__name__)}, not a Message: pass Message(topic=…, id=…, payload=…)."
         )
 
 

@@ -16,6 +16,7 @@ from uuid import UUID
 
 from txbox.errors import ConfigurationError
 from txbox.message import Message, parsed
+from txbox.text import with_article
 
 Decoder = Callable[[Message[Any]], Any]
 
@@ -76,7 +77,9 @@ def _json_of(kind: Any) -> Decoder:
     def decode(message: Message[Any]) -> Any:
         value = parsed(message.payload or b"null")
         if not isinstance(value, kind):
-            raise TypeError(f"the payload is a JSON {type(value).__name__}, not a {kind.__name__}")
+            raise TypeError(
+                f"the payload is a JSON {type(value).__name__}, not {with_article(kind.__name__)}"
+            )
         return value
 
     return decode
@@ -181,6 +184,6 @@ def _modelled(value: Any) -> object:
     if msgspec is not None and isinstance(value, msgspec.Struct):
         return msgspec.to_builtins(value)
     raise TypeError(
-        f"A {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON: stage bytes, JSON's own "
+        f"This {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON: stage bytes, JSON's own "
         "types, datetimes, UUIDs, Decimals, enums, dataclasses, pydantic models or msgspec structs."
     )
