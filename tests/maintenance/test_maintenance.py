@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
 
+from tests.support.connections import engine_url
 from tests.support.shop import CONSUMER, Shop, opened, paid, statuses
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
-from txbox import ConfigurationError, Message, Reject, Retention
+from txbox import App, ConfigurationError, Message, Reject, Retention
+from txbox.admin import Admin, InboxFilter
 from txbox.errors import Fault, StoreError
 from txbox.events import LeaseExpired, MessageDead, RowsPruned
 from txbox.maintenance import JOBS, Task, run_once
@@ -46,6 +50,19 @@ def make_old(shop: Shop, hours: int = 48) -> None:
     }[shop.raw.product]
     shop.raw.execute(f"UPDATE txbox_inbox SET received_at = {past}, updated_at = {past}")
     shop.raw.execute(f"UPDATE txbox_inbox SET processed_at = {past} WHERE processed_at IS NOT NULL")
+
+
+def test_an_engine_of_asyncpg_outlives_every_event_loop_that_txbox_makes(
+    postgresql_url: str,
+) -> None:
+    """A connection in the user's pool belongs to the loop that opened it."""
+    engine = create_async_engine(engine_url(postgresql_url, "asyncpg"))
+    app = App(engine)
+    for _ in range(2):
+        assert run_once(app, "rescue").rows == 0
+        with Admin(app) as admin:
+            assert admin.list(InboxFilter()) == []
+    asyncio.run(engine.dispose())
 
 
 def test_prune_deletes_finished_rows_past_the_horizon_with_their_attempts(shop: Shop) -> None:

@@ -193,6 +193,7 @@ class Reader:
         if self._runner is not None:
             if self._owned:
                 self._runner.run(self.app.database.close_async())
+            self._runner.run(self.app.database.leave_loop())
             self._runner.close()
             self._runner = None
 

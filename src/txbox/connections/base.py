@@ -105,6 +105,9 @@ class Database:
         if tasks := [task for task in self.closing if task.get_loop() is loop]:
             await asyncio.wait(tasks)
 
+    async def leave_loop(self) -> None:
+        """Before an event loop of txbox ends: close what the user's pool would keep for the next one."""
+
     async def unreachable(
         self, error: BaseException, code: str | None, *, is_async: bool = False
     ) -> StoreUnavailable:

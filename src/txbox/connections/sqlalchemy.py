@@ -89,6 +89,7 @@ class SQLAlchemyDatabase(Database):
     def __init__(
         self, bind: sa.Engine | sa_async.AsyncEngine, schema: str | None, *, maker: Any = None
     ) -> None:
+        self._async_engine = bind if isinstance(bind, sa_async.AsyncEngine) else None
         self.engine = engine = bind.sync_engine if isinstance(bind, sa_async.AsyncEngine) else bind
         super().__init__(
             redacted(engine.url.render_as_string()), schema, dialect_of(engine, schema)
@@ -106,6 +107,10 @@ class SQLAlchemyDatabase(Database):
     def forget_parent(self) -> None:
         # the parent still uses the pool's sockets
         self.engine.dispose(close=False)
+
+    async def leave_loop(self) -> None:
+        if self._async_engine is not None:
+            await self._async_engine.dispose()
 
 
 class _Connections:

@@ -65,7 +65,10 @@ def run_once(app: App, name: str, task: Task | None = None) -> Report:
 async def _driven(app: App, job: Job, task: Task) -> Report:
     assert app.database.asynchronous is not None, "a database has sync or async connections"
     async with app:  # its connections belong to this loop, which ends now
-        return await drive_async(app.database.asynchronous, job.run, app, task)
+        try:
+            return await drive_async(app.database.asynchronous, job.run, app, task)
+        finally:
+            await app.database.leave_loop()
 
 
 async def rescue(db: Session, app: App, task: Task) -> Report:

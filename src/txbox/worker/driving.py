@@ -96,6 +96,7 @@ class Driver:
 
     async def _closed(self, clean: bool) -> None:
         await self._app.close_async()
+        await self._app.database.leave_loop()
         current = asyncio.current_task()
         left = [task for task in asyncio.all_tasks() if clean and task is not current]
         for task in left:
