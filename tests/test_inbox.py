@@ -219,6 +219,50 @@ def test_message_without_a_usable_id_is_refused_and_can_be_set_aside(
     kept = raw(database_url).rows("SELECT payload, reason FROM txbox_quarantine ORDER BY payload")
     assert [row[0] for row in kept] == [b"one", b"two"]
     assert all("id" in row[1] and "known" not in row[1] for row in kept)
+    assert all("handler" not in row[1] for row in kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "known", "says"),
+    [
+        ({}, {"topic": "t" * 2000}, "The topic has more than"),
+        ({"payload_hash": "json"}, {"payload": b"\xff"}, "payload_hash= raised"),
+    ],
+    ids=["text", "payload"],
+)
+def test_what_is_set_aside_keeps_the_id_it_has_and_the_reason(
+    options: Any, known: dict[str, Any], says: str, database_url: str, raw: Callable[[str], Raw]
+) -> None:
+    inbox = Inbox(consumer="billing", **options)
+    with App(database_url) as app:
+        with pytest.raises(UnusableMessage, match=says), app.transaction() as tx:
+            inbox.accept(tx, "m1", **known)
+        with app.transaction() as tx:
+            inbox.quarantine(tx, "m1", **known)
+    ((kept, reason),) = raw(database_url).rows("SELECT message_id, reason FROM txbox_quarantine")
+    assert (kept.decode() if isinstance(kept, bytes) else kept) == "m1"
+    assert reason.startswith(says)
+
+
+def test_without_an_id_only_equal_messages_share_a_row(
+    database_url: str, raw: Callable[[str], Raw]
+) -> None:
+    inbox = Inbox(consumer="billing")
+    messages: list[dict[str, Any]] = [
+        {"key": "a"},  # two tombstones differ by nothing but their key
+        {"key": "b"},
+        {"payload": b"{}"},
+        {"payload": b"{}", "type": "paid"},
+        {"payload": b"{}", "headers": [("tenant", "1")]},
+        {"payload": b"{}", "headers": [("tenant", "2")]},
+        {"key": "a"},
+    ]
+    with App(database_url) as app:
+        for known in messages:
+            with app.transaction() as tx:
+                inbox.quarantine(tx, Message(topic="t", **known))
+    seen = raw(database_url).rows("SELECT seen FROM txbox_quarantine ORDER BY seen")
+    assert [count for (count,) in seen] == [1] * 5 + [2]
 
 
 @pytest.mark.parametrize(("product", "caller"), SYNC, ids=_ids(SYNC))

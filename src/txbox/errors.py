@@ -139,7 +139,7 @@ class NotTried(BrokerError):
 
 
 class UnusableMessage(TxboxError):
-    """The message has no usable id, or contains what no database can store (NUL, lone surrogates)."""
+    """The message has no usable id, or contains what no database can store: `quarantine` it, then acknowledge."""
 
     #: The message's id, when the id is not the problem.
     message_id: str = ""

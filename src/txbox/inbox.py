@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,11 +37,11 @@ Payload = bytes | str | dict[str, Any] | list[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The result of `accept`. False for a duplicate, and for a message whose row waits in the table.
+    """The result of `accept`: true for a new message, false if its row was there before.
 
     Attributes:
         message_id: the id as it is stored.
-        status: None when accepted, else the status of the existing row.
+        status: None for a new message, else the status of the row that was there.
     """
 
     message_id: str
@@ -53,7 +52,7 @@ class Acceptance:
 
     @property
     def duplicate(self) -> bool:
-        """True when this message is finished: acknowledge it and do nothing."""
+        """True when this message is finished. A row that was there and is not waits for a worker with a handler."""
         return self.status in (Status.PROCESSED, Status.DEAD, Status.DISCARDED)
 
 
@@ -93,7 +92,7 @@ class Inbox:
     def accept(
         self,
         tx: Any,
-        message: Message[Any] | str | int,
+        message: Message[Any] | str | int | None,
         *,
         payload: Payload = None,
         topic: str | None = None,
@@ -112,8 +111,8 @@ class Inbox:
 
         Raises:
             PayloadMismatch: the id is known with a different payload: roll back, `quarantine`, acknowledge.
+            UnusableMessage: no usable id, or a topic, type or key that no database can store: the same.
             MessageInProgress: the timeout passed: do not acknowledge; your transaction is still usable.
-            UnusableMessage: no usable id, or a topic, type or key of more than 1,024 bytes.
             SchemaError: a table is missing; the message contains the command to run.
             StoreError: the database refused; if `fault` is CONFLICT, roll back and start again.
 
@@ -140,7 +139,7 @@ class Inbox:
     def accept_many(
         self, tx: Any, messages: Sequence[Message[Any]], *, timeout: timedelta | None = None
     ) -> list[Acceptance]:
-        """Accept many messages in one statement; a copy within the list is a duplicate."""
+        """Accept many messages in one statement, or none of them; a copy within the list is a duplicate."""
         arrivals = [self._arrival(message) for message in messages]
         executor = borrow(tx, schema=self._schema)
         return run(executor, self._accept, executor.dialect, arrivals, timeout)
@@ -167,7 +166,16 @@ class Inbox:
         topic: str | None = None,
         reason: str | None = None,
     ) -> None:
-        """Set a message aside in your transaction, also one without a usable id; then commit and acknowledge it."""
+        """Set a message aside in your transaction, also one without a usable id; then commit and acknowledge it.
+
+        Copies share a row that counts them: under one id those with the same payload, without an id those that are
+        equal in everything that is kept.
+
+        Args:
+            reason: for people; by default what makes it unusable, or that its id came with another payload.
+
+        Guarantee: the row commits or rolls back with your transaction.
+        """
         arrival, reason = self._aside(message, payload, topic, reason)
         executor = borrow(tx, schema=self._schema)
         run(executor, self._set_aside, executor.dialect, arrival, reason)
@@ -195,18 +203,21 @@ class Inbox:
         type: str | None = None,  # noqa: A002
         key: str | None = None,
     ) -> Arrival:
-        if isinstance(message, Message):
-            identity = message_id(message, scope=self._id_scope)
-            return Arrival(message, identity, payload_hash(message, self._payload_hash))
-        given: Message[Any] = Message(
-            id=message,
-            topic="" if topic is None else topic,
-            payload=_bytes(payload),
-            type=type,
-            key=key,
-        )
-        hashed = None if payload is None else payload_hash(given, self._payload_hash)
-        return Arrival(given, message_id(given, scope=self._id_scope), hashed)
+        given = message
+        if not isinstance(given, Message):
+            given = Message(
+                id=given, topic=topic or "", payload=_bytes(payload), type=type, key=key
+            )
+        identity = message_id(given, scope=self._id_scope)
+        # without a payload, an id by itself is not compared; a Message without one is a tombstone
+        compared = given is message or payload is not None
+        try:
+            check_texts(given)
+            hashed = payload_hash(given, self._payload_hash) if compared else None
+        except UnusableMessage as error:
+            error.message_id = identity
+            raise
+        return Arrival(given, identity, hashed)
 
     def _aside(
         self,
@@ -231,8 +242,6 @@ class Inbox:
         bound: timedelta | None,
     ) -> list[Acceptance]:
         store = InboxStore(dialect, self._columns)
-        for arrival in arrivals:
-            check_texts(arrival.message)
         if bound is None:
             return await self._accepted(db, store, arrivals)
         await _if_needed(db, dialect, "savepoint")
@@ -320,15 +329,14 @@ class Inbox:
     async def _set_aside(
         self, db: Transaction, dialect: Dialect, arrival: Arrival, reason: str
     ) -> None:
-        hashed = arrival.hash or hashlib.sha256(arrival.message.payload or b"").digest()
         await db.execute(
             InboxStore(dialect, self._columns).quarantine(
                 self.consumer,
                 presentable(arrival.message),
                 message_id=arrival.message_id,
-                hashed=hashed,
                 reason=reason,
                 payload_limit=self._limits.quarantined_bytes,
+                hashed=arrival.hash,
             )
         )
 

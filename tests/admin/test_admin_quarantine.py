@@ -124,6 +124,30 @@ def test_what_is_accepted_is_processed_under_its_id(command: Command, shop: Shop
     assert "No such quarantined message" in again.err
 
 
+def test_messages_without_an_id_are_told_apart_by_their_key_too(
+    command: Command, database_url: str
+) -> None:
+    with opened(database_url) as shop:
+        keys: list[str | None] = []
+        shop.handler(lambda message, tx: keys.append(message.key))
+        for key in ("a", "b", "b"):
+            tombstone = Message(topic=TOPIC, key=key, headers=[("n", "1")], payload=None)
+            assert shop.deliver(tombstone) is Outcome.QUARANTINED
+        listed = command("quarantine", "list", "--json", "--database", shop.url).json["quarantined"]
+        assert sorted((row["key"], row["seen"]) for row in listed) == [("a", 1), ("b", 2)]
+        for row in listed:
+            words = ("--hash", row["hash"], "--id", f"new-{row['key']}", "--yes")
+            command("quarantine", "accept", *words, "--database", shop.url)
+        while shop.work():
+            pass
+        assert sorted(map(str, keys)) == ["a", "b"]
+        # nothing says that an equal one is a copy of what has been decided
+        again = Message(topic=TOPIC, key="a", headers=[("n", "1")], payload=None)
+        assert shop.deliver(again) is Outcome.QUARANTINED
+        (row,) = command("quarantine", "list", "--json", "--database", shop.url).json["quarantined"]
+        assert (row["key"], row["status"], row["seen"]) == ("a", "quarantined", 2)
+
+
 def test_an_id_of_its_own_is_needed_where_there_is_none_or_another_has_it(
     command: Command, shop: Shop
 ) -> None:

@@ -32,7 +32,7 @@ from txbox.policy import HIDDEN, Limits
 from txbox.processing.failure import BROKEN
 from txbox.session import Session
 from txbox.store.activity import pause, resume
-from txbox.store.codec import Arrival
+from txbox.store.codec import Arrival, quarantine_hash
 from txbox.store.inbox import InboxStore
 
 T = TypeVar("T")
@@ -590,7 +590,7 @@ async def _accept(
             raise UnusableMessage("somebody else has decided on it meanwhile")
         kept_bytes, message = tables.quarantined(store.columns, found.rows[0])
         arrival = arrival_of(message)
-        if not _whole(message.payload, hashed, arrival):
+        if not _whole(message, message_id, hashed, arrival):
             raise UnusableMessage(_PAYLOAD_CUT if kept_bytes else _PAYLOAD_GONE)
         if not await store.store(db, consumer, [arrival], token=token):
             raise UnusableMessage(
@@ -668,8 +668,11 @@ async def again(
     raise AssertionError("the last try returned or raised")
 
 
-def _whole(payload: bytes | None, hashed: bytes, arrival: Arrival) -> bool:
+def _whole(message: Message[Any], message_id: str, hashed: bytes, arrival: Arrival) -> bool:
     """Say whether this is the payload that was hashed; without one, whether there was none."""
-    if payload is None:
+    if hashed == quarantine_hash(message, message_id):
+        return True
+    if message.payload is None:
         return hashed in (TOMBSTONE_HASH, sha256(b"").digest())
-    return hashed in (sha256(payload).digest(), arrival.hash)
+    # that of the payload alone is what earlier releases wrote without an id, too
+    return hashed in (sha256(message.payload).digest(), arrival.hash)

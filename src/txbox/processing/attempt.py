@@ -504,8 +504,9 @@ class InboxProtocol:
         """Decide by the row that this id already has (promise 2.12)."""
         if row.differs(arrival.hash):
             await self.quarantine(
-                db, handler.consumer, arrival.message, arrival.message_id, arrival.hash or b"",
+                db, handler.consumer, arrival.message, arrival.message_id,
                 "A known id came with another payload: the producer reuses ids, or the message was altered.",
+                arrival.hash,
             )  # fmt: skip
             return Answer(Outcome.QUARANTINED)
         if row.status in (Status.PROCESSED, Status.DEAD, Status.DISCARDED):
@@ -632,12 +633,18 @@ class InboxProtocol:
         return Answer(Outcome.IN_PROGRESS)
 
     async def quarantine(
-        self, db: Session, consumer: str, message: Any, message_id: str, hashed: bytes, reason: str
+        self,
+        db: Session,
+        consumer: str,
+        message: Any,
+        message_id: str,
+        reason: str,
+        hashed: bytes | None = None,
     ) -> None:
         """Set a message aside in a transaction of its own, and emit its event."""
         aside = self.store.quarantine(
-            consumer, message, message_id=message_id, hashed=hashed, reason=reason,
-            payload_limit=self.limits.quarantined_bytes,
+            consumer, message, message_id=message_id, reason=reason,
+            payload_limit=self.limits.quarantined_bytes, hashed=hashed,
         )  # fmt: skip
         await db.together((aside,))
         self.events.emit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -316,14 +315,7 @@ class Intake:
     async def _quarantined(
         self, db: Session, consumer: str, message: Message[Any], message_id: str, reason: str
     ) -> None:
-        await self._protocol.quarantine(
-            db,
-            consumer,
-            presentable(message),
-            message_id,
-            hashlib.sha256(message.payload or b"").digest(),
-            reason,
-        )
+        await self._protocol.quarantine(db, consumer, presentable(message), message_id, reason)
 
     async def unmatched(self, db: Session, message: Message[Any], reason: str) -> None:
         """Keep a message that no handler consumes, under no consumer's name."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from hashlib import sha256
 from typing import Any, Protocol
 
 from txbox.errors import ConfigurationError
@@ -99,6 +100,19 @@ def without_credentials(headers: Headers) -> Headers:
     if not any(name.lower() in CREDENTIAL_HEADERS for name, _ in headers):
         return headers
     return Headers(pair for pair in headers if pair[0].lower() not in CREDENTIAL_HEADERS)
+
+
+def quarantine_hash(message: Message[Any], message_id: str) -> bytes:
+    """Return the SHA-256 that tells quarantined messages of one id apart.
+
+    It is that of the payload. Messages without an id have nothing else in common: there it covers topic, type, key
+    and headers as well, so that only a copy that is equal in all of them shares a row.
+    """
+    payload = message.payload or b""
+    if message_id:
+        return sha256(payload).digest()
+    named = [message.topic, message.type, message.key, encode_headers(message.headers)]
+    return sha256(json.dumps(named).encode() + payload).digest()
 
 
 class Columns:

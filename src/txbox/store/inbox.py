@@ -14,7 +14,7 @@ from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import RetryPolicy
 from txbox.session import Result, Session, Statement, Statements, Transaction
-from txbox.store.codec import Arrival, Columns
+from txbox.store.codec import Arrival, Columns, quarantine_hash
 from txbox.store.dialect import Dialect
 
 _NOTHING: dict[str, Any] = {}
@@ -405,14 +405,15 @@ class InboxStore:
         message: Message[Any],
         *,
         message_id: str,
-        hashed: bytes,
         reason: str,
         payload_limit: int,
+        hashed: bytes | None = None,
     ) -> Statement:
-        """Return the statement that quarantines a message; a repeat only increments a counter.
+        """Return the statement that quarantines a message; a copy only increments a counter.
 
         Args:
             payload_limit: how many bytes of the payload are kept.
+            hashed: what tells it from others of its id, if not `quarantine_hash`.
         """
         content = self.columns.content(message)
         if message.payload is not None and len(message.payload) > payload_limit:
@@ -423,7 +424,7 @@ class InboxStore:
                 **content,
                 "consumer": consumer,
                 "message_id": message_id,
-                "hash": hashed,
+                "hash": hashed or quarantine_hash(message, message_id),
                 "reason": self.columns.redact.error(reason),
                 "topic": message.topic,
                 "type": message.type,

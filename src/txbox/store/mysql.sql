@@ -176,13 +176,18 @@ VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type
          :rows.origin, :rows.payload, TRUE, :key_id)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
+-- fragment: anew column
+[column] = IF(txbox_quarantine.message_id = '', VALUES([column]), txbox_quarantine.[column])
+
 -- name: quarantine
--- The same message again only increments the counter.
+-- The same message again only increments the counter. Without an id an equal one may be another message: it takes the
+-- row anew, so that it is not lost where somebody has already decided on the one before.
 INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, `key`,
                               content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
         :content_type, :headers, :origin, :payload, :key_id, COALESCE(LENGTH(:payload), 0))
-ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6)
+ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6),
+                        [anew status], [anew headers], [anew payload], [anew kept_bytes], [anew key_id]
 
 -- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 

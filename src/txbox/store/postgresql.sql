@@ -307,14 +307,19 @@ SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.seque
 [unless_there]
 RETURNING message_id
 
+-- fragment: anew column
+[column] = CASE WHEN own.message_id = '' THEN excluded.[column] ELSE own.[column] END
+
 -- name: quarantine
--- The same message again only increments the counter.
+-- The same message again only increments the counter. Without an id an equal one may be another message: it takes the
+-- row anew, so that it is not lost where somebody has already decided on the one before.
 INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
                                      content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text,
         coalesce(octet_length(:payload::bytea), 0))
-ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE SET seen = own.seen + 1, updated_at = now()
+ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
+   SET seen = own.seen + 1, updated_at = now(), [anew status], [anew headers], [anew payload], [anew kept_bytes], [anew key_id]
 [durable]
 
 -- ---- inbox.py: failures ---------------------------------------------------------------------------------------------

@@ -170,14 +170,18 @@ VALUES {(:consumer, :rows.message_id, 'pending', :rows.topic, :rows.type, :rows.
 ON CONFLICT (consumer, message_id) DO NOTHING
 RETURNING message_id
 
+-- fragment: anew column
+[column] = CASE WHEN txbox_quarantine.message_id = '' THEN excluded.[column] ELSE txbox_quarantine.[column] END
+
 -- name: quarantine
--- The same message again only increments the counter.
+-- The same message again only increments the counter. Without an id an equal one may be another message: it takes the
+-- row anew, so that it is not lost where somebody has already decided on the one before.
 INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, key,
                               content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
         :content_type, :headers, :origin, :payload, :key_id, coalesce(length(:payload), 0))
 ON CONFLICT (consumer, message_id, hash)
-DO UPDATE SET seen = seen + 1, updated_at = [now]
+DO UPDATE SET seen = seen + 1, updated_at = [now], [anew status], [anew headers], [anew payload], [anew kept_bytes], [anew key_id]
 
 -- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 

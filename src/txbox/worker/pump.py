@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import secrets
@@ -337,7 +336,6 @@ class Pump:
             for handler in self._app.handlers
             if handler.topic in (delivery.topic, "*")
         )
-        hashed = hashlib.sha256(delivery.raw).digest()
         protocol = self._app.protocol
         self._persist(
             delivery,
@@ -347,7 +345,6 @@ class Pump:
                     consumer=consumer,
                     message=message,
                     message_id="",
-                    hashed=hashed,
                     reason=reason,
                 )
                 for consumer in consumers or [""]

@@ -7,7 +7,6 @@ ids. Several relays, in one process or on many machines, share the work through 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import secrets
@@ -456,7 +455,6 @@ class LocalDelivery:
             consumer,
             presentable(message),
             message_id=message_id,
-            hashed=hashlib.sha256(message.payload or b"").digest(),
             reason=reason,
             payload_limit=self._app.limits.quarantined_bytes,
         )
