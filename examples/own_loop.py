@@ -15,13 +15,16 @@ from collections.abc import Callable
 
 import psycopg
 
-from txbox import App, Inbox, PayloadMismatch
+from txbox import App, Inbox, PayloadMismatch, UnusableMessage
 
 inbox = Inbox(consumer="billing")
 
 
 def consume(
-    database: psycopg.Connection, message_id: str, payload: bytes, acknowledge: Callable[[], None]
+    database: psycopg.Connection,
+    message_id: str | None,
+    payload: bytes,
+    acknowledge: Callable[[], None],
 ) -> bool:
     """Process one delivery; returns whether it had an effect."""
     try:
@@ -33,8 +36,9 @@ def consume(
                     "UPDATE account SET balance = balance - %s WHERE id = %s",
                     (body["amount"], body["account"]),
                 )
-    except PayloadMismatch:
-        with database.transaction():  # the id is known with another payload: keep it for a person
+    except (PayloadMismatch, UnusableMessage):
+        # a known id with another payload, or no usable id: keep it for a person
+        with database.transaction():
             inbox.quarantine(database, message_id, payload=payload, topic="payments")
         accepted = None
     acknowledge()
@@ -48,11 +52,12 @@ def main(url: str) -> None:
     database.execute("CREATE TABLE IF NOT EXISTS account (id int PRIMARY KEY, balance int)")
     database.execute("INSERT INTO account VALUES (1, 100) ON CONFLICT DO NOTHING")
 
-    deliveries = [
+    deliveries: list[tuple[str | None, bytes]] = [
         ("pay-1", b'{"account": 1, "amount": 30}'),
         ("pay-1", b'{"account": 1, "amount": 30}'),  # a duplicate
         ("pay-2", b'{"account": 1, "amount": 20}'),
         ("pay-2", b'{"account": 1, "amount": 99}'),  # another message under a known id
+        (None, b'{"account": 1, "amount": 10}'),  # no id
     ]
     for message_id, payload in deliveries:
         effect = consume(database, message_id, payload, acknowledge=lambda: None)

@@ -16,7 +16,7 @@ import sys
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from txbox import App, Inbox, Message, PayloadMismatch
+from txbox import App, Inbox, Message, PayloadMismatch, UnusableMessage
 from txbox.integrations.starlette import lifespan
 
 
@@ -43,8 +43,8 @@ async def print_invoice(message: Message[int], session: AsyncSession) -> None:
     printed.set()
 
 
-async def on_message(message_id: str, payload: bytes) -> None:
-    """Process one delivery; acknowledge it when this returns."""
+async def on_message(message_id: str | None, payload: bytes) -> None:
+    """Process one delivery; acknowledge it when this returns, and only then."""
     try:
         async with Session.begin() as session:
             if await inbox.accept_async(session, message_id, payload=payload, topic="payments"):
@@ -52,7 +52,8 @@ async def on_message(message_id: str, payload: bytes) -> None:
                 account = await session.get_one(Account, body["account"], with_for_update=True)
                 account.balance -= body["amount"]
                 await app.outbox.stage_async(session, "invoices", body["amount"])
-    except PayloadMismatch:  # the id is known with another payload: keep it for a person
+    except (PayloadMismatch, UnusableMessage):
+        # a known id with another payload, or no usable id: keep it for a person
         async with Session.begin() as session:
             await inbox.quarantine_async(session, message_id, payload=payload, topic="payments")
 
@@ -62,11 +63,12 @@ async def main() -> None:
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     async with Session.begin() as session:
-        session.add(Account(id=1, balance=100))
+        await session.merge(Account(id=1, balance=100))
 
     async with lifespan(app)(None):  # relay, retries and maintenance, until the block ends
         for _ in range(2):
             await on_message("pay-1", b'{"account": 1, "amount": 30}')  # the second is a duplicate
+        await on_message(None, b'{"account": 1, "amount": 10}')  # set aside: it has no id
         await printed.wait()
     async with Session() as session:
         print("balance:", (await session.get_one(Account, 1)).balance)

@@ -36,6 +36,7 @@ def test_own_loop(tmp_path: Path, new_database: NewDatabase) -> None:
         "pay-1: no effect",
         "pay-2: processed",
         "pay-2: no effect",
+        "None: no effect",
         "balance: 50",
     ]
 
