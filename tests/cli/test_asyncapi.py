@@ -135,6 +135,19 @@ def test_bytes_have_no_schema(described: dict[str, Any]) -> None:
     assert described["channels"]["orders"]["messages"]["audit.any"]["payload"] == {}
 
 
+@pytest.mark.parametrize("field", [object, "Missing"])
+def test_what_msgspec_cannot_describe_has_no_schema(field: Any) -> None:
+    made = App("sqlite:///nowhere.db")
+    body = msgspec.defstruct("Body", [("field", field)])
+
+    def bill(message: Any, tx: Any) -> None: ...
+
+    bill.__annotations__ = {"message": Message[body]}  # type: ignore[valid-type]  # made above
+    made.handler("orders", consumer="billing", decode=lambda _: body(1))(bill)
+    channels = document(made, title="Shop", version="1")["channels"]
+    assert channels["orders"]["messages"]["billing.any"]["payload"] == {}
+
+
 def test_the_command_prints_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -349,6 +350,26 @@ def test_what_is_not_there_is_404_and_the_wrong_verb_405(app: App, serve: Serve)
     answer = browser.get("/confirm")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
     assert browser.ask("POST", "/", {}).status == 405
+
+
+@pytest.mark.parametrize("query", [b"topic=\xff", b"\xff"])
+def test_a_query_that_is_not_utf_8_gets_a_page(query: bytes, app: App) -> None:
+    app.init()
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    credentials = (b"authorization", f"Bearer {TOKEN}".encode())
+    scope = {
+        "type": "http", "method": "GET", "scheme": "http", "path": "/messages", "query_string": query,
+        "headers": [(b"host", b"localhost"), credentials], "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+    asyncio.run(app.asgi(Token(TOKEN))(scope, receive, send))
+    assert sent[0]["status"] == 200
 
 
 def test_an_error_says_nothing_of_the_database(

@@ -174,9 +174,13 @@ def _described(annotation: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         and isinstance(annotation, type)
         and issubclass(annotation, msgspec.Struct)
     ):
-        (schema,), below = msgspec.json.schema_components(
-            [annotation], ref_template=_SCHEMAS + "{name}"
-        )
+        try:
+            (schema,), below = msgspec.json.schema_components(
+                [annotation], ref_template=_SCHEMAS + "{name}"
+            )
+        except (TypeError, NameError):
+            # a field whose type has no schema, or is imported for type checkers only
+            return None, {}
         return schema, below
     try:
         from pydantic import TypeAdapter

@@ -26,12 +26,12 @@ from txbox.ui.pages import (
     RULES,
     STATIC,
     Asked,
+    Fields,
     Pages,
     Refused,
     base_of,
     is_ours,
     path_of,
-    query_of,
     refused_for,
 )
 from txbox.ui.security import (
@@ -195,12 +195,9 @@ class Dashboard:
                     403,
                     f"You are logged in as {access.actor}, without the grant “{grant}” that this needs.",
                 )
-        form: dict[str, list[str]] = {}
-        if method == "POST":
-            form = await self._form(request, access.actor)
-        query = dict(parse_qsl(query_of(request), keep_blank_values=True))
+        form = await self._form(request, access.actor) if method == "POST" else Fields()
         return await self._run(
-            partial(self._pages.answered, rule), Asked(request, access, query, form)
+            partial(self._pages.answered, rule), Asked(request, access, request.query_params, form)
         )
 
     async def _run(self, answer: Callable[[Asked], Response], asked: Asked) -> Response:
@@ -215,7 +212,7 @@ class Dashboard:
         finally:
             self._waiting -= 1
 
-    async def _form(self, request: Request, actor: str) -> dict[str, list[str]]:
+    async def _form(self, request: Request, actor: str) -> Fields:
         if not security.same_origin(request.headers):
             raise Refused(400, "This form was sent by another site, and nothing was done.")
         try:
@@ -238,11 +235,9 @@ class Dashboard:
             )
         except ValueError:
             raise Refused(400, "This form cannot be read.") from None
-        form: dict[str, list[str]] = {}
-        for name, value in pairs:
-            form.setdefault(name, []).append(value)
-        token = (form.get(security.FIELD) or [""])[0]
-        if not self._signed.is_ours(token, request.cookies.get(security.FORM, ""), actor):
+        form = Fields(pairs)
+        token, cookie = form.get(security.FIELD, ""), request.cookies.get(security.FORM, "")
+        if not self._signed.is_ours(token, cookie, actor):
             raise Refused(
                 400,
                 "This form is out of date, or was not sent by this dashboard: load its page again.",
@@ -311,12 +306,11 @@ class Dashboard:
         if not isinstance(authenticator, Authenticator):
             raise Refused(404, "There is no such page.")
         form = await self._form(request, "")
-        name, secret = ((form.get(field) or [""])[0] for field in ("name", "secret"))
-        access = await self._verify(request, name, secret)
+        access = await self._verify(request, form.get("name", ""), form.get("secret", ""))
         if access is None:
             self._turned_away(request, "wrong")
             raise Refused(401, "Wrong name, password or token.")
-        to = (form.get("to") or [""])[0]
+        to = form.get("to", "")
         response = RedirectResponse(base_of(request) + (to if is_ours(to) else "/"), 303)
         self._pages.set_cookie(
             request, response, security.SESSION, self._signed.session(access.actor), "lax"

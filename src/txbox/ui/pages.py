@@ -17,6 +17,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlencode
 
+from starlette.datastructures import ImmutableMultiDict
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -53,6 +54,8 @@ _REASON_CHARACTERS = 500
 T = TypeVar("T")
 #: What a template shows, by name.
 Values = dict[str, Any]
+#: The fields of a form or a query; one may come several times.
+Fields = ImmutableMultiDict[str, str]
 
 STATIC = {
     "txbox.css": "text/css; charset=utf-8",
@@ -94,12 +97,12 @@ class Asked:
 
     request: Request
     access: Access
-    query: Mapping[str, str]
-    form: Mapping[str, list[str]]
+    query: Fields
+    form: Fields
 
     def field(self, name: str) -> str:
         """A field of the form; "" when it is missing."""
-        return (self.form.get(name) or [""])[0]
+        return self.form.get(name, "")
 
 
 class Pages:
@@ -154,7 +157,7 @@ class Pages:
             url_of=url_of,
             paths=RULES,
             here=path_of(request),
-            again=path_of(request) + (f"?{query_of(request)}" if request.url.query else ""),
+            again=_address(request),
             seen=getattr(request.state, "seen", ""),
             access=access,
             may_log_out=isinstance(self._authenticator, Authenticator),
@@ -181,12 +184,10 @@ class Pages:
                 **headers,
                 "www-authenticate": f'{"Basic" if basic else "Bearer"} realm="txbox"',
             }
-            wanted = path_of(request) if request.method == "GET" else "/"
-            query = query_of(request)
-            to = wanted + (f"?{query}" if query and request.method == "GET" else "")
+            is_page = request.method == "GET" and path_of(request) not in ("/live", "/login")
             return self.page(
                 request, "login.html", status=refused.status, headers=headers,
-                sentence=refused.sentence, to="/" if wanted in ("/live", "/login") else to,
+                sentence=refused.sentence, to=_address(request) if is_page else "/",
             )  # fmt: skip
         sentence = refused.sentence or "Log in to the application that this dashboard is part of."
         return self.page(
@@ -234,8 +235,8 @@ class Pages:
         self, asked: Asked, kind: type[Filter[Any, Any]], *, reveal: bool = False
     ) -> Values | Response:
         table = kind.table
-        given = asked.form if reveal else {name: [value] for name, value in asked.query.items()}
-        named: dict[str, Any] = {name: given[name][0] for name in table.key if given.get(name)}
+        given = asked.form if reveal else asked.query
+        named: dict[str, Any] = {name: given[name] for name in table.key if given.get(name)}
         where = kind(**named)
         who: dict[str, Any] = {"actor": asked.access.actor, "reason": _reason(asked)}
         found = self.admin.reveal(where, **who) if reveal else self.admin.show(where)
@@ -438,12 +439,12 @@ class Pages:
         is_replay = verb == "replay" and kind is InboxFilter and scope == "selected"
         _known(is_replay or verb in kind.table.changes)
         given = {
-            name.removeprefix("where."): values[0]
-            for name, values in asked.form.items()
+            name.removeprefix("where."): value
+            for name, value in asked.form.items()
             if name.startswith("where.")
         }
         where = _filter(kind, given)
-        picked = asked.form.get("pick", []) if scope != "all" else []
+        picked = asked.form.getlist("pick") if scope != "all" else []
         if scope != "all" and not picked:
             raise Refused(400, "Choose messages first, or act on all that match the filter.")
         if len(picked) > _PICKED_MAX:
@@ -485,7 +486,7 @@ class Pages:
     ) -> None:
         response.set_cookie(
             name, value, path=base_of(request) or "/", httponly=True, samesite=same_site,
-            secure=request.url.scheme == "https",
+            secure=request.scope.get("scheme") == "https",
         )  # fmt: skip
 
 
@@ -686,8 +687,10 @@ RULES: dict[str, Rule] = {
 # -- requests -----------------------------------------------------------------------------------------
 
 
-def query_of(request: Request) -> str:
-    return str(request.scope.get("query_string", b"").decode("ascii", "replace"))
+def _address(request: Request) -> str:
+    """The path below where this application is mounted, with its query."""
+    query = request.scope.get("query_string", b"").decode("ascii", "replace")
+    return path_of(request) + (f"?{query}" if query else "")
 
 
 def base_of(request: Request) -> str:
