@@ -6,7 +6,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,19 +47,12 @@ class Operation:
     state: str = "waiting"
     began_at: float = field(default_factory=time.time)
     notes: list[str] = field(default_factory=list[str])
-    cancelling: bool = False
+    #: Set by another thread: it ends before its next batch.
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
     def running(self) -> bool:
         return self.state in ("waiting", "running")
-
-    def cancel(self) -> None:
-        """End it before its next batch."""
-        self.cancelling = True
-
-    def is_cancelled(self) -> bool:
-        """Another thread may cancel it at any time."""
-        return self.cancelling
 
     def progress(self, done: int, before: int = 0) -> None:
         self.done = before + done
@@ -75,7 +67,7 @@ class Operations:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="txbox-ui-change")
-        self._known: OrderedDict[str, Operation] = OrderedDict()
+        self._known: dict[str, Operation] = {}
         self._lock = threading.Lock()
 
     def start(
@@ -108,11 +100,11 @@ class Operations:
     def close(self) -> None:
         """Cancel what runs, between two batches, and wait for it."""
         for operation in self.latest():
-            operation.cancel()
+            operation.cancelled.set()
         self._pool.shutdown()
 
     def _carry_out(self, work: Work, operation: Operation) -> None:
-        if operation.is_cancelled():
+        if operation.cancelled.is_set():
             operation.state = "cancelled"
             return
         operation.state = "running"
@@ -131,7 +123,7 @@ class Operations:
             raise
         else:
             if operation.state == "running":
-                operation.state = "cancelled" if operation.is_cancelled() else "done"
+                operation.state = "cancelled" if operation.cancelled.is_set() else "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +174,7 @@ class WantedChange:
         if self.canary:
             assert isinstance(self.filters[0], InboxFilter)
             redriven = admin.canary(
-                self.filters[0], **who, most=agreed, progress=operation.progress, cancelled=operation.is_cancelled,
+                self.filters[0], **who, most=agreed, progress=operation.progress, cancelled=operation.cancelled.is_set,
                 on_step=lambda step: operation.notes.append(step.sentence),
             )  # fmt: skip
             if redriven.stopped not in (None, "cancelled"):
@@ -190,10 +182,10 @@ class WantedChange:
             return [redriven.sentence]
         done, notes = 0, list[str]()
         for where in self.filters:
-            if operation.is_cancelled() or done >= agreed:
+            if operation.cancelled.is_set() or done >= agreed:
                 break
             change = self.change(
-                admin, where, **who, most=agreed - done, cancelled=operation.is_cancelled,
+                admin, where, **who, most=agreed - done, cancelled=operation.cancelled.is_set,
                 progress=partial(operation.progress, before=done),
             )  # fmt: skip
             done += change.count

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -64,12 +64,6 @@ STATIC = {
 }
 #: Sentences of an explanation that the page has in other places.
 _SHOWN_ELSEWHERE = ("last error", "received", "staged", "cause", "caused")
-_KINDS: dict[str, type[Filter[Any, Any]]] = {
-    kind.table.name: kind for kind in (InboxFilter, OutboxFilter, QuarantineFilter)
-}
-#: Where the rows of a table are listed, and where one of them is shown.
-_LIST = {"inbox": "/messages", "outbox": "/outbox", "quarantine": "/quarantine"}
-_SHOW = {"inbox": "/message", "outbox": "/outgoing", "quarantine": "/quarantined"}
 #: What the overview looks back on, and how long a step of its plots is.
 _SPANS = {
     "1h": (timedelta(hours=1), timedelta(minutes=1)),
@@ -206,13 +200,12 @@ class Pages:
             "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in pauses},
             "plotted": [(each, plot(each, time)) for each in (*time.consumers, *time.routes)],
             "warnings": list(views.warnings(consumers, topics, self.admin.workers(), pauses)),
-            "counted_max": COUNTED_MAX,
-            "unmatched": UNMATCHED,
+            "counted_max": COUNTED_MAX, "unmatched": UNMATCHED,
         }  # fmt: skip
 
-    def listed(self, asked: Asked, kind: type[Filter[Any, Any]]) -> Values:
-        table = kind.table
-        where = _filter(kind, asked.query)
+    def listed(self, asked: Asked, place: Place) -> Values:
+        table = place.kind.table
+        where = _filter(place.kind, asked.query)
         if table is QUARANTINE and "status" not in asked.query:
             where = replace(where, status=table.statuses[0])
         before: int | str | None = asked.query.get("before") or None
@@ -223,27 +216,23 @@ class Pages:
         view = views.page(table, rows).filled()
         kept = {name: value for name, value in asked.query.items() if name != "before" and value}
         return {
-            "table": table, "view": view, "listed": list(zip(rows, view.rows, strict=True)),
+            "table": table, "place": place, "view": view, "listed": list(zip(rows, view.rows, strict=True)),
             "criteria": where.criteria(), "filters": [item.name for item in fields(where)], "given": asked.query,
             "more": None if found.behind is None else {**kept, "before": found.behind},
-            "first": before is None, "live": before is None, "at": _LIST[table.name],
-            "shown_at": _SHOW[table.name], "nothing": views.nothing(where),
+            "first": before is None, "live": before is None, "nothing": views.nothing(where),
             "stopped": found.behind is not None and len(rows) < _ROWS,
         }  # fmt: skip
 
-    def shown(
-        self, asked: Asked, kind: type[Filter[Any, Any]], *, reveal: bool = False
-    ) -> Values | Response:
-        table = kind.table
+    def shown(self, asked: Asked, place: Place, *, reveal: bool = False) -> Values | Response:
+        table = place.kind.table
         given = asked.form if reveal else asked.query
         named: dict[str, Any] = {name: given[name] for name in table.key if given.get(name)}
-        where = kind(**named)
+        where = place.kind(**named)
         who: dict[str, Any] = {"actor": asked.access.actor, "reason": _reason(asked)}
-        found = self.admin.reveal(where, **who) if reveal else self.admin.show(where)
-        if not found:
-            raise Refused(404, "There is no such message any more.")
-        # who may reveal may see errors, too
-        message = found[0] if reveal else _legible(found[0], asked.access)
+        message = _found(self.admin.reveal(where, **who) if reveal else self.admin.show(where))
+        if not reveal:
+            # who may reveal may see errors, too
+            message = _legible(message, asked.access)
         if reveal and asked.field("as") == "file":
             return _file(message)
         aside: Any = ()
@@ -254,12 +243,16 @@ class Pages:
         if message.message_id:
             consumer = named.get("consumer") or None
             explanation = self.admin.explain(message.message_id, consumer=consumer)
-            places = [place for place in explanation.places if place.table == table.name]
-            sentences = [said for place in places for said in place.sentences]
+            sentences = [
+                said
+                for found in explanation.places
+                if found.table == table.name
+                for said in found.sentences
+            ]
             links = _links(explanation)
         return {
-            "table": table, "message": message, "links": links, "aside": aside, "listed_at": _LIST[table.name],
-            "back": f"{_SHOW[table.name]}?{urlencode(named)}",
+            "table": table, "place": place, "message": message, "links": links, "aside": aside,
+            "back": f"{place.shown}?{urlencode(named)}",
             "sentences": [said for said in sentences if said.kind not in _SHOWN_ELSEWHERE],
             "other": self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
             "record": views.record(message), "revealed": reveal, "live": not reveal,
@@ -295,7 +288,7 @@ class Pages:
         return {"stored": found[0], "lines": lines}
 
     def reveal(self, asked: Asked) -> Values | Response:
-        return self.shown(asked, _known(_KINDS.get(asked.field("table"))), reveal=True)
+        return self.shown(asked, _place_of(asked), reveal=True)
 
     def database(self, asked: Asked) -> Values:
         sizes, partitions = self.admin.sizes()
@@ -347,8 +340,7 @@ class Pages:
 
     def edit(self, asked: Asked) -> Values | Response:
         """Show what an edit would change, and ask; or carry it out."""
-        where = _one(asked)
-        consumer, message_id = str(where.consumer), str(where.message_id)
+        consumer, message_id = _one(asked)
         payload, content_type = _typed(asked), asked.field("content_type").strip()
         agreed = asked.field("agreed")
         # before it is read for the page: a change between the two is no longer the version that is agreed to
@@ -358,10 +350,8 @@ class Pages:
         )  # fmt: skip
         if agreed:
             return self._to(asked, "/message", consumer=consumer, message_id=message_id)
-        found = self.admin.reveal(where, actor=asked.access.actor, reason="edit")
-        if not found:
-            raise Refused(404, "There is no such message any more.")
-        message = found[0]
+        where = InboxFilter(consumer=consumer, message_id=message_id)
+        message = _found(self.admin.reveal(where, actor=asked.access.actor, reason="edit"))
         return {
             "message": message, "edited": edited, "lines": differences(message.payload, payload),
             "payload": payload.decode(), "content_type": content_type,
@@ -369,12 +359,10 @@ class Pages:
 
     def rehearse(self, asked: Asked) -> Values:
         """Run a message's handler, with its own payload or that of the form, and commit nothing."""
-        where = _one(asked)
         payload = _typed(asked) if "payload" in asked.form else None
         done = self.admin.rehearse(
-            where.consumer or "", where.message_id or "", payload=payload, actor=asked.access.actor,
-            reason=_reason(asked),
-        )  # fmt: skip
+            *_one(asked), payload=payload, actor=asked.access.actor, reason=_reason(asked)
+        )
         return {
             "done": done, "result": readable(done.result), "content_type": asked.field("content_type"),
             "payload": None if payload is None else payload.decode(),
@@ -419,7 +407,7 @@ class Pages:
         wanted = self._wanted(asked)
         agreed = _number(asked.field("count"))
         operation = self.changes.start(
-            partial(wanted.carried_out, admin=self.admin), title=wanted.question(agreed).rstrip("?"),
+            partial(wanted.carried_out, admin=self.admin), title=wanted.question(agreed).removesuffix("?"),
             actor=asked.access.actor, reason=_reason(asked), expected=agreed, back=_back(asked, wanted),
         )  # fmt: skip
         if operation is None:
@@ -432,7 +420,7 @@ class Pages:
         Raises:
             Refused: it is incomplete, or cannot be done.
         """
-        kind = _known(_KINDS.get(asked.field("table")))
+        kind = _place_of(asked).kind
         verb, _, scope = asked.field("action").partition(" ")
         is_canary = verb == "canary" and kind is InboxFilter and scope == "all"
         verb = "retry" if is_canary else verb
@@ -469,7 +457,7 @@ class Pages:
 
     def cancel(self, asked: Asked) -> Response:
         operation = self._operation(asked.field("name"))
-        operation.cancel()
+        operation.cancelled.set()
         _log.info("%s cancels %r.", asked.access.actor, operation.title)
         return self._to(asked, "/operation", name=operation.name)
 
@@ -492,7 +480,7 @@ class Pages:
 
 def _back(asked: Asked, wanted: WantedChange) -> str:
     back = asked.field("back")
-    return back if is_ours(back) else _LIST[wanted.kind.table.name]
+    return back if is_ours(back) else _PLACES[wanted.kind.table.name].listed
 
 
 def is_ours(path: str) -> bool:
@@ -581,10 +569,15 @@ def _picked(kind: type[Filter[Any, Any]], key: str) -> Filter[Any, Any]:
             return _known(None)
 
 
-def _one(asked: Asked) -> InboxFilter:
-    """The message that a form names."""
-    consumer, message_id = (_known(asked.field(name)) for name in ("consumer", "message_id"))
-    return InboxFilter(consumer=consumer, message_id=message_id)
+def _one(asked: Asked) -> tuple[str, str]:
+    """The consumer and the id of the message that a form names."""
+    return _known(asked.field("consumer")), _known(asked.field("message_id"))
+
+
+def _found(rows: Sequence[Any]) -> Any:
+    if not rows:
+        raise Refused(404, "There is no such message any more.")
+    return rows[0]
 
 
 def _typed(asked: Asked) -> bytes:
@@ -648,6 +641,29 @@ def _links(explanation: Explanation) -> Values:
     return {"causes": list(dict.fromkeys(causes)), "caused": list(dict.fromkeys(caused))}
 
 
+class Place(NamedTuple):
+    """Where the rows of a table are listed, where one of them is shown, and the titles of both pages."""
+
+    kind: type[Filter[Any, Any]]
+    listed: str
+    title: str
+    shown: str
+    one: str
+
+
+_MESSAGES = Place(InboxFilter, "/messages", "Messages", "/message", "Message")
+_OUTBOX = Place(OutboxFilter, "/outbox", "Outbox", "/outgoing", "Outgoing message")
+_QUARANTINE = Place(
+    QuarantineFilter, "/quarantine", "Quarantine", "/quarantined", "Quarantined message"
+)
+_PLACES = {place.kind.table.name: place for place in (_MESSAGES, _OUTBOX, _QUARANTINE)}
+
+
+def _place_of(asked: Asked) -> Place:
+    """The table that a form is about."""
+    return _known(_PLACES.get(asked.field("table")))
+
+
 class Rule(NamedTuple):
     """The method, template and grants of a path, and what answers it."""
 
@@ -660,12 +676,12 @@ class Rule(NamedTuple):
 #: Every path that needs a login.
 RULES: dict[str, Rule] = {
     "/": Rule("GET", "overview.html", Pages.overview),
-    "/messages": Rule("GET", "list.html", partial(Pages.listed, kind=InboxFilter)),
-    "/message": Rule("GET", "message.html", partial(Pages.shown, kind=InboxFilter)),
-    "/outbox": Rule("GET", "list.html", partial(Pages.listed, kind=OutboxFilter)),
-    "/outgoing": Rule("GET", "message.html", partial(Pages.shown, kind=OutboxFilter)),
-    "/quarantine": Rule("GET", "list.html", partial(Pages.listed, kind=QuarantineFilter)),
-    "/quarantined": Rule("GET", "message.html", partial(Pages.shown, kind=QuarantineFilter)),
+    _MESSAGES.listed: Rule("GET", "list.html", partial(Pages.listed, place=_MESSAGES)),
+    _MESSAGES.shown: Rule("GET", "message.html", partial(Pages.shown, place=_MESSAGES)),
+    _OUTBOX.listed: Rule("GET", "list.html", partial(Pages.listed, place=_OUTBOX)),
+    _OUTBOX.shown: Rule("GET", "message.html", partial(Pages.shown, place=_OUTBOX)),
+    _QUARANTINE.listed: Rule("GET", "list.html", partial(Pages.listed, place=_QUARANTINE)),
+    _QUARANTINE.shown: Rule("GET", "message.html", partial(Pages.shown, place=_QUARANTINE)),
     "/failures": Rule("GET", "failures.html", Pages.failures),
     "/workers": Rule("GET", "workers.html", Pages.workers),
     "/pause": Rule("POST", "", Pages.pause, ("change",)),

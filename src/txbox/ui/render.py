@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from difflib import SequenceMatcher
 from itertools import zip_longest
@@ -79,8 +78,7 @@ def readable(content: bytes | None) -> Readable | None:
 WIDTH, HEIGHT = 160, 28
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class Bar(NamedTuple):
     """One step of time: where it stands, and how high its parts are."""
 
     x: float
@@ -89,8 +87,7 @@ class Bar:
     failed: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
+class Plot(NamedTuple):
     """What was processed and what failed, a bar for each step.
 
     Attributes:
@@ -106,7 +103,8 @@ class Plot:
 def plot(activity: Activity, time: Activities) -> Plot:
     """Plot one consumer or route."""
     points = {point.at: point.counts for point in activity.points}
-    steps = list(_steps(time))
+    length = (time.until - time.since) // time.step + 1
+    steps = [time.since + number * time.step for number in range(length)]
     done = [points[at].processed if at in points else 0 for at in steps]
     failed = [points[at].failed + points[at].dead if at in points else 0 for at in steps]
     most = max((a + b for a, b in zip(done, failed, strict=True)), default=0)
@@ -115,13 +113,6 @@ def plot(activity: Activity, time: Activities) -> Plot:
         f"at most {most:,} in a step of {time.step.total_seconds() / 60:.0f} min"
     )
     return Plot(bars=tuple(_bars(done, failed, most)), description=words)
-
-
-def _steps(time: Activities) -> Iterator[datetime]:
-    at = time.since
-    while at <= time.until:
-        yield at
-        at += time.step
 
 
 def _bars(done: Sequence[int], failed: Sequence[int], most: int) -> Iterator[Bar]:
@@ -157,15 +148,12 @@ def templates() -> Environment:
 
 def seen(value: object) -> Markup:
     """Text of strangers: escaped, and invisible characters made visible."""
-    text, parts, at = str(value), [Markup("")], 0
-    for found in CONTROL.finditer(text):
-        if found[0] in "\r":
-            continue
-        parts.append(escape(text[at : found.start()]))
-        parts.append(Markup('<span class="unseen">\\x{:02x}</span>').format(ord(found[0])))
-        at = found.end()
-    parts.append(escape(text[at:]))
-    return Markup("").join(parts)
+    return Markup(CONTROL.sub(_unseen, escape(str(value))))
+
+
+def _unseen(found: re.Match[str]) -> str:
+    char = found[0]
+    return char if char == "\r" else f'<span class="unseen">\\x{ord(char):02x}</span>'
 
 
 def told(value: object) -> Markup:
@@ -192,9 +180,9 @@ def seconds(value: float | None) -> str:
     return "-" if value is None else lasting(value)
 
 
-def count(number: int, most: int = COUNTED_MAX) -> str:
+def count(number: int) -> str:
     """A number that was counted up to a limit."""
-    return f"{most:,}+" if number > most else f"{number:,}"
+    return f"{COUNTED_MAX:,}+" if number > COUNTED_MAX else f"{number:,}"
 
 
 def cell(value: Cell) -> Markup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import secrets
@@ -12,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -158,15 +157,17 @@ class Users(Authenticator):
     ) -> None:
         if not passwords:
             raise ConfigurationError("The dashboard needs at least one user.")
-        self._passwords = dict(passwords)
         self._access = {name: Access(name, (grants or {}).get(name, ())) for name in passwords}
+        self._hashes: dict[str, _Hash] = {}
         for name, password in passwords.items():
-            if _parts(password) is None:
+            read = _Hash.read(password)
+            if read is None:
                 raise ConfigurationError(
                     f"The password of {name!r} is not hashed: `txbox ui --hash-password` prints what to write there."
                 )
+            self._hashes[name] = read
         # an unknown name costs as much as a wrong password
-        self._nobody = hashed(secrets.token_hex(16))
+        self._nobody = _Hash.of(secrets.token_hex(16))
 
     @classmethod
     def read(cls, text: str) -> Users:
@@ -191,7 +192,7 @@ class Users(Authenticator):
         return cls(passwords, grants)
 
     def verified(self, name: str, secret: str) -> Access | None:
-        right = _matches(secret, self._passwords.get(name, self._nobody))
+        right = self._hashes.get(name, self._nobody).matches(secret)
         return self._access.get(name) if right else None
 
     def known(self, actor: str) -> Access | None:
@@ -200,35 +201,45 @@ class Users(Authenticator):
 
 def hashed(password: str) -> str:
     """Hash a password for `Users`, with scrypt and a salt of its own."""
-    salt = secrets.token_bytes(16)
-    digest = _scrypt(password, salt, _COST)
-    encoded = (base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (salt, digest))
-    return "$".join(("scrypt", ",".join(map(str, _COST)), *encoded))
+    made = _Hash.of(password)
+    encoded = (
+        base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (made.salt, made.digest)
+    )
+    return "$".join(("scrypt", ",".join(map(str, made.cost)), *encoded))
+
+
+class _Hash(NamedTuple):
+    """A password by scrypt; `cost` is n, r and p."""
+
+    cost: tuple[int, int, int]
+    salt: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, password: str) -> _Hash:
+        salt = secrets.token_bytes(16)
+        return cls(_COST, salt, _scrypt(password, salt, _COST))
+
+    @classmethod
+    def read(cls, text: str) -> _Hash | None:
+        """What `hashed` has returned; None if it is not that, or too weak."""
+        try:
+            kind, cost, *parts = text.split("$")
+            n, r, p = (int(number) for number in cost.split(","))
+            salt, digest = (base64.urlsafe_b64decode(part + "==") for part in parts)
+        except ValueError:
+            return None
+        if kind != "scrypt" or n < 2**14 or 128 * n * r * p >= _SCRYPT_MAX:
+            return None
+        return cls((n, r, p), salt, digest) if len(salt) >= 16 and len(digest) == 32 else None
+
+    def matches(self, password: str) -> bool:
+        return hmac.compare_digest(_scrypt(password, self.salt, self.cost), self.digest)
 
 
 def _scrypt(password: str, salt: bytes, cost: tuple[int, int, int]) -> bytes:
     n, r, p = cost
     return hashlib.scrypt(password.encode(), salt=salt, n=n, r=r, p=p, maxmem=_SCRYPT_MAX, dklen=32)
-
-
-def _parts(stored: str) -> tuple[tuple[int, int, int], bytes, bytes] | None:
-    try:
-        kind, cost, salt, digest = stored.split("$")
-        n, r, p = (int(number) for number in cost.split(","))
-        decoded = [base64.urlsafe_b64decode(part + "==") for part in (salt, digest)]
-    except (ValueError, binascii.Error):
-        return None
-    weak = (
-        n < 2**14 or 128 * n * r * p >= _SCRYPT_MAX or len(decoded[0]) < 16 or len(decoded[1]) != 32
-    )
-    return None if kind != "scrypt" or weak else ((n, r, p), decoded[0], decoded[1])
-
-
-def _matches(password: str, stored: str) -> bool:
-    found = _parts(stored)
-    assert found is not None  # checked when the users were made
-    cost, salt, digest = found
-    return hmac.compare_digest(_scrypt(password, salt, cost), digest)
 
 
 class Failures:
@@ -320,7 +331,7 @@ def basic(header: str) -> tuple[str, str] | None:
         return None
     try:
         name, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
-    except (ValueError, binascii.Error):
+    except ValueError:
         return None
     return name, password
 
