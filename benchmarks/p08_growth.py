@@ -137,7 +137,7 @@ def _grown(url: str, cell: _Cell) -> Generator[Callable[[], Round]]:
     try:
         with App(url) as app:
             assert app.database.sync is not None
-            drive(app.database.sync, app.check_schema)
+            drive(app.database.sync, app.protocol.check_schema)
             if cell.rows:
                 span = (midnight(1 - _DAYS), datetime.now(UTC) - timedelta(seconds=1))
                 with place.connect() as admin:

@@ -97,7 +97,7 @@ def _waiting(
                 key = f"CONCAT('k', {number})" if raw.product == "mysql" else f"'k' || ({number})"
                 fill(raw, rows, key=key if ordered else None)
                 assert app.database.sync is not None
-                drive(app.database.sync, app.check_schema)
+                drive(app.database.sync, app.protocol.check_schema)
                 yield partial(_measured, app, name, ordered)
         finally:
             database.drop(url)

@@ -363,7 +363,8 @@ class App:
                 types=kinds,
                 options=options,
             )
-            self._check_connections(added)
+            if transactional:
+                self.check_connections(added)
             return function
 
         return register
@@ -459,9 +460,14 @@ class App:
         limits = [handler.options.pause_after for handler in found]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _check_connections(self, handler: Handler) -> None:
+    def check_connections(self, handler: Handler) -> None:
+        """Check that the database has the kind of connections a handler runs on.
+
+        Raises:
+            ConfigurationError: it has only the other kind.
+        """
         connections = self.database.asynchronous if handler.is_async else self.database.sync
-        if handler.options.transactional and connections is None:
+        if connections is None:
             kind, other = ("async", "def") if handler.is_async else ("sync", "async def")
             raise ConfigurationError(
                 f"{handler.name} is {kind}, but {self.database.name} has no {kind} connections: "
@@ -677,7 +683,7 @@ class App:
             for handler in found:
                 work.setdefault(handler, []).append(index)
         if not self.protocol.checked:
-            await self.check_schema(db)
+            await self.protocol.check_schema(db)
         for handler, indexes in work.items():
             began = time.monotonic()
             self.activity.received(handler.consumer, len(indexes))
@@ -690,14 +696,6 @@ class App:
             if self.left is not None:
                 self._tell_of_left(self.left, handler, settled)
         return answers
-
-    async def check_schema(self, db: Session) -> None:
-        """Check that this release can work with the tables, and remember their schema.
-
-        Raises:
-            SchemaError: the message contains the command to run.
-        """
-        await self.protocol.check_schema(db)
 
     # -- life ---------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from txbox.connections import borrow
 from txbox.errors import ConfigurationError, check_duration
 from txbox.handlers import Handler, Handlers
 from txbox.handlers.body import as_json
-from txbox.identity import EFFECT_PREFIX, time_ordered_id
+from txbox.identity import EFFECT_PREFIX
 from txbox.message import HeaderPairs, Headers, Message
-from txbox.outbox import cause_of, passed_on
+from txbox.outbox import cause_of, id_of, passed_on, with_passed_on
 from txbox.policy import Limits
 from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Arrival, Columns
@@ -100,23 +100,14 @@ class Effects:
         handler = self._handler(name)
         check_duration("delay", delay)
         run_of, found = cause_of(cause)
-        effect_id = time_ordered_id() if run_of is None or found is None else run_of.next_id(found)
-        given = Headers(headers)
-        names = {header.lower() for header in given.names()}
+        effect_id = id_of(run_of, found)
         message: Message[Any] = Message(
             topic=handler.topic,
             id=effect_id,
             key=key,
             payload=as_json(body),
             content_type="application/json",
-            headers=(
-                *given,
-                *(
-                    (header, value)
-                    for header, value in passed_on(found).items()
-                    if header not in names
-                ),
-            ),
+            headers=with_passed_on(Headers(headers), passed_on(found)),
         )
         arrival: Arrival = handler.arrival(message, self._limits)
         await InboxStore(dialect, self._columns).store(

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -67,6 +67,17 @@ def passed_on(cause: Message[Any] | None) -> dict[str, HeaderValue]:
     if tracing is not None:
         tracing.inject(headers)
     return headers
+
+
+def with_passed_on(headers: Headers, passed: Mapping[str, HeaderValue]) -> Headers:
+    """Add what is passed on, but for the names that are given already."""
+    given = {name.lower() for name in headers.names()}
+    return Headers((*headers, *((name, passed[name]) for name in passed if name not in given)))
+
+
+def id_of(run: Run | None, cause: Message[Any] | None) -> str:
+    """Return the id of the next message staged: derived from its cause, if a handler of that one stages it."""
+    return time_ordered_id() if run is None or cause is None else run.next_id(cause)
 
 
 #: Bytes are sent as they are; anything else is encoded with `txbox.handlers.body.as_json`.
@@ -203,7 +214,7 @@ class Outbox:
         locks = sorted({_lock(message) for message in messages if message.ordered})
         if locks and dialect.has("stage_lock"):
             await db.execute(dialect.statement("stage_lock", {}, {"lock": locks}))
-        ids = [_id_of(*cause) for cause in causes]
+        ids = [id_of(*cause) for cause in causes]
         await db.execute(
             dialect.statement(
                 "stage_notify" if self._notify and dialect.has("stage_notify") else "stage",
@@ -254,12 +265,9 @@ class Outbox:
 
     def _headers(self, message: Outgoing, message_id: str, cause: Message[Any] | None) -> Headers:
         headers, passed = Headers(message.headers), passed_on(cause)
-        given = {name.lower() for name in headers.names()}
-        if self._tracing is not None and "traceparent" not in given:
+        if self._tracing is not None and not headers.get_all("traceparent"):
             self._tracing.created(passed, message.topic, message_id, cause)
-        return Headers(
-            (*headers, *((name, value) for name, value in passed.items() if name not in given))
-        )
+        return with_passed_on(headers, passed)
 
     def _route_of(self, message: Outgoing, otherwise: str | None) -> str:
         if isinstance(self._route, str):
@@ -271,10 +279,6 @@ class Outbox:
                 "app.publish(…, topics=[…]), or register a handler."
             )
         return otherwise or "" if found is None else found
-
-
-def _id_of(handling: Run | None, cause: Message[Any] | None) -> str:
-    return time_ordered_id() if handling is None or cause is None else handling.next_id(cause)
 
 
 def _lock(message: Outgoing) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import time, timedelta
 from typing import Literal, cast
@@ -365,7 +365,7 @@ class Redaction:
 
     def json(self, what: Literal["body", "result"], data: bytes) -> tuple[bytes, bool]:
         """Return a payload or result as it may be shown, and whether anything in it is hidden."""
-        paths = [path.split(".")[1:] for path in self.fields if path.partition(".")[0] == what]
+        paths = self._paths(what)
         if not paths:
             return data, False
         if [] in paths:
@@ -373,7 +373,8 @@ class Redaction:
         try:
             value, hidden = parsed(data), False
             for path in paths:
-                hidden |= _hide(value, path)
+                for inside, name in _at(value, path):
+                    inside[name], hidden = HIDDEN, True
             # encoded again: of duplicate names only the checked value remains
             return json.dumps(value, ensure_ascii=False).encode(), hidden
         except (ValueError, RecursionError):
@@ -381,47 +382,34 @@ class Redaction:
 
     def was_shown(self, payload: bytes) -> bool:
         """Whether a payload was copied from a redacted view: something that a rule hides is hidden in it."""
-        paths = [path.split(".")[1:] for path in self.fields if path.startswith("body")]
+        paths = self._paths("body")
         if not paths:
             return False
         try:
             value = parsed(payload)
+            return value in (HIDDEN, json.loads(_WITHHELD_JSON)) or any(
+                inside[name] == HIDDEN for path in paths for inside, name in _at(value, path)
+            )
         except (ValueError, RecursionError):
             return False
-        withheld = value in (HIDDEN, json.loads(_WITHHELD_JSON))
-        return withheld or any(HIDDEN in _found(value, path) for path in paths)
+
+    def _paths(self, what: Literal["body", "result"]) -> list[list[str]]:
+        return [path.split(".")[1:] for path in self.fields if path.partition(".")[0] == what]
 
 
-def _found(value: object, path: Sequence[str]) -> list[object]:
-    """Return the values at a path."""
-    if not path:
-        return [value]
-    inner: list[object] = []
+def _at(value: object, path: Sequence[str]) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield what a path leads to: the objects, and the names in them."""
     if isinstance(value, list):
         for item in cast("list[object]", value):
-            inner += _found(item, path)
-    elif isinstance(value, dict):
+            yield from _at(item, path)
+    elif isinstance(value, dict) and path:
         found = cast("dict[str, object]", value)
-        for name in [*found] if path[0] == "*" else [path[0]] if path[0] in found else []:
-            inner += _found(found[name], path[1:])
-    return inner
-
-
-def _hide(value: object, path: Sequence[str]) -> bool:
-    hidden = False
-    if isinstance(value, list):
-        for item in cast("list[object]", value):
-            hidden |= _hide(item, path)
-    if not isinstance(value, dict):
-        return hidden
-    found = cast("dict[str, object]", value)
-    for name in [*found] if path[0] == "*" else [path[0]] if path[0] in found else []:
-        if len(path) == 1:
-            found[name] = HIDDEN
-            hidden = True
-        else:
-            hidden |= _hide(found[name], path[1:])
-    return hidden
+        wanted, *rest = path
+        for name in found if wanted == "*" else found.keys() & {wanted}:
+            if rest:
+                yield from _at(found[name], rest)
+            else:
+                yield found, name
 
 
 def _are_texts(given: object) -> bool:

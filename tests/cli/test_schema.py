@@ -317,4 +317,4 @@ def test_tables_that_are_dropped_while_they_are_checked_are_missing(
             return await carried_out()
 
         with pytest.raises(SchemaError, match="txbox init"):
-            drive_meddled(shop.app._any_sync(), dropped, shop.app.check_schema)
+            drive_meddled(shop.app._any_sync(), dropped, shop.app.protocol.check_schema)

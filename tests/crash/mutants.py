@@ -265,7 +265,7 @@ def _late_failure(job: Job, *, unconditional: bool) -> None:
 def _passes_before_record(app: App) -> int:
     """BEGIN of the claim is pass 1 once the schema was checked; that of the record is pass 2."""
     assert app.database.sync is not None
-    drive(app.database.sync, app.check_schema)
+    drive(app.database.sync, app.protocol.check_schema)
     return 2
 
 

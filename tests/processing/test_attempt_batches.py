@@ -399,7 +399,7 @@ def test_a_refused_commit_costs_no_prepared_statement(
 
         assert app.database.sync is not None
         (handlers,) = app.handlers.matching("orders", None, CONSUMER)
-        drive(app.database.sync, app.check_schema)
+        drive(app.database.sync, app.protocol.check_schema)
         settled = drive(
             app.database.sync, app.intake.take, handlers, [paid(message_id) for message_id in IDS]
         )

@@ -36,7 +36,7 @@ def test_rows_stored_by_a_commit_in_doubt_are_given_back(
 
         connections, handler = app.database.sync, next(iter(app.handlers))
         assert connections is not None
-        drive(connections, app.check_schema)
+        drive(connections, app.protocol.check_schema)
         monkeypatch.setattr(PsycopgConnection, "commit_then", committed)
         messages: list[Message[Any]] = [Message(id=str(n), topic="orders") for n in range(3)]
         answers = drive(

@@ -167,7 +167,7 @@ def test_the_guard_stands_on_every_partition(timed: Shop, kind: str) -> None:
         with App(timed.url) as app:
             assert app.database.sync is not None
             with pytest.raises(SchemaError, match="guard does not fire"):
-                drive(app.database.sync, app.check_schema)
+                drive(app.database.sync, app.protocol.check_schema)
     timed.raw.execute(f"ALTER TABLE {part} ENABLE ALWAYS TRIGGER txbox_inbox_guard")
 
 

@@ -54,7 +54,7 @@ class Service:
 
     def run(self) -> None:
         # the schema check and the first connection are no part of the plan
-        drive(self.app._any_sync(), self.app.check_schema)
+        drive(self.app._any_sync(), self.app.protocol.check_schema)
         say(at="started")
         txbox.session.crash_point = self.point
         for index, (delivery, payload) in enumerate(self.plan["deliveries"]):

@@ -223,9 +223,9 @@ def test_what_another_lane_has_done_is_acknowledged_while_the_receiving_thread_i
 def test_a_lane_that_rests_lets_the_other_thread_receive_at_once(shop: Shop) -> None:
     """Also if it has settled earlier, when there was nothing to hurry."""
     shop.handler()
-    lanes, driver = Lanes(shop.app, stop=lambda: False), Driver(shop.app)
+    driver = Driver(shop.app)
+    lanes = Lanes(shop.app, driver, stop=lambda: False, ended=lambda _error: None)
     lanes.make()
-    lanes.start(driver, lambda _error: None)
     pump = Pump(
         shop.app, driver, Memory([]), lanes,
         topics=[TOPIC], in_flight_max=1, stop=lambda: False,

@@ -150,7 +150,7 @@ class Reader:
     def store(self) -> InboxStore:
         """The tables; checked, and their schema found out, before they are first used."""
         if not self._checked:
-            self.on_database(self.app.check_schema)
+            self.on_database(self.app.protocol.check_schema)
             self._checked = True
         return self.app.store
 

@@ -479,7 +479,7 @@ def _prune(args: argparse.Namespace) -> int:
         )
     run, what = (prune_outbox, "outgoing message") if args.outbox else (prune, "message")
     with opened(args) as app, Admin(app) as admin:
-        admin.on_database(app.check_schema)
+        admin.on_database(app.protocol.check_schema)
         kept = (args.outbox and app.relaying.keep_sent) or app.retention.processed
         wanted = args.older_than
         count = None
@@ -512,7 +512,7 @@ def _rescue(args: argparse.Namespace) -> int:
     time.
     """
     with opened(args) as app, Admin(app) as admin, progress("rescue") as bar:
-        admin.on_database(app.check_schema)
+        admin.on_database(app.protocol.check_schema)
         report = admin.on_database(rescue, app, Task(consumer=args.consumer, on_progress=bar))
     return _reported(args, report, "put back to work")
 

@@ -289,7 +289,7 @@ def _relay(args: argparse.Namespace) -> int:
         log_libraries()
         app.events.observers.append(tally)
         driver, grace_s = Driver(app), args.grace.total_seconds()
-        driver.perform(app.check_schema)
+        driver.perform(app.protocol.check_schema)
         stopped = Stop()
         ends: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -347,7 +347,7 @@ def _maintain(args: argparse.Namespace) -> int:
     with opened(args) as app:
         log_libraries()
         driver = Driver(app)
-        driver.perform(app.check_schema)
+        driver.perform(app.protocol.check_schema)
         if not args.once:
             _maintain_until_stopped(app, driver)
             return 0
@@ -419,7 +419,7 @@ def _ui(args: argparse.Namespace) -> int:
         log_libraries()
         driver = Driver(app)
         # wrong tables are reported now, not by the first page
-        driver.perform(app.check_schema)
+        driver.perform(app.protocol.check_schema)
         dashboard = Dashboard(
             app, authenticator, hosts=args.allow_host, secret=os.environ.get(_SIGNING)
         )

@@ -175,7 +175,7 @@ async def _settled(app: App) -> AsyncGenerator[App]:
 
 
 async def _drained(db: Session, app: App, is_async: bool, ignore_dates: bool) -> list[Outcome]:
-    await app.check_schema(db)
+    await app.protocol.check_schema(db)
     outcomes: list[Outcome] = []
     while True:
         before = len(outcomes)

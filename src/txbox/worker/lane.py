@@ -138,7 +138,9 @@ class Lane:
                 await db.rollback()
         except StoreError as error:
             if error.fault is Fault.SCHEMA:
-                await self._app.check_schema(db)  # raises with the command to run, if that is it
+                await self._app.protocol.check_schema(
+                    db
+                )  # raises with the command to run, if that is it
             if not (self._stop() and error.fault in CURABLE):
                 raise
             return False

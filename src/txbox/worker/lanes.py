@@ -169,10 +169,20 @@ class Lanes:
 
     Args:
         stop: True when nothing more is to be started.
+        ended: called with the error that ended a turn and, once stopped, after every turn.
     """
 
-    def __init__(self, app: App, *, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        app: App,
+        driver: Driver,
+        *,
+        stop: Callable[[], bool],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
         self._app = app
+        self._driver = driver
+        self._ended = ended
         self._stop = stop
         self._outbox: Callable[[], None] | None = None
         self._poll: Poll | None = None
@@ -238,15 +248,6 @@ class Lanes:
                     )
                     for index in range(max(handler.options.concurrency for handler in alike))
                 ]
-
-    def start(self, driver: Driver, ended: Callable[[BaseException | None], None]) -> None:
-        """Begin to run turns.
-
-        Args:
-            ended: called with the error that ended a turn and, once stopped, after every turn.
-        """
-        self._driver = driver
-        self._ended = ended
 
     @property
     def busy(self) -> int:

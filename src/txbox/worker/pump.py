@@ -210,17 +210,18 @@ class Pump:
             if self.refusal is not None:
                 if self._finish:
                     return None
-                self._wait_for_finish()
+                # it keeps its deliveries: released, they would go round workers that are configured alike
+                self._wait(_WAIT_S, for_settled=False)
                 continue
             if self._finish or (self.source.exhausted and not self._in_flight):
                 self._settle()
                 return None
             if self._stop() or self._full() or self.held:
-                self._wait_for_settled(_WAIT_S)
+                self._wait(_WAIT_S)
                 continue
             if self._in_flight and self._look_s:
                 busy_s = 0.0 if self._lanes.has_idle_lane() else _BUSY_LOOK_S
-                self._wait_for_settled(max(self._look_s, busy_s))
+                self._wait(max(self._look_s, busy_s))
                 self._settle()
             lane = self._receive()
             if lane is not None:
@@ -239,16 +240,11 @@ class Pump:
     def _full(self) -> bool:
         return len(self._in_flight) >= self._in_flight_max or self._bytes >= self._bytes_max
 
-    def _wait_for_settled(self, wait_s: float) -> None:
+    def _wait(self, wait_s: float, *, for_settled: bool = True) -> None:
+        """Wait until a lane settles or this is to finish, and no longer than deliveries may go untended."""
         with self._lock:
-            if not self._settled and not self._finish:
+            if not self._finish and not (for_settled and self._settled):
                 self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
-
-    def _wait_for_finish(self) -> None:
-        """Keep the deliveries in flight: released, they would go round workers that are configured alike."""
-        with self._lock:
-            if not self._finish:
-                self._changed.wait(min(_WAIT_S, self.source.tend_every_s or _WAIT_S))
 
     def _receive(self) -> Lane | None:
         """Receive and hand out; waits for the source only if nothing is in flight. Returns a lane to run, if any.
@@ -451,10 +447,7 @@ class Pump:
             self._app.events.emit(
                 ConsumptionPaused(reason=str(error), retry_in_s=wait_s, source=self.source.name)
             )
-        with self._lock:
-            if not self._finish:
-                # deliveries in flight must be tended meanwhile
-                self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
+        self._wait(wait_s, for_settled=False)
 
     def _resumed(self) -> None:
         if self._paused_at is not None:

@@ -30,6 +30,7 @@ from txbox.errors import (
     UnusableMessage,
 )
 from txbox.events import (
+    Event,
     MessageQuarantined,
     MessageStored,
     OutgoingDead,
@@ -47,10 +48,10 @@ from txbox.processing.waiting import CURABLE
 from txbox.session import Operation, Session, Statement
 from txbox.store.codec import Arrival
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
+from txbox.worker.driving import thread
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Ended = Callable[[BaseException | None], None]
 
 _log = logging.getLogger("txbox")
 
@@ -249,7 +250,8 @@ class Relay:
         if confirmed:
             ids, keep = [row.id for row in confirmed], bool(self._policy.keep_sent)
             statements.append(self._store.sent(ids, token=token, keep=keep))
-        statements += [self._failed(row, error, token) for row, error in failed]
+        failures = [self._failure(row, error, token) for row, error in failed]
+        statements += [statement for statement, _ in failures]
         if unsent:
             statements.append(self._store.release([row.id for row in unsent], token=token))
         results = self._patiently(lambda db: db.together(tuple(statements)))
@@ -257,9 +259,9 @@ class Relay:
         # what is not recorded, or was taken over by another relay, is sent again and reported then
         if results is not None:
             self._report_sent(results.pop(0).count if confirmed else 0, started)
-            for (row, error), result in zip(failed, results, strict=False):
+            for (_, event), result in zip(failures, results, strict=False):
                 if result.count:
-                    self._report_failed(row, error)
+                    self._app.events.emit(event)
         return reachable
 
     def _answers(
@@ -302,21 +304,18 @@ class Relay:
         )
         self._pause_s = pause_s
 
-    def _failed(self, row: Staged, error: BrokerError, token: str) -> Statement:
-        dead = self._gives_up(row, error)
-        delay_s = max(self._policy.retry.delay_s(row.attempts + 1), error.retry_after_s or 0.0)
+    def _failure(self, row: Staged, error: BrokerError, token: str) -> tuple[Statement, Event]:
+        attempt, retry = row.attempts + 1, self._policy.retry
+        dead = isinstance(error, MessageRefused) or attempt >= retry.max_attempts
+        delay_s = 0.0 if dead else max(retry.delay_s(attempt), error.retry_after_s or 0.0)
+        text = printable(self._app.store.columns.redact.error(str(error)), _ERROR_BYTES)
+        kind = OutgoingDead if dead else OutgoingFailed
         return self._store.failed(
-            row, token=token, dead=dead, delay_s=0.0 if dead else delay_s,
-            error_type=type(error).__name__, error=self._error_text(error),
+            row, token=token, dead=dead, delay_s=delay_s, error_type=type(error).__name__, error=text,
+        ), kind(
+            message_id=row.id, topic=row.message.topic, publisher=self.name, route=self._route.name,
+            attempt=attempt, error=text,
         )  # fmt: skip
-
-    def _gives_up(self, row: Staged, error: BrokerError) -> bool:
-        return (
-            isinstance(error, MessageRefused) or row.attempts + 1 >= self._policy.retry.max_attempts
-        )
-
-    def _error_text(self, error: BrokerError) -> str:
-        return printable(self._app.store.columns.redact.error(str(error)), _ERROR_BYTES)
 
     def _report_sent(self, count: int, started: float) -> None:
         if count:
@@ -326,15 +325,6 @@ class Relay:
                     duration_s=time.monotonic() - started,
                 )
             )  # fmt: skip
-
-    def _report_failed(self, row: Staged, error: BrokerError) -> None:
-        kind = OutgoingDead if self._gives_up(row, error) else OutgoingFailed
-        self._app.events.emit(
-            kind(
-                message_id=row.id, topic=row.message.topic, publisher=self.name, route=self._route.name,
-                attempt=row.attempts + 1, error=self._error_text(error),
-            )
-        )  # fmt: skip
 
     # -- to this app's own consumers ----------------------------------------------------------
 
@@ -386,7 +376,7 @@ class LocalDelivery:
         self._outbox = outbox
         self._token = token
         self._keep = keep
-        self._set_aside: list[tuple[str, Message[Any], str, str]] = []
+        self._aside: list[tuple[Statement, Event]] = []
         self._stored: list[tuple[str, Arrival]] = []
 
     async def deliver(self, db: Session, rows: Sequence[Staged]) -> int:
@@ -395,8 +385,8 @@ class LocalDelivery:
         await db.begin()
         for handler, arrivals in work.items():
             await self._store(db, handler, arrivals)
-        for consumer, message, message_id, reason in self._set_aside:
-            await db.execute(self._quarantine(consumer, message, message_id, reason))
+        for statement, _ in self._aside:
+            await db.execute(statement)
         ids = [row.id for row in rows]
         marked = await db.execute(self._outbox.sent(ids, token=self._token, keep=self._keep))
         if marked.count != len(ids):
@@ -422,15 +412,11 @@ class LocalDelivery:
                 try:
                     arrival = handler.arrival(message, app.limits)
                 except UnusableMessage as error:
-                    self._set_aside.append(
-                        (handler.consumer, message, error.message_id, str(error))
-                    )
+                    self._set_aside(handler.consumer, message, error.message_id, str(error))
                     continue
                 first = work.setdefault(handler, {}).setdefault(arrival.message_id, arrival)
                 if first.hash != arrival.hash:
-                    self._set_aside.append(
-                        (handler.consumer, message, arrival.message_id, _OTHER_PAYLOAD)
-                    )
+                    self._set_aside(handler.consumer, message, arrival.message_id, _OTHER_PAYLOAD)
         return work
 
     async def _store(self, db: Session, handler: Handler, arrivals: dict[str, Arrival]) -> None:
@@ -444,29 +430,27 @@ class LocalDelivery:
         )
         for message_id, row in known.items():
             if row.differs(arrivals[message_id].hash):
-                self._set_aside.append(
-                    (consumer, arrivals[message_id].message, message_id, _OTHER_PAYLOAD)
-                )
+                self._set_aside(consumer, arrivals[message_id].message, message_id, _OTHER_PAYLOAD)
 
-    def _quarantine(
+    def _set_aside(
         self, consumer: str, message: Message[Any], message_id: str, reason: str
-    ) -> Statement:
-        return self._app.store.quarantine(
+    ) -> None:
+        statement = self._app.store.quarantine(
             consumer,
             presentable(message),
             message_id=message_id,
             reason=reason,
             payload_limit=self._app.limits.quarantined_bytes,
         )
+        event = MessageQuarantined(
+            consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
+        )
+        self._aside.append((statement, event))
 
     def _report(self) -> None:
         events = self._app.events
-        for consumer, message, message_id, reason in self._set_aside:
-            events.emit(
-                MessageQuarantined(
-                    consumer=consumer, message_id=message_id, topic=message.topic, reason=reason
-                )
-            )
+        for _, event in self._aside:
+            events.emit(event)
         for consumer, count in Counter(consumer for consumer, _ in self._stored).items():
             self._app.activity.received(consumer, count)
         for consumer, arrival in self._stored:
@@ -493,7 +477,7 @@ class Relays:
         perform: Perform,
         *,
         stop: Callable[[], bool],
-        ended: Ended,
+        ended: Callable[[BaseException | None], None],
         delivered: Callable[[Collection[str]], None] | None = None,
         polled: bool = False,
     ) -> None:
@@ -514,19 +498,7 @@ class Relays:
             if self._listener is not None:
                 self._listener.start()
         for relay in self._relays:
-            thread = threading.Thread(
-                target=self._run, args=(relay,), name=f"txbox-relay-{relay.name}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
-
-    def _run(self, relay: Relay) -> None:
-        try:
-            relay.run()
-        except BaseException as error:  # noqa: BLE001  # reported to the owner, so that no thread dies silently
-            self._ended(error)
-        else:
-            self._ended(None)
+            self._threads.append(thread(f"txbox-relay-{relay.name}", relay.run, self._ended))
 
     def wake(self) -> None:
         """Look at the outbox soon. Callable from any thread."""
@@ -552,16 +524,16 @@ class Relays:
             self._listener.stop()
         self.wake()
         until = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        for running in self._threads:
+            running.join(max(0.0, until - time.monotonic()))
         return self.running()
 
     def running(self) -> list[str]:
         """The names of destinations whose threads run."""
         return [
             relay.name
-            for relay, thread in zip(self._relays, self._threads, strict=False)
-            if thread.is_alive()
+            for relay, running in zip(self._relays, self._threads, strict=False)
+            if running.is_alive()
         ]
 
 

@@ -103,7 +103,7 @@ class Worker:
         self._relays: Relays | None = None
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lanes = Lanes(app, stop=self._stopping.is_set)
+        self._lanes = Lanes(app, self._driver, stop=self._stopping.is_set, ended=self._thread_ended)
         self._serving = False
         # each is True until it has reported its end
         self._pumps: dict[Pump, bool] = {}
@@ -191,7 +191,12 @@ class Worker:
         app = self._app
         # without handlers it is a relay, where there is something to send
         sends = self._relay and not self._consumptions and bool(app.routes.all())
-        _check_handlers(app, needed=not sends)
+        if not sends and not len(app.handlers):
+            raise ConfigurationError(
+                "The app has no handlers: decorate a function with @app.handler(topic, consumer=…)."
+            )
+        for handler in app.handlers:
+            app.check_connections(handler)
         _refuse(conflicts.time_outs(app))
         for consumption in self._consumptions:
             _refuse(conflicts.redelivery(app, consumption.source))
@@ -212,7 +217,7 @@ class Worker:
             SchemaError: the message contains the command to run.
         """
         try:
-            self._driver.perform(self._app.check_schema)
+            self._driver.perform(self._app.protocol.check_schema)
         except StoreError as error:
             raise StoreError(
                 f"The database {self._app.database.name} cannot be used ({error}): "
@@ -271,8 +276,6 @@ class Worker:
             tables=tables.values(),
             resumed=self._lanes.look_now,
         )  # fmt: skip
-        # first: the pulse wakes the lanes of a consumer that is paused no more
-        self._lanes.start(self._driver, self._thread_ended)
         self._pulse.start(self._thread_ended)
         self._health.consuming(tables.values(), self._driver)
         if self._webhooks is not None:
@@ -494,26 +497,6 @@ class Worker:
 
     def _thread_ended(self, error: BaseException | None) -> None:
         self._reports.put(lambda: self._failed(error))
-
-
-def _check_handlers(app: App, *, needed: bool) -> None:
-    """Check that there are handlers, if they are `needed`, and sync or async connections as they need.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
-    if needed and not len(app.handlers):
-        raise ConfigurationError(
-            "The app has no handlers: decorate a function with @app.handler(topic, consumer=…)."
-        )
-    for handler in app.handlers:
-        connections = app.database.asynchronous if handler.is_async else app.database.sync
-        if connections is None:
-            kind = "async" if handler.is_async else "sync"
-            raise ConfigurationError(
-                f"{handler.name} is {kind}, but {app.database.name} has no {kind} connections: "
-                "give App() a URL, or an object that has them."
-            )
 
 
 def _refuse(found: Iterable[conflicts.Conflict]) -> None:
