@@ -73,21 +73,27 @@ _LACKS_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
 class StoreError(TxboxError):
     """The database refused a statement from txbox or from the handler's transaction."""
 
+    fault = Fault.OTHER
+
     def __init__(
         self,
         message: str,
         *,
-        fault: Fault = Fault.OTHER,
+        fault: Fault | None = None,
         code: str | None = None,
         constraint: str | None = None,
         definite: bool = True,
+        misconfigured: bool = False,
     ) -> None:
         super().__init__(message)
-        self.fault = fault
+        if fault is not None:
+            self.fault = fault
         self.code = code
         self.constraint = constraint
         #: False when the COMMIT may or may not have taken effect (promise 2.6).
         self.definite = definite
+        #: True when a wrong host, user, password or database name is likely: waiting seldom helps.
+        self.misconfigured = misconfigured
 
     @property
     def lacks_right(self) -> bool:
@@ -98,19 +104,7 @@ class StoreError(TxboxError):
 class StoreUnavailable(StoreError):
     """The database cannot be reached or does not accept work now; a retry may help."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        fault: Fault = Fault.UNAVAILABLE,
-        code: str | None = None,
-        constraint: str | None = None,
-        definite: bool = True,
-        misconfigured: bool = False,
-    ) -> None:
-        super().__init__(message, fault=fault, code=code, constraint=constraint, definite=definite)
-        #: True when a wrong host, user, password or database name is likely: waiting seldom helps.
-        self.misconfigured = misconfigured
+    fault = Fault.UNAVAILABLE
 
 
 class BrokerError(TxboxError):

@@ -310,10 +310,8 @@ class Inbox:
     ) -> Acceptance:
         message_id = arrival.message_id
         if message_id in fresh:
-            return (
-                Acceptance(message_id)
-                if first[message_id] is arrival
-                else Acceptance(message_id, Status.PROCESSED)
+            return Acceptance(
+                message_id, None if first[message_id] is arrival else Status.PROCESSED
             )
         row = rows[message_id]
         if row.differs(arrival.hash):

@@ -464,11 +464,11 @@ class Routes:
 
     def _local_route(self) -> Route:
         topics = self._consumed()
-        if _ALL in topics and self._takes_unrouted(_ALL):
-            left = (topic for topic in topics if topic != _ALL and not self._takes_unrouted(topic))
-            return Route(None, tuple(left), others=True, name=self.local)
-        taken = (topic for topic in topics if topic != _ALL and self._takes_unrouted(topic))
-        return Route(None, tuple(taken), name=self.local)
+        others = _ALL in topics and self._takes_unrouted(_ALL)
+        named = (
+            topic for topic in topics if topic != _ALL and self._takes_unrouted(topic) is not others
+        )
+        return Route(None, tuple(named), others=others, name=self.local)
 
     def _name(self, route: Route) -> str:
         """Return the name of a route to a broker: the one that was given, or where it leads."""

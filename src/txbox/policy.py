@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import time, timedelta
+from datetime import UTC, datetime, time, timedelta
 from typing import Literal, cast
 
 from txbox.errors import ConfigurationError
@@ -50,10 +50,6 @@ def _are_utc_times(window: object) -> bool:
             return begins != ends and begins.tzinfo is None and ends.tzinfo is None
         case _:
             return False
-
-
-def _second_of_day(moment: time) -> float:
-    return moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +162,11 @@ class Retention:
         """Whether pruning may run at this second of the database's UTC day."""
         if self.window is None:
             return True
-        begins, ends = (_second_of_day(moment) for moment in self.window)
+        begins, ends = self.window
+        moment = datetime.fromtimestamp(second, UTC).time()
         if begins < ends:
-            return begins <= second < ends
-        return second >= begins or second < ends
+            return begins <= moment < ends
+        return moment >= begins or moment < ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from txbox.app import App
 from txbox.brokers.base import Delivery
@@ -183,7 +183,7 @@ class Lane:
                 batch.append(queue.popleft())
         if len(batch) > 1 and batch[0].modes.lock_key:
             # all transactions lock in the same order
-            batch.sort(key=_lock_key)
+            batch.sort(key=lambda work: work.lock_key or "")
         return batch
 
     def _batch_messages(self, first: Work) -> int:
@@ -222,10 +222,7 @@ class Lane:
             ahead = self._prepared(db, batch)
         else:
             self._in_a_row += 1
-        if ahead.leasing is None:
-            await self._deliver(db, ahead)
-        else:
-            await self._store(ahead, ahead.leasing)
+        await self._deliver(db, ahead)
         return True
 
     def _prepared(self, db: Session, batch: list[Work]) -> Prepared:
@@ -283,26 +280,21 @@ class Lane:
         return self._ahead is not None
 
     async def _deliver(self, db: Session, prepared: Prepared) -> None:
-        began = time.monotonic()
-        with db.followed_by(self):
+        """Run or store a batch and settle it; the rows that it has leased are run next."""
+        batch, leasing, began = prepared.batch, prepared.leasing, time.monotonic()
+        with db.followed_by(self if leasing is None else None):
             answers = await prepared.answers()
-        if self._settled(prepared.batch, answers, began):
+        if leasing is not None:
+            self._rows.extend(self._leased(batch, leasing))
+        deferred = self._settled(batch, answers, began)
+        if deferred if leasing is None else leasing.given_back:
             self._table.look_now()
 
-    async def _store(self, prepared: Prepared, leasing: Leasing) -> None:
-        """Store and lease a batch in one transaction, settle it, and run its rows next."""
-        handler, began = prepared.batch[0].modes.handler, time.monotonic()
-        answers = await prepared.answers()
-        self._hold_rows(leasing, handler)
-        self._settled(prepared.batch, answers, began)
-        if leasing.given_back:
-            self._table.look_now()
-
-    def _settled(self, batch: list[Work], answers: list[Answer], began: float) -> int:
-        """Settle the deliveries with a settling answer and hold the others; returns how many were deferred."""
+    def _settled(self, batch: list[Work], answers: list[Answer], began: float) -> bool:
+        """Settle the deliveries with a settling answer and hold the others; returns whether one was deferred."""
         self._app.activity.settled(self._table.consumer, answers, batch, began)
         done: list[Work] = []
-        deferred, failed = 0, False
+        deferred = failed = False
         for work, settled in zip(batch, answers, strict=True):
             if settled.outcome is Outcome.IN_PROGRESS:
                 self._hold(work)
@@ -311,7 +303,7 @@ class Lane:
             if work.tries:
                 self._let_go(work)
             if settled.outcome is Outcome.DEFERRED:
-                deferred += 1
+                deferred = True
             elif settled.outcome is Outcome.FAILED:
                 failed = True
         if failed or batch[0].modes.handler.options.sequence is not None:
@@ -331,8 +323,7 @@ class Lane:
             db, handler, [work.message for work in batch], leasing=leasing, stop=self._stop
         )
         self._app.activity.settled(handler.consumer, answers, batch, began)
-        rows = deque(Row(handler, leased, leasing.token, False) for leased in leasing.rows)
-        self._table.hold(rows)
+        rows = deque(self._leased(batch, leasing))
         done: list[Work] = []
         waiting: list[Work] = []
         for work, settled in zip(batch, answers, strict=True):
@@ -378,10 +369,12 @@ class Lane:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _hold_rows(self, leasing: Leasing, handler: Handler) -> None:
+    def _leased(self, batch: list[Work], leasing: Leasing) -> list[Row]:
+        """The rows that a batch has leased; they are held from now on."""
+        handler = batch[0].modes.handler
         rows = [Row(handler, leased, leasing.token, False) for leased in leasing.rows]
         self._table.hold(rows)
-        self._rows.extend(rows)
+        return rows
 
     async def _run_stored(self, db: Session) -> bool:
         """Run rows that this lane has stored, one transaction's worth; returns whether there were any."""
@@ -524,12 +517,8 @@ class Parts:
             return self._left == 0
 
 
-class Settling(Protocol):
-    """Acknowledges deliveries that every consumer has settled."""
-
-    def deliveries_settled(self, deliveries: Sequence[Delivery]) -> None:
-        """Called from the lanes' threads."""
-        ...
+#: Acknowledges deliveries that every consumer has settled; called from the lanes' threads.
+Acknowledge = Callable[[Sequence[Delivery]], None]
 
 
 class Work:
@@ -544,19 +533,19 @@ class Work:
     """
 
     __slots__ = (
-        "delivery", "key", "lock_key", "message", "mode", "modes", "owner", "parts", "received",
+        "acknowledge", "delivery", "key", "lock_key", "message", "mode", "modes", "parts", "received",
         "tries",
     )  # fmt: skip
 
     def __init__(
         self,
-        owner: Settling,
+        acknowledge: Acknowledge,
         delivery: Delivery,
         message: Message[Any],
         modes: HandlerModes,
         parts: Parts | None,
     ) -> None:
-        self.owner = owner
+        self.acknowledge = acknowledge
         self.delivery = delivery
         self.message = message
         self.modes = modes
@@ -569,18 +558,14 @@ class Work:
 
 
 def settle(works: Iterable[Work]) -> None:
-    """Settle parts of deliveries, and hand deliveries whose last part is settled to their owner."""
-    settled: dict[Settling, list[Delivery]] = {}
+    """Settle parts of deliveries, and acknowledge the deliveries whose last part is settled."""
+    settled: dict[Acknowledge, list[Delivery]] = {}
     for work in works:
         if work.parts is None or work.parts.settled():
-            group = settled.get(work.owner)
+            group = settled.get(work.acknowledge)
             if group is None:
-                settled[work.owner] = [work.delivery]
+                settled[work.acknowledge] = [work.delivery]
             else:
                 group.append(work.delivery)
-    for owner, deliveries in settled.items():
-        owner.deliveries_settled(deliveries)
-
-
-def _lock_key(work: Work) -> str:
-    return work.lock_key or ""
+    for acknowledge, deliveries in settled.items():
+        acknowledge(deliveries)

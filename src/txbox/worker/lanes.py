@@ -18,7 +18,7 @@ from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.session import Connection, Connections, drive, drive_async
 from txbox.worker.driving import Driver
-from txbox.worker.lane import HandlerModes, Lane, Parts, Settling, Work
+from txbox.worker.lane import Acknowledge, HandlerModes, Lane, Parts, Work
 from txbox.worker.table import Poll, Table
 
 _MODES_MAX = 4096
@@ -322,7 +322,7 @@ class Lanes:
         return any(not lane.busy for lanes in self.by_consumer.values() for lane in lanes)
 
     def hand_out(
-        self, owner: Settling, deliveries: Sequence[Delivery]
+        self, deliveries: Sequence[Delivery], acknowledge: Acknowledge
     ) -> tuple[list[Delivery], Lane | None]:
         """Hand deliveries out in order, all of a lane's at once.
 
@@ -346,7 +346,7 @@ class Lanes:
             parts = Parts(len(found)) if len(found) > 1 else None
             self._handed += 1
             for modes, lanes in found:
-                work = Work(owner, delivery, message, modes, parts)
+                work = Work(acknowledge, delivery, message, modes, parts)
                 if modes.in_order:
                     work.key = message.key
                 elif modes.lock_key:

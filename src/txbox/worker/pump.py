@@ -192,7 +192,7 @@ class Pump:
         self._go.set()
 
     def deliveries_settled(self, deliveries: Sequence[Delivery]) -> None:
-        """Called from the lanes' threads; the thread that pumps acknowledges."""
+        """Called by lanes, in their threads; the thread that pumps acknowledges."""
         with self._lock:
             self._settled += deliveries
             self._changed.notify()
@@ -290,7 +290,7 @@ class Pump:
                 session.at("received")
         if not self._ids.found:
             received = self._with_ids(received)
-        left, lane = self._lanes.hand_out(self, received)
+        left, lane = self._lanes.hand_out(received, self.deliveries_settled)
         if left and lane is not None:
             # what follows may wait for the database
             lane.run()

@@ -33,9 +33,6 @@ _MARGIN_S = 0.005
 _UNMATCHED_S = 60.0
 
 
-_Due = list[tuple[str, float]]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """A leased row and the handler it goes to; `suspect`: its last run never ended, so it runs alone."""
@@ -207,7 +204,7 @@ class Poll:
             raise
         self._tell(answer)
 
-    def _tell(self, answer: _Due) -> None:
+    def _tell(self, answer: list[tuple[str, float]]) -> None:
         now = time.monotonic()
         self._late_since = {name: now + in_s for name, in_s in answer if in_s <= 0}
         for name, in_s in answer:
@@ -463,10 +460,8 @@ class Table:
                 rows.append(Row(handlers[0], leased, token, suspect))
             else:
                 unmatched.append(leased)
-        with self._lock:
-            self._rows.extend(rows)
-            if rows:
-                self._held[token] = {row.message_id for row in rows}
+        self.hold(rows)
+        self.put_back(rows)
         if unmatched:
             await self._refuse(db, unmatched, token)
         return len(rows)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -239,7 +240,7 @@ class Worker:
             )  # fmt: skip
             self._pumps[pump] = True
             self._health.pumps.append(pump)
-            pump.start(self._pump_ended(pump))
+            pump.start(partial(self._pump_ended, pump))
         for pump in self._pumps:
             self._awaited = [f"the source {pump.source.name} did not open"]
             while not (self._stopping.is_set() or pump.opened(_TICK_S)):
@@ -485,15 +486,12 @@ class Worker:
 
         self._reports.put(report)
 
-    def _pump_ended(self, pump: Pump) -> Callable[[BaseException | None], None]:
-        def report(error: BaseException | None) -> None:
-            def ended() -> None:
-                self._pumps[pump] = False
-                self._failed(error)
+    def _pump_ended(self, pump: Pump, error: BaseException | None) -> None:
+        def report() -> None:
+            self._pumps[pump] = False
+            self._failed(error)
 
-            self._reports.put(ended)
-
-        return report
+        self._reports.put(report)
 
     def _thread_ended(self, error: BaseException | None) -> None:
         self._reports.put(lambda: self._failed(error))
