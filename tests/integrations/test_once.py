@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from tests.integrations.conftest import Rows
-from txbox import App, ConfigurationError, Inbox, StoreError
+from txbox import App, ConfigurationError, Inbox, PayloadMismatch, StoreError
 from txbox.integrations.once import Begin, BeginAsync, Body, Once
 
 DID, DID_NOT = Once(True, "paid"), Once(False)
@@ -56,6 +56,8 @@ async def pay_async(tx: aiosqlite.Connection, amount: int) -> str:
     await tx.execute("INSERT INTO ledger VALUES (?)", (amount,))
     if amount < 0:
         raise ValueError(amount)
+    if amount > 100:
+        raise PayloadMismatch("of another inbox")
     return "paid"
 
 
@@ -128,6 +130,19 @@ def test_an_id_with_other_arguments_is_set_aside(begin: Begin, rows: Rows) -> No
     assert rows("SELECT message_id, payload FROM txbox_quarantine") == [("t-1", b'{"amount":6}')]
 
 
+def test_a_mismatch_of_another_inbox_is_a_failure_of_the_body(begin: Begin, rows: Rows) -> None:
+    def orders(tx: sqlite3.Connection, amount: int) -> None:
+        pay(tx, amount)
+        Inbox(consumer="orders").accept(tx, "o-1", payload=str(amount))
+
+    ordering = Body(orders, Inbox(consumer="pay"))
+    assert ordering(begin, "t-1", (5,), {})
+    with pytest.raises(PayloadMismatch):
+        ordering(begin, "t-2", (6,), {})
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT * FROM txbox_quarantine") == []
+
+
 def test_arguments_that_are_no_json_are_not_compared(begin: Begin, rows: Rows) -> None:
     kept = Body(lambda tx, what: "paid", Inbox(consumer="pay"))
     assert kept(begin, "t-1", (object(),), {}) == DID
@@ -180,6 +195,8 @@ def test_the_twin_does_the_same(begin_async: BeginAsync, rows: Rows) -> None:
         assert await paying.call_async(begin_async, "t-1", (5,), {}) == DID
         assert await paying.call_async(begin_async, "t-1", (5,), {}) == DID_NOT
         assert await paying.call_async(begin_async, "t-1", (6,), {}) == DID_NOT
+        with pytest.raises(PayloadMismatch, match="another inbox"):
+            await paying.call_async(begin_async, "t-2", (200,), {})
 
     asyncio.run(run())
     assert rows("SELECT amount FROM ledger") == [(5,)]

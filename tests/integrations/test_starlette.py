@@ -423,7 +423,7 @@ class _TimesAsync:
         return self.times * fee
 
 
-def _plus(more: int, fee: Annotated[int, Depends(_fee)]) -> int:
+def _plus(more: int, fee: Annotated[int, Depends(_fee)] = 0) -> int:
     return fee + more
 
 

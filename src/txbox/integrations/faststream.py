@@ -17,7 +17,6 @@ This module uses a few private attributes of FastStream, so the extra pins the m
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -160,8 +159,6 @@ class FastStreamInbox:
             outcome = await self.app.process_async(
                 message_of(message, consumer.topic), consumer=consumer.name
             )
-        except asyncio.CancelledError:
-            raise
         except Exception:
             if manual:
                 await message.nack()

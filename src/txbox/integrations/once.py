@@ -19,7 +19,7 @@ from txbox.connections.base import block_left
 from txbox.errors import ConfigurationError, PayloadMismatch, StoreError
 from txbox.handlers import is_async_function
 from txbox.handlers.body import as_json
-from txbox.inbox import Inbox
+from txbox.inbox import Acceptance, Inbox
 from txbox.session import Statement, Transaction, run, run_async
 
 #: Begins a transaction, yields its connection or session, then commits or rolls back: `engine.begin`.
@@ -115,15 +115,19 @@ class Body:
         Guarantee: the row and what the body wrote are one commit.
         """
         chosen, known = self._message(given, args, kwargs)
+        accepted: Acceptance | None = None
         try:
             with begin() as tx:
-                if self._inbox.accept(tx, chosen, timeout=self._timeout, **known):
+                accepted = self._inbox.accept(tx, chosen, timeout=self._timeout, **known)
+                if accepted:
                     executor = borrow(tx)
                     run(executor, _mark)
                     result = self.function(tx, *args, **kwargs)
                     run(executor, _check)
                     return Once(True, result)
         except PayloadMismatch:
+            if accepted:
+                raise  # of another inbox, which the body uses
             with begin() as tx:
                 self._inbox.quarantine(tx, chosen, **known)
         return Once(False)
@@ -134,15 +138,21 @@ class Body:
         """The twin of calling it, for an `async def` function."""
         chosen, known = self._message(given, args, kwargs)
         function: Callable[..., Awaitable[Any]] = self.function
+        accepted: Acceptance | None = None
         try:
             async with begin() as tx:
-                if await self._inbox.accept_async(tx, chosen, timeout=self._timeout, **known):
+                accepted = await self._inbox.accept_async(
+                    tx, chosen, timeout=self._timeout, **known
+                )
+                if accepted:
                     executor = borrow(tx, is_async=True)
                     await run_async(executor, _mark)
                     result = await function(tx, *args, **kwargs)
                     await run_async(executor, _check)
                     return Once(True, result)
         except PayloadMismatch:
+            if accepted:
+                raise
             async with begin() as tx:
                 await self._inbox.quarantine_async(tx, chosen, **known)
         return Once(False)

@@ -40,6 +40,7 @@ from txbox.worker import Worker
 from txbox.worker.health import Health
 
 if TYPE_CHECKING:
+    from fastapi.params import Depends
     from starlette.routing import BaseRoute
 
 _log = logging.getLogger("txbox")
@@ -93,7 +94,7 @@ def lifespan(
         loop = asyncio.get_running_loop()
         consumes: asyncio.Future[None] = loop.create_future()
         ended: asyncio.Future[BaseException | None] = loop.create_future()
-        stopping = False
+        serves = False  # before, and at shutdown, what ends the worker is raised
 
         def observer(event: Event) -> None:
             if isinstance(event, WorkerStarted):
@@ -101,7 +102,7 @@ def lifespan(
 
         def end(error: BaseException | None) -> None:
             _resolve(ended, error)
-            if not stopping:
+            if serves:
                 # the worker has logged why
                 _log.critical("The worker in this server has ended; the server is told.")
                 crashed(error or RuntimeError("the worker ended"))
@@ -129,7 +130,6 @@ def lifespan(
         )
         app.events.observers += observers
         try:
-            stopping = True  # until it has started, what ends it is raised here
             threading.Thread(target=run, name="txbox-worker", daemon=True).start()
             await asyncio.wait(
                 (consumes, ended),
@@ -143,12 +143,12 @@ def lifespan(
                     "The worker has not opened its sources within %g s; the server starts without waiting for them.",
                     start_within.total_seconds(),
                 )
-            stopping = False
+            serves = True
             yield
             if ended.done():
                 raise RuntimeError("The worker in this server had crashed.") from ended.result()
         finally:
-            stopping = True
+            serves = False
             worker.stop()
             others = [asyncio.ensure_future(each.ended()) for each in (*app.webhooks, *ends)]
             if others:
@@ -266,12 +266,7 @@ class _Dependency:
 
     @classmethod
     def of(cls, name: str, hint: Any, default: object, **handler: bool) -> _Dependency:
-        from fastapi.params import Depends
-
-        kind, *more = (
-            typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
-        )
-        found = next((each for each in (default, *more) if isinstance(each, Depends)), None)
+        kind, found = _marked(hint, default)
         if found is None:
             raise ConfigurationError(f"{name} is not Annotated[…, Depends(…)].")
         call: Callable[..., Any] = found.dependency or kind
@@ -291,7 +286,7 @@ class _Dependency:
         takes = {
             each.name: cls.of(each.name, hints.get(each.name), each.default, **handler)
             for each in inspect.signature(call).parameters.values()
-            if each.default is each.empty or isinstance(each.default, Depends)
+            if each.default is each.empty or _marked(hints.get(each.name), each.default)[1]
         }
         return cls(call, function, takes, found.use_cache)
 
@@ -311,6 +306,14 @@ class _Dependency:
                 found = await found
         known[self.call] = found
         return found
+
+
+def _marked(hint: Any, default: object) -> tuple[Any, Depends | None]:
+    """What a parameter is annotated with, and the Depends of its annotation or default."""
+    from fastapi.params import Depends
+
+    kind, *more = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
+    return kind, next((each for each in (default, *more) if isinstance(each, Depends)), None)
 
 
 def _function_of(call: Any) -> Callable[..., Any]:

@@ -48,34 +48,6 @@ _ENDS: dict[type[Event], type[Event]] = {
 _REPEATED_EVERY_S = 60.0
 
 
-class _Troubles:
-    """Ongoing troubles and when each was last logged: at the beginning, then once a minute."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[tuple[type[Event], str | None, str | None], tuple[float, str]] = {}
-
-    def level(self, event: Event, level: int) -> tuple[int, str | None]:
-        """Return the level to log it at and, if it ends a trouble, what the cause was."""
-        kind = type(event)
-        begins = _ENDS.get(kind, kind)
-        name = _BEGINS.get(begins)
-        if name is None:
-            return level, None
-        key = (begins, event.consumer, getattr(event, name))
-        now = time.monotonic()
-        with self._lock:
-            if kind is not begins:
-                _, cause = self._known.pop(key, (now, None))
-                # if its beginning was not logged, its end is not either
-                return (level if cause is not None else logging.DEBUG), cause
-            logged_at, _ = self._known.get(key, (-math.inf, ""))
-            if now - logged_at < _REPEATED_EVERY_S:
-                return logging.DEBUG, None
-            self._known[key] = now, str(getattr(event, "reason", ""))
-            return level, None
-
-
 class LoggingObserver:
     """Writes every event as one line: its name, then its fields. A handler's failure is followed by its traceback.
 
@@ -95,14 +67,16 @@ class LoggingObserver:
     def __init__(self, as_json: bool = False, logger: logging.Logger | None = None) -> None:
         self._json = as_json
         self._log = logger or logging.getLogger("txbox")
-        self._troubles = _Troubles()
+        self._lock = threading.Lock()
+        # ongoing troubles: when each was last logged, and its cause
+        self._troubles: dict[tuple[type[Event], str | None, str | None], tuple[float, str]] = {}
 
     def __call__(self, event: Event) -> None:
         level = _LEVELS.get(type(event), logging.INFO)
         if level == logging.DEBUG and not self._log.isEnabledFor(level):
             # no trouble begins or ends with it, and there may be several for each message
             return
-        level, cause = self._troubles.level(event, level)
+        level, cause = self._level(event, level)
         if not self._log.isEnabledFor(level):
             return
         name = type(event).__name__
@@ -128,6 +102,26 @@ class LoggingObserver:
             level, "%s", line, exc_info=raised, extra={"txbox": {"event": name, **values}}
         )
 
+    def _level(self, event: Event, level: int) -> tuple[int, str | None]:
+        """Return the level to log it at and, if it ends a trouble, what the cause was."""
+        kind = type(event)
+        begins = _ENDS.get(kind, kind)
+        name = _BEGINS.get(begins)
+        if name is None:
+            return level, None
+        key = (begins, event.consumer, getattr(event, name))
+        now = time.monotonic()
+        with self._lock:
+            if kind is not begins:
+                _, cause = self._troubles.pop(key, (now, None))
+                # if its beginning was not logged, its end is not either
+                return (level if cause is not None else logging.DEBUG), cause
+            logged_at, _ = self._troubles.get(key, (-math.inf, ""))
+            if now - logged_at < _REPEATED_EVERY_S:
+                return logging.DEBUG, None
+            self._troubles[key] = now, str(getattr(event, "reason", ""))
+            return level, None
+
 
 def current_trace() -> dict[str, str]:
     """The ids of OpenTelemetry's current span, in hexadecimal digits; nothing where there is none."""
@@ -144,8 +138,6 @@ def _text(value: object) -> str:
         return "none"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, int):
-        return str(value)
     parts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
     text = ",".join(map(str, parts))
     # quoted if its end would not be obvious, or if it could forge a log line

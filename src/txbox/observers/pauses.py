@@ -92,18 +92,14 @@ class Pauses:
             self._emit(ConsumerResumed(consumer=consumer))
         return resumed
 
-    async def look(self, db: Session, dialect: Dialect) -> frozenset[str]:
-        """Read the pauses from the database; returns the consumers that are no longer paused."""
-        _, paused = await activity.pauses(db, dialect)
-        return self.heard(paused)
-
     async def look_now_and_then(self, db: Session, dialect: Dialect) -> None:
-        """As `look`, if nobody else does and the last time was long ago."""
+        """Read the pauses from the database, if nobody else does and the last time was long ago."""
         now = time.monotonic()
         if self.wake is None and now >= self.stale_at:
             # also if it fails, so that the next call does not try again at once
             self.stale_at = now + _FRESH_S
-            await self.look(db, dialect)
+            _, paused = await activity.pauses(db, dialect)
+            self.heard(paused)
 
     async def write(self, db: Session, dialect: Dialect) -> None:
         """Write the pauses of this process to the database.

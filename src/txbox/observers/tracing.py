@@ -191,7 +191,10 @@ class Tracing:
     @contextmanager
     def around(self, event: Event) -> Generator[None]:
         """Make the span of an event's message current, and end it with the outcome."""
-        span = self._span_of(event)
+        span = None
+        if isinstance(event, _ENDS):
+            with self._lock:
+                span = self._open.pop((event.consumer or "", event.message_id or ""), None)
         if span is None:
             yield
             return
@@ -203,12 +206,6 @@ class Tracing:
             span.end()
         with trace.use_span(span):
             yield
-
-    def _span_of(self, event: Event) -> Span | None:
-        if not isinstance(event, _ENDS):
-            return None
-        with self._lock:
-            return self._open.pop((event.consumer or "", event.message_id or ""), None)
 
 
 def _carried(message: Message[Any]) -> Context:

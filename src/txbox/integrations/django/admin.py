@@ -18,25 +18,23 @@ from txbox.admin import Admin, InboxFilter, OutboxFilter, views
 from txbox.errors import TxboxError
 from txbox.integrations import django as integration
 from txbox.integrations.django.models import InboxMessage, OutgoingMessage
+from txbox.text import counted
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
 else:
     _ModelAdmin = admin.ModelAdmin
 
-
-#: Of the messages that are about to be discarded.
+# of the messages that are about to be discarded
 _SHOWN = 20
-
-
-def _counted(count: int) -> str:
-    return "1 message" if count == 1 else f"{count:,} messages"
 
 
 class _Verbs(_ModelAdmin):
     show_full_result_count = False
     list_per_page = 50
     actions = ("retry", "discard")
+    search_fields = ("=message_id",)
+    readonly_fields = ("error",)
 
     def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
         return False
@@ -59,7 +57,7 @@ class _Verbs(_ModelAdmin):
     @admin.action(description="Retry selected messages", permissions=["verbs"])
     def retry(self, request: HttpRequest, queryset: Any) -> None:
         if count := self._change("retry", request, queryset):
-            done = f"{_counted(count)} retried, with a new budget of attempts. A running worker takes up what is due."
+            done = f"{counted(count)} retried, with a new budget of attempts. A running worker takes up what is due."
             self.message_user(request, done, messages.SUCCESS)
 
     @admin.action(description="Discard selected messages", permissions=["verbs"])
@@ -68,14 +66,14 @@ class _Verbs(_ModelAdmin):
         if "confirmed" not in request.POST:
             return self._ask(request, queryset)
         if count := self._change("discard", request, queryset):
-            self.message_user(request, f"{_counted(count)} discarded.", messages.SUCCESS)
+            self.message_user(request, f"{counted(count)} discarded.", messages.SUCCESS)
         return None
 
     def _ask(self, request: HttpRequest, queryset: Any) -> HttpResponse:
         count = queryset.count()
         context = {
             **self.admin_site.each_context(request),
-            "title": f"Discard {_counted(count)}?",
+            "title": f"Discard {counted(count)}?",
             "opts": self.opts,
             "rows": queryset[:_SHOWN],
             "more": max(0, count - _SHOWN),
@@ -120,19 +118,10 @@ class _Verbs(_ModelAdmin):
 @admin.register(InboxMessage)
 class InboxAdmin(_Verbs):
     list_display = (
-        "message_id",
-        "consumer",
-        "status",
-        "topic",
-        "type",
-        "attempts",
-        "error_type",
-        "received_at",
-    )
+        "message_id", "consumer", "status", "topic", "type", "attempts", "error_type", "received_at",
+    )  # fmt: skip
     list_filter = ("status", "consumer")
-    search_fields = ("=message_id",)
     ordering = ("-arrival",)
-    readonly_fields = ("error",)
 
     @staticmethod
     def filter_of(row: Any) -> InboxFilter:
@@ -143,9 +132,7 @@ class InboxAdmin(_Verbs):
 class OutboxAdmin(_Verbs):
     list_display = ("message_id", "status", "topic", "type", "attempts", "error_type", "staged_at")
     list_filter = ("status", "topic")
-    search_fields = ("=message_id",)
     ordering = ("-number",)
-    readonly_fields = ("error",)
 
     @staticmethod
     def filter_of(row: Any) -> OutboxFilter:

@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from django.db import models
 
-_REFUSED = "The tables of txbox are changed by its verbs: txbox.admin.Admin, or `manage.py txbox`."
-
-
 if TYPE_CHECKING:
     _TextField = models.TextField[Any, Any]
     _BigInteger = models.BigIntegerField[Any, Any]
@@ -26,10 +23,13 @@ class _Text(_TextField):
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-class _Rows(models.QuerySet[Any]):
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(_REFUSED)
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError(
+        "The tables of txbox are changed by its verbs: txbox.admin.Admin, or `manage.py txbox`."
+    )
 
+
+class _Rows(models.QuerySet[Any]):
     create = get_or_create = update_or_create = update = delete = _refuse
     bulk_create = bulk_update = _raw_delete = _refuse
 
@@ -40,11 +40,7 @@ class _ReadOnly(models.Model):
     class Meta:
         abstract = True
 
-    def save(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(_REFUSED)
-
-    def delete(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(_REFUSED)
+    save = delete = _refuse
 
 
 class InboxMessage(_ReadOnly):
