@@ -159,14 +159,11 @@ def make_parser(wanted: str | None = None) -> Parser:
     """The parser of all commands, or of the wanted one: imports what these need; of no command, next to nothing."""
     parser = Parser(
         prog="txbox",
-        formatter_class=HelpFormatter,
         description="txbox: the transactional inbox and outbox. Effectively once for effects in your transaction.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"txbox {txbox.__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", parser_class=_Command
-    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     if wanted is not None and wanted not in _COMMANDS:
         for name in _COMMANDS:
             add_command(commands, name)
@@ -196,10 +193,13 @@ def _prepare_streams() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors quote no password, and whose values are text."""
+    """A parser with the examples of its command, whose errors quote no password and whose values are text."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, prog: str | None = None, **options: Any) -> None:
+        if examples := _EXAMPLES.get((prog or "").removeprefix("txbox ")):
+            lines = ("examples:", *(f"txbox {example}" for example in examples))
+            options["epilog"] = "\n  ".join(lines)
+        super().__init__(prog=prog, formatter_class=HelpFormatter, **options)
         # of whatever names no type
         self.register("type", None, _text)
 
@@ -238,16 +238,6 @@ class HelpFormatter(argparse.HelpFormatter):
             else paragraph
             for paragraph in text.split("\n\n")
         )
-
-
-class _Command(Parser):
-    def __init__(self, *, prog: str, **options: Any) -> None:
-        examples = _EXAMPLES.get(prog.removeprefix("txbox "))
-        if examples is not None:
-            options["epilog"] = "\n  ".join(
-                ("examples:", *(f"txbox {example}" for example in examples))
-            )
-        super().__init__(prog=prog, formatter_class=HelpFormatter, **options)
 
 
 def common() -> argparse.ArgumentParser:

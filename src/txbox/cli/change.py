@@ -34,6 +34,7 @@ from txbox.cli.output import (
     interactive,
     print_json,
     print_line,
+    print_section,
     print_table,
     printable_lines,
     progress,
@@ -256,10 +257,11 @@ def _rehearse(args: argparse.Namespace) -> int:
         done = admin.rehearse(
             args.of, args.message_id, payload=payload, actor=args.actor, reason=args.reason
         )
+    code = 0 if done.outcome == "processed" else 1
     if args.json:
         print_json({"action": "rehearse", **as_json(done)})
-        return 0 if done.outcome == "processed" else 1
-    would = "processed" if done.outcome == "processed" else f"{done.outcome} ({done.error_type})"
+        return code
+    would = f"{done.outcome} ({done.error_type})" if code else done.outcome
     print_line(f"It would be {shown(would)}, after {done.duration_s:.3f} s. Nothing was committed.")
     if done.error:
         print_line(f"\n{printable_lines(done.error)}")
@@ -267,11 +269,9 @@ def _rehearse(args: argparse.Namespace) -> int:
         print_line("\nStatements:")
         for statement in done.statements:
             print_line(f"  {shown(statement)}")
-    if done.staged:
-        print_line("\nStaged:")
-        rows = [(link.topic, link.consumer or "outbox", link.message_id) for link in done.staged]
-        print_table(("topic", "where", "id"), rows)
-    return 0 if done.outcome == "processed" else 1
+    rows = [(link.topic, link.consumer or "outbox", link.message_id) for link in done.staged]
+    print_section("Staged", ("topic", "where", "id"), rows)
+    return code
 
 
 def _add_targets(
@@ -365,13 +365,12 @@ def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -
     if named or not isinstance(where, InboxFilter):
         raise ConfigurationError("--canary is for a filter: retry single messages by their ids.")
     with admin_of(args) as admin:
-        expected = admin.canary(where, dry_run=True).left
-        if args.dry_run:
-            redriven = admin.canary(where, dry_run=True)
-        elif not _agreed_to_change(args, expected, where):
-            print_error("Nothing was changed.")
-            return 1
-        else:
+        redriven = admin.canary(where, dry_run=True)
+        expected = redriven.left
+        if not args.dry_run:
+            if not _agreed_to_change(args, expected, where):
+                print_error("Nothing was changed.")
+                return 1
             redriven = admin.canary(
                 where, actor=args.actor, reason=args.reason, most=expected,
                 on_step=lambda step: None if args.json else print_line(step.sentence),

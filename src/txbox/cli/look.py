@@ -19,7 +19,6 @@ from txbox.admin.tables import (
     PartitionStatus,
     QuarantineFilter,
     Table,
-    TopicStatus,
     place_of,
 )
 from txbox.cli import add_command, print_error
@@ -29,6 +28,7 @@ from txbox.cli.output import (
     print_json,
     print_line,
     print_record,
+    print_section,
     print_table,
     printable_lines,
     readable,
@@ -159,28 +159,21 @@ def _status(args: argparse.Namespace) -> int:
     held = {pause.consumer for pause in paused}
     for warned in views.unattended(consumers, workers, held):
         print_line(shown(f"{warned.said} {warned.remedy}"))
-    if paused:
-        print_line("\nPaused:")
-        print_table(*views.pauses(paused))
-    if topics:
-        print_line("\nOutbox:")
-        print_table(*views.topics(topics))
-        _print_overdue(topics)
-    # what is a page or two says nothing
-    large = [size for size in tables if size.table_bytes + (size.index_bytes or 0) >= _WORTH_A_LINE]
-    if (consumers or topics) and large:
-        print_line("\nSize:")
-        print_table(*views.sizes(large))
+    print_section("Paused", *views.pauses(paused))
+    print_section("Outbox", *views.topics(topics))
+    for topic in topics:
+        if topic.overdue:
+            said, remedy = views.overdue(topic)
+            print_line(shown(f"{said} {remedy}"))
+    if consumers or topics:
+        # what is a page or two says nothing
+        large = [
+            size for size in tables if size.table_bytes + (size.index_bytes or 0) >= _WORTH_A_LINE
+        ]
+        print_section("Size", *views.sizes(large))
     if partitions is not None:
         _print_partitions(partitions)
     return 0
-
-
-def _print_overdue(topics: Sequence[TopicStatus]) -> None:
-    for status in topics:
-        if status.overdue:
-            said, remedy = views.overdue(status)
-            print_line(shown(f"{said} {remedy}"))
 
 
 def _print_partitions(partitions: PartitionStatus) -> None:
@@ -234,11 +227,9 @@ def _show(args: argparse.Namespace) -> int:
         if number:
             print_line("")
         _print_message(message)
-    if aside:
-        print_line("\nQuarantined under this id:")
-        print_table(*views.page(QUARANTINE, aside))
-        for message in aside:
-            _print_bytes(f"Payload {message.hash[:12]}", message.payload)
+    print_section("Quarantined under this id", *views.page(QUARANTINE, aside))
+    for message in aside:
+        _print_bytes(f"Payload {message.hash[:12]}", message.payload)
     return 0
 
 
@@ -281,9 +272,7 @@ def _print_message(message: Any) -> None:
     )
     if error := getattr(message, "error", None):
         print_line(f"\n{printable_lines(error)}")
-    if history := getattr(message, "history", ()):
-        print_line("\nAttempts:")
-        print_table(*views.attempts(history))
+    print_section("Attempts", *views.attempts(getattr(message, "history", ())))
     _print_bytes("Payload", message.payload)
     _print_bytes("Result", hidden["result"])
 

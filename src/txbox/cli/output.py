@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
 
@@ -103,6 +104,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
     if not (sys.stdout.isatty() and _print_rich(heads, cells, widths, right)):
         for line in ([head.upper() for head in heads], *cells):
             print("  ".join(_aligned(line, widths, right)).rstrip())
+
+
+def print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    """Print a table below others, under its title; nothing if it has no rows."""
+    if rows:
+        print_line(f"\n{title}:")
+        print_table(columns, rows)
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> Iterator[str]:
@@ -227,21 +235,12 @@ def confirmed(question: str) -> bool:
 @contextmanager
 def progress(text: str, total: int | None = None) -> Generator[Callable[[int], None]]:
     """Show a progress bar on standard error, if that is a terminal and rich is installed."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield lambda _done: None
         return
-    try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-    except ImportError:
-        yield lambda _done: None
-        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Generator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -143,6 +145,23 @@ class _Tally:
 
     def sentence(self) -> str:
         return ", ".join(f"{number} {kind}" for kind, number in self.counts.items()) + "."
+
+
+@contextmanager
+def _started(
+    args: argparse.Namespace, *, handlers: str | None = None
+) -> Generator[tuple[App, Driver]]:
+    """Begin to log, open the App, and check its tables now, not when they are first used.
+
+    Args:
+        handlers: as for `opened`.
+    """
+    start_logging(args)
+    with opened(args, handlers=handlers) as app:
+        log_libraries()
+        driver = Driver(app)
+        driver.perform(app.protocol.check_schema)
+        yield app, driver
 
 
 # -- run ------------------------------------------------------------------------------------------
@@ -283,13 +302,10 @@ def _relay(args: argparse.Namespace) -> int:
     from txbox.worker.pulse import Pulse
     from txbox.worker.relay import Relays
 
-    start_logging(args)
-    with opened(args, handlers="sends where app.publish says") as app:
+    with _started(args, handlers="sends where app.publish says") as (app, driver):
         tally = _Tally("Outgoing", sent=0, failed=0, dead=0)
-        log_libraries()
         app.events.observers.append(tally)
-        driver, grace_s = Driver(app), args.grace.total_seconds()
-        driver.perform(app.protocol.check_schema)
+        grace_s = args.grace.total_seconds()
         stopped = Stop()
         ends: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -343,11 +359,7 @@ def _relay(args: argparse.Namespace) -> int:
 
 
 def _maintain(args: argparse.Namespace) -> int:
-    start_logging(args)
-    with opened(args) as app:
-        log_libraries()
-        driver = Driver(app)
-        driver.perform(app.protocol.check_schema)
+    with _started(args) as (app, driver):
         if not args.once:
             _maintain_until_stopped(app, driver)
             return 0
@@ -414,12 +426,7 @@ def _ui(args: argparse.Namespace) -> int:
         print_line(hashed(_password()))
         return 0
     authenticator = _authenticator(args)
-    start_logging(args)
-    with opened(args) as app:
-        log_libraries()
-        driver = Driver(app)
-        # wrong tables are reported now, not by the first page
-        driver.perform(app.protocol.check_schema)
+    with _started(args) as (app, driver):
         dashboard = Dashboard(
             app, authenticator, hosts=args.allow_host, secret=os.environ.get(_SIGNING)
         )

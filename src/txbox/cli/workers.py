@@ -16,7 +16,7 @@ from txbox.admin.activity import Snapshot
 from txbox.admin.tables import UNMATCHED
 from txbox.cli import add_command
 from txbox.cli.options import add_audit, add_options, admin_of
-from txbox.cli.output import clipped, print_json, print_line, print_table, shown
+from txbox.cli.output import clipped, print_json, print_line, print_section, print_table, shown
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.store.activity import Pause
 from txbox.text import age, counted
@@ -54,9 +54,7 @@ def _workers(args: argparse.Namespace) -> int:
         print_table(*views.workers(workers))
     else:
         print_line("No process of `txbox run` or `txbox relay` is at work on this database.")
-    if paused:
-        print_line("\nPaused:")
-        print_table(*views.pauses(paused))
+    print_section("Paused", *views.pauses(paused))
     return 0
 
 
