@@ -15,6 +15,15 @@ from txbox.store.activity import Counts, Key, Kind, bucket_of
 
 # minutes kept while they cannot be written; older ones are dropped
 _KEPT = 60
+_NOTHING = Counts()
+_COUNTED: dict[type[Event], tuple[Kind, str]] = {
+    events.MessageFailed: ("consumer", "failed"),
+    events.MessageDead: ("consumer", "dead"),
+    events.MessageQuarantined: ("consumer", "quarantined"),
+    events.OutgoingSent: ("route", "processed"),
+    events.OutgoingFailed: ("route", "failed"),
+    events.OutgoingDead: ("route", "dead"),
+}
 
 
 class Received(Protocol):
@@ -38,6 +47,9 @@ class Activity:
     Args:
         went_well: called with a consumer's name when some of its messages were processed.
     """
+
+    #: Failures of messages, and outcomes of outgoing ones.
+    kinds: Collection[type[Event]] = _COUNTED.keys()
 
     def __init__(self, went_well: Callable[[str], None]) -> None:
         self._went_well = went_well
@@ -131,11 +143,6 @@ class Activity:
         if processed:
             self._went_well(consumer)
 
-    @property
-    def kinds(self) -> Collection[type[Event]]:
-        """Failures of messages, and outcomes of outgoing ones."""
-        return _COUNTED.keys()
-
     def __call__(self, event: Event) -> None:
         if not self.counts:
             return
@@ -195,14 +202,3 @@ class Activity:
     def _of(self, kind: Kind, name: str) -> Counts:
         self._turned()
         return self._counted.setdefault(Key(self._minute, kind, name), Counts())
-
-
-_NOTHING = Counts()
-_COUNTED: dict[type[Event], tuple[Kind, str]] = {
-    events.MessageFailed: ("consumer", "failed"),
-    events.MessageDead: ("consumer", "dead"),
-    events.MessageQuarantined: ("consumer", "quarantined"),
-    events.OutgoingSent: ("route", "processed"),
-    events.OutgoingFailed: ("route", "failed"),
-    events.OutgoingDead: ("route", "dead"),
-}

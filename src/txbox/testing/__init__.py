@@ -9,7 +9,7 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -155,7 +155,8 @@ def crash_points(
     if app.database.sync is not None:
         # first, because only some messages do: no later one need pass these points
         drive(app.database.sync, app.look_for_pauses)
-    with recorded() as points:
+    points: list[str] = []
+    with _installed(points.append):
         deliver(app, message, consumer=consumer)
     return points
 
@@ -226,7 +227,7 @@ async def _consumed(
 
 
 def _handler_of(app: App, message: Message[Any], consumer: str, is_async: bool) -> Handler | None:
-    found: Iterator[Handler] = iter(app.handlers.matching(message.topic, message.type, consumer))
+    found = app.handlers.matching(message.topic, message.type, consumer)
     return next((handler for handler in found if handler.is_async == is_async), None)
 
 
@@ -316,24 +317,12 @@ def meanwhile(point: str, call: Callable[[], object], nth: int = 1) -> Generator
         yield
 
 
-@contextmanager
-def recorded() -> Generator[list[str]]:
-    """Collect the points passed inside the `with` block, in order."""
-    passed: list[str] = []
-    with _installed(passed.append):
-        yield passed
-
-
 def kill_at(point: str, nth: int = 1) -> None:
     """From now on, this process kills itself (SIGKILL) at a point; for worker subprocesses in tests.
 
     Guarantee: no Python code runs after the point, just as with `kill -9` from outside.
     """
-    session.crash_point = _Nth(point, _kill, nth)
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    session.crash_point = _Nth(point, lambda: os.kill(os.getpid(), signal.SIGKILL), nth)
 
 
 def install_from_environment() -> None:
