@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from txbox import Message
 from txbox.demo.naive import COMMITTED, CUSTOMERS, DIRECTORY, SENDING, WRITTEN, create_tables
+from txbox.demo.payments import TOPIC, build
 from txbox.errors import ConfigurationError, TxboxError
 
 _KILL_WITHIN_S, _SETTLE_S, _SHOW_EVERY_S = 1.5, 60.0, 2.0
@@ -289,9 +291,8 @@ class _Naive(_Side):
 
     def __init__(self, directory: Path, due: Sequence[tuple[float, str]]) -> None:
         self._queue = (directory / "naive.queue").open("ab", buffering=0)
-        # `-m` would import this package first, and then the module a second time
-        call = f"from txbox.demo.naive import consume_naively; consume_naively({str(directory)!r})"
-        super().__init__(directory, due, "-c", call)
+        # by its path: with `-m` it would import txbox, and start as slowly
+        super().__init__(directory, due, str(Path(__file__).with_name("naive.py")), str(directory))
 
     def send(self, delivery: Delivery) -> None:
         self._queue.write(delivery.payload + b"\n")
@@ -320,17 +321,12 @@ class _Txbox(_Side):
     name = "txbox"
 
     def __init__(self, directory: Path, due: Sequence[tuple[float, str]]) -> None:
-        from txbox.demo.payments import build
-
         self._app = build(directory)
         self._app.init()
         self.sent = self.unfinished = self.duplicates = 0
         super().__init__(directory, due, "-m", "txbox", "run", "txbox.demo.payments:app")
 
     def send(self, delivery: Delivery) -> None:
-        from txbox import Message
-        from txbox.demo.payments import TOPIC
-
         self._app.send(Message(id=delivery.id, topic=TOPIC, payload=delivery.payload))
         self.sent += 1
 

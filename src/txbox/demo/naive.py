@@ -1,7 +1,7 @@
 """What a payment does, and the naive consumer of payments.
 
 A payment is booked in a SQLite database, then a receipt for it is sent to the next consumer. This module uses
-nothing of txbox, so that its process starts as quickly as a naive one does.
+nothing of txbox, so that its process, which runs this file, starts as quickly as a naive one does.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ WRITTEN = "written, not yet committed"
 COMMITTED = "committed, not yet acknowledged"
 SENDING = "receipts are about to be sent"
 
-_WORK_S = 0.012  # how long a payment takes: long enough for kills to hit in the middle of one
-_LINGER_S = (
-    0.1  # of the naive producer; without it a crash would double more receipts, and lose fewer
-)
-_ATTEMPTS = 3  # then the naive consumer drops a message, as brokers without a dead-letter queue do
+# how long a payment takes: long enough for kills to hit in the middle of one
+_WORK_S = 0.012
+# of the naive producer; without it a crash would double more receipts, and lose fewer
+_LINGER_S = 0.1
+# then the naive consumer drops a message, as brokers without a dead-letter queue do
+_ATTEMPTS = 3
 _TABLES = """
 CREATE TABLE account (customer INTEGER PRIMARY KEY, charged INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE payment (number INTEGER PRIMARY KEY, id TEXT NOT NULL, customer INTEGER NOT NULL, amount INTEGER NOT NULL);
@@ -113,3 +114,7 @@ def consume_naively(directory: str) -> None:
         partial = side.with_suffix(".new")
         partial.write_text(str(offset))
         partial.rename(acknowledged)
+
+
+if __name__ == "__main__":
+    consume_naively(sys.argv[1])
