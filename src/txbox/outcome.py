@@ -13,9 +13,7 @@ class Outcome(StrEnum):
 
     PROCESSED = "processed"  # the handler's transaction has committed
     DUPLICATE = "duplicate"  # already finished; nothing ran
-    FAILED = (
-        "failed"  # the handler failed; the message is parked and will be retried from the table
-    )
+    FAILED = "failed"  # the handler failed: the message is parked, and retried from the table
     DEAD = "dead"  # given up: a dead letter
     QUARANTINED = "quarantined"  # set aside: no usable id, a different payload, or too large
     IN_PROGRESS = "in_progress"  # another transaction holds it: do not acknowledge

@@ -121,7 +121,11 @@ def test_what_a_handler_sees_is_what_the_table_has(shop: Shop) -> None:
     assert statuses(shop.raw) == {"processed": 1}
 
 
-def test_a_drain_gives_back_what_the_lane_has_stored(shop: Shop) -> None:
+def test_a_drain_gives_back_what_the_lane_has_stored(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points: list[str] = []
+    monkeypatch.setattr(session, "crash_point", points.append)
     entered, gate = held_at(shop, "m0")
     source = Memory([paid(f"m{number}") for number in range(10)], endless=True)
     shop.app.consume(source)
@@ -134,6 +138,7 @@ def test_a_drain_gives_back_what_the_lane_has_stored(shop: Shop) -> None:
     assert codes == [0]
     assert statuses(shop.raw) == {"pending": 9, "processed": 1}
     assert shop.raw.value("SELECT sum(starts) FROM txbox_inbox") == 0
+    assert points.count("after:release") == 1, "in one transaction: little of the grace may be left"
     assert len(source.settled) == 10
 
 

@@ -354,28 +354,25 @@ class Table:
                 db, self._app.store, self.consumer, ids, token=token, lease=self._app.lease
             )
 
-    async def give_back(self, db: Session) -> int:
-        """Release the rows that no lane has started."""
-        released = 0
+    async def give_back(self, db: Session) -> None:
+        """Release the rows that no lane has started, those of one lease together."""
         while True:
             with self._lock:
                 if not self._rows:
-                    return released
-                row = self._rows.popleft()
+                    return
+                token = self._rows[0].token
+                rows = [row for row in self._rows if row.token == token]
+                self._rows = deque(row for row in self._rows if row.token != token)
+            ids = sorted(row.message_id for row in rows)
             try:
-                released += await leases.release(
-                    db,
-                    self._app.store,
-                    self.consumer,
-                    [row.message_id],
-                    token=row.token,
-                    delay_s=0.0,
+                await leases.release(
+                    db, self._app.store, self.consumer, ids, token=token, delay_s=0.0
                 )
             except BaseException:
-                # its lease is held on, and it is released the next time
-                self.put_back([row])
+                # their leases are held on, and they are released the next time
+                self.put_back(rows)
                 raise
-            with self.running([row]):
+            with self.running(rows):
                 pass
 
     def _pop(self, is_async: bool, lane: int) -> list[Row]:
