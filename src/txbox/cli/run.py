@@ -27,7 +27,7 @@ from txbox.cli.options import add_grace, add_options, opened
 from txbox.cli.output import interactive, print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreError, StoreUnavailable, installed
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
-from txbox.maintenance import JOBS, Report, Task
+from txbox.maintenance import JOBS, Report, Task, scheduled
 from txbox.observers.logging import current_trace
 from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
@@ -385,19 +385,12 @@ def _maintain_until_stopped(app: App, driver: Driver) -> None:
     task = Task(stop=stopped.is_set)
     paused_at: float | None = None
     with draining_on_signals(stopped.set, GRACE.total_seconds()):
-        due: dict[str, float] = {}
-        while not stopped.is_set():
-            job = min(JOBS, key=lambda candidate: due.get(candidate.name, 0.0))
-            if stopped.wait(max(0.0, due.get(job.name, 0.0) - time.monotonic())):
-                break
-            wait_s = job.every(app).total_seconds()
+        for job in scheduled(app, stopped.wait):
             try:
                 driver.perform(job.run, app, task)
             except StoreUnavailable as error:
-                if job.name not in due:
-                    # the first round: a wrong URL ends here with its sentence
-                    raise
                 paused_at = paused_at or time.monotonic()
+                wait_s = job.every(app).total_seconds()
                 app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
             except StoreError as error:
                 if error.fault not in CURABLE:
@@ -407,7 +400,6 @@ def _maintain_until_stopped(app: App, driver: Driver) -> None:
                 if paused_at is not None:
                     app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))
                     paused_at = None
-            due[job.name] = time.monotonic() + wait_s
 
 
 # -- ui -------------------------------------------------------------------------------------------

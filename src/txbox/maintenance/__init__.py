@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -130,3 +131,14 @@ JOBS = (
     Job("prune-activity", "merge counts, delete old ones, and forget dead workers", _seldom, prune_activity),
     Job("drop-payloads", "drop payloads whose keep_payload= has run out", _seldom, drop_payloads),
 )  # fmt: skip
+
+
+def scheduled(app: App, wait: Callable[[float], bool]) -> Iterator[Job]:
+    """Each job when it is due, all of them at once at first; ends when `wait`, for so many seconds, returns True."""
+    due_at = dict.fromkeys(JOBS, time.monotonic())
+    while True:
+        job = min(JOBS, key=due_at.__getitem__)
+        if wait(max(0.0, due_at[job] - time.monotonic())):
+            return
+        yield job
+        due_at[job] = time.monotonic() + job.every(app).total_seconds()

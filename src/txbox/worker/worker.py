@@ -20,7 +20,7 @@ from txbox.app import App, Consumption
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
 from txbox.handlers import conflicts
-from txbox.maintenance import JOBS, Task
+from txbox.maintenance import Task, scheduled
 from txbox.policy import GRACE
 from txbox.processing.waiting import CURABLE
 from txbox.session import Operation
@@ -563,12 +563,8 @@ class Background:
                 self._patiently(table.heartbeat)
 
     def _maintain(self) -> None:
-        due = {job.name: time.monotonic() for job in JOBS}
-        while not self._draining.wait(max(0.0, min(due.values()) - time.monotonic())):
-            for job in JOBS:
-                if due[job.name] <= time.monotonic() and not self._draining.is_set():
-                    self._patiently(job.run, self._app, Task(stop=self._draining.is_set))
-                    due[job.name] = time.monotonic() + job.every(self._app).total_seconds()
+        for job in scheduled(self._app, self._draining.wait):
+            self._patiently(job.run, self._app, Task(stop=self._draining.is_set))
 
     def _patiently(
         self,
