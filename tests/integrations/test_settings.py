@@ -46,11 +46,16 @@ def test_policies_are_nested_names(env: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_may_have_what_others_read(tmp_path: Path) -> None:
-    """The command line and the dashboard have variables of the same prefix."""
+    """The command line and the dashboard have variables of the same prefix, and the program its own."""
     path = tmp_path / ".env"
-    path.write_text(f"TXBOX_DATABASE_URL={URL}\nTXBOX_UI_TOKEN=secret\nTXBOX_APP=shop:app\n")
+    path.write_text(
+        f"TXBOX_DATABASE_URL={URL}\nTXBOX_UI_TOKEN=secret\nTXBOX_APP=shop:app\nDEBUG=1\n"
+    )
     made: Settings = Settings(_env_file=path)  # type: ignore[call-arg]
     assert made.database_url.get_secret_value() == URL
+    path.write_text(f"TXBOX_DATABASE_URL={URL}\nTXBOX_LEASE__DURATOIN=PT1M\n")
+    with pytest.raises(ValidationError, match="duratoin"):
+        Settings(_env_file=path)  # type: ignore[call-arg]
 
 
 def test_the_password_is_not_shown(env: pytest.MonkeyPatch) -> None:

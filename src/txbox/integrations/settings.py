@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import SecretStr, model_validator
+from pydantic import SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from txbox.app import App
 from txbox.policy import Batching, Lease, Limits, RelayPolicy, Retention
 
-# of the command line and the dashboard: a .env file has them, too
-_OTHERS = frozenset({"txbox_app", "txbox_ui_token", "txbox_ui_secret"})
 _OPTIONS = ("notify", "unmatched", "limits", "lease", "retention", "batching", "relaying")
 
 
@@ -34,7 +32,11 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="TXBOX_", env_nested_delimiter="__", hide_input_in_errors=True
+        env_prefix="TXBOX_",
+        env_nested_delimiter="__",
+        # a .env file has variables of the command line and of other programs
+        dotenv_filtering="only_existing",
+        hide_input_in_errors=True,
     )
 
     database_url: SecretStr
@@ -46,11 +48,6 @@ class Settings(BaseSettings):
     retention: Retention | None = None
     batching: Batching | None = None
     relaying: RelayPolicy | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_others(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in given.items() if name not in _OTHERS}
 
     def app(self, **options: Any) -> App:
         """Make the App; options of its constructor add to these settings, and go before them."""
