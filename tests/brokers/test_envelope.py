@@ -27,8 +27,7 @@ from txbox.brokers.file import File
 from txbox.brokers.kafka.partitions import Partition, Record
 from txbox.brokers.kafka.source import delivery_of
 from txbox.brokers.rabbitmq import source as rabbitmq
-from txbox.brokers.sqs import SQS
-from txbox.brokers.sqs import source as sqs
+from txbox.brokers.sqs import SQS, Queue
 from txbox.errors import MessageRefused
 from txbox.identity import message_id
 from txbox.message import HeaderValue
@@ -95,7 +94,7 @@ def on_sqs(
             for name, value in pairs.items()
         },
     }  # fmt: skip
-    queue = sqs.Queue(None, "orders", "https://sqs/orders", "arn:aws:sqs:orders", False, 30)
+    queue = Queue(None, "orders", "https://sqs/orders", "arn:aws:sqs:orders", False, 30)
     delivery = SQS("orders", region_name="x")._delivery(queue, record)
     assert delivery is not None
     return delivery

@@ -14,7 +14,7 @@ from typing import Any
 from txbox.app import App
 from txbox.brokers import envelope
 from txbox.brokers.base import Delivery
-from txbox.brokers.sqs.publisher import read
+from txbox.brokers.sqs import read
 from txbox.errors import BrokerError, StoreUnavailable
 from txbox.message import Message
 from txbox.session import drive
