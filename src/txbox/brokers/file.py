@@ -103,7 +103,7 @@ class File(Source):
     def open(
         self, topics: Sequence[str], progress: Progress, in_flight: InFlight | None = None
     ) -> None:
-        self._holding = self._ended = self._dirty = False
+        self._drop()
         self._lease_at = 0.0
         if self._stdin:
             self._cursors = {"-": Cursor(None, self._topic or "-", self._line_bytes, 0)}

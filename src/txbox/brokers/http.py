@@ -130,14 +130,14 @@ class HttpPublisher(LoopPublisher):
             self._session = self._new_session()
         for at in range(len(batch.answers)):
             batch.answers[at] = NotTried("There was no time left for this message.")
-        entries = batch.entries(self._headers_of)
+        entries = batch.entries(self._request_of)
 
         async def sends() -> None:
             # they share one iterator: whichever is free takes the next message
-            for at, headers in entries:
+            for at, (headers, body) in entries:
                 if self._time_s(batch) <= 0 or batch.away is not None:
                     return
-                await self._send(batch, at, headers)
+                await self._send(batch, at, headers, body)
 
         await asyncio.gather(*(sends() for _ in range(self._endpoint.concurrency)))
 
@@ -150,10 +150,11 @@ class HttpPublisher(LoopPublisher):
         """Return how long a request that starts now may take."""
         return min(batch.left_s() - batch.last_word_s, self._endpoint.timeout_s)
 
-    async def _send(self, batch: Batch, at: int, headers: Sequence[tuple[str, str]]) -> None:
+    async def _send(
+        self, batch: Batch, at: int, headers: Sequence[tuple[str, str]], body: bytes
+    ) -> None:
         assert self._session is not None
         message = batch.messages[at]
-        body = HTTP.payload(message)
         moment = str(int(time.time()))
         url = self._endpoint.url.replace(_TOPIC, quote(message.topic, safe=""))
         signed = [*headers, *self._signature(str(message.id), moment, body)]
@@ -212,8 +213,9 @@ class HttpPublisher(LoopPublisher):
             auto_decompress=False,
         )
 
-    def _headers_of(self, message: Message[object]) -> list[tuple[str, str]]:
-        HTTP.payload(message)
+    def _request_of(self, message: Message[object]) -> tuple[list[tuple[str, str]], bytes]:
+        """Return headers, without a signature, and body; raises MessageRefused."""
+        body = HTTP.payload(message)
         pairs = [("idempotency-key", str(message.id))]
         for name, value in HTTP.headers(message):
             if name.lower() in _STEERING:
@@ -228,7 +230,7 @@ class HttpPublisher(LoopPublisher):
                     f"HTTP allows no header {name!r} with this value: leave it out, or encode it."
                 )
             pairs.append((name, text))
-        return pairs
+        return pairs, body
 
     def _signature(self, message_id: str, moment: str, body: bytes) -> list[tuple[str, str]]:
         if not self._endpoint.keys:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -424,17 +425,22 @@ class Nats(LoopSource["Link"]):
         )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class Pull:
-    """One durable consumer. A pull request is kept outstanding as long as there is room for its messages."""
+    """One durable consumer. A pull request is kept outstanding as long as there is room for its messages.
 
-    def __init__(self, stream: str, durable: str, topic: str) -> None:
-        self.stream = stream
-        self.durable = durable
-        self.topic = topic
-        self.until = 0.0
-        self.wanted = 0
-        self.inbox = ""
-        self.subscription: Subscription | None = None
+    Args:
+        wanted: how many messages the last request has still to bring.
+        until: when it ends, by the monotonic clock; 0.0 once the server has said so.
+    """
+
+    stream: str
+    durable: str
+    topic: str
+    inbox: str = ""
+    subscription: Subscription | None = None
+    wanted: int = 0
+    until: float = 0.0
 
     @property
     def unanswered(self) -> bool:

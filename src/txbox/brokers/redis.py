@@ -170,7 +170,7 @@ class RedisStreams(Source):
         self._ready = self._was_ready = self._broken = False
         self._claim_at = 0.0
         self._buffer: deque[Delivery] = deque()
-        self._held: set[tuple[str, bytes]] = set()  # ours: buffered or handed out
+        self._held: set[Tag] = set()  # ours: buffered or handed out
         #: Entries that were trimmed or deleted before they could be processed.
         self.lost_upstream = 0
 
@@ -384,21 +384,27 @@ class RedisStreams(Source):
     # -- what is pending ----------------------------------------------------------------------
 
     def _acknowledge(self, tags: Sequence[Tag]) -> None:
-        with self._client.pipeline(transaction=False) as pipeline:
-            for stream, entry_ids in _by_stream(tags):
-                pipeline.xack(stream, self._group, *entry_ids)
-            _run(pipeline)
+        self._run(
+            ("XACK", stream, self._group, *entry_ids) for stream, entry_ids in _by_stream(tags)
+        )
 
     def _touch(self, tags: Sequence[Tag], idle_ms: int) -> None:
         """Set the idle time of entries, without delivering them or counting a delivery."""
+        set_idle = ("IDLE", idle_ms, "JUSTID")
+        # entries that were acknowledged meanwhile are skipped
+        self._run(
+            ("XCLAIM", stream, self._group, self._consumer, 0, *entry_ids, *set_idle)
+            for stream, entry_ids in _by_stream(tags)
+        )
+
+    def _run(self, commands: Iterable[Sequence[object]]) -> None:
         with self._client.pipeline(transaction=False) as pipeline:
-            for stream, entry_ids in _by_stream(tags):
-                # entries that were acknowledged meanwhile are skipped
-                pipeline.execute_command(
-                    "XCLAIM", stream, self._group, self._consumer, 0, *entry_ids,
-                    "IDLE", idle_ms, "JUSTID",
-                )  # fmt: skip
-            _run(pipeline)
+            for command in commands:
+                pipeline.execute_command(*command)
+            for answer in pipeline.execute(raise_on_error=False):
+                # without the group there is nothing to acknowledge or to keep
+                if isinstance(answer, exceptions.RedisError) and code_of(answer) != "NOGROUP":
+                    raise answer
 
     def _leave(self) -> None:
         for stream in self._streams:
@@ -468,13 +474,6 @@ def code_of(error: Exception) -> str:
 
 def _as_it_came(reply: object, **_: object) -> object:
     return reply
-
-
-def _run(pipeline: Any) -> None:
-    for answer in pipeline.execute(raise_on_error=False):
-        # without the group there is nothing to acknowledge or to keep
-        if isinstance(answer, exceptions.RedisError) and code_of(answer) != "NOGROUP":
-            raise answer
 
 
 def _by_stream(tags: Sequence[Tag]) -> Iterator[tuple[str, list[bytes]]]:
