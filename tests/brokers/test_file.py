@@ -336,6 +336,12 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert ids(read(File(tmp_path), kept)) == ["3", "4"]
 
 
+def test_a_folder_in_a_directory_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").mkdir()
+    write_events(tmp_path / "b.jsonl", ["1"])
+    assert ids(read(File(tmp_path), Kept())) == ["1"]
+
+
 def test_following_a_directory_finds_new_files(tmp_path: Path) -> None:
     write_events(tmp_path / "a.jsonl", ["0"])
     source = File(tmp_path, topic=TOPIC, follow=True)

@@ -218,7 +218,9 @@ class File(Source):
         """Return the open streams: files in reading order, new ones too, then what is left of files that are gone."""
         if self._stdin:
             return list(self._cursors.values())
-        paths = sorted(self.path.glob(self._pattern)) if self.path.is_dir() else [self.path]
+        paths = [self.path]
+        if self.path.is_dir():
+            paths = sorted(each for each in self.path.glob(self._pattern) if not each.is_dir())
         for path in paths:
             cursor = self._cursors.get(path.name)
             if cursor is None:
