@@ -326,7 +326,7 @@ class Pages:
 
     def operation(self, asked: Asked) -> Values:
         operation = self._operation(asked.query.get("name", ""))
-        return {"operation": operation, "live": operation.running, "refresh": operation.running}
+        return {"operation": operation, "live": operation.running}
 
     def _operation(self, name: str) -> Operation:
         operation = self.changes.of(name)

@@ -138,14 +138,10 @@ class Lane:
                 await db.rollback()
         except StoreError as error:
             if error.fault is Fault.SCHEMA:
-                await self._app.protocol.check_schema(
-                    db
-                )  # raises with the command to run, if that is it
+                # raises with the command to run, if that is it
+                await self._app.protocol.check_schema(db)
             if not (self._stop() and error.fault in CURABLE):
                 raise
-            return False
-        else:
-            return False
         finally:
             if ended:
                 if self._ahead is not None:
@@ -153,6 +149,7 @@ class Lane:
                 self._table.put_back(self._rows)
                 self._rows = deque()
                 self.busy = False
+        return False
 
     # -- deliveries ---------------------------------------------------------------------------
 
