@@ -198,9 +198,8 @@ class Poll:
             if self._stop() and error.fault in CURABLE:
                 return
             if error.fault is Fault.SCHEMA:
-                driver.perform(
-                    app.protocol.check_schema
-                )  # raises with the command to run, if that is it
+                # raises with the command to run, if that is it
+                driver.perform(app.protocol.check_schema)
             raise
         self._tell(answer)
 
