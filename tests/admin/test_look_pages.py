@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pymysql
 import pytest
@@ -88,3 +89,13 @@ def test_no_statement_of_a_page_runs_for_long(mysql_url: str, raw: Callable[[str
     with pytest.raises(pymysql.Error) as ended:
         raw(mysql_url).value(f"{short} count(*) FROM {many}")
     assert dialect("mysql").fault(str(ended.value.args[0])) is Fault.TIMEOUT
+
+
+def test_verbs_may_be_called_from_several_threads_at_a_time_through_asyncpg(
+    postgresql_url: str,
+) -> None:
+    with (
+        Admin(postgresql_url.replace("://", "+asyncpg://")) as admin,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        assert list(threads.map(lambda _: list(admin.status()), range(20))) == [[]] * 20

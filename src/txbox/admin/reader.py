@@ -6,6 +6,7 @@ import asyncio
 import getpass
 import json
 import socket
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
@@ -137,6 +138,8 @@ class Reader:
             target = _DatabaseOnly(open_database(target, schema=schema))
         self.app = cast("Application", target)
         self._runner: asyncio.Runner | None = None
+        # threads take turns on the loop; a verb called inside it is still refused, instead of waiting for itself
+        self._turn = threading.RLock()
         self._checked = False
         #: Where async connections belong to a loop that runs already: the verbs are then called from other threads.
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -182,9 +185,10 @@ class Reader:
         # one loop for all verbs: an async connection belongs to the loop that opened it
         if self.loop is not None:
             return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-        return self._runner.run(work)
+        with self._turn:
+            if self._runner is None:
+                self._runner = asyncio.Runner()
+            return self._runner.run(work)
 
     def close(self) -> None:
         """Close what was opened here; an App that was passed stays open."""
