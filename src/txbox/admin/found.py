@@ -75,7 +75,6 @@ class InInbox:
         held: an open transaction has locked or changed its row; None where that is unknown.
         holders: which transactions, where that is known.
         cause_id: the message it follows from, by its headers, if these are kept.
-        headers_kept: they are, and can be decoded.
         caused: what it staged that still has a row.
         letter: the dead letter about its last death, while that is in the outbox.
     """
@@ -86,7 +85,6 @@ class InInbox:
     holders: tuple[Holder, ...]
     cause_id: str | None
     causes: tuple[Link, ...]
-    headers_kept: bool
     caused: tuple[Link, ...]
     letter: Link | None
 
@@ -233,7 +231,6 @@ def _in_inbox(reader: Reader, link: Link, consumers: Sequence[str]) -> InInbox |
         holders=holders,
         cause_id=cause_id if kept else None,
         causes=tuple(_inbox_links(reader, consumers, [cause_id])) if kept and cause_id else (),
-        headers_kept=kept,
         caused=_caused(reader, consumer, message_id, consumers),
         letter=next(iter(_outbox_links(reader, [letter] if letter else [])), None),
     )

@@ -6,21 +6,24 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from txbox.admin.doctor import Diagnosis, Finding
 from txbox.admin.reader import Application, Rows, says_anything, takes
 from txbox.admin.tables import UNMATCHED
-from txbox.connections.base import Database
 from txbox.errors import Fault, StoreError, StoreUnavailable
 from txbox.session import Connection, Connections, Session, Statement
 from txbox.store import activity, partitions, schema
 from txbox.store.dialect import Dialect
 from txbox.store.dialect import dialect as load_dialect
 from txbox.text import counted, lasting
+
+T = TypeVar("T")
 
 _SKEW_S = 2.0
 _LAG_S = 60.0
@@ -30,7 +33,6 @@ _DEAD_ROWS = 50_000
 _DEAD_SHARE = 0.2
 _NAMED = 5
 _POOLER_LOOKS = 5
-_BETWEEN = "whether a pooler is between"
 
 
 @dataclass(slots=True)
@@ -60,19 +62,23 @@ class Case:
     def statement(self, query: str, **params: Any) -> Statement:
         return self.dialect.statement(query, params)
 
+    async def read(self, operation: Callable[[Session, Dialect], Awaitable[T]]) -> T | None:
+        """Read in a transaction of its own; None where a table, column or function is missing."""
+        await self.db.begin()
+        try:
+            found = await operation(self.db, self.dialect)
+        except StoreError as error:
+            if error.fault is not Fault.SCHEMA:
+                raise
+            await self.db.rollback()
+            return None
+        await self.db.commit()
+        return found
+
 
 async def tables(case: Case) -> AsyncIterator[Finding]:
     """The version of the tables, and all that belongs to it."""
-    await case.db.begin()
-    try:
-        state = await schema.read_state(case.db, case.dialect)
-    except StoreError as error:
-        if error.fault is not Fault.SCHEMA:
-            raise
-        await case.db.rollback()
-        state = schema.SchemaState(None, None, None)
-    else:
-        await case.db.commit()
+    state = await case.read(schema.read_state) or schema.SchemaState(None, None, None)
     if refusal := schema.unusable(state):
         problem, _, remedy = refusal.partition(": ")
         code = "schema-missing" if state.version is None else "schema-version"
@@ -117,17 +123,8 @@ async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
 
 
 async def _guard(case: Case, state: schema.SchemaState) -> AsyncIterator[Finding]:
-    await case.db.begin()
-    try:
-        fires = await schema.guarded(case.db, case.dialect, state)
-    except StoreError as error:
-        if error.fault is not Fault.SCHEMA:
-            raise
-        # what is missing is named already
-        await case.db.rollback()
-        return
-    await case.db.commit()
-    if not fires:
+    # None: something is missing, which is named already
+    if await case.read(partial(schema.guarded, state=state)) is False:
         yield Finding(
             "guard-off",
             "The transaction guard does not fire: a handler that commits by itself leaves half a message.",
@@ -172,10 +169,8 @@ async def partitioned(case: Case) -> AsyncIterator[Finding]:
 
 async def settings(case: Case) -> AsyncIterator[Finding]:
     """What the server is set to, as a transaction of txbox's sees it."""
-    await case.db.begin()
-    found = (await case.db.execute(case.statement("doctor_settings"))).rows
-    await case.db.commit()
-    case.settings = {str(name): str(value) for name, value in found}
+    (found,) = await case.db.together((case.statement("doctor_settings"),))
+    case.settings = {str(name): str(value) for name, value in found.rows}
     for part in (_writable, _isolation, _durability, _time_outs):
         for finding in part(case):
             yield finding
@@ -331,12 +326,17 @@ async def clock(case: Case) -> AsyncIterator[Finding]:
 
 async def pooler(case: Case) -> AsyncIterator[Finding]:
     """Two connections of ours on one connection of the server's: somebody shares those out by transaction."""
-    connections = _connections(case.app.database, is_async=case.db.is_async)
-    first = await connections.acquire()
+    database = case.app.database
+    connections = database.asynchronous if case.db.is_async else database.sync
+    assert connections is not None, "the session came from it"
     try:
-        shared, mixed = await _beside(case, connections, first)
-    finally:
-        await connections.release(first)
+        async with _lent(connections) as first, _lent(connections) as second:
+            shared, mixed = await _shared(case, first, second)
+    except StoreUnavailable as error:
+        case.diagnosis.not_checked(
+            "whether a pooler is between", f"it takes two connections at a time: {error}"
+        )
+        return
     if not shared:
         return
     if mixed:
@@ -360,26 +360,24 @@ async def pooler(case: Case) -> AsyncIterator[Finding]:
         )
 
 
-async def _beside(case: Case, connections: Connections, first: Connection) -> tuple[bool, bool]:
-    """Whether the connection is on the same one of the server's as another, with plans under the clients' names."""
+@asynccontextmanager
+async def _lent(connections: Connections) -> AsyncGenerator[Connection]:
+    connection = await connections.acquire()
     try:
-        second = await connections.acquire()
-    except StoreUnavailable as error:
-        case.diagnosis.not_checked(_BETWEEN, f"it takes two connections at a time: {error}")
-        return False, False
-    try:
-        if first.native is second.native:
-            # Django's, which has one a thread
-            case.diagnosis.not_checked(
-                _BETWEEN, "it takes two connections at a time, and there is one."
-            )
-            return False, False
-        return await _shared(case, first, second)
+        yield connection
     finally:
-        await connections.release(second)
+        await connections.release(connection)
 
 
 async def _shared(case: Case, first: Connection, second: Connection) -> tuple[bool, bool]:
+    """Whether both are on the same connection of the server's, and whether it has plans under the clients' names.
+
+    Raises:
+        StoreUnavailable: both are the same one of ours.
+    """
+    if first.native is second.native:
+        # Django's, which has one a thread
+        raise StoreUnavailable("there is one.")
     asked = case.statement("doctor_backend")
     seen: tuple[set[int], set[int]] = (set(), set())
     mixed = False
@@ -391,12 +389,6 @@ async def _shared(case: Case, first: Connection, second: Connection) -> tuple[bo
         if seen[0] & seen[1]:
             return True, mixed
     return False, False
-
-
-def _connections(database: Database, *, is_async: bool) -> Connections:
-    found = database.asynchronous if is_async else database.sync
-    assert found is not None, "the session came from it"
-    return found
 
 
 async def transactions_refused(case: Case) -> Finding | None:
