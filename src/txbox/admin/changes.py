@@ -213,9 +213,8 @@ class Changes(Reader):
         if message_id is None and not known:
             raise UnusableMessage("it has no id: give it one (--id)")
         accepted_id = known if message_id is None else canonical_id(message_id)
-        found = self.app.handlers.matching(message.topic, message.type, consumer)
-        if found:
-            return found[0].accepted(message, accepted_id)
+        if handler := self.handler_of(message, consumer):
+            return handler.accepted(message, accepted_id)
         return Arrival(message, accepted_id, payload_hash(message))
 
     def edit(
@@ -270,7 +269,7 @@ class Changes(Reader):
                 content_type=content_type or message.content_type,
                 headers=Headers([*kept, *fresh]),
             )
-            for handler in self.app.handlers.matching(message.topic, message.type, consumer)[:1]:
+            if handler := self.handler_of(message, consumer):
                 _check_edited(handler, arrival, after, self.app.limits)
             return after
 

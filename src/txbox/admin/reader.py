@@ -18,6 +18,7 @@ from txbox.connections import open_database
 from txbox.connections.base import Database
 from txbox.events import Events, RowsChanged
 from txbox.handlers import Handler, Handlers
+from txbox.message import Message
 from txbox.observers.logging import LoggingObserver
 from txbox.outbox import Routes
 from txbox.outcome import Status
@@ -148,6 +149,11 @@ class Reader:
     def has_handlers(self) -> bool:
         """Whether there is an App whose handlers can be run."""
         return len(self.app.handlers) > 0
+
+    def handler_of(self, message: Message[Any], consumer: str) -> Handler | None:
+        """The handler of this consumer that takes such messages."""
+        found = self.app.handlers.matching(message.topic, message.type, consumer)
+        return found[0] if found else None
 
     @property
     def store(self) -> InboxStore:

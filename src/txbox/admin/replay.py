@@ -159,7 +159,7 @@ class Replays(Changes):
         self, arrival: Arrival, where: InboxFilter, failures: list[ReplayFailure]
     ) -> str:
         """Replay one message; returns which of the counts it belongs to."""
-        handler = self._handler(arrival, str(where.consumer))
+        handler = self.handler_of(arrival.message, str(where.consumer))
         if handler is None:
             return "skipped"
         replay = self.app.protocol.replay
@@ -194,7 +194,7 @@ class Replays(Changes):
         """The message as the other consumer would have received it; None when it does not take it."""
         if not self.has_handlers:
             return arrival
-        handler = self._handler(arrival, consumer)
+        handler = self.handler_of(arrival.message, consumer)
         if handler is None:
             return None
         try:
@@ -204,11 +204,6 @@ class Replays(Changes):
             return handler.accepted(arrival.message, arrival.message_id)
         except UnusableMessage:
             return None
-
-    def _handler(self, arrival: Arrival, consumer: str) -> Handler | None:
-        message = arrival.message
-        found = self.app.handlers.matching(message.topic, message.type, consumer)
-        return found[0] if found else None
 
     def rehearse(
         self,
@@ -242,7 +237,8 @@ class Replays(Changes):
         arrival = found[0].arrival
         if payload is not None:
             arrival = replace(arrival, message=replace(arrival.message, payload=payload))
-        handler, message = self._handler(arrival, consumer), arrival.message
+        message = arrival.message
+        handler = self.handler_of(message, consumer)
         if handler is None:
             raise ConfigurationError(
                 f"{consumer} has no handler for topic {message.topic!r} with type {message.type!r}."
