@@ -22,7 +22,7 @@ from tests.support.servers.control import (
     ThrowawayRabbitMQ,
     ThrowawayRedis,
 )
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, eventually
 
 pytestmark = pytest.mark.brokers
 
@@ -146,7 +146,10 @@ def test_elasticmq_keeps_what_it_answered(throwaway_sqs: ThrowawayElasticMQ) -> 
     client.send_message(QueueUrl=queue, MessageBody="kept")
     throwaway_sqs.stop(immediate=True)
     throwaway_sqs.start()
-    (message,) = client.receive_message(QueueUrl=queue, WaitTimeSeconds=20).get("Messages", [])
+    # asked again and again: it takes calls before it has its messages back, and may not wake who waits for them
+    (message,) = eventually(
+        lambda: client.receive_message(QueueUrl=queue, WaitTimeSeconds=1).get("Messages")
+    )
     assert message.get("Body") == "kept"
     client.delete_message(QueueUrl=queue, ReceiptHandle=message.get("ReceiptHandle", ""))
     client.close()
