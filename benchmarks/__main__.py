@@ -56,6 +56,7 @@ PHASES: dict[str, tuple[str, str | None]] = {
     "P16": ("Peers", "benchmarks.peers.p16"),
     "P17": ("What the inbox costs", None),
     "P18": ("Import and memory", "benchmarks.p18_footprint"),
+    "P22": ("Types that alternate", None),
     "MARIADB": ("MariaDB", "benchmarks.mariadb"),
     "PROFILE": ("Where a message's microseconds go", "benchmarks.profile"),
     "SNAPSHOT": ("Stored, while an old snapshot is held", None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ class Txbox:
         rate: deliveries that become due in a second; None has all of them wait from the start.
         until_processed: time until the handlers are done, where the source's part is done before.
         to_commit: time each message to its commit, too, which an observer hears of.
+        types: of the messages, in turn.
         wait_s: a round that is not done by then is stopped, and shows how far it came.
         options: of the handler.
     """
@@ -45,6 +46,7 @@ class Txbox:
         rate: float | None = None,
         until_processed: bool = False,
         to_commit: bool = False,
+        types: Sequence[str | None] = (None,),
         wait_s: float = WAIT_S,
         **options: Any,
     ) -> None:
@@ -53,6 +55,7 @@ class Txbox:
         self.gauges = gauges
         self._rate = rate
         self._until_processed = until_processed
+        self._types = types
         self._wait_s = wait_s
         self._processed: Callable[[str], None] | None = None
         listening = until_processed or to_commit
@@ -73,7 +76,7 @@ class Txbox:
     def round(self, work: Work) -> Round:
         self.prepare()
         watch = Stopwatch(self.gauges)
-        source = Memory(work, watch, rate=self._rate)
+        source = Memory(work, watch, rate=self._rate, types=self._types)
         source.ends_elsewhere = self._until_processed
         if self.app.events.observers:
             self._processed = Processed(work, watch, source)

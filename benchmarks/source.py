@@ -95,6 +95,7 @@ class Memory:
     Args:
         rate: deliveries a second that become due, evenly, from the first `receive` on; None has all
             of them wait from the start.
+        types: of the messages, in turn.
 
     A delivery's time is from when it was due (or, without a rate, received) to its settlement.
     """
@@ -104,8 +105,16 @@ class Memory:
     redelivery_s: float | None = None
     name = "memory"
 
-    def __init__(self, work: Work, watch: Stopwatch, *, rate: float | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        watch: Stopwatch,
+        *,
+        rate: float | None = None,
+        types: Sequence[str | None] = (None,),
+    ) -> None:
         self._waiting = work.deliveries
+        self._types = types
         self._watch = watch
         self._every_s = None if rate is None else 1.0 / rate
         self._next = 0
@@ -142,9 +151,12 @@ class Memory:
             arrived = int((now - self._began_at) / self._every_s) + 1
             until, due = min(arrived, self._next + messages_max), self._began_at
         found: list[Delivery] = []
+        types = self._types
         for at, delivery in enumerate(self._waiting[self._next : until], self._next):
             # not `Message[Any](…)`, which takes three times as long
-            message: Message[Any] = Message(topic=TOPIC, id=delivery.id, payload=delivery.payload)
+            message: Message[Any] = Message(
+                topic=TOPIC, id=delivery.id, payload=delivery.payload, type=types[at % len(types)]
+            )
             since = due if self._every_s is None else due + at * self._every_s
             found.append(Delivery(message, TOPIC, tag=since))
             if self.received is not None:

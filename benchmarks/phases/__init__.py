@@ -21,5 +21,6 @@ PHASES: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "P12": failures.p12,
     "P13": backlog.p13,
     "P17": backlog.p17,
+    "P22": lanes.p22,
     "SNAPSHOT": stored.snapshot,
 }

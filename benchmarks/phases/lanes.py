@@ -1,4 +1,4 @@
-"""P7: four lanes on a thousand hot rows."""
+"""P7: four lanes on a thousand hot rows. P22: types that alternate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from benchmarks.workload import ACCOUNTS, in_sets, writes
 
 _LANES = 4
 _ACCOUNT = "body.account"
+_TYPES = ("order.paid", "order.settled", "order.corrected", "order.repaid", "order.imported")
 
 
 def p07(on: Setting) -> dict[str, Any]:
@@ -41,6 +42,38 @@ def p07(on: Setting) -> dict[str, Any]:
         [
             Bar(f"{lane.name}: never below naive", 1.0, ratios(rounds, lane.name, naive.name))
             for lane in lanes
+        ],
+        rounds,
+    )
+
+
+def p22(on: Setting) -> dict[str, Any]:
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("inline", {"pipeline": True}),
+        ("stored", {"pipeline": True, "mode": "stored", "until_processed": True}),
+    ]
+    pairs = [
+        tuple(
+            on.txbox(f"{name}, {text}", writes, types=_TYPES[:count], **options)
+            for text, count in (("one type", 1), ("five types", len(_TYPES)))
+        )
+        for name, options in kinds
+    ]
+    rounds = on.interleaved([
+        (on.naive(), on.work()), *((contender, on.work(4)) for pair in pairs for contender in pair)
+    ])  # fmt: skip
+    return on.result(
+        "P22",
+        "Five types of one handler that alternate",
+        "the handler of P3 for every type of its topic, the whole workload waiting from the start, one worker with one "
+        "lane; each message has another type than the one before it, or all have the same",
+        [
+            Bar(
+                f"{five.name}: at least 0.9 times one type",
+                0.9,
+                ratios(rounds, five.name, one.name),
+            )
+            for one, five in pairs
         ],
         rounds,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.support.workers import running, worker
 from txbox import Batching, Message
 from txbox.app import App
 from txbox.brokers.base import Delivery
+from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
 from txbox.processing.attempt import BatchSize
 from txbox.session import Session
@@ -151,6 +154,35 @@ def test_a_batch_is_of_one_handler_and_one_way(shop: Shop, monkeypatch: pytest.M
         assert again.issuperset(ids) or again.isdisjoint(ids)
     assert max(len(ids) for _, ids in taken) == 10
     assert shop.effects() == 60
+
+
+@pytest.mark.parametrize("mode", ["inline", "stored"])
+@pytest.mark.parametrize("registered", [TOPIC, "*"])
+def test_types_and_topics_of_one_handler_share_a_batch(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, registered: str, mode: Literal["inline", "stored"]
+) -> None:
+    taken = batches_of(shop.app, monkeypatch)
+    at_pace(shop.app, monkeypatch, 50)
+    topics = [TOPIC] if registered == TOPIC else [TOPIC, "refunds"]
+
+    @shop.app.handler(registered, consumer=CONSUMER, mode=mode)
+    def handle(message: Message[Any], tx: Any) -> None:
+        add_effect(tx, message.id, f"{message.topic} {message.type}")
+
+    messages = [
+        replace(paid(f"m{n:02}", type=f"type{n % 5}"), topic=topics[n % len(topics)])
+        for n in range(60)
+    ]
+    # a copy of the first in the same batch: its event names its topic
+    shop.app.consume(Memory([*messages[:20], messages[0], *messages[20:]]))
+
+    assert worker(shop.app, once=True).run() == 0
+
+    assert max(len(ids) for _, ids in taken) >= 50
+    notes = [note for (note,) in shop.raw.rows("SELECT note FROM effect")]
+    assert Counter(notes) == Counter(f"{message.topic} {message.type}" for message in messages)
+    copies = shop.emitted(MessageDuplicate)
+    assert [event.topic for event in copies] == ([TOPIC] if mode == "inline" else [])
 
 
 def test_a_batch_is_bounded_by_its_bytes(

@@ -159,15 +159,19 @@ class Intake:
             answers = await self._run_leased(db, handler, arrivals, for_s)
         if len(known) == len(ids):
             return [answers[message_id] for message_id in ids]
-        return self._unfolded(handler, ids, answers)
+        return self._unfolded(handler.consumer, messages, ids, answers)
 
     def _unfolded(
-        self, handler: Handler, ids: Sequence[str], answers: dict[str, Answer]
+        self,
+        consumer: str,
+        messages: Sequence[Message[Any]],
+        ids: Sequence[str],
+        answers: dict[str, Answer],
     ) -> list[Answer]:
         """Return one answer per message: copies share the first one's fate, those without an id are quarantined."""
         outcomes: list[Answer] = []
         seen: set[str] = set()
-        for message_id in ids:
+        for message, message_id in zip(messages, ids, strict=True):
             answer = answers[message_id] if message_id else _QUARANTINED
             if message_id in seen and answer.outcome in (Outcome.PROCESSED, Outcome.DUPLICATE):
                 if answer.outcome is Outcome.PROCESSED:
@@ -175,7 +179,7 @@ class Intake:
                 if self._protocol.events:
                     self._protocol.events.emit(
                         MessageDuplicate(
-                            consumer=handler.consumer, message_id=message_id, topic=handler.topic
+                            consumer=consumer, message_id=message_id, topic=message.topic
                         )
                     )
             seen.add(message_id)

@@ -14,6 +14,7 @@ from zlib import crc32
 
 from txbox.app import App
 from txbox.brokers.base import Delivery
+from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.session import Connection, Connections, drive, drive_async
@@ -21,7 +22,7 @@ from txbox.worker.driving import Driver
 from txbox.worker.lane import Acknowledge, HandlerModes, Lane, Parts, Work
 from txbox.worker.table import Poll, Table
 
-_MODES_MAX = 4096
+_MATCHES_MAX = 4096
 # connections of a worker, unless a handler has more lanes
 _CONNECTIONS = 16
 # threads for lanes whose handlers work outside a transaction
@@ -196,7 +197,9 @@ class Lanes:
         self.tables: dict[str, Table] = {}
         #: By consumer, and whether they run async handlers.
         self.by_consumer: dict[tuple[str, bool], list[Lane]] = {}
-        self._modes: dict[tuple[str, str | None], list[_Taken]] = {}
+        # one for each handler: a batch ends where the next message has another
+        self._modes: dict[Handler, _Taken] = {}
+        self._matches: dict[tuple[str, str | None], list[_Taken]] = {}
         self._handed = 0
 
     def __len__(self) -> int:
@@ -248,6 +251,9 @@ class Lanes:
                     )
                     for index in range(max(handler.options.concurrency for handler in alike))
                 ]
+                for handler in alike:
+                    lanes = self.by_consumer[consumer, is_async][: handler.options.concurrency]
+                    self._modes[handler] = HandlerModes(handler), tuple(lanes)
 
     @property
     def busy(self) -> int:
@@ -337,7 +343,7 @@ class Lanes:
             if message is None:
                 left.append(delivery)
                 continue
-            found = self._modes.get((message.topic, message.type))
+            found = self._matches.get((message.topic, message.type))
             if found is None:
                 found = self._found(message)
             if not found:
@@ -375,21 +381,11 @@ class Lanes:
 
     def _found(self, message: Message[Any]) -> list[_Taken]:
         handlers = self._app.handlers.matching(message.topic, message.type)
-        if len(self._modes) > _MODES_MAX:
+        if len(self._matches) > _MATCHES_MAX:
             # types come from outside, so the cache must be bounded
-            self._modes.clear()
-        found = [
-            (
-                HandlerModes(handler),
-                tuple(
-                    self.by_consumer[handler.consumer, handler.is_async][
-                        : handler.options.concurrency
-                    ]
-                ),
-            )
-            for handler in handlers
-        ]
-        self._modes[message.topic, message.type] = found
+            self._matches.clear()
+        found = [self._modes[handler] for handler in handlers]
+        self._matches[message.topic, message.type] = found
         return found
 
     # -- rows that are due ---------------------------------------------------------------------
