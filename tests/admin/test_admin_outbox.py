@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.support.databases import Raw
+from tests.support.databases import NewDatabase, Raw, names
 from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Message, Outbox, Outgoing, RelayPolicy, RetryPolicy
@@ -30,6 +30,7 @@ from txbox.policy import Retention
 from txbox.session import drive
 from txbox.store.order import Waits
 from txbox.store.outbox import OutboxStore, Taken
+from txbox.testing import meanwhile
 from txbox.worker.relay import Relay
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -329,6 +330,27 @@ def test_a_reroute_meets_rows_whatever_becomes_of_them_meanwhile(
         assert {row.message_id for row in admin.list(OutboxFilter(route="elsewhere"))} == {
             due, delayed,
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("product", names("postgresql", "mysql"))
+def test_a_relay_takes_no_row_that_was_rerouted_since_it_looked(
+    new_database: NewDatabase, plain_connection: Connect, product: str
+) -> None:
+    url, broker = new_database(product), Recorder()
+    with App(url) as app, Admin(url) as admin:
+        app.publish(broker, topics=["a"], name="old")
+        with plain_connection(url) as tx:
+            message_id = app.outbox.stage(tx, "a", "moves")
+            tx.commit()
+
+        def reroute() -> None:
+            assert admin.reroute(OutboxFilter(message_id=message_id), "new").count == 1
+
+        with meanwhile("before:relay_lease", reroute):
+            relayed(app)
+        assert broker.sent == []
+        (row,) = admin.list(OutboxFilter())
+        assert (row.route, row.status, row.attempts) == ("new", "due", 0)
 
 
 def test_what_leaves_is_counted_by_publisher_and_outcome(

@@ -581,11 +581,16 @@ def test_a_failed_row_that_is_dead_is_no_longer_due(
         )
     )
     params |= {
-        "consumer": f"c{number}", "message_id": "m", "payload_hash": b"h", "token": "t", "has_payload": True,
-        "max_attempts": 2, "max_age_s": 1e9, "delay_s": 0.0, "final": False,
+        "consumer": f"c{number}", "message_id": "m", "payload_hash": b"h", "token": "", "has_payload": True,
+        "max_attempts": 3, "max_age_s": 1e9, "delay_s": 0.0, "final": False,
     }  # fmt: skip
     update = given.database.dialect.statement("record_update", params)
-    for attempts, status, due in ((1, "failed", True), (2, "dead", False)):
+    db.execute("UPDATE txbox_inbox SET attempts = 1 WHERE consumer = ?", (f"c{number}",))
+    for attempts, status, due in ((2, "failed", True), (3, "dead", False)):
+        db.execute(
+            "INSERT INTO txbox_attempt (consumer, message_id, attempt, status) VALUES (?, 'm', 1, 'failed')",
+            (f"c{number}",),
+        )
         held.begin()
         assert held.execute(update).count == 1
         held.commit()

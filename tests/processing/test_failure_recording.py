@@ -18,6 +18,7 @@ from tests.support.meddling import Verb, drive_meddled
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, add_effect, execute, opened, paid
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Inbox, Limits, Message, Outcome, RetryPolicy
+from txbox.admin import Admin, InboxFilter
 from txbox.events import MessageInFlight
 from txbox.session import Statements, drive
 from txbox.store.codec import Arrival
@@ -138,6 +139,82 @@ def test_race_between_a_failure_and_a_success(shop: Shop) -> None:
     assert settled["a"].outcome is Outcome.DUPLICATE
     assert (shop.row("a").status, shop.row("a").attempts, shop.effects("a")) == ("processed", 0, 1)
     assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
+
+
+# what records a failure is the transaction behind that of the handler
+RECORDS = "before:begin"
+
+
+def expire(shop: Shop) -> None:
+    """The worker that holds the row stands still: its lease ends, and the row is rescued."""
+    shop.raw.execute("UPDATE txbox_inbox SET lease_until = received_at WHERE status = 'processing'")
+    assert len(shop.rescue()) == 1
+
+
+def operate(shop: Shop, verb: str) -> None:
+    """What an operator decides meanwhile."""
+    with Admin(shop.url) as admin:
+        where = InboxFilter(consumer=CONSUMER, message_id="a")
+        if verb == "edit":
+            admin.edit(CONSUMER, "a", payload=b"right")
+        elif verb == "discard":
+            assert admin.discard(where).count == 1
+        else:
+            assert admin.retry(where).count == 1
+
+
+@pytest.mark.parametrize("verb", ["edit", "retry", "discard", "another run"])
+def test_a_leased_run_that_comes_late_records_nothing_over_what_became_of_the_row(
+    shop: Shop, verb: str
+) -> None:
+    shop.handler(lambda message, tx: fail(), mode="stored", retry=RetryPolicy(max_attempts=1))
+    shop.deliver(paid("a", b"wrong"))
+    ((frozen, token),) = shop.lease()
+    changed: list[Any] = []
+
+    def meanwhile_changed() -> None:
+        expire(shop)
+        if verb == "another run":
+            ((_, other),) = shop.lease(suspect=True)
+            row = recorded(shop, b"wrong", other)
+            assert (row.status, row.attempts) == ("failed", 1)
+        else:
+            operate(shop, verb)
+        changed.append(snapshot(shop))
+
+    with meanwhile(RECORDS, meanwhile_changed, nth=2):
+        assert shop.run(frozen, token) is Outcome.IN_PROGRESS
+    assert changed == [snapshot(shop)]
+
+
+@pytest.mark.parametrize("verb", ["edit", "retry", "discard"])
+def test_a_delivery_that_comes_late_records_nothing_over_what_an_operator_decided(
+    shop: Shop, verb: str
+) -> None:
+    """Its copy has failed and stands in the table by then; what was decided on that row stays."""
+    shop.handler(lambda message, tx: fail(), retry=RetryPolicy(max_attempts=2))
+    changed: list[Any] = []
+
+    def meanwhile_changed() -> None:
+        assert recorded(shop, b"wrong").attempts == 1
+        operate(shop, verb)
+        changed.append(snapshot(shop))
+
+    # before the first delivery comes the check of the schema
+    with meanwhile(RECORDS, meanwhile_changed, nth=3):
+        late = shop.deliver(paid("a", b"wrong"))
+    assert late is (Outcome.DUPLICATE if verb == "discard" else Outcome.DEFERRED)
+    assert changed == [snapshot(shop)]
+
+
+def test_a_late_delivery_leaves_an_edited_row_alone_that_has_failed_again(shop: Shop) -> None:
+    shop.handler(lambda message, tx: fail())
+    assert recorded(shop, b"wrong").attempts == 1
+    operate(shop, "edit")
+    assert shop.work() == [Outcome.FAILED]
+    before = snapshot(shop)
+    assert recorded(shop, b"wrong") is None
+    assert snapshot(shop) == before
 
 
 by_server = pytest.mark.parametrize("product", names("postgresql", "mysql"))

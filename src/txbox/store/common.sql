@@ -72,12 +72,16 @@ lease_until = NULL, token = NULL, updated_at = [now],
        payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
 
 -- name: record_update
--- Overwrites only a failed row with the same payload, or a row that is ours by its token.
+-- A lease overwrites the row that has its token, and nothing else. A delivery without one counts its failure on a row
+-- that other deliveries have made of the same payload: as long as all attempts in its history were counted, no lease
+-- has expired and no operator has decided on it since.
 UPDATE txbox_inbox
    SET starts = CASE WHEN status = 'processing' THEN [greatest](starts - 1, 0) ELSE starts END, [failing]
  WHERE consumer = :consumer::text AND message_id = :message_id::text
-   AND ((status = 'failed' AND [same payload_hash, :payload_hash::bytea])
-        OR (status = 'processing' AND token = :token::text))
+   AND ((status = 'processing' AND token = :token::text)
+        OR (status = 'failed' AND :token::text = '' AND [same payload_hash, :payload_hash::bytea] AND attempts > 0
+            AND attempts = (SELECT count(*) FROM txbox_attempt AS past
+                             WHERE past.consumer = :consumer::text AND past.message_id = :message_id::text)))
 
 -- name: record_insert
 -- Somebody else's row is left alone; then nothing is written.

@@ -485,18 +485,20 @@ class InboxStore:
 
         Returns:
             The row as it is afterwards. None means that it belongs to somebody else by now (processed,
-            dead, leased to another, or with another payload): nothing was written; classify again.
+            dead, leased to another, with another payload, or decided on by an operator): nothing was
+            written; classify again.
 
         Raises:
             StoreError: LOCK_TIMEOUT, when the row was held for longer: nothing was written; end the
                 transaction with `rollback_bounded`.
 
-        Guarantee: never overwrites a finished row, another's lease or another payload.
+        Guarantee: with a lease, only the row that has its token is written. Without one, never a finished row,
+            another's lease, another payload, or what an operator has edited or retried.
         """
         params = self._failed_row(consumer, arrival, failure, retry, token=token)
         await db.begin(self.begin_bounded(lock_timeout))
         written = await db.execute(self.dialect.statement("record_update", params))
-        if written.count == 0:
+        if written.count == 0 and not token:
             try:
                 written = await db.execute(self.dialect.statement("record_insert", params))
             except StoreError as error:

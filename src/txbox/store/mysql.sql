@@ -723,11 +723,11 @@ SELECT [text topic], [text `key`], [text type], MIN(number), COUNT(*)
  GROUP BY topic, `key`, type
 
 -- name: relay_lease then relay_take
-
+-- The route again: an operator may have changed it since the page was read.
 SELECT [text own.id], number, [text topic], [text type], [text `key`], content_type, headers, payload, key_id,
        staged_at, attempts
   FROM [outgoing_of id]
- WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6)
+ WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6) AND route IN (:route, '')
    FOR UPDATE SKIP LOCKED
 
 -- name: relay_take

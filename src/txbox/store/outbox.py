@@ -143,7 +143,7 @@ class OutboxStore:
             page = [row for row in page if taken.fits(row.topic, row.type)]
             wanted = await self._eligible(db, page, taken) if page else []
             fitting = _within(wanted, payload_bytes)
-            look.rows = await self._take(db, fitting, token, lease_s)
+            look.rows = await self._take(db, fitting, token, lease_s, taken.route)
             if not look.more:
                 self._after = _START
             if len(fitting) < len(wanted):
@@ -211,14 +211,19 @@ class OutboxStore:
         ]
 
     async def _take(
-        self, db: Transaction, wanted: Sequence[_Candidate], token: str, lease_s: float
+        self,
+        db: Transaction,
+        wanted: Sequence[_Candidate],
+        token: str,
+        lease_s: float,
+        route: str,
     ) -> list[Staged]:
         if not wanted:
             return []
         found = await self.dialect.take(
             db,
             "relay_lease",
-            {"token": token, "lease_s": lease_s},
+            {"token": token, "lease_s": lease_s, "route": route},
             {"id": [row.id for row in wanted]},
         )
         rows = sorted((self._staged(row) for row in found.rows), key=lambda row: row.number)

@@ -995,11 +995,11 @@ SELECT topic, key, type, min(number), count(*)
 
 -- name: relay_lease
 -- The commit that takes a row is durable, and so is the earlier commit that staged it: nothing is published that a
--- server crash could still undo.
+-- server crash could still undo. The route again: an operator may have changed it since the page was read.
 UPDATE txbox_outbox AS own
    SET token = :token::text, available_at = [in :lease_s]
   FROM (SELECT id FROM txbox_outbox
-         WHERE id = ANY(:rows.id::text[]) AND status = 'pending' AND available_at <= now()
+         WHERE id = ANY(:rows.id::text[]) AND status = 'pending' AND available_at <= now() AND route IN (:route::text, '')
            FOR UPDATE SKIP LOCKED) AS due
  WHERE own.id = due.id
 RETURNING own.id, own.number, own.topic, own.type, own.key, own.content_type, own.headers, own.payload, own.key_id,

@@ -594,7 +594,7 @@ SELECT topic, key, type, min(number), count(*)
 -- name: relay_lease
 UPDATE txbox_outbox
    SET token = :token, available_at = [in :lease_s]
- WHERE id IN ({:rows.id}) AND status = 'pending' AND available_at <= [now]
+ WHERE id IN ({:rows.id}) AND status = 'pending' AND available_at <= [now] AND route IN (:route, '')
 RETURNING id, number, topic, type, key, content_type, headers, payload, key_id, staged_at, attempts
 
 -- name: relay_adopt
