@@ -62,7 +62,7 @@ from txbox.store.partitions import Kind, Partitioning
 
 if TYPE_CHECKING:
     from txbox.observers.tracing import Tracing
-    from txbox.ui import Authenticate, Authenticator, Dashboard
+    from txbox.ui import Authenticate, Dashboard, Token, Tokens
 
 _log = logging.getLogger("txbox")
 
@@ -728,9 +728,10 @@ class App:
 
     def asgi(
         self,
-        authenticator: Authenticator | Authenticate,
+        authenticator: Token | Tokens | Authenticate,
         *,
         hosts: Iterable[str] = (),
+        proxies: Iterable[str] = (),
         secret: str | None = None,
     ) -> Dashboard:
         """Return the dashboard as an ASGI app to mount in your own; `txbox ui` serves it by itself.
@@ -738,6 +739,7 @@ class App:
         Args:
             authenticator: decides who may sign in; see `txbox.ui.Dashboard`.
             hosts: host names it is served under, besides loopback.
+            proxies: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed.
             secret: at least 24 bytes, the same in all processes that serve it.
 
         Raises:
@@ -745,7 +747,7 @@ class App:
         """
         with installed("ui", "The dashboard"):
             from txbox.ui import Dashboard
-        return Dashboard(self, authenticator, hosts=hosts, secret=secret)
+        return Dashboard(self, authenticator, hosts=hosts, proxies=proxies, secret=secret)
 
     def close(self) -> None:
         """Close the connections that txbox opened itself."""

@@ -22,13 +22,22 @@ def test_it_does_not_start_without_knowing_who_may_look(command: Command, sqlite
     assert "TXBOX_UI_TOKEN" in ended.sentence
     short = command("ui", "--database", sqlite_url, env={"TXBOX_UI_TOKEN": "short"}, code=2)
     assert "24 bytes" in short.sentence
-    missing = command("ui", "--database", sqlite_url, "--users", "nobody.txt", code=2)
+    missing = command("ui", "--database", sqlite_url, "--tokens", "nobody.txt", code=2)
     assert "nobody.txt" in missing.sentence
-
-
-def test_a_password_is_hashed_for_the_file_of_users(command: Command) -> None:
-    hashed = command("ui", "--hash-password", stdin=b"secret\n").out.strip()
-    assert re.fullmatch(r"scrypt\$16384,8,1\$[\w-]+\$[\w-]+", hashed)
+    command.file("tokens.txt", f"ann:{TOKEN}:all\n")
+    wrong = command("ui", "--database", sqlite_url, "--tokens", "tokens.txt", code=2)
+    assert "Line 1 of the tokens" in wrong.sentence
+    assert TOKEN not in wrong.sentence
+    two = command(
+        "ui",
+        "--database",
+        sqlite_url,
+        "--trust-header",
+        "X-User",
+        env={"TXBOX_UI_TOKEN": TOKEN},
+        code=2,
+    )
+    assert "use one" in two.sentence
 
 
 def test_it_serves_until_it_is_told_to_end(command: Command, sqlite_url: str) -> None:

@@ -18,7 +18,7 @@ from tests.support.dashboard import TOKEN, fill, shop
 from tests.support.databases import FreshDatabase
 from tests.support.waiting import DEADLINE_S
 from txbox import App
-from txbox.ui import Authenticate, Authenticator, Dashboard, Grant, Token
+from txbox.ui import Authenticate, Dashboard, Grant, Token, Tokens
 from txbox.worker.serving import DASHBOARD, Server
 
 ALL: tuple[Grant, ...] = ("change", "payload")
@@ -83,10 +83,10 @@ class Browser:
         token = self.get(on).value("form_token")
         return self.ask("POST", path, {"form_token": token, **form})
 
-    def log_in(self, secret: str, name: str = "") -> Answer:
+    def log_in(self, secret: str) -> Answer:
         self.cookies.pop("txbox_session", None)
         token = self.get("/").value("form_token")
-        return self.ask("POST", "/login", {"form_token": token, "secret": secret, "name": name})
+        return self.ask("POST", "/login", {"form_token": token, "secret": secret})
 
 
 @contextmanager
@@ -122,11 +122,13 @@ def serve() -> Iterator[Serve]:
         app: App,
         *,
         grants: tuple[Grant, ...] = ALL,
-        authenticator: Authenticator | Authenticate | None = None,
+        authenticator: Token | Tokens | Authenticate | None = None,
         hosts: tuple[str, ...] = (),
+        proxies: tuple[str, ...] = (),
+        secret: str | None = None,
     ) -> Browser:
         who = authenticator or Token(TOKEN, actor="ann", grants=grants)
-        dashboard = app.asgi(who, hosts=hosts)
+        dashboard = app.asgi(who, hosts=hosts, proxies=proxies, secret=secret)
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         server = Server(dashboard, listener, DASHBOARD)

@@ -16,9 +16,9 @@ from tests.support.databases import NewDatabase, require
 from tests.support.servers import ROOT
 from tests.support.waiting import DEADLINE_S
 from tests.support.workers import running, worker
-from tests.ui.conftest import Serve
+from tests.ui.conftest import ALL, Serve
 from txbox import App
-from txbox.ui import Users, hashed
+from txbox.ui import Token, Tokens
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=DEADLINE_S * 1000)
@@ -101,10 +101,8 @@ def complaints(page: Page) -> list[str]:
     return said
 
 
-def log_in(page: Page, secret: str = TOKEN, name: str | None = None) -> None:
+def log_in(page: Page, secret: str = TOKEN) -> None:
     page.goto("/")
-    if name is not None:
-        page.get_by_label("Name").fill(name)
     page.locator("input[name=secret]").fill(secret)
     page.get_by_role("button", name="Log in").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
@@ -276,12 +274,11 @@ def test_a_quarantined_message_is_looked_at_and_accepted(
 def test_whoever_may_not_is_told_and_whoever_may_can(
     chromium: Browser, busy: App, serve: Serve
 ) -> None:
-    users = Users(
-        {"ann": hashed("of ann"), "eve": hashed("of eve")}, {"ann": ["change", "payload"]}
-    )
-    port = serve(busy, authenticator=users).port
+    ann, nobody = "a token of ann, who may change", "a token of eve, who may not"
+    tokens = Tokens(Token(ann, actor="ann", grants=ALL), Token(nobody, actor="eve"))
+    port = serve(busy, authenticator=tokens).port
     eve = opened(chromium, port)
-    log_in(eve, "of eve", "eve")
+    log_in(eve, nobody)
     eve.goto("/message?consumer=billing&message_id=order-0017")
     expect(eve.get_by_text("To see payload and header values you need the grant")).to_be_visible()
     assert eve.get_by_role("button", name="Retry…").count() == 0
@@ -289,7 +286,7 @@ def test_whoever_may_not_is_told_and_whoever_may_can(
     answer = eve.request.post("/confirm", form={"form_token": str(token)})
     assert answer.status == 403
     eve.get_by_role("button", name="Log out").click()
-    log_in(eve, "of ann", "ann")
+    log_in(eve, ann)
     eve.goto("/message?consumer=billing&message_id=order-0017")
     eve.get_by_role("button", name="Retry…").click()
     expect(eve.get_by_role("heading", level=1)).to_contain_text("Retry 1 message?")

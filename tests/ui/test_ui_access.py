@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+import contextlib
+import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from tests.support.dashboard import TOKEN, shop
-from tests.ui.conftest import ALL, Serve
+from tests.support.waiting import DEADLINE_S
+from tests.ui.conftest import ALL, Browser, Serve
 from txbox import App
 from txbox.errors import ConfigurationError
 from txbox.events import Event, LoginRefused
-from txbox.ui import Access, Dashboard, Grant, Token, Users, hashed
+from txbox.ui import Access, Dashboard, Grant, Token, Tokens, TrustedHeader
 from txbox.ui.pages import RULES
-from txbox.ui.security import Failures, Signed, known_host, same_origin
+from txbox.ui.security import LoginThrottle, Proxies, Signer, known_host, same_origin
+
+ANN, BOB = "a-token-of-ann-that-is-long-enough", "a-token-of-bob-that-is-long-enough"
 
 PATHS = [*((rule.method, path) for path, rule in RULES.items()), ("GET", "/live")]
 GRANTED = [(path, grant) for path, rule in RULES.items() for grant in rule.grants]
@@ -105,11 +113,10 @@ def test_logging_in_takes_the_token_of_its_form(app: App, serve: Serve) -> None:
 
 
 def test_a_form_of_another_login_is_refused(app: App, serve: Serve) -> None:
-    users = Users({"ann": hashed("of ann"), "bob": hashed("of bob")})
-    browser = serve(app, authenticator=users)
-    assert browser.log_in("of ann", "ann").status == 303
+    browser = serve(app, authenticator=Tokens(Token(ANN, actor="ann"), Token(BOB, actor="bob")))
+    assert browser.log_in(ANN).status == 303
     token = browser.get("/operations").value("form_token")
-    assert browser.log_in("of bob", "bob").status == 303
+    assert browser.log_in(BOB).status == 303
     assert browser.ask("POST", "/logout", {"form_token": token}).status == 400
 
 
@@ -167,6 +174,7 @@ def test_hosts_that_are_known(host: str, known: bool) -> None:
     [
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],
@@ -193,28 +201,33 @@ def test_the_dashboard_does_not_start_without_an_authenticator(app: App) -> None
             Dashboard(app, nobody)  # type: ignore[arg-type]
 
 
-def test_a_short_token_and_a_plain_password_are_refused() -> None:
+def test_tokens_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="24 bytes"):
         Token("short")
-    with pytest.raises(ConfigurationError, match="not hashed"):
-        Users({"ann": "secret"})
-    with pytest.raises(ConfigurationError, match="Line 1"):
-        Users.read("ann")
+    with pytest.raises(ConfigurationError, match=r"Line 2 .* 24 bytes"):
+        Tokens.read("# who\nann:secret")
     with pytest.raises(ConfigurationError, match="Unknown grant 'all'"):
         Token(TOKEN, grants=["all"])  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match="the same"):
+        Tokens.read(f"ann:{ANN}\nbob:{ANN}")
+    with pytest.raises(ConfigurationError, match="at least one"):
+        Tokens.read("# nobody")
+    with pytest.raises(ConfigurationError, match="name"):
+        Tokens.read(f":{ANN}")
 
 
-def test_users_log_in_and_have_their_own_grants(app: App, serve: Serve) -> None:
-    text = f"# who\nann:{hashed('of ann')}:change\n\nbob:{hashed('of bob')}\n"
-    browser = serve(app, authenticator=Users.read(text))
-    assert browser.log_in("of bob", "ann").status == 401
-    assert browser.log_in("of ann", "ann").status == 303
+def test_each_token_has_its_name_and_its_grants(app: App, serve: Serve) -> None:
+    browser = serve(
+        app, authenticator=Tokens.read(f"# who\nann:{ANN}:change\n\nbob:{BOB}\n{TOKEN}")
+    )
+    assert browser.log_in(ANN + BOB).status == 401
+    assert browser.log_in(ANN).status == 303
     assert "ann" in browser.get("/").text
     assert browser.post("/cancel", name="x").status == 404
     assert browser.post("/reveal").status == 403
-    assert browser.post("/logout").status == 303
-    browser.cookies.pop("txbox_session")
-    assert browser.log_in("of bob", "bob").status == 303
+    assert browser.log_in(BOB).status == 303
+    assert browser.post("/cancel", name="x").status == 403
+    assert browser.log_in(TOKEN).status == 303
     assert browser.post("/cancel", name="x").status == 403
 
 
@@ -223,10 +236,136 @@ def test_credentials_in_the_header_are_enough(app: App, serve: Serve) -> None:
     browser.cookies.clear()
     assert browser.ask("GET", "/", headers={"Authorization": f"Bearer {TOKEN}"}).status == 200
     assert browser.ask("GET", "/", headers={"Authorization": f"Bearer {TOKEN}x"}).status == 401
-    users = serve(app, authenticator=Users({"ann": hashed("päss:word")}))
-    given = base64.b64encode("ann:päss:word".encode()).decode()
-    assert users.ask("GET", "/", headers={"Authorization": f"Basic {given}"}).status == 200
-    assert users.ask("GET", "/", headers={"Authorization": "Basic !!!"}).status == 401
+    assert browser.ask("GET", "/", headers={"Authorization": "Basic !!!"}).status == 401
+
+
+# -- sessions -------------------------------------------------------------------------------------
+
+
+def test_a_session_ends_with_its_token(app: App, serve: Serve) -> None:
+    """What was opened with one token is not open with another, nor with a new one of the same name."""
+    secret = "s" * 24
+    opened = serve(app, authenticator=Token(ANN, actor="ann"), secret=secret)
+    assert opened.log_in(ANN).status == 303
+    for tokens, status in (
+        (Tokens(Token(ANN, actor="ann")), 200),
+        (Tokens(Token(BOB, actor="ann"), Token(ANN, actor="ann")), 200),
+        (Tokens(Token(BOB, actor="ann")), 401),
+        (Tokens(Token(BOB, actor="bob")), 401),
+    ):
+        other = serve(app, authenticator=tokens, secret=secret)
+        other.cookies = dict(opened.cookies)
+        assert other.get("/").status == status
+
+
+def test_a_session_is_of_one_dashboard(app: App, serve: Serve, tmp_path: Path) -> None:
+    secret = "s" * 24
+    opened = serve(app, authenticator=Token(ANN), secret=secret)
+    assert opened.log_in(ANN).status == 303
+    with shop(f"sqlite:///{tmp_path}/other.db") as second:
+        other = serve(second, authenticator=Token(ANN), secret=secret)
+        other.cookies = dict(opened.cookies)
+        assert other.get("/").status == 401
+
+
+def test_a_logout_ends_the_session_and_its_copies(app: App, serve: Serve) -> None:
+    browser = serve(app, authenticator=Token(ANN))
+    assert browser.log_in(ANN).status == 303
+    copied = dict(browser.cookies)
+    assert browser.log_in(ANN).status == 303
+    second = dict(browser.cookies)
+    browser.cookies = dict(copied)
+    assert browser.post("/logout").status == 303
+    browser.cookies = dict(copied)
+    assert browser.get("/").status == 401
+    browser.cookies = dict(second)
+    assert browser.get("/").status == 200
+
+
+# -- a proxy --------------------------------------------------------------------------------------
+
+
+def test_a_proxy_on_loopback_says_who_asks(filled_sqlite: App, serve: Serve) -> None:
+    grants: dict[str, list[Grant]] = {"ann": ["change"]}
+    who = TrustedHeader("X-User", grants=grants)
+    browser = serve(filled_sqlite, authenticator=who)
+    assert browser.get("/").status == 401
+    browser.headers["X-User"] = "ann"
+    assert browser.post("/cancel", on="/messages", name="x").status == 404
+    browser.headers["X-User"] = "josé".encode().decode("latin-1")
+    assert "josé" in browser.get("/").text
+    assert browser.post("/cancel", on="/messages", name="x").status == 403
+    for nobody in ("", " ", "x" * 256, "a\tb"):
+        browser.headers["X-User"] = nobody
+        assert browser.get("/").status == 401
+
+
+def _request(peer: str, *headers: tuple[str, str], proxies: tuple[str, ...] = ()) -> Request:
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    scope = {"type": "http", "scheme": "http", "headers": raw, "client": (peer, 1)}
+    Proxies(proxies).resolve(scope)
+    return Request(scope)
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "name"),
+    [
+        ("127.0.0.1", [("x-user", "ann")], "ann"),
+        ("::1", [("x-user", "ann")], "ann"),
+        ("::ffff:127.0.0.1", [("x-user", "ann")], "ann"),
+        ("10.0.0.1", [("x-user", "ann")], None),
+        ("", [("x-user", "ann")], None),
+        # a client that the proxy lets through with a header of its own
+        ("127.0.0.1", [("x-user", "root"), ("x-user", "ann")], None),
+        # the address of the connection counts, whatever the proxy says of its client
+        ("10.0.0.1", [("x-user", "ann"), ("x-forwarded-for", "127.0.0.1")], None),
+        ("127.0.0.1", [("x-user", "ann"), ("x-forwarded-for", "10.0.0.1")], "ann"),
+    ],
+)
+def test_who_may_name_the_user(peer: str, headers: list[tuple[str, str]], name: str | None) -> None:
+    request = _request(peer, *headers, proxies=("10.0.0.0/8", "127.0.0.1"))
+    access = TrustedHeader("x-user")(request)
+    assert (access and access.actor) == name
+
+
+def test_a_proxy_elsewhere_proves_itself_with_a_secret() -> None:
+    who = TrustedHeader("x-user", secret="p" * 24)
+    user = ("x-user", "ann")
+    assert who(_request("127.0.0.1", user)) is None
+    assert who(_request("10.0.0.1", user, ("x-txbox-proxy-secret", "p" * 23))) is None
+    assert who(_request("10.0.0.1", user, ("x-txbox-proxy-secret", "p" * 24))) == Access("ann")
+    with pytest.raises(ConfigurationError, match="24 bytes"):
+        TrustedHeader("x-user", secret="short")
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "client", "scheme"),
+    [
+        ("10.0.0.1", [("x-forwarded-for", "1.2.3.4"), ("x-forwarded-proto", "https")], "1.2.3.4", "https"),
+        # what the client itself has sent stands to the left
+        ("10.0.0.1", [("x-forwarded-for", "9.9.9.9, 1.2.3.4, 10.0.0.2")], "1.2.3.4", "http"),
+        ("10.0.0.1", [("x-forwarded-for", "9.9.9.9"), ("x-forwarded-for", "1.2.3.4")], "1.2.3.4", "http"),
+        ("10.0.0.1", [("x-forwarded-for", "nonsense"), ("x-forwarded-proto", "gopher")], "10.0.0.1", "http"),
+        ("10.0.0.1", [], "10.0.0.1", "http"),
+        ("5.6.7.8", [("x-forwarded-for", "1.2.3.4"), ("x-forwarded-proto", "https")], "5.6.7.8", "http"),
+    ],
+)  # fmt: skip
+def test_only_a_known_proxy_is_believed(
+    peer: str, headers: list[tuple[str, str]], client: str, scheme: str
+) -> None:
+    request = _request(peer, *headers, proxies=("10.0.0.0/8",))
+    assert request.client is not None
+    assert (request.client.host, request.scope["scheme"]) == (client, scheme)
+
+
+def test_cookies_are_secure_behind_a_proxy_that_speaks_tls(app: App, serve: Serve) -> None:
+    for proxies, secure in ((("127.0.0.1",), True), ((), False)):
+        browser = serve(app, authenticator=Token(ANN), proxies=proxies)
+        browser.headers["X-Forwarded-Proto"] = "https"
+        answer = browser.log_in(ANN)
+        assert ("secure" in answer.headers["set-cookie"].lower()) is secure
+    with pytest.raises(ConfigurationError, match="proxy"):
+        Dashboard(app, Token(ANN), proxies=["nginx"])
 
 
 def test_the_host_application_may_say_who_asks(filled_sqlite: App, serve: Serve) -> None:
@@ -252,38 +391,52 @@ def test_failed_logins_are_bounded(app: App, serve: Serve) -> None:
     assert int(answer.headers["retry-after"]) > 0
 
 
+def test_simultaneous_guesses_count_one_by_one(app: App, serve: Serve) -> None:
+    """A check before a slow comparison, and a count after it, let all through that are sent at once."""
+    browser = serve(app)
+    browser.cookies.clear()
+    token, cookies = browser.get("/").value("form_token"), dict(browser.cookies)
+    ready = threading.Barrier(40)
+
+    def guess(number: int) -> int:
+        client = Browser(browser.port, cookies=dict(cookies))
+        ready.wait(DEADLINE_S)
+        form = {"form_token": token, "secret": f"guess {number}"}
+        return client.ask("POST", "/login", form).status
+
+    with ThreadPoolExecutor(40) as threads:
+        statuses = Counter(threads.map(guess, range(40)))
+    assert statuses == {401: 5, 429: 35}
+
+
 def test_failures_are_forgotten_after_a_minute_and_kept_within_bounds() -> None:
     now = 0.0
-    failures = Failures(lambda: now)
+    throttle = LoginThrottle(lambda: now)
     for _ in range(5):
-        assert failures.wait_s("1.2.3.4", "ann") == 0
-        failures.add("1.2.3.4", "ann")
-    assert failures.wait_s("1.2.3.4", "bob") == 60
-    assert failures.wait_s("5.6.7.8", "ann") == 0
+        assert throttle.attempt("1.2.3.4") == 0
+    assert throttle.attempt("1.2.3.4") == 60
+    assert throttle.attempt("5.6.7.8") == 0
+    for _ in range(20):
+        throttle.succeeded("5.6.7.8")
+        assert throttle.attempt("5.6.7.8") == 0
     now = 60.0
-    assert failures.wait_s("1.2.3.4", "ann") == 0
+    assert throttle.attempt("1.2.3.4") == 0
     for number in range(11_000):
-        failures.add(str(number), str(number))
-    assert len(failures._since) == 10_000
+        throttle.attempt(str(number))
+    assert len(throttle._since) == 10_000
 
 
-def test_failures_with_a_token_keep_nobody_else_out() -> None:
-    """A token is everybody's, so strangers who fail with it share no bound with those who have it."""
-    dashboard = Dashboard("sqlite:///nowhere.db", Token(TOKEN))
-    headers = [(b"authorization", b"Bearer wrong")]
+def test_strangers_who_fail_keep_nobody_else_out() -> None:
+    tokens = Tokens(Token(TOKEN))
+    dashboard = Dashboard("sqlite:///nowhere.db", tokens)
 
     def request(address: str) -> Request:
-        return Request({"type": "http", "headers": headers, "client": (address, 1)})
-
-    async def attacked() -> Access | None:
-        for number in range(100):
-            # the form has a field for a name, which a token does not need
-            wrong = dashboard._verify(request(f"10.0.0.{number}"), "x" * (number % 2), "wrong")
-            assert await wrong is None
-        return await dashboard._verify(request("5.6.7.8"), "", TOKEN)
+        return Request({"type": "http", "headers": [], "client": (address, 1)})
 
     try:
-        assert asyncio.run(attacked()) is not None
+        for number in range(100):
+            assert dashboard._verified(request(f"10.0.0.{number}"), tokens, "wrong") is None
+        assert dashboard._verified(request("5.6.7.8"), tokens, TOKEN) is not None
     finally:
         dashboard.close()
 
@@ -291,18 +444,66 @@ def test_failures_with_a_token_keep_nobody_else_out() -> None:
 def test_a_session_cannot_be_made_changed_or_kept_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    signed = Signed("s" * 24)
-    session = signed.session("ann")
-    assert signed.actor(session) == "ann"
-    assert Signed(None).actor(session) is None
-    name, until, mark = session.split(".")
-    assert signed.actor(f"{name}.{int(until) + 1}.{mark}") is None
-    assert signed.actor(f"{base64.urlsafe_b64encode(b'bob').decode()}.{until}.{mark}") is None
+    signer, tokens = Signer("s" * 24, "shop"), Tokens(Token(ANN, actor="ann"), Token(BOB))
+    ann, _ = tokens
+    session = signer.session(ann)
+    assert signer.access(session, tokens) == Access("ann")
+    assert Signer(None, "shop").access(session, tokens) is None
+    until, nonce, mac = session.split(".")
+    assert signer.access(f"{int(until) + 1}.{nonce}.{mac}", tokens) is None
+    assert signer.access(f"{until}.{nonce}x.{mac}", tokens) is None
     for wrong in ("", ".", "..", "a.b.c", "é.1.2"):
-        assert signed.actor(wrong) is None
+        assert signer.access(wrong, tokens) is None
     later = time.time() + 9 * 3600
     monkeypatch.setattr(time, "time", lambda: later)
-    assert signed.actor(session) is None
+    assert signer.access(session, tokens) is None
+
+
+# -- streams and bodies ---------------------------------------------------------------------------
+
+
+def test_streams_that_are_opened_at_once_are_bounded(app: App) -> None:
+    app.init()
+    dashboard = app.asgi(Token(TOKEN))
+    statuses: Counter[int] = Counter()
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses[message["status"]] += 1
+            if sum(statuses.values()) == 50:
+                gone.set()
+
+    headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {TOKEN}".encode())]
+    scope = {
+        "type": "http", "method": "GET", "scheme": "http", "path": "/live", "query_string": b"", "headers": headers,
+        "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+
+    async def open_all() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(dashboard(dict(scope), receive, send) for _ in range(50)))
+
+    asyncio.run(open_all())
+    assert statuses == {200: 32, 503: 18}
+    assert dashboard._streams == 0
+    dashboard.close()
+
+
+def test_logins_without_a_body_keep_nobody_out(app: App, serve: Serve) -> None:
+    """Heads of POST /login whose bodies never come, more than are read at once: others get their pages."""
+    browser = serve(app)
+    head = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+    with contextlib.ExitStack() as silent:
+        for _ in range(300):
+            connection = socket.create_connection(("127.0.0.1", browser.port), DEADLINE_S)
+            silent.enter_context(connection)
+            connection.sendall(head)
+        assert [browser.get("/").status for _ in range(20)] == [200] * 20
 
 
 # -- what is sent ---------------------------------------------------------------------------------

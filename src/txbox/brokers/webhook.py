@@ -313,10 +313,8 @@ class Webhook:
         self._process = process
         self._in_flight_max = in_flight_max
         self._quarantined_status = quarantined_status
-        #: How many bytes of each body being read have arrived, oldest first.
-        self._reading: dict[asyncio.Timeout, int] = {}
+        self._bodies = Bodies(body_bytes)
         self._verify = verify
-        self._body_bytes = body_bytes
         self._answer_s = answer_within.total_seconds()
         self._retry_after = str(math.ceil(retry_after.total_seconds())).encode()
         self._running: set[asyncio.Future[Answered]] = set()
@@ -361,15 +359,15 @@ class Webhook:
             return
         headers = _headers(scope["headers"])
         try:
-            async with asyncio.timeout(self._answer_s) as reading:
-                body = await self._body(headers, receive, reading)
+            length = headers.text("content-length")
+            body = await self._bodies.read(receive, length, within_s=self._answer_s)
         except TimeoutError:
             await self._answer(send, 408, "the body did not arrive", [(b"connection", b"close")])
             return
-        except _TooLongError:
+        except TooLongError:
             await self._answer(send, 413, "the body is too long", [(b"connection", b"close")])
             return
-        except _GoneError:
+        except GoneError:
             return
         verified = self._verify(headers, body)
         # merely truthy is not enough: a coroutine that was not awaited is truthy too
@@ -382,34 +380,6 @@ class Webhook:
         await self._settle(
             self._message(scope, headers, body, verified), send, proven=verified is True
         )
-
-    async def _body(self, headers: Headers, receive: Receive, reading: asyncio.Timeout) -> bytes:
-        length = headers.text("content-length") or ""
-        if length.isascii() and length.isdigit() and _over(length, self._body_bytes):
-            raise _TooLongError
-        body = bytearray()
-        self._reading[reading] = 0
-        try:
-            while True:
-                self._cut_off_the_oldest()
-                event = await receive()
-                if event["type"] == "http.disconnect":
-                    raise _GoneError
-                body += event.get("body", b"")
-                if len(body) > self._body_bytes:
-                    raise _TooLongError
-                if not event.get("more_body", False):
-                    return bytes(body)
-                self._reading[reading] = len(body)
-        finally:
-            self._reading.pop(reading, None)
-
-    def _cut_off_the_oldest(self) -> None:
-        bound = max(_READING_BYTES, self._body_bytes)
-        while len(self._reading) > _READING_MAX or sum(self._reading.values()) > bound:
-            oldest = next(iter(self._reading))
-            del self._reading[oldest]
-            oldest.reschedule(0)
 
     def _message(
         self, scope: Scope, headers: Headers, body: bytes, verified: Verified | bool
@@ -490,12 +460,66 @@ class Webhook:
         await answer(send, status, body, more, kind=kind)
 
 
-class _TooLongError(Exception):
-    pass
+class TooLongError(Exception):
+    """The body of a request is longer than allowed."""
 
 
-class _GoneError(Exception):
-    pass
+class GoneError(Exception):
+    """The client has closed the connection."""
+
+
+class Bodies:
+    """Reads bodies of requests that nobody has authenticated yet, so that they never keep a genuine one out.
+
+    When more than 256, or 64 MiB, are being read, the oldest is cut off to make room.
+
+    Args:
+        body_bytes: a longer body is refused.
+    """
+
+    def __init__(self, body_bytes: int) -> None:
+        self._body_bytes = body_bytes
+        #: How many bytes of each body being read have arrived, oldest first.
+        self._reading: dict[asyncio.Timeout, int] = {}
+
+    async def read(self, receive: Receive, length: str | None, *, within_s: float) -> bytes:
+        """Read a body.
+
+        Args:
+            length: what the request says, if it does.
+
+        Raises:
+            TimeoutError: it did not arrive in time, or was cut off.
+            TooLongError, GoneError
+        """
+        length = length or ""
+        if length.isascii() and length.isdigit() and _over(length, self._body_bytes):
+            raise TooLongError
+        body = bytearray()
+        async with asyncio.timeout(within_s) as reading:
+            self._reading[reading] = 0
+            try:
+                while True:
+                    self._cut_off_the_oldest()
+                    event = await receive()
+                    if event["type"] == "http.disconnect":
+                        raise GoneError
+                    body += event.get("body", b"")
+                    if len(body) > self._body_bytes:
+                        raise TooLongError
+                    if not event.get("more_body", False):
+                        return bytes(body)
+                    self._reading[reading] = len(body)
+            finally:
+                self._reading.pop(reading, None)
+        raise AssertionError("the loop returns or raises")
+
+    def _cut_off_the_oldest(self) -> None:
+        bound = max(_READING_BYTES, self._body_bytes)
+        while len(self._reading) > _READING_MAX or sum(self._reading.values()) > bound:
+            oldest = next(iter(self._reading))
+            del self._reading[oldest]
+            oldest.reschedule(0)
 
 
 async def answer(

@@ -74,7 +74,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "top": ("workers", "watch rates, latencies, failures and workers live",
             "top --app shop:app", "top --once --json --app shop:app"),
     "ui": ("run", "serve the dashboard",
-           "ui --app shop:app --users users.txt", "ui --database sqlite:///shop.db --grant change"),
+           "ui --app shop:app --tokens tokens.txt", "ui --database sqlite:///shop.db --grant change"),
     "asyncapi": ("asyncapi", "print an AsyncAPI document of the handlers and routes",
                  "asyncapi shop:app", "asyncapi --app shop:app --title Shop --service-version 1.4"),
     "completion": ("", "print a script for TAB completion in your shell", "completion bash", "completion zsh"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import importlib
 import json
 import logging
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from txbox.app import App
 from txbox.cli import add_command
 from txbox.cli.options import add_grace, add_options, opened
-from txbox.cli.output import interactive, print_json, print_line, print_table
+from txbox.cli.output import print_json, print_line, print_table
 from txbox.errors import ConfigurationError, StoreError, StoreUnavailable, installed
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
 from txbox.maintenance import JOBS, Report, Task, scheduled
@@ -45,7 +44,7 @@ from txbox.worker.supervisor import (
 )
 
 if TYPE_CHECKING:
-    from txbox.ui import Authenticator
+    from txbox.ui import Authenticate, Tokens
     from txbox.worker.serving import Server
 
 
@@ -53,7 +52,7 @@ _log = logging.getLogger("txbox")
 
 _LOOK_S, _UI_LOOK_S, _UI_GRACE_S, _UI_CLOSE_S = 0.2, 3600.0, 10.0, 5.0
 # in the environment: arguments are public
-_SHARED, _SIGNING = "TXBOX_UI_TOKEN", "TXBOX_UI_SECRET"
+_TOKENS, _PROXY, _SIGNING = "TXBOX_UI_TOKEN", "TXBOX_UI_PROXY_SECRET", "TXBOX_UI_SECRET"
 _LOGS = {
     "--log-json": "log JSON, an object a line",
     "--verbose": "log every event, not only trouble",
@@ -113,16 +112,18 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         {
             "--host ADDRESS": "the address to listen on (default 127.0.0.1); any other needs a TLS proxy in front",
             "--port PORT": "the port to listen on (default 8484)",
-            "--users FILE": "who may log in, one line each",
+            "--tokens FILE": "who may log in: a line NAME:TOKEN or NAME:TOKEN:change,payload for each",
+            "--trust-header NAME": f"the header with the user's name from a proxy on loopback, or with {_PROXY}",
         },
     )
-    granted = f"what holders of {_SHARED} may do besides reading: change messages, or see payloads and headers"
+    granted = "what a token without a name, or a user of the proxy, may do besides reading: change messages, or see "
+    granted += "payloads and headers"
     add_options(ui, {"--grant GRANT…": granted}, metavar=None, choices=("change", "payload"))
     add_options(
         ui,
         {
             "--allow-host NAME…": "a host name that browsers use for it, besides localhost",
-            "--hash-password": "ask for a password, print its hash for --users, and end",
+            "--proxy ADDRESS…": "a proxy, or network of proxies, whose X-Forwarded-For and -Proto are believed",
             **_LOGS,
         },
     )
@@ -408,19 +409,21 @@ def _maintain_until_stopped(app: App, driver: Driver) -> None:
 def _ui(args: argparse.Namespace) -> int:
     """Serves the dashboard: what is stuck, why, since when, and what to do about it.
 
-    It does not start without a login. Either set TXBOX_UI_TOKEN to a secret of 24 bytes or more, which everybody uses,
-    and say with --grant what they may do besides reading. Or give --users a file with a line for each user: NAME:HASH
-    or NAME:HASH:change,payload, where --hash-password prints the HASH. Changes are kept in txbox_audit with the name.
+    It does not start without a login. Set TXBOX_UI_TOKEN to a secret of 24 bytes or more, and say with --grant what its
+    holders may do besides reading. Or give each person a token of their own: lines NAME:TOKEN or
+    NAME:TOKEN:change,payload in TXBOX_UI_TOKEN or in the file of --tokens. Or let a proxy log them in, which passes the
+    name in the header of --trust-header. Changes are kept in txbox_audit with the name.
     """
     with installed("ui", "The dashboard"):
-        from txbox.ui import Dashboard, hashed
-    if args.hash_password:
-        print_line(hashed(_password()))
-        return 0
+        from txbox.ui import Dashboard
     authenticator = _authenticator(args)
     with _started(args) as (app, driver):
         dashboard = Dashboard(
-            app, authenticator, hosts=args.allow_host, secret=os.environ.get(_SIGNING)
+            app,
+            authenticator,
+            hosts=args.allow_host,
+            proxies=args.proxy,
+            secret=os.environ.get(_SIGNING),
         )
         listener = listening(args.host, args.port, "--port", "the dashboard")
         from txbox.worker.serving import DASHBOARD, Server
@@ -438,37 +441,34 @@ def _ui(args: argparse.Namespace) -> int:
     return 0
 
 
-def _authenticator(args: argparse.Namespace) -> Authenticator:
-    """The authenticator that the options name.
+def _authenticator(args: argparse.Namespace) -> Tokens | Authenticate:
+    """The authenticator that options and environment name.
 
     Raises:
         ConfigurationError: none, or two.
     """
-    from txbox.ui import Token, Users
+    from txbox.ui import Tokens, TrustedHeader
 
-    token = os.environ.get(_SHARED)
-    if args.users and (token or args.grant):
+    lines = os.environ.get(_TOKENS)
+    sources = {_TOKENS: lines, "--tokens": args.tokens, "--trust-header": args.trust_header}
+    chosen = [name for name, value in sources.items() if value]
+    if not chosen:
         raise ConfigurationError(
-            f"--users or {_SHARED} with --grant, not both: the file says what each user may do."
+            f"Nobody may log in: set {_TOKENS}, or give --tokens FILE or --trust-header NAME."
         )
-    if args.users:
+    if len(chosen) > 1:
+        raise ConfigurationError(f"{' and '.join(chosen)} both say who may log in: use one.")
+    if args.trust_header:
+        return TrustedHeader(args.trust_header, grants=args.grant, secret=os.environ.get(_PROXY))
+    if args.tokens:
         try:
-            return Users.read(Path(args.users).read_text("utf-8"))
+            lines = Path(args.tokens).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigurationError(
-                f"The users in {args.users!r} cannot be read: {why}."
+                f"The tokens in {args.tokens!r} cannot be read: {why}."
             ) from None
-    if token:
-        return Token(token, grants=args.grant)
-    raise ConfigurationError(f"Nobody may log in: set {_SHARED}, or give --users FILE.")
-
-
-def _password() -> str:
-    password = getpass.getpass() if interactive() else sys.stdin.readline().rstrip("\n")
-    if not password:
-        raise ConfigurationError("The password is empty.")
-    return password
+    return Tokens.read(lines or "", grants=args.grant)
 
 
 # -- logs -----------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from txbox.admin import Admin
+from txbox.brokers.webhook import Bodies, GoneError, TooLongError
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import LoginRefused
 from txbox.ui import security
@@ -37,24 +38,23 @@ from txbox.ui.pages import (
 from txbox.ui.security import (
     Access,
     Authenticate,
-    Authenticator,
-    Failures,
     Grant,
-    Signed,
+    LoginThrottle,
+    Proxies,
+    Signer,
     Token,
-    Users,
-    hashed,
+    Tokens,
+    TrustedHeader,
 )
 
 __all__ = [
     "Access",
     "Authenticate",
-    "Authenticator",
     "Dashboard",
     "Grant",
     "Token",
-    "Users",
-    "hashed",
+    "Tokens",
+    "TrustedHeader",
 ]
 
 _log = logging.getLogger("txbox")
@@ -73,8 +73,6 @@ _LIVE = "/live"
 _STREAMS_MAX = 32
 _STREAM_S = 300.0
 _TICK_S = 3.0
-_VERIFIED_S = 60.0
-_VERIFIED_MAX = 1_000
 
 
 class Dashboard:
@@ -82,9 +80,10 @@ class Dashboard:
 
     Args:
         target: an App; or what `Admin` takes.
-        authenticator: `Token`, `Users`, or a callable of the host application that takes a Starlette request
-            and returns an `Access`, or None to turn it away; it may be a coroutine.
+        authenticator: a `Token`, `Tokens`, a `TrustedHeader` of a proxy, or a callable of the host application that
+            takes a Starlette request and returns an `Access`, or None to turn it away; it may be a coroutine.
         hosts: names under which the dashboard is reached, beside those of loopback.
+        proxies: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed.
         secret: 24 bytes or more, the same in all processes that serve it; without it a login is known to
             one process, and until its end.
 
@@ -97,33 +96,34 @@ class Dashboard:
     def __init__(
         self,
         target: Any,
-        authenticator: Authenticator | Authenticate,
+        authenticator: Token | Tokens | Authenticate,
         *,
         hosts: Iterable[str] = (),
+        proxies: Iterable[str] = (),
         secret: str | None = None,
     ) -> None:
         # callers without types may pass None, or a class instead of an object
-        given: Any = authenticator
-        if not isinstance(given, Authenticator) and (
-            isinstance(given, type) or not callable(given)
-        ):
+        host: Any = Tokens(authenticator) if isinstance(authenticator, Token) else authenticator
+        if not isinstance(host, Tokens) and (isinstance(host, type) or not callable(host)):
             raise ConfigurationError(
-                "The dashboard does not start without an authenticator: give it a Token, Users, or a callable "
-                "that returns an Access."
+                "The dashboard does not start without an authenticator: give it a Token, Tokens, a TrustedHeader, or a "
+                "callable that returns an Access."
             )
         self.admin = target if isinstance(target, Admin) else Admin(target)
-        self._authenticator = authenticator
+        self._tokens = host if isinstance(host, Tokens) else None
+        self._host: Any = host
         self._hosts = tuple(hosts)
-        self._signed = Signed(secret)
-        self._failures = Failures()
-        self._verified: dict[bytes, tuple[str, float]] = {}
+        self._proxies = Proxies(proxies)
+        database = self.admin.app.database
+        self._signer = Signer(secret, f"{database.name} {database.schema or ''}")
+        self._throttle = LoginThrottle()
+        self._forms = Bodies(_FORM_BYTES)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="txbox-ui")
         self._waiting = 0
         self._streams = 0
         self._summary: tuple[float, str] = (0.0, "")
         self._summary_lock = threading.Lock()
-        known = authenticator if isinstance(authenticator, Authenticator) else None
-        self._pages = Pages(self.admin, known, self._signed)
+        self._pages = Pages(self.admin, self._tokens, self._signer)
 
     def close(self) -> None:
         """End what runs between two batches, and close what this dashboard has opened itself."""
@@ -144,12 +144,13 @@ class Dashboard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        self._proxies.resolve(scope)
         request = Request(scope, receive)
         try:
             response = await self._answered(request)
         except Refused as error:
             response = self._pages.refusal(request, error)
-        except ClientDisconnect:
+        except GoneError:
             return
         except Exception:  # noqa: BLE001
             # nothing of an exception is an answer, whatever this application is mounted in
@@ -160,7 +161,11 @@ class Dashboard:
             response = self._pages.refusal(request, refused)
         for name, value in security.HEADERS.items():
             response.headers.setdefault(name, value)
-        await response(scope, receive, send)
+        try:
+            await response(scope, receive, send)
+        finally:
+            if isinstance(response, StreamingResponse):
+                self._streams -= 1
 
     async def _answered(self, request: Request) -> Response:
         if not security.known_host(request.headers.get("host", ""), self._hosts):
@@ -215,20 +220,16 @@ class Dashboard:
     async def _form(self, request: Request, actor: str) -> Fields:
         if not security.same_origin(request.headers):
             raise Refused(400, "This form was sent by another site, and nothing was done.")
+        ends = {"connection": "close"}
         try:
-            async with asyncio.timeout(_READ_S):
-                body = bytearray()
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > _FORM_BYTES:
-                        way = (
-                            _EDITED
-                            if path_of(request) in ("/edit", "/rehearse")
-                            else "choose fewer messages"
-                        )
-                        raise Refused(413, f"The form is too large: {way}.")
+            length = request.headers.get("content-length")
+            body = await self._forms.read(request.receive, length, within_s=_READ_S)
         except TimeoutError:
-            raise Refused(408, "The form did not arrive in time.") from None
+            raise Refused(408, "The form did not arrive in time.", ends) from None
+        except TooLongError:
+            is_edit = path_of(request) in ("/edit", "/rehearse")
+            way = _EDITED if is_edit else "choose fewer messages"
+            raise Refused(413, f"The form is too large: {way}.", ends) from None
         try:
             pairs = parse_qsl(
                 body.decode(), keep_blank_values=True, max_num_fields=_FORM_FIELDS, errors="strict"
@@ -237,7 +238,7 @@ class Dashboard:
             raise Refused(400, "This form cannot be read.") from None
         form = Fields(pairs)
         token, cookie = form.get(security.FIELD, ""), request.cookies.get(security.FORM, "")
-        if not self._signed.is_ours(token, cookie, actor):
+        if not self._signer.is_ours(token, cookie, actor):
             raise Refused(
                 400,
                 "This form is out of date, or was not sent by this dashboard: load its page again.",
@@ -248,74 +249,55 @@ class Dashboard:
 
     async def _access(self, request: Request) -> Access | Cause:
         """Who has sent a request, or why that is not known."""
-        authenticator = self._authenticator
-        if not isinstance(authenticator, Authenticator):
-            found: Any = authenticator(request)
-            if inspect.isawaitable(found):
-                found = await found
-            if found is not None and not isinstance(found, Access):
+        if self._tokens is None:
+            access: Any = self._host(request)
+            if inspect.isawaitable(access):
+                access = await access
+            if access is not None and not isinstance(access, Access):
                 raise TypeError("The dashboard's authenticator returns an Access, or None.")
-            return found or "host"
+            return access or "host"
         session = request.cookies.get(security.SESSION, "")
-        actor = self._signed.actor(session)
-        if actor is not None:
-            return authenticator.known(actor) or "expired"
+        if (known := self._signer.access(session, self._tokens)) is not None:
+            return known
         header = request.headers.get("authorization", "")
         if not header:
             return "expired" if session else "missing"
-        given = security.basic(header) if authenticator.named else security.bearer(header)
-        if given is None:
-            return "wrong"
-        name, secret = given if isinstance(given, tuple) else ("", given)
-        return await self._verify(request, name, secret) or "wrong"
+        secret = security.bearer(header)
+        token = None if secret is None else self._verified(request, self._tokens, secret)
+        return "wrong" if token is None else token.access
 
     def _turned_away(self, request: Request, cause: Cause) -> None:
         """Have the cause logged and counted; the answer does not tell it."""
         address = request.client.host if request.client else None
         self.admin.app.events.emit(LoginRefused(cause=cause, address=address))
 
-    async def _verify(self, request: Request, name: str, secret: str) -> Access | None:
-        """Check a name and secret, with a limit on failures."""
-        authenticator = self._authenticator
-        assert isinstance(authenticator, Authenticator)
+    def _verified(self, request: Request, tokens: Tokens, secret: str) -> Token | None:
+        """Compare a secret with the tokens; an address that failed too often must wait instead."""
         address = request.client.host if request.client else ""
-        # a token is everybody's: a bound on all its failures would let strangers keep its holders out
-        name = name if authenticator.named else ""
-        if wait_s := self._failures.wait_s(address, name):
+        # counted and compared without a pause between, so that simultaneous guesses count one by one
+        if wait_s := self._throttle.attempt(address):
             self._turned_away(request, "limited")
             raise Refused(
                 429, "Too many logins have failed: wait a minute.", {"retry-after": f"{wait_s:.0f}"}
             )
-        # a client that authenticates each request must not cost 50 ms each time
-        digest = hashlib.sha256(f"{len(name)}:{name}{secret}".encode()).digest()
-        actor, until = self._verified.get(digest, ("", 0.0))
-        if until > time.monotonic():
-            return authenticator.known(actor)
-        loop = asyncio.get_running_loop()
-        access = await loop.run_in_executor(self._pool, authenticator.verified, name, secret)
-        if access is None:
-            self._failures.add(address, name)
-            return None
-        if len(self._verified) >= _VERIFIED_MAX:
-            self._verified.clear()
-        self._verified[digest] = (access.actor, time.monotonic() + _VERIFIED_S)
-        return access
+        token = tokens.holder(secret)
+        if token is not None:
+            self._throttle.succeeded(address)
+        return token
 
     async def _login(self, request: Request) -> Response:
-        authenticator = self._authenticator
-        if not isinstance(authenticator, Authenticator):
+        if self._tokens is None:
             raise Refused(404, "There is no such page.")
         form = await self._form(request, "")
-        access = await self._verify(request, form.get("name", ""), form.get("secret", ""))
-        if access is None:
+        token = self._verified(request, self._tokens, form.get("secret", ""))
+        if token is None:
             self._turned_away(request, "wrong")
-            raise Refused(401, "Wrong name, password or token.")
+            raise Refused(401, "This is no token of the dashboard.")
         to = form.get("to", "")
         response = RedirectResponse(base_of(request) + (to if is_ours(to) else "/"), 303)
-        self._pages.set_cookie(
-            request, response, security.SESSION, self._signed.session(access.actor), "lax"
-        )
-        _log.info("%s has logged in to the dashboard.", access.actor)
+        session = self._signer.session(token)
+        self._pages.set_cookie(request, response, security.SESSION, session, "lax")
+        _log.info("%s has logged in to the dashboard.", token.access.actor)
         return response
 
     # -- live ---------------------------------------------------------------------------------
@@ -324,34 +306,32 @@ class Dashboard:
         """Server-sent events: one whenever the overview or an operation has changed."""
         if self._streams >= _STREAMS_MAX:
             raise Refused(503, "Too many pages are being kept up to date.", {"retry-after": "30"})
+        # here, not when the stream begins: several may be opened before the first one does
+        self._streams += 1
         return StreamingResponse(self._events(request), media_type="text/event-stream")
 
     async def _events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        self._streams += 1
         loop = asyncio.get_running_loop()
-        try:
-            yield b"retry: 10000\n\n"
-            # the state that the page shows: a change since then is sent at once
-            seen = request.query_params.get("seen", "")
-            ends = time.monotonic() + _STREAM_S
-            while time.monotonic() < ends:
-                try:
-                    # an expired login gets nothing more
-                    if not isinstance(await self._access(request), Access):
-                        return
-                    now = await loop.run_in_executor(self._pool, self._summarized)
-                except (StoreError, SchemaError, Refused):
-                    now = "unavailable"
-                if seen and now != seen:
-                    yield f"event: changed\ndata: {now}\n\n".encode()
-                else:
-                    # a comment: fails when the client is gone
-                    yield b":\n\n"
-                seen = now
-                running = any(known.running for known in self._pages.changes.latest())
-                await asyncio.sleep(_TICK_S / 3 if running else _TICK_S)
-        finally:
-            self._streams -= 1
+        yield b"retry: 10000\n\n"
+        # the state that the page shows: a change since then is sent at once
+        seen = request.query_params.get("seen", "")
+        ends = time.monotonic() + _STREAM_S
+        while time.monotonic() < ends:
+            try:
+                # an expired login gets nothing more
+                if not isinstance(await self._access(request), Access):
+                    return
+                now = await loop.run_in_executor(self._pool, self._summarized)
+            except (StoreError, SchemaError, Refused):
+                now = "unavailable"
+            if seen and now != seen:
+                yield f"event: changed\ndata: {now}\n\n".encode()
+            else:
+                # a comment: fails when the client is gone
+                yield b":\n\n"
+            seen = now
+            running = any(known.running for known in self._pages.changes.latest())
+            await asyncio.sleep(_TICK_S / 3 if running else _TICK_S)
 
     def _summarized(self) -> str:
         """A digest of what is open, read once for all streams."""

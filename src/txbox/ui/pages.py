@@ -40,7 +40,7 @@ from txbox.text import CONTROL, duration_of
 from txbox.ui import security
 from txbox.ui.operations import Operation, Operations, WantedChange
 from txbox.ui.render import differences, plot, readable, templates
-from txbox.ui.security import Access, Authenticator, Grant, Signed
+from txbox.ui.security import Access, Grant, Signer, Tokens
 
 _log = logging.getLogger("txbox")
 
@@ -103,10 +103,10 @@ class Pages:
     """One method for each path.
 
     Args:
-        authenticator: None where the host application authenticates.
+        tokens: None where a proxy or the host application authenticates.
     """
 
-    def __init__(self, admin: Admin, authenticator: Authenticator | None, signed: Signed) -> None:
+    def __init__(self, admin: Admin, tokens: Tokens | None, signer: Signer) -> None:
         self.admin = admin
         self.changes = Operations()
         #: A digest of what was open when somebody looked last; "" before that.
@@ -115,8 +115,8 @@ class Pages:
             f"/static/{name}": files("txbox.ui").joinpath("static", name).read_bytes()
             for name in STATIC
         }
-        self._authenticator = authenticator
-        self._signed = signed
+        self._tokens = tokens
+        self._signer = signer
         self._version = hashlib.sha256(b"".join(self.static.values())).hexdigest()[:12]
         self._templates = templates()
 
@@ -154,10 +154,9 @@ class Pages:
             again=_address(request),
             seen=getattr(request.state, "seen", ""),
             access=access,
-            may_log_out=isinstance(self._authenticator, Authenticator),
-            by_name=getattr(self._authenticator, "named", False),
+            may_log_out=self._tokens is not None,
             form_field=security.FIELD,
-            form_token=self._signed.form_token(cookie, access.actor if access else ""),
+            form_token=self._signer.form_token(cookie, access.actor if access else ""),
             static=static,
             version=_VERSION,
             **values,
@@ -169,21 +168,16 @@ class Pages:
 
     def refusal(self, request: Request, refused: Refused) -> Response:
         headers = refused.headers
-        if refused.status in (401, 429) and isinstance(self._authenticator, Authenticator):
-            # a browser that sees “Basic” asks in a window of its own
-            basic = self._authenticator.named and "text/html" not in request.headers.get(
-                "accept", ""
-            )
-            headers = {
-                **headers,
-                "www-authenticate": f'{"Basic" if basic else "Bearer"} realm="txbox"',
-            }
+        if refused.status in (401, 429) and self._tokens is not None:
+            headers = {**headers, "www-authenticate": 'Bearer realm="txbox"'}
             is_page = request.method == "GET" and path_of(request) not in ("/live", "/login")
             return self.page(
                 request, "login.html", status=refused.status, headers=headers,
                 sentence=refused.sentence, to=_address(request) if is_page else "/",
             )  # fmt: skip
-        sentence = refused.sentence or "Log in to the application that this dashboard is part of."
+        sentence = (
+            refused.sentence or "Log in to the proxy or application in front of this dashboard."
+        )
         return self.page(
             request, "refused.html", status=refused.status, headers=headers,
             sentence=sentence, code=refused.status,
@@ -465,6 +459,8 @@ class Pages:
         return RedirectResponse(f"{base_of(asked.request)}{path}?{urlencode(query)}", 303)
 
     def logout(self, asked: Asked) -> Response:
+        if self._tokens is not None:
+            self._signer.end(asked.request.cookies.get(security.SESSION, ""), self._tokens)
         response = RedirectResponse(base_of(asked.request) + "/", 303)
         response.delete_cookie(security.SESSION, path=base_of(asked.request) or "/")
         return response
