@@ -21,7 +21,7 @@ from tests.support.waiting import DEADLINE_S, eventually
 PAGE = page("docs/tutorial.md")
 SERVER = "## 7. The same service on PostgreSQL"
 BROKER = "## 8. From Kafka"
-URL = "postgresql://localhost/shop"
+URL = "postgresql://localhost/tutorial"
 _FILE = re.compile(r"`(\w+\.py)`[^`]*$")
 _AGE = re.compile(r"\b\d+(ms|s|m)$", re.MULTILINE)
 
@@ -92,11 +92,23 @@ def test_typed_on_sqlite_it_prints_what_the_page_says(tmp_path: Path) -> None:
     _type(PAGE.text.partition(SERVER)[0], tmp_path, URL)
 
 
-def test_typed_on_postgresql_it_prints_what_the_page_says(
+def test_typed_on_postgresql_after_the_readme_it_prints_what_the_page_says(
     tmp_path: Path, new_database: NewDatabase
 ) -> None:
-    url = new_database("postgresql", schema=False)
-    _type(_section(SERVER), tmp_path, url)
+    """A reader has tried the README on the same server: what it leaves behind is not in the way."""
+    databases = {
+        url: new_database("postgresql", schema=False)
+        for url in set(
+            re.findall(r"postgresql://localhost/\w+", page("README.md").text + PAGE.text)
+        )
+    }
+    for block in page("README.md").blocks():
+        if "CREATE TABLE" in block.text or "app.process(" in block.text:
+            program = re.sub(
+                r"postgresql://localhost/\w+", lambda url: databases[url[0]], block.text
+            )
+            subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)
+    _type(_section(SERVER), tmp_path, databases[URL])
 
 
 def test_typed_with_kafka_it_prints_what_the_page_says(
