@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -160,6 +161,23 @@ def test_what_is_cut_was_looked_at_before(database_url: str) -> None:
         shop.deliver(paid("a"))
         assert "4111" not in everything(shop.raw)
         assert "***" in (shop.row("a").error or "")
+
+
+@pytest.mark.parametrize("before", range(60))
+def test_a_long_text_is_cut_before_its_rules_and_shows_no_half_of_a_secret(before: int) -> None:
+    rules = Redaction(errors=["4111-[0-9-]+(?= )", re.compile("x+")])
+    # secrets shorten the text, and one is cut at every place
+    text = "-" * before + f"{CARD} {'x' * 100}" * 2_000
+    shown = rules.error(text, 2_000)
+    assert len(shown) <= 4_002
+    assert "4111" not in shown
+    assert rules.error(text[:4_000] + " ", 2_001) == rules.error(text[:4_000] + " ", 9_999)
+
+
+def test_a_pattern_of_quadratic_time_meets_a_bounded_text() -> None:
+    rules, started = Redaction(errors=[r"[\w.]+@[\w.]+"]), time.process_time()
+    assert rules.error("a" * 10_000_000).startswith("aaa")
+    assert time.process_time() - started < 5
 
 
 def test_rows_from_before_the_rules_are_shown_by_them(database_url: str) -> None:

@@ -7,18 +7,38 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
+from typing import cast
 
-# user:password@ in a URL, up to the last @, because an unencoded password may contain any other
-# delimiter; and the value of options such as password=, sslpassword=, passwd=, SharedAccessToken=
+# user:password@ in a URL, up to the last @ of the word, because an unencoded password may contain any other delimiter;
+# and the value of options such as password=, sslpassword=, passwd=, SharedAccessToken=. A quote that is not closed
+# hides the rest. Linear, whatever the text: it comes from a server, which may quote a customer.
 _SECRET = re.compile(
-    r"(://[^:\s]*:)\S*(?=@)|([\w-]*(?:pass|pwd|secret|token)[\w-]*\s*=\s*)('[^']*'|[^\s&]+)",
+    r"(://)(?=[^:\s]*:)"
+    r"|((?<![\w-])(?=[\w-]*?(?:pass|pwd|secret|token))[\w-]++\s*+=\s*+)(?:'(?:[^'\\]|\\.?)*+(?:'|\Z)|[^\s&]++)",
     re.IGNORECASE,
 )
+_WORD = re.compile(r"\S*")
 
 
 def redacted(text: str) -> str:
     """Return the text with passwords masked, as they appear in URLs and connection strings."""
-    return _SECRET.sub(lambda found: f"{found[1] or found[2]}***", text)
+    parts = list[str]()
+    shown = at = word = host = 0
+    while secret := _SECRET.search(text, at):
+        at = secret.end()
+        if secret[1] is None:
+            begin, end = secret.end(2), at
+        else:
+            if at >= word:
+                # once for each word, which may contain any number of ://
+                word = cast("re.Match[str]", _WORD.match(text, at)).end()
+                host = text.rfind("@", at, word)
+            begin, end = text.index(":", at) + 1, host
+            if host < begin:
+                continue
+        parts += text[shown:begin], "***"
+        shown = at = end
+    return "".join([*parts, text[shown:]])
 
 
 class TxboxError(Exception):

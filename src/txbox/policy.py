@@ -300,6 +300,7 @@ CREDENTIAL_HEADERS = frozenset(
 )  # fmt: skip
 #: Shown in place of what a rule hides.
 HIDDEN = "***"
+_ERROR_CHARACTERS = 8 * 1024
 _WITHHELD_ERROR = "(withheld: a rule of App(redact=…) failed on this text)"
 _WITHHELD_JSON = b'"(withheld: App(redact=...) names fields in it, but it is not valid JSON)"'
 
@@ -347,8 +348,20 @@ class Redaction:
         hidden = lower in CREDENTIAL_HEADERS or any(lower == rule.lower() for rule in self.headers)
         return HIDDEN if hidden and value is not None else value
 
-    def error(self, text: str) -> str:
-        """Return an error text as it may be stored, logged and shown."""
+    def error(self, text: str, limit: int = _ERROR_CHARACTERS) -> str:
+        """Return an error text as it may be stored, logged and shown.
+
+        Args:
+            limit: rules see twice as many characters of a longer text, since a pattern may take quadratic time. As
+                many are then dropped from the end, where half a secret matches no rule.
+        """
+        if not self.errors:
+            return text
+        whole, text = len(text) <= 2 * limit, text[: 2 * limit]
+        shown = self._error(text)
+        return shown if whole or shown == _WITHHELD_ERROR else f"{shown[:-limit]} …"
+
+    def _error(self, text: str) -> str:
         try:
             if callable(self.errors):
                 shown = self.errors(text)

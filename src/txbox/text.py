@@ -17,7 +17,9 @@ CONTROL = re.compile(
 )
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _LONGEST_S = 100 * 365 * 86400  # no database reckons with times much longer ago
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
+# from the first digit of a number only: tried from each of them, a long number takes quadratic time
+_DURATION = re.compile(r"(?<!\d)(\d++(?:\.\d++)?)(ms|s|m|h|d|w)")
+_DURATION_CHARACTERS = 1_000
 
 
 class View(NamedTuple):
@@ -67,6 +69,10 @@ def duration_of(text: str) -> timedelta:
     Raises:
         ValueError: not a duration, or one of more than 36500 days.
     """
+    if len(text) > _DURATION_CHARACTERS:
+        raise ValueError(
+            f"invalid duration of {len(text):,} characters: use a number and a unit, such as 30s, 5m, 2h or 7d"
+        )
     parts = _DURATION.findall(text)
     if not parts or "".join(f"{number}{unit}" for number, unit in parts) != text:
         raise ValueError(

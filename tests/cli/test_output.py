@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from io import BytesIO, TextIOWrapper
 
@@ -33,10 +34,24 @@ from txbox.errors import redacted
         ("db/x?sslpassword=hunter2&a=b", "db/x?sslpassword=***&a=b"),
         ("passwd=it's; token=x", "passwd=*** token=***"),
         ("postgresql://db:5432/x is away", "postgresql://db:5432/x is away"),
+        ("http://a:b c://u:p@db://x:y@z", "http://a:b c://u:***@z"),
+        (r"password='it\'s x' host=db", "password=*** host=db"),
+        # cut in the middle
+        ("host=db password='hunter 2 host", "host=db password=***"),
+        ("host=db password='hunter\\", "host=db password=***"),
     ],
 )
 def test_no_password_is_printed(text: str, expected: str) -> None:
     assert redacted(text) == expected
+
+
+@pytest.mark.parametrize(
+    "unit", ["://a:", "://", "password", "password='", "= ", "@://u:", "token="]
+)
+def test_masking_takes_linear_time(unit: str) -> None:
+    started = time.process_time()
+    redacted(unit * (200_000 // len(unit)))
+    assert time.process_time() - started < 2
 
 
 def test_text_of_strangers_cannot_steer_the_terminal() -> None:
@@ -70,6 +85,15 @@ def test_durations_that_no_database_can_reckon_with_are_refused(text: str) -> No
     assert duration("36500d") == timedelta(days=36500)
     with pytest.raises(argparse.ArgumentTypeError, match="longer than a century"):
         duration(text)
+
+
+@pytest.mark.parametrize("unit", ["1", "1.", "9m9", "m"])
+def test_durations_are_refused_in_linear_time(unit: str) -> None:
+    started = time.process_time()
+    with pytest.raises(argparse.ArgumentTypeError, match="30s, 5m, 2h or 7d") as refused:
+        duration(unit * 200_000)
+    assert time.process_time() - started < 1
+    assert len(str(refused.value)) < 200
 
 
 def test_a_number_that_no_database_has_is_refused() -> None:

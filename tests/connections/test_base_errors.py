@@ -48,6 +48,30 @@ def test_values_of_rows_are_not_quoted(shop: Shop) -> None:
     assert any(name in said for name in ("t_name_key", "'name'", "t.name")), said
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("the name " + "x" * 9_000, "the name " + "x" * 8_183 + "…"),
+        (f"at postgresql://u:{SECRET * 9_000}@db", "at postgresql…"),
+        (f"password={SECRET * 9_000}", "password…"),
+        (f"invalid: '{SECRET * 9_000}' for key 'x'", "invalid: …"),
+        (f"invalid: '{SECRET}'x' for key 'x' '{SECRET}' for key 'y'", "invalid: '…' for key 'y'"),
+        (f"syntax near '{SECRET}'s' at line 1, near \"{SECRET}\" x", "syntax near '…' at line 1, near '…' x"),
+    ],
+)  # fmt: skip
+def test_a_line_is_bounded_before_its_values_are_looked_for(said: str, shown: str) -> None:
+    assert server_message(Exception(said)) == shown
+
+
+@pytest.mark.parametrize("unit", ["'", "' at line", "near '", 'near "', "://u:", "password"])
+def test_a_message_of_strangers_takes_linear_time(unit: str, postgresql_url: str) -> None:
+    with opened(postgresql_url) as shop:
+        started = time.process_time()
+        quoted = (unit * (24_000 // len(unit))).replace("'", "''")
+        _error(shop, f"DO $do$ BEGIN RAISE EXCEPTION '{quoted}'; END $do$")
+        assert time.process_time() - started < 2
+
+
 def test_values_that_cannot_be_read_are_not_quoted(postgresql_shop: Shop) -> None:
     said = _error(postgresql_shop, f"SELECT CAST('{SECRET}' AS integer)")
     assert 'InvalidTextRepresentation (22P02): invalid input syntax for type integer: "…"' in said

@@ -285,14 +285,15 @@ _LOCK_TIMEOUT = timedelta(seconds=2)
 _STATEMENTS_MAX = 200
 _STATEMENT_CHARACTERS = 2_000
 _STAGED_MAX = 200
-# what ends a transaction; a savepoint's ROLLBACK TO does not
+# what ends a transaction, first in its statement or behind a comment; a savepoint's ROLLBACK TO does not, nor does END
+# behind a semicolon, which may end a block
 _ENDS = re.compile(
-    r"(?:^|;)\s*(?:/\*.*?\*/\s*|--[^\n]*\n\s*)*"
+    r"(?:^|;|\*/)\s*+"
     r"(?:commit|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b"
-    # behind a semicolon it may end a block
-    r"|^\s*end\b",
-    re.IGNORECASE | re.DOTALL,
+    r"|^\s*+end\b",
+    re.IGNORECASE,
 )
+_LINE_COMMENT = re.compile(r"--[^\n]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +334,8 @@ class _Watch:
     def check(self, sql: str) -> None:
         if not self.active:
             return
-        if _ENDS.search(sql):
+        # with its comments too: what looks like one may be in a string
+        if _ENDS.search(sql) or _ENDS.search(_LINE_COMMENT.sub("*/", sql)):
             self.left = True
             raise _Refused(
                 "a rehearsal is never committed: its handler must not end the transaction"

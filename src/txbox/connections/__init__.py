@@ -40,7 +40,7 @@ _SCHEMES = {
 _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]*)(:\d{0,5})?")
 
 # something meant as a file: it has no user, option or space
-_PATH = re.compile(r"[^@:?=\s]*(/[^@:?=\s]*|\.(db|db3|sqlite|sqlite3))", re.IGNORECASE)
+_PATH = re.compile(r"(?=[^/]*/|.*\.(?:db|db3|sqlite|sqlite3)\Z)[^@:?=\s]*", re.IGNORECASE)
 
 _known: dict[type[Any], ModuleType] = {}
 

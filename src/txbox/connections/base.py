@@ -242,10 +242,13 @@ def not_in_transaction(tx: Any) -> ConfigurationError:
 _REFUSALS = frozenset({"28P01", "28000", "3D000", "1044", "1045", "1049", "1698"})
 # no server answered: no code, or one of MySQL's client codes
 _NO_ANSWER = frozenset({None, "2003", "2005"})
-# values quoted in MySQL's messages, and in anyone's syntax errors; a value may itself contain quotes
-_QUOTED_VALUE = re.compile(
-    r"""'.*'(?= for (?:key|column|function)| at line)|(?<=near )(?:"[^"]*"|'.*')"""
-)
+# values quoted in MySQL's messages, and in anyone's syntax errors; a value may itself contain quotes, so the first is
+# where it begins, and only one match is tried
+_QUOTED_VALUE = re.compile(r"^([^']*+)'.*'(?= for (?:key|column|function)| at line)")
+_NEAR = re.compile(r"""(?<=near )(?:"[^"]*+"|'.*')""")
+# of a longer message only what precedes the first of these is kept: a value or a password may go on behind the cut
+_LINE_MAX = 8 * 1024
+_OPENING = re.compile(r"""['"=]|://""")
 
 
 def store_error(
@@ -287,11 +290,13 @@ def server_message(error: BaseException) -> str:
         numbered = len(error.args) > 1 and isinstance(error.args[0], int)
         told = error.args[1 if numbered else 0]
     line = str(told or "").strip().partition("\n")[0]
+    if len(line) > _LINE_MAX:
+        line = _OPENING.split(line[:_LINE_MAX], maxsplit=1)[0] + "…"
     state = str(getattr(error, "sqlstate", None) or getattr(cause, "sqlstate", None) or "")
     if state.startswith("22"):
         # data exceptions quote the value they could not parse
         line = re.sub(r'".*"', '"…"', line)
-    return redacted(_QUOTED_VALUE.sub("'…'", line))
+    return redacted(_NEAR.sub("'…'", _QUOTED_VALUE.sub(r"\1'…'", line)))
 
 
 def _is_unknown(host: str | None) -> bool:

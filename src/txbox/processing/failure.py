@@ -72,7 +72,8 @@ def failure_of(
     return Failure(
         error_type=printable(type(error).__name__, 255),
         error=printable(
-            redact.error(f"{text}\n\n{''.join(frames)}" if frames else text), limits.error_bytes
+            redact.error(f"{text}\n\n{''.join(frames)}" if frames else text, limits.error_bytes),
+            limits.error_bytes,
         ),
         fingerprint=fingerprint(error),
         final=final,
@@ -99,19 +100,20 @@ def shown(error: BaseException, text: str, redact: Redaction, depth: int = 8) ->
     stand_in.__traceback__ = trace
     if depth:
         if error.__cause__ is not None:
-            told = redact.error(_harmless(error.__cause__))
+            told = _harmless(error.__cause__, redact)
             stand_in.__cause__ = shown(error.__cause__, told, redact, depth - 1)
         elif error.__context__ is not None and not error.__suppress_context__:
-            told = redact.error(_harmless(error.__context__))
+            told = _harmless(error.__context__, redact)
             stand_in.__context__ = shown(error.__context__, told, redact, depth - 1)
     return stand_in
 
 
-def _harmless(error: BaseException) -> str:
+def _harmless(error: BaseException, redact: Redaction) -> str:
     module = type(error).__module__
     where = getattr(sys.modules.get(module), "__file__", None) or ""
     ours = module == "builtins" or where.startswith(_HERE) or not _foreign(where)
-    return printable(_text_of(error).partition("\n")[0], 1_000) if ours else ""
+    # the rules before the cut: half a secret matches none
+    return printable(redact.error(_text_of(error)).partition("\n")[0], 1_000) if ours else ""
 
 
 def _one_line(text: str) -> str:
@@ -128,7 +130,8 @@ def fingerprint(error: BaseException) -> str:
 
 def printable(text: str, limit_bytes: int) -> str:
     """Cut text to a size and replace what a database cannot keep (NUL, lone surrogates)."""
-    clean = text.replace("\0", "\\0").encode("utf-8", "backslashreplace")
+    # a character is a byte or more: nothing behind the limit is worth encoding
+    clean = text[: limit_bytes + 1].replace("\0", "\\0").encode("utf-8", "backslashreplace")
     if len(clean) <= limit_bytes:
         return clean.decode()
     return clean[: limit_bytes - 4].decode("utf-8", "ignore") + " …"

@@ -149,8 +149,12 @@ class Columns:
         return decode_headers(self._text_back(text, key_id))
 
     def error(self, text: str) -> str:
-        """Write an error column: the redacted text, prefixed if a codec has encoded it."""
-        return self._text(self.redact.error(text))
+        """Write an error column: the redacted text, prefixed if a codec has encoded it.
+
+        Args:
+            text: redacted once before it was cut to its size, so that there is no other bound here.
+        """
+        return self._text(self.redact.error(text, len(text)))
 
     def _text(self, text: str) -> str:
         if self._codec is None:
@@ -171,7 +175,8 @@ class Columns:
         if text.startswith(ENCODED_ERROR) and self._codec is None:
             return f"(encoded with key {key_id})"
         try:
-            return self.redact.error(self._text_back(text, key_id))
+            plain = self._text_back(text, key_id)
+            return self.redact.error(plain, len(plain))
         except ConfigurationError as error:
             # one such row must not hide a page of others
             return f"({error})"

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,27 +18,99 @@ from txbox.text import CONTROL, Cell, age, lasting, moment, visible
 
 #: A payload that is longer is only offered as a file.
 _SHOWN_BYTES = 256 * 1024
+# of JSON with line breaks added; if there are more, it is shown as it came
+_INDENTED_CHARACTERS = 2 * _SHOWN_BYTES
 # of two payloads that are compared
 _COMPARED_LINES = 1_000
+# of which so many may differ: the time to align them grows with the square
+_EDITS = 500
+_NOT_COMPARED = "… the rest is not compared: download both to compare all"
 
 
 # -- payloads ---------------------------------------------------------------------------------------
 
 
 def differences(stored: bytes | None, aside: bytes | None) -> list[tuple[str, str, str]]:
-    """Two payloads side by side: "same", "changed", "only stored" or "only aside", and the two lines."""
-    left, right = (
-        [] if (shown := readable(payload)) is None else shown.text.splitlines()[:_COMPARED_LINES]
-        for payload in (stored, aside)
-    )
+    """Two payloads side by side: "same", "changed", "only stored" or "only aside", and the two lines.
+
+    A last pair of lines is "cut" where there is more than was compared.
+    """
+    views = [readable(payload) for payload in (stored, aside)]
+    if stored != aside and len({view and view.text for view in views}) == 1:
+        # JSON that differs only in white space
+        views = [readable(payload, indented=False) for payload in (stored, aside)]
+    left, right = ([] if view is None else view.text.split("\n") for view in views)
+    cut = max(len(left), len(right)) > _COMPARED_LINES or any(view and view.cut for view in views)
+    left, right = left[:_COMPARED_LINES], right[:_COMPARED_LINES]
     lines: list[tuple[str, str, str]] = []
-    for what, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        for one, other in zip_longest(left[a:b], right[c:d]):
-            kind = "same" if what == "equal" else "changed"
-            if one is None or other is None:
-                kind = "only aside" if one is None else "only stored"
+    a = b = 0
+    for c, d in (*_alignment(left, right), (len(left), len(right))):
+        for one, other in zip_longest(left[a:c], right[b:d]):
+            kind = "only aside" if one is None else "only stored" if other is None else "changed"
             lines.append((kind, one or "", other or ""))
+        if c < len(left) and d < len(right):
+            lines.append(("same", left[c], right[d]))
+        a, b = c + 1, d + 1
+    if cut:
+        lines.append(("cut", _NOT_COMPARED, _NOT_COMPARED))
     return lines
+
+
+def _alignment(left: Sequence[str], right: Sequence[str]) -> list[tuple[int, int]]:
+    """The lines that two texts have in common, in order, as indexes into both; of texts too different, the ends.
+
+    Source: Myers, "An O(ND) Difference Algorithm and Its Variations", 1986.
+    """
+    start = next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), -1)
+    start = min(len(left), len(right)) if start < 0 else start
+    back = zip(reversed(left[start:]), reversed(right[start:]), strict=False)
+    end = next((at for at, (a, b) in enumerate(back) if a != b), -1)
+    end = min(len(left), len(right)) - start if end < 0 else end
+    numbers: dict[str, int] = {}
+    one, other = (
+        [numbers.setdefault(line, len(numbers)) for line in lines[start : len(lines) - end]]
+        for lines in (left, right)
+    )
+    middle = [(start + a, start + b) for a, b in _common(one, other)]
+    ends = ((len(left) - at, len(right) - at) for at in range(end, 0, -1))
+    return [*((at, at) for at in range(start)), *middle, *ends]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
+    # how far each diagonal is reached with so many edits; diagonal 1 begins before the first line
+    reached, before = {1: 0}, list[dict[int, int]]()
+
+    def step(reached: dict[int, int], edits: int, diagonal: int) -> int:
+        inserts = diagonal == -edits or (
+            diagonal != edits and reached[diagonal - 1] < reached[diagonal + 1]
+        )
+        return diagonal + 1 if inserts else diagonal - 1
+
+    for edits in range(_EDITS + 1):
+        before.append(reached.copy())
+        for diagonal in range(-edits, edits + 1, 2):
+            source = step(reached, edits, diagonal)
+            a = reached[source] + (source < diagonal)
+            while a < len(one) and 0 <= a - diagonal < len(other) and one[a] == other[a - diagonal]:
+                a += 1
+            reached[diagonal] = a
+            if a >= len(one) and a - diagonal >= len(other):
+                break
+        else:
+            continue
+        break
+    else:
+        return []
+    a, b, pairs = len(one), len(other), list[tuple[int, int]]()
+    for edits in range(len(before) - 1, -1, -1):
+        source = step(before[edits], edits, a - b)
+        from_a = before[edits][source] if edits else 0
+        from_b = from_a - source if edits else 0
+        while a > from_a and b > from_b:
+            a, b = a - 1, b - 1
+            pairs.append((a, b))
+        a, b = from_a, from_b
+    return pairs[::-1]
 
 
 class Readable(NamedTuple):
@@ -50,7 +121,7 @@ class Readable(NamedTuple):
     cut: bool
 
 
-def readable(content: bytes | None) -> Readable | None:
+def readable(content: bytes | None, *, indented: bool = True) -> Readable | None:
     if content is None:
         return None
     cut = len(content) > _SHOWN_BYTES
@@ -66,11 +137,35 @@ def readable(content: bytes | None) -> Readable | None:
         return Readable("bytes", dump, cut or len(shown) > 16 * 1024)
     try:
         if not cut:
-            return Readable("JSON", json.dumps(json.loads(text), indent=2, ensure_ascii=False), cut)
+            # only whether it is JSON: numbers of any length stay text
+            json.loads(text, parse_int=str, parse_float=str)
+            return Readable("JSON", _indented(text) if indented else text, cut)
     except (ValueError, RecursionError):
         # not JSON, or nested too deeply
         pass
     return Readable("text", text, cut)
+
+
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.?)*+(?:"|\Z)|[{}\[\],:]|[^\s{}\[\],:"]++')
+
+
+def _indented(text: str) -> str:
+    """JSON with line breaks; each name, number and text as it is written there."""
+    parts, length, depth, opened = list[str](), 0, 0, False
+    for word in _JSON_TOKEN.findall(text):
+        closes = word in "}]"
+        depth -= closes
+        # an empty list or object stays on its line
+        line = "\n" + "  " * depth
+        part = line + word if opened != closes else word
+        opened = word in "{["
+        depth += opened
+        part += line if word == "," else " " if word == ":" else ""
+        length += len(part)
+        if length > _INDENTED_CHARACTERS:
+            return text
+        parts.append(part)
+    return "".join(parts)
 
 
 # -- plots ------------------------------------------------------------------------------------------
