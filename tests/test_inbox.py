@@ -175,10 +175,19 @@ def test_accept_leaves_the_callers_transaction_to_the_caller(
         assert row_count(raw, f"b{number}") == 0
         rollback()
         assert row_count(raw, f"b{number}") == 0
-        assert inbox.accept(tx, "m1", payload=b"{}")
+        accepted = inbox.accept(tx, "m1", payload=b"{}")
+        assert accepted
+        inbox.keep_result(tx, accepted, b'"paid"')
         commit()
         assert row_count(raw, f"b{number}") == 1
-        assert not inbox.accept(tx, "m1", payload=b"{}")
+        again = inbox.accept(tx, "m1", payload=b"{}")
+        assert not again
+        assert inbox.result(tx, again) == b'"paid"'
+        rollback()
+        other = inbox.accept(tx, "m2")
+        assert inbox.result(tx, other) is None
+        with pytest.raises(ConfigurationError, match="NUL"):
+            inbox.keep_result(tx, other, b"\0")
         rollback()
 
 
@@ -195,10 +204,14 @@ def test_accept_async_leaves_the_callers_transaction_to_the_caller(
             assert row_count(raw, f"b{number}") == 0
             await rollback()
             assert row_count(raw, f"b{number}") == 0
-            assert await inbox.accept_async(tx, "m1", payload=b"{}")
+            accepted = await inbox.accept_async(tx, "m1", payload=b"{}")
+            assert accepted
+            await inbox.keep_result_async(tx, accepted, b'"paid"')
             await commit()
             assert row_count(raw, f"b{number}") == 1
-            assert not await inbox.accept_async(tx, "m1", payload=b"{}")
+            again = await inbox.accept_async(tx, "m1", payload=b"{}")
+            assert not again
+            assert await inbox.result_async(tx, again) == b'"paid"'
             await rollback()
 
     with Raw(url) as raw:

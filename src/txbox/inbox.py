@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from txbox.connections import borrow
 from txbox.errors import (
+    ConfigurationError,
     Fault,
     MessageInProgress,
     PayloadMismatch,
@@ -195,6 +196,34 @@ class Inbox:
         executor = borrow(tx, is_async=True, schema=self._schema)
         await run_async(executor, self._set_aside, executor.dialect, arrival, reason)
 
+    def keep_result(self, tx: Any, accepted: Acceptance, result: bytes) -> None:
+        """Keep what your processing returned in the row that `accept` has written in this transaction.
+
+        Args:
+            result: JSON, or other bytes that do not begin with NUL.
+
+        Guarantee: result, row and your writes are one commit.
+        """
+        executor = borrow(tx, schema=self._schema)
+        run(executor, self._keep_result, executor.dialect, accepted, result)
+
+    @twin_of(keep_result)
+    async def keep_result_async(self, tx: Any, accepted: Acceptance, result: bytes) -> None:
+        """`keep_result` for async connections and sessions."""
+        executor = borrow(tx, is_async=True, schema=self._schema)
+        await run_async(executor, self._keep_result, executor.dialect, accepted, result)
+
+    def result(self, tx: Any, accepted: Acceptance) -> bytes | None:
+        """What was kept when this message was processed; None if nothing was."""
+        executor = borrow(tx, schema=self._schema)
+        return run(executor, self._result, executor.dialect, accepted)
+
+    @twin_of(result)
+    async def result_async(self, tx: Any, accepted: Acceptance) -> bytes | None:
+        """`result` for async connections and sessions."""
+        executor = borrow(tx, is_async=True, schema=self._schema)
+        return await run_async(executor, self._result, executor.dialect, accepted)
+
     def _arrival(
         self,
         message: Message[Any] | str | int | None,
@@ -323,6 +352,22 @@ class Inbox:
             f"A known message id of consumer {self.consumer!r} came with a different payload: roll back, call "
             "inbox.quarantine(tx, …) in a new transaction, then acknowledge."
         )
+
+    async def _keep_result(
+        self, db: Transaction, dialect: Dialect, accepted: Acceptance, result: bytes
+    ) -> None:
+        if result.startswith(b"\0"):
+            raise ConfigurationError(
+                "A result that is kept must not begin with NUL: write it as JSON."
+            )
+        store = InboxStore(dialect, self._columns)
+        await db.execute(store.keep_result(self.consumer, accepted.message_id, result))
+
+    async def _result(
+        self, db: Transaction, dialect: Dialect, accepted: Acceptance
+    ) -> bytes | None:
+        store = InboxStore(dialect, self._columns)
+        return await store.kept_result(db, self.consumer, accepted.message_id)
 
     async def _set_aside(
         self, db: Transaction, dialect: Dialect, arrival: Arrival, reason: str

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from celery import Celery
@@ -26,6 +29,7 @@ class Shop:
         )
         self.celery.conf.update({"task_always_eager": True, **settings})
         self.failures: list[Exception] = []
+        self.results: list[object] = []
 
         @contextmanager
         def transaction() -> Iterator[sqlite3.Connection]:
@@ -52,16 +56,70 @@ class Shop:
         def ship(tx: sqlite3.Connection, order: int) -> None:
             tx.execute("INSERT INTO ledger VALUES (?)", (order,))
 
+        @self.celery.task(shared=False)
+        @once(Inbox(consumer="answer"), transaction)
+        def answer(tx: sqlite3.Connection) -> object:
+            return self.results.pop()
+
+        @self.celery.task(shared=False)
+        @once(Inbox(consumer="forget"), transaction, keep_result=False)
+        def forget(tx: sqlite3.Connection) -> object:
+            return self.results.pop()
+
         # celery has no types
+        self.answer: Any = answer
+        self.forget: Any = forget
         self.pay: Any = pay
         self.ship: Any = ship
 
 
-def test_a_task_that_is_delivered_again_is_ignored(database: Path, rows: Rows) -> None:
+def test_a_task_that_is_delivered_again_returns_what_the_first_run_returned(
+    database: Path, rows: Rows
+) -> None:
+    shop = Shop(database)
+    for _ in range(2):
+        assert shop.pay.apply((5,), task_id="t-1").result == "paid"
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+
+
+def test_a_known_id_with_other_arguments_is_ignored_and_set_aside(
+    database: Path, rows: Rows
+) -> None:
     shop = Shop(database)
     assert shop.pay.apply((5,), task_id="t-1").result == "paid"
-    assert shop.pay.apply((5,), task_id="t-1").state == "IGNORED"
+    assert shop.pay.apply((6,), task_id="t-1").state == "IGNORED"
     assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT message_id FROM txbox_quarantine") == [("t-1",)]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [None, [1, "a"], {"day": date(2026, 11, 26), "price": Decimal("1.10"), "id": UUID(int=7)}],
+)
+def test_a_copy_returns_the_types_of_the_first_run(database: Path, result: object) -> None:
+    shop = Shop(database)
+    shop.results = [result]
+    first, second = (shop.answer.apply((), task_id="t-1").result for _ in range(2))
+    assert first == second == result
+
+
+def test_what_celery_cannot_pass_on_is_refused_before_the_commit(
+    database: Path, rows: Rows
+) -> None:
+    shop = Shop(database)
+    shop.results = [object()]
+    failed = shop.answer.apply((), task_id="t-1")
+    assert isinstance(failed.result, ConfigurationError)
+    assert "keep_result=False" in str(failed.result)
+    assert rows("SELECT * FROM txbox_inbox") == []
+
+
+def test_results_that_are_not_kept(database: Path) -> None:
+    shop = Shop(database)
+    kept = object()
+    shop.results = [kept]
+    assert shop.forget.apply((), task_id="t-1").result is kept
+    assert shop.forget.apply((), task_id="t-1").state == "IGNORED"
 
 
 def test_celery_retries_what_failed_under_the_same_id(database: Path, rows: Rows) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,45 @@ def test_a_retry_runs_under_the_same_id(database: Path, rows: Rows) -> None:
     assert asyncio.run(shop.send("t-1", 5)) == "paid"
     assert rows("SELECT amount FROM ledger") == [(5,)]
     assert rows("SELECT message_id FROM txbox_inbox") == [("t-1",)]
+
+
+@dataclass
+class Receipt:
+    day: date
+    amount: int
+
+
+def test_a_copy_returns_what_the_annotation_says(database: Path) -> None:
+    shop = Shop(database)
+
+    @shop.broker.task
+    @once(Inbox(consumer="receipt"), shop.transaction)
+    async def receipt(tx: aiosqlite.Connection) -> Receipt:
+        return Receipt(date(2026, 11, 26), 5)
+
+    async def run() -> None:
+        for _ in range(2):
+            task = await receipt.kicker().with_task_id("t-1").kiq()
+            answer: Any = (await task.wait_result()).return_value
+            assert answer == Receipt(date(2026, 11, 26), 5)
+
+    asyncio.run(run())
+
+
+def test_what_is_no_json_is_refused_before_the_commit(database: Path, rows: Rows) -> None:
+    shop = Shop(database)
+
+    @shop.broker.task
+    @once(Inbox(consumer="opaque"), shop.transaction)
+    async def opaque(tx: aiosqlite.Connection) -> Any:
+        return object()
+
+    async def run() -> None:
+        task = await opaque.kiq()
+        assert isinstance((await task.wait_result()).error, ConfigurationError)
+
+    asyncio.run(run())
+    assert rows("SELECT * FROM txbox_inbox") == []
 
 
 def test_a_plain_call_has_no_id(database: Path, rows: Rows) -> None:

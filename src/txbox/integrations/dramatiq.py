@@ -1,7 +1,8 @@
 """Dramatiq: run the body of an actor once per id, in a transaction of yours.
 
 Dramatiq acknowledges after the actor has ended, so messages of a worker that dies, or is slower than its heartbeat, run
-again. A retry keeps the message's id and runs, because a failed body rolls its row back.
+again. A retry keeps the message's id and runs, because a failed body rolls its row back. A copy returns what the first
+run returned, so that a pipeline goes on whose worker was killed behind the commit.
 """
 
 from __future__ import annotations
@@ -10,12 +11,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from dramatiq.middleware import CurrentMessage
+import dramatiq
+from dramatiq.middleware import CurrentMessage, SkipMessage
 
 from txbox.inbox import Inbox
 from txbox.integrations.once import Begin, Body
 
 R = TypeVar("R")
+
+
+def _encode(result: Any) -> bytes:
+    # encoders take the dict of a message, or that of a result
+    return dramatiq.get_encoder().encode({"result": result})
+
+
+def _decode(kept: bytes) -> Any:
+    return dramatiq.get_encoder().decode(kept)["result"]
 
 
 def once(
@@ -24,7 +35,8 @@ def once(
     *,
     id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
     timeout: timedelta | None = None,
-) -> Callable[[Callable[..., R]], Callable[..., R | None]]:
+    keep_result: bool = True,
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Run an actor's body once per id: `@dramatiq.actor` on top, then this, then a `def` function.
 
     The function's first argument is the transaction's connection or session, which callers do not pass.
@@ -35,25 +47,29 @@ def once(
         id: from the actor's arguments; without it, the message's own id, which needs the middleware
             `CurrentMessage()` on the broker.
         timeout: the longest wait for another worker with the same id.
-
-    Returns, in the worker: None when the body has run before, or when the id is known with other arguments, which are
-    quarantined. With the middleware Results, that is what a duplicate stores.
+        keep_result: keep what the body returns in the row, by Dramatiq's encoder, for copies to return.
 
     Raises, in the worker:
-        ConfigurationError: there is no id.
+        SkipMessage: the id is known with other arguments, which are quarantined; or the body has run before and its
+            result was not kept. Dramatiq acknowledges the message, and a pipeline does not go on.
+        ConfigurationError: there is no id, or the result cannot be encoded; nothing is committed.
         MessageInProgress: the timeout passed; Retries tries again.
         whatever the body raises: it is rolled back, and Retries tries again.
 
     Guarantee: the row and what the body wrote are one commit, and the message is acknowledged after it.
     """
 
-    def decorate(function: Callable[..., R]) -> Callable[..., R | None]:
-        body = Body(function, inbox, id=id, timeout=timeout)
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        encode = _encode if keep_result else None
+        body = Body(function, inbox, id=id, timeout=timeout, encode=encode, decode=_decode)
 
-        def run(*args: Any, **kwargs: Any) -> R | None:
+        def run(*args: Any, **kwargs: Any) -> R:
             message = CurrentMessage.get_current_message()
             given = None if message is None else message.message_id
-            return cast("R | None", body(transaction, given, args, kwargs).result)
+            done = body(transaction, given, args, kwargs)
+            if not done:
+                raise SkipMessage
+            return cast("R", done.result)
 
         body.update(run)
         return run

@@ -1,6 +1,8 @@
 """Run a function's body once per id, in a transaction of the caller's: what `once` of each task queue is made of.
 
-Failures stay with the queue: an exception rolls the row back, so that the queue's own retry runs the body again.
+What the body returns is kept with the row, so that a copy returns it too: after a crash between the commit and the
+queue's own bookkeeping, the chain, chord, pipeline or caller that waits for it goes on. Failures stay with the queue:
+an exception rolls the row back, so that the queue's own retry runs the body again.
 """
 
 from __future__ import annotations
@@ -33,19 +35,22 @@ _BODY_ENDS = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_body", {})
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """The result of a call. False if the body did not run: it had run before, or the id was reused."""
+    """What a call returns. False if that is unknown: the id was reused, or the result of its first run was not kept."""
 
-    ran: bool
+    known: bool
     result: Any = None
 
     def __bool__(self) -> bool:
-        return self.ran
+        return self.known
 
 
 class Body:
     """A function whose first parameter is a transaction that its callers do not pass.
 
-    Args: as of the `once` of a task queue; `id` of None is the queue's own id, `is_async` for `call_async`.
+    Args:
+        id, timeout: as of the `once` of a task queue; `id` of None is the queue's own id.
+        encode, decode: a result to bytes and back, as the queue would pass it on; None keeps no results.
+        is_async: for `call_async`.
 
     Raises:
         ConfigurationError: the function has no first parameter, or is not called as its queue does.
@@ -58,6 +63,8 @@ class Body:
         *,
         id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
         timeout: timedelta | None = None,
+        encode: Callable[[Any], bytes] | None = None,
+        decode: Callable[[bytes], Any] = bytes,
         is_async: bool = False,
     ) -> None:
         self.function = function
@@ -69,6 +76,7 @@ class Body:
                 f"{self.name}: make it {kind} function, as this queue calls it."
             )
         self._inbox, self._id, self._timeout = inbox, id, timeout
+        self._encode, self._decode = encode, decode
         full = signature(function)
         parameters = list(full.parameters.values())
         if not parameters or parameters[0].kind not in (
@@ -101,13 +109,13 @@ class Body:
     def __call__(
         self, begin: Begin, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Once:
-        """Run the body in a new transaction, unless it has run for this id.
+        """Run the body in a new transaction, or return what it returned when it ran for this id.
 
         Args:
             given: the queue's own id, for a body without an `id=`.
 
         Raises:
-            ConfigurationError: there is no id.
+            ConfigurationError: there is no id, or the result cannot be encoded.
             MessageInProgress: another transaction held the id until the timeout.
             StoreError: the body ended the transaction, or went on after the database had failed it.
             whatever the body raises: nothing is kept.
@@ -124,7 +132,10 @@ class Body:
                     run(executor, _mark)
                     result = self.function(tx, *args, **kwargs)
                     run(executor, _check)
+                    if self._encode is not None:
+                        self._inbox.keep_result(tx, accepted, self._encoded(result))
                     return Once(True, result)
+                return self._first(self._inbox.result(tx, accepted))
         except PayloadMismatch:
             if accepted:
                 raise  # of another inbox, which the body uses
@@ -149,13 +160,30 @@ class Body:
                     await run_async(executor, _mark)
                     result = await function(tx, *args, **kwargs)
                     await run_async(executor, _check)
+                    if self._encode is not None:
+                        await self._inbox.keep_result_async(tx, accepted, self._encoded(result))
                     return Once(True, result)
+                return self._first(await self._inbox.result_async(tx, accepted))
         except PayloadMismatch:
             if accepted:
                 raise
             async with begin() as tx:
                 await self._inbox.quarantine_async(tx, chosen, **known)
         return Once(False)
+
+    def _encoded(self, result: Any) -> bytes:
+        assert self._encode is not None, "results are kept"
+        try:
+            return self._encode(result)
+        except Exception as error:
+            # the queue could not pass it on either, but would say so only after the commit
+            raise ConfigurationError(
+                f"{self.name} returned what its queue cannot pass on ({type(error).__name__}): return what it can, or "
+                "give once() keep_result=False if nobody reads it."
+            ) from error
+
+    def _first(self, kept: bytes | None) -> Once:
+        return Once(False) if kept is None else Once(True, self._decode(kept))
 
     def _message(
         self, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]

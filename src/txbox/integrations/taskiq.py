@@ -1,7 +1,8 @@
 """taskiq: run the body of a task once per id, in a transaction of yours.
 
 taskiq acknowledges when the result is saved, or earlier (`--ack-type`); brokers that redeliver run the tasks of a dead
-worker again. A retry keeps the task's id and runs, because a failed body rolls its row back.
+worker again. A retry keeps the task's id and runs, because a failed body rolls its row back. A copy returns what the
+first run returned, so that a caller goes on waiting to the end whose worker was killed behind the commit.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from inspect import Parameter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
+from pydantic import PydanticUserError, TypeAdapter
+from pydantic_core import to_json
 from taskiq import Context, TaskiqDepends
 from taskiq.exceptions import NoResultError
 
@@ -27,6 +30,7 @@ def once(
     *,
     id: Callable[..., str | int] | None = None,  # noqa: A002  # the word of the field
     timeout: timedelta | None = None,
+    keep_result: bool = True,
 ) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R]]]:
     """Run a task's body once per id: `@broker.task` on top, then this, then an `async def` function.
 
@@ -38,10 +42,13 @@ def once(
         id: from the task's arguments; without it, the task's own id, which a sender chooses with
             `task.kicker().with_task_id(…)`.
         timeout: the longest wait for another worker with the same id.
+        keep_result: keep what the body returns in the row, as JSON, for copies to return. The task's annotation says
+            what the JSON is read back as; without one a copy returns JSON's own types.
 
     Raises, in the worker:
-        NoResultError: the body has run before, or the id is known with other arguments, which are quarantined. taskiq
-            acknowledges the task, and keeps the result of the first run.
+        NoResultError: the id is known with other arguments, which are quarantined; or the body has run before and its
+            result was not kept. taskiq acknowledges the task, and keeps the result of the first run.
+        ConfigurationError: the result cannot be written as JSON; nothing is committed.
         MessageInProgress: the timeout passed.
         whatever the body raises: it is rolled back; SimpleRetryMiddleware tries again if asked to.
 
@@ -50,7 +57,10 @@ def once(
     """
 
     def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
-        body = Body(function, inbox, id=id, timeout=timeout, is_async=True)
+        body = Body(
+            function, inbox, id=id, timeout=timeout, is_async=True,
+            encode=to_json if keep_result else None, decode=_returned(function).validate_json,
+        )  # fmt: skip
 
         async def run(*args: Any, **kwargs: Any) -> R:
             context: Context | None = kwargs.pop(_CONTEXT, None)
@@ -72,3 +82,12 @@ def once(
         return run
 
     return decorate
+
+
+def _returned(function: Callable[..., Any]) -> TypeAdapter[Any]:
+    """How JSON is read back as what the function is annotated to return."""
+    try:
+        return TypeAdapter(get_type_hints(function, include_extras=True).get("return", Any))
+    except (NameError, PydanticUserError):
+        # a name that only a type checker knows, or a type that pydantic does not
+        return TypeAdapter(Any)

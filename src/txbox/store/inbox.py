@@ -615,10 +615,17 @@ class InboxStore:
         )
 
     async def result(self, db: Session, consumer: str, message_id: str) -> bytes | None:
-        """Read what a handler returned, in a transaction of its own; None if nothing was kept."""
+        """`kept_result` in a transaction of its own."""
+        await db.begin()
+        result = await self.kept_result(db, consumer, message_id)
+        await db.commit()
+        return result
+
+    async def kept_result(self, db: Transaction, consumer: str, message_id: str) -> bytes | None:
+        """Read what a handler returned; None if nothing was kept."""
         params = {"consumer": consumer, "message_id": message_id}
-        found = await self.dialect.run(db, "result", params)
-        return self.columns.result_back(found.rows[0][0]) if found.rows else None
+        answer = await db.execute(self.dialect.statement("result", params))
+        return self.columns.result_back(answer.rows[0][0]) if answer.rows else None
 
     async def kept_message(
         self, db: Transaction, consumer: str, message_id: str
