@@ -56,7 +56,7 @@ def working(queue: str, setting: Setting) -> Iterator[None]:
 
 def test_a_chain_and_a_chord_of_celery_go_on(setting: Setting, rows: Rows) -> None:
     shop = CeleryShop(setting)
-    chained = chain(shop.pay.s(5), shop.total.s()).apply_async()
+    chained: Any = chain(shop.pay.s(5), shop.total.s()).apply_async()
     with working("celery", setting):
         assert chained.get(**WAIT) == 10
         Path(setting.deadly).touch()

@@ -25,6 +25,7 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import CurrentMessage
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
+from redis.asyncio import Redis as AsyncRedis
 from taskiq import AckableMessage, AsyncBroker, AsyncResultBackend, BrokerMessage, TaskiqResult
 from taskiq.api import run_receiver_task
 
@@ -160,7 +161,7 @@ class _Lists(AsyncBroker):
         super().__init__()
         self.result_backend = _Kept(setting)
         self._waiting, self._taken = f"{setting.name}:waiting", f"{setting.name}:taken"
-        self._redis: Any = redis.asyncio.Redis.from_url(setting.redis)
+        self._redis: Any = AsyncRedis.from_url(setting.redis)
 
     async def shutdown(self) -> None:
         await super().shutdown()
@@ -184,7 +185,7 @@ class _Kept(AsyncResultBackend[Any]):
 
     def __init__(self, setting: Setting) -> None:
         self._name = setting.name
-        self._redis: Any = redis.asyncio.Redis.from_url(setting.redis)
+        self._redis: Any = AsyncRedis.from_url(setting.redis)
 
     async def shutdown(self) -> None:
         await self._redis.aclose()
