@@ -54,6 +54,19 @@ class Struct(msgspec.Struct):
     price: Decimal
 
 
+@dataclass
+class Id:
+    id: UUID
+
+
+class IdModel(pydantic.BaseModel):
+    id: UUID
+
+
+class IdStruct(msgspec.Struct):
+    id: UUID
+
+
 ORDER = Order(NUMBER, MOMENT, MOMENT.date(), [Line(Decimal("9.90"), Colour.RED)])
 
 
@@ -137,3 +150,15 @@ def test_delay_takes_a_timedelta(sqlite_url: str) -> None:
         late = [Outgoing(topic="t", body=1, delay=cast("Any", 5))]
         with pytest.raises(ConfigurationError, match="delay is 5: give a time"):
             drive(app.database.sync, app.outbox.staging, app.store.dialect, late)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (Any, {"id": str(NUMBER)}), (dict, {"id": str(NUMBER)}), (Id, Id(NUMBER)), (IdStruct, IdStruct(NUMBER)),
+        (IdModel, IdModel(id=NUMBER)), (bytes, b'\xef\xbb\xbf{"id": "%b"}' % str(NUMBER).encode()),
+    ],
+)  # fmt: skip
+def test_json_behind_a_byte_order_mark_is_read(annotation: Any, expected: object) -> None:
+    payload = b'\xef\xbb\xbf{"id": "%b"}' % str(NUMBER).encode()
+    assert decoder_for(annotation)(Message(topic="orders", payload=payload)) == expected

@@ -157,6 +157,42 @@ def test_kafka_is_read_whole(app: App, rows: Rows) -> None:
     assert rows("SELECT message FROM booking") == [("o-1 k",), ("ö-2 k",)]
 
 
+def test_the_time_is_the_brokers(app: App) -> None:
+    times: list[Any] = []
+
+    @app.handler("orders", consumer="times")
+    def keep(message: Message[bytes], tx: sqlite3.Connection) -> None:
+        times.append(message.time)
+
+    record = of_sqs(1)
+    record["attributes"]["SentTimestamp"] = "1545082649183"
+    sqs(app, {"Records": [record]}, consumer="times")
+    record = of_sqs(2)
+    record["attributes"]["SentTimestamp"] = "soon"
+    sqs(app, {"Records": [record]}, consumer="times")
+    kafka(app, batch(of_kafka(3, "o-3")), consumer="times")
+    assert [moment and moment.timestamp() for moment in times] == [
+        1545082649.183,
+        None,
+        1545084650.987,
+    ]
+
+
+def test_weak_ids_of_kafka_know_an_earlier_topic_by_its_time(app: App, rows: Rows) -> None:
+    @app.handler("orders", consumer="weak", weak_ids=True)
+    def run(message: Message[bytes], tx: sqlite3.Connection) -> None: ...
+
+    first = of_kafka(7, "")
+    first["headers"] = []
+    later = {**first, "timestamp": first["timestamp"] + 1}
+    for record in (first, first, later):
+        kafka(app, batch(record), consumer="weak")
+    assert rows("SELECT message_id FROM txbox_inbox WHERE consumer = 'weak' ORDER BY 1") == [
+        ("weak:kafka/orders/0/7@1545084650987",),
+        ("weak:kafka/orders/0/7@1545084650988",),
+    ]
+
+
 def test_an_unsettled_batch_of_kafka_comes_again(app: App, rows: Rows) -> None:
     records = batch(of_kafka(1, "o-1"), of_kafka(2, "o-2"), of_kafka(7, "o-7", partition=3))
     with Held(app, "o-1"), pytest.raises(BatchUnsettled, match="delivers the batch"):

@@ -60,9 +60,18 @@ def decoder_for(annotation: Any) -> Decoder:
     )
 
 
+# what some programs on Windows write before UTF-8
+_BOM = b"\xef\xbb\xbf"
+
+
+def _content(message: Message[Any]) -> bytes:
+    payload = message.payload or b"null"
+    return payload.removeprefix(_BOM)
+
+
 def _lenient(message: Message[Any]) -> Any:
     payload = message.payload
-    if not payload or payload[:1] not in b'{["-0123456789tfn':
+    if not payload or payload.removeprefix(_BOM)[:1] not in b'{["-0123456789tfn':
         return payload
     try:
         return parsed(payload)
@@ -93,7 +102,7 @@ def _msgspec(annotation: Any) -> Decoder | None:
     ):
         return None
     decode = msgspec.json.Decoder(annotation).decode
-    return lambda message: decode(message.payload or b"null")
+    return lambda message: decode(_content(message))
 
 
 def _pydantic(annotation: Any) -> Decoder | None:
@@ -104,7 +113,7 @@ def _pydantic(annotation: Any) -> Decoder | None:
     except ModuleNotFoundError:
         return None
     adapter = TypeAdapter(annotation)
-    return lambda message: adapter.validate_json(message.payload or b"null")
+    return lambda message: adapter.validate_json(_content(message))
 
 
 def _dataclass(kind: Any, value: object) -> Any:

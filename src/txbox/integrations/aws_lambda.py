@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from txbox.app import App
@@ -66,10 +68,11 @@ def kafka(
     """
     settle = _Settling(app, consumer)
     failures: dict[str, int] = {}
+    cluster = str(event.get("eventSourceArn") or event.get("bootstrapServers") or "kafka")
     for records in event["records"].values():
         for record in records:
             partition = f"{record['topic']}-{record['partition']}"
-            if not settle(_of_kafka(record), partition):
+            if not settle(_of_kafka(record, cluster), partition):
                 failures.setdefault(partition, record["offset"])
     if failures and not partial:
         raise BatchUnsettled(
@@ -146,11 +149,15 @@ def _of_sqs(record: Event) -> Delivery:
             "weak_id": f"{queue}/{record['messageId']}",
         },
         key=headers.get("key") or counted.get("MessageGroupId"),
+        stored_at=_clock(counted.get("SentTimestamp")),
     )  # fmt: skip
 
 
-def _of_kafka(record: Event) -> Delivery:
-    value, key = record.get("value"), record.get("key")
+def _of_kafka(record: Event, cluster: str) -> Delivery:
+    value, key, stored_ms = record.get("value"), record.get("key"), record.get("timestamp")
+    # an event has no id of the topic: the time tells a record from that of an earlier topic of this name
+    place = f"{record['topic']}/{record['partition']}/{record['offset']}"
+    weak = {} if stored_ms is None else {"weak_id": f"{cluster}/{place}@{stored_ms}"}
     headers = [
         (name, None if content is None else bytes(octet & 0xFF for octet in content))
         for header in record.get("headers") or ()
@@ -161,7 +168,18 @@ def _of_kafka(record: Event) -> Delivery:
         None if value is None else base64.b64decode(value),
         headers,
         tag=None,
-        origin={"source": "kafka", "partition": record["partition"], "offset": record["offset"]},
+        origin={
+            "source": "kafka", "partition": record["partition"], "offset": record["offset"], **weak,
+        },
         key=None if key is None else base64.b64decode(key),
-        stored_at=envelope.clock(record["timestamp"] / 1000) if "timestamp" in record else None,
-    )
+        stored_at=_clock(stored_ms),
+    )  # fmt: skip
+
+
+def _clock(milliseconds: object) -> datetime | None:
+    """A time by the broker's clock, which SQS writes as text; None if there is none."""
+    if not isinstance(milliseconds, int | str):
+        return None
+    with suppress(ValueError):
+        return envelope.clock(int(milliseconds) / 1000)
+    return None
