@@ -172,7 +172,8 @@ class Connection(ABC):
     def watch(self, told: Callable[[str], None]) -> None:
         """Call `told` with each statement that the handler is about to send, COMMIT and ROLLBACK included.
 
-        An exception from it keeps the statement from being sent. Discard the connection afterwards.
+        An exception from it keeps the statement from being sent. SQLite also calls it with "" while one runs, which an
+        exception then ends. Discard the connection afterwards.
         """
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ Cell = str | int | float | datetime | timedelta | None
 # invisible characters (soft hyphens, zero width, direction marks, tags) must not look alike.
 CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
-    r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+    r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]+"
 )
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _LONGEST_S = 100 * 365 * 86400  # no database reckons with times much longer ago
@@ -96,4 +96,6 @@ def with_article(noun: str) -> str:
 
 def visible(value: object) -> str:
     """Text of strangers with its invisible characters as \\x1b and the like."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
+    return CONTROL.sub(
+        lambda found: "".join(f"\\x{ord(char):02x}" for char in found[0]), str(value)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from sqlalchemy import orm
 from tests.support.databases import NewDatabase, Raw
 from tests.support.shop import CONSUMER, TOPIC, Shop, create_effects, effects, opened, paid
 from txbox import App, ConfigurationError, Message, Outcome, Reject, RetryPolicy
-from txbox.admin import Admin, InboxFilter
+from txbox.admin import Admin, InboxFilter, replay
 from txbox.connections.asyncpg import AsyncpgConnection
 from txbox.store.dialect import dialect
 
@@ -111,6 +112,45 @@ def test_a_failure_beyond_the_age_limit_is_said_to_be_final(shop: Shop) -> None:
         assert admin.rehearse(CONSUMER, "m1").outcome == "failed"
         shop.raw.execute("UPDATE txbox_inbox SET received_at = '2026-01-01 00:00:00'")
         assert admin.rehearse(CONSUMER, "m1").outcome == "dead"
+
+
+ENDLESS = {
+    "sqlite": "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n",
+    "postgresql": "SELECT pg_sleep(600)",
+}
+
+
+@pytest.mark.parametrize("swallowed", [True, False])
+@pytest.mark.parametrize("how", ["statement", "statements", "nothing"])
+def test_a_rehearsal_has_a_time_limit(
+    shop: Shop, how: str, swallowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_LONGEST", timedelta(seconds=0.2))
+
+    def body(message: Message[Any], tx: Any) -> None:
+        del message
+        try:
+            if how == "nothing":
+                threading.Event().wait(0.25)
+            while how == "statements":
+                tx.execute("SELECT 1")
+            if how == "statement":
+                tx.execute(ENDLESS[shop.raw.product]).fetchall()
+        except Exception:
+            if not swallowed:
+                raise
+
+    dead(shop, body)
+    before = rows(shop.raw)
+    with (
+        Admin(shop.app) as admin,
+        pytest.raises(ConfigurationError, match="longer than the 200 ms"),
+    ):
+        admin.rehearse(CONSUMER, "m1")
+    assert rows(shop.raw) == before
+    with Admin(shop.app) as admin:
+        monkeypatch.undo()
+        assert how != "nothing" or admin.rehearse(CONSUMER, "m1").outcome == "processed"
 
 
 LEAVES: dict[str, Callable[[Any], object]] = {

@@ -17,9 +17,10 @@ import pytest
 from starlette.requests import Request
 
 from tests.support.dashboard import TOKEN, shop
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.ui.conftest import ALL, Browser, Serve
 from txbox import App
+from txbox.admin import Admin
 from txbox.errors import ConfigurationError
 from txbox.events import Event, LoginRefused
 from txbox.ui import Access, Dashboard, Grant, Token, Tokens, TrustedHeader
@@ -571,6 +572,29 @@ def test_a_query_that_is_not_utf_8_gets_a_page(query: bytes, app: App) -> None:
     }  # fmt: skip
     asyncio.run(app.asgi(Token(TOKEN))(scope, receive, send))
     assert sent[0]["status"] == 200
+
+
+def test_a_page_has_a_time_limit_and_its_thread_is_counted_until_its_end(
+    serve: Serve, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shop(sqlite_url) as app:
+        browser = serve(app)
+        go_on, overview = threading.Event(), Admin.overview
+
+        def waits(admin: Admin) -> object:
+            assert go_on.wait(DEADLINE_S)
+            return overview(admin)
+
+        monkeypatch.setattr("txbox.ui._PAGE_S", 0.05)
+        monkeypatch.setattr("txbox.ui._WAITING_MAX", 1)
+        monkeypatch.setattr(Admin, "overview", waits)
+        late = browser.get("/")
+        assert late.status == 503
+        assert "longer than a minute" in late.text
+        assert "Too many pages" in browser.get("/").text
+        monkeypatch.undo()
+        go_on.set()
+        eventually(lambda: browser.get("/").status == 200, "the end of the late page")
 
 
 def test_an_error_says_nothing_of_the_database(

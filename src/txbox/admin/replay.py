@@ -25,10 +25,11 @@ from txbox.identity import EFFECT_PREFIX, checked_consumer, derived_id
 from txbox.outcome import Outcome, Status
 from txbox.processing.calls import handled
 from txbox.processing.failure import BROKEN, failure_of
-from txbox.session import Raised, Session
+from txbox.session import Raised, Session, Statement
 from txbox.store.codec import Arrival, Leased
 from txbox.store.dialect import as_time
 from txbox.store.inbox import InboxStore
+from txbox.text import lasting
 
 # each message of a batch brings its payload along
 _BATCH = 50
@@ -282,6 +283,8 @@ async def _copy(
 
 # neither waits long for others, nor lets others wait
 _LOCK_TIMEOUT = timedelta(seconds=2)
+# it keeps locks, and a thread of the dashboard
+_LONGEST = timedelta(seconds=30)
 _STATEMENTS_MAX = 200
 _STATEMENT_CHARACTERS = 2_000
 _STAGED_MAX = 200
@@ -327,13 +330,18 @@ class _Refused(Exception):
 class _Watch:
     """Sees each statement of a handler before it is sent, and refuses what would end the transaction."""
 
+    until: float
     active: bool = True
     left: bool = False
+    late: bool = False
     statements: list[str] = field(default_factory=list[str])
 
     def check(self, sql: str) -> None:
         if not self.active:
             return
+        if time.monotonic() > self.until:
+            self.late = True
+            raise _Refused("the time of this rehearsal is over")
         # with its comments too: what looks like one may be in a string
         if _ENDS.search(sql) or _ENDS.search(_LINE_COMMENT.sub("*/", sql)):
             self.left = True
@@ -341,7 +349,7 @@ class _Watch:
                 "a rehearsal is never committed: its handler must not end the transaction"
             )
         # what txbox itself writes for the handler is in `staged`
-        if len(self.statements) < _STATEMENTS_MAX and "txbox_" not in sql:
+        if sql and len(self.statements) < _STATEMENTS_MAX and "txbox_" not in sql:
             self.statements.append(" ".join(sql.split())[:_STATEMENT_CHARACTERS])
 
 
@@ -351,12 +359,15 @@ async def _rehearsed(
     """Run a handler for a message whose row is there, and roll back.
 
     Raises:
-        ConfigurationError: its row is being processed, or held by another transaction.
+        ConfigurationError: its row is being processed, or held by another transaction; or its time is over.
 
     Guarantee: the database refuses COMMIT, and the connection refuses what ends a transaction and is thrown
         away. What the handler does outside its transaction really happens.
     """
-    watch, started = _Watch(), time.monotonic()
+    started = time.monotonic()
+    watch = _Watch(started + _LONGEST.total_seconds())
+    timeout = min(handler.options.timeout or _LONGEST, _LONGEST)
+    bounded = replace(handler, options=replace(handler.options, timeout=timeout))
     try:
         await _claimed(db, app, handler, arrival, token := secrets.token_hex(16))
         ((now,),) = (await db.execute(app.store.dialect.statement("database_clock"))).rows
@@ -367,10 +378,15 @@ async def _rehearsed(
         raised: Raised | None = None
         answers: list[Any] = []
         try:
-            answers = await handled(db, handler, [arrival])
+            answers = await handled(db, bounded, [arrival])
         except Raised as error:
             raised = error
         watch.active = False
+        if watch.late or (raised is not None and time.monotonic() > watch.until):
+            longest = lasting(_LONGEST.total_seconds())
+            raise ConfigurationError(
+                f"The handler ran longer than the {longest} of a rehearsal, and is rolled back."
+            )
         staged: list[Link] = []
         if raised is None and not watch.left:
             try:
@@ -439,9 +455,14 @@ async def _claimed(
         lock_timeout=_LOCK_TIMEOUT,
         idle_s=max(app.lease.duration.total_seconds(), timeout.total_seconds() if timeout else 0.0),
     )
+    dialect, limit = app.store.dialect, tuple[Statement, ...]()
+    if dialect.has("rehearse_limit"):
+        limit_ms = int(_LONGEST.total_seconds() * 1000)
+        limit = (dialect.statement("rehearse_limit", {"limit_ms": limit_ms}),)
     try:
         # first for all of the transaction: the claim puts back what it finds
-        results = await db.begin(app.store.begin_bounded(_LOCK_TIMEOUT, *claim), user_code=True)
+        begins = app.store.begin_bounded(_LOCK_TIMEOUT, *limit, *claim)
+        results = await db.begin(begins, user_code=True)
     except StoreError as error:
         if error.fault is not Fault.LOCK_TIMEOUT:
             raise

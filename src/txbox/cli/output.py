@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
 
@@ -46,8 +47,8 @@ def clipped(text: str, width: int, *, right: bool = False) -> str:
         right: align to the right.
     """
     if width_of(text) > width:
-        while width_of(text) > width - 1:
-            text = text[:-1]
+        across = accumulate(map(width_of, text))
+        text = "".join(char for char, end in zip(text, across, strict=True) if end < width)
         text = f"{text}…"[: max(width, 0)]
     blanks = " " * (width - width_of(text))
     return blanks + text if right else text + blanks

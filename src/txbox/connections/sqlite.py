@@ -46,6 +46,7 @@ _TRANSACTION = 22
 _VALUE = re.compile(r"x?'(?:[^']|'')*'|(?<![\w.\"])-?\d+(?:\.\d+)?(?![\w\"])", re.IGNORECASE)
 # how long BEGIN IMMEDIATE waits for the transaction of another connection
 _BUSY_TIMEOUT_S = 10.0
+_WATCHED_STEPS = 100_000
 
 _NAME = attrgetter("name")
 
@@ -194,6 +195,8 @@ class SqliteConnection(Connection):
         # what is traced has its values filled in
         self._raw.set_trace_callback(lambda sql: told(_VALUE.sub("?", sql)))
         self._raw.set_authorizer(authorize)
+        # an exception ends the statement
+        self._raw.set_progress_handler(lambda: told(""), _WATCHED_STEPS)
 
     def left(self) -> bool:
         # only its user closes a connection to a file

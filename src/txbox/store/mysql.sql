@@ -114,7 +114,7 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, lease_until = NULL, updated_at = UTC_TIMESTAMP(6)
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
 
--- nothing: claim_rehearsal rehearse_references
+-- nothing: claim_rehearsal rehearse_limit rehearse_references
 -- No COMMIT can be refused here, so nothing is rehearsed.
 
 -- name: bound_lock_timeout

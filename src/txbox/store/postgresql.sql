@@ -191,6 +191,10 @@ RETURNING own.message_id
 -- What would be checked at COMMIT; the guard is among it, and closed by now.
 SET CONSTRAINTS ALL IMMEDIATE
 
+-- name: rehearse_limit
+-- A statement of the handler cannot be refused once it runs.
+SELECT set_config('statement_timeout', :limit_ms::text, true)
+
 -- nothing: rehearse_references
 -- rehearse_constraints checks them.
 

@@ -123,6 +123,9 @@ UPDATE txbox_inbox SET status = 'processed', updated_at = [now]
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status <> 'processing'
 RETURNING message_id
 
+-- nothing: rehearse_limit
+-- The connection's progress handler ends a statement.
+
 -- name: rehearse_references
 -- Instead, those that lead nowhere before and after are compared.
 SELECT "table", rowid, parent, fkid FROM pragma_foreign_key_check

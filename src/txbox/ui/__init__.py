@@ -69,6 +69,12 @@ _READ_S = 10.0
 # connections of its own: the pages', and never the workers'
 _THREADS = 4
 _WAITING_MAX = 64
+# longer than a rehearsal may take
+_PAGE_S = 60.0
+_LATE = (
+    "This page takes longer than a minute: narrow the filter, by consumer and status.",
+    "This takes longer than a minute. It may still be done: look before you try again.",
+)
 _LIVE = "/live"
 _STREAMS_MAX = 32
 _STREAM_S = 300.0
@@ -210,12 +216,22 @@ class Dashboard:
         if self._waiting >= _WAITING_MAX:
             raise Refused(503, "Too many pages are being loaded: try again.", {"retry-after": "1"})
         self._waiting += 1
+        page = asyncio.get_running_loop().run_in_executor(self._pool, answer, asked)
+        page.add_done_callback(self._made)
+        done, _ = await asyncio.wait((page,), timeout=_PAGE_S)
+        if not done:
+            raise Refused(503, _LATE[asked.request.method == "POST"], {"retry-after": "60"})
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, answer, asked)
+            return page.result()
         except (ConfigurationError, StoreError, SchemaError) as error:
             raise refused_for(error) from error
-        finally:
-            self._waiting -= 1
+
+    def _made(self, page: asyncio.Future[Response]) -> None:
+        """Count a thread as busy until its end, also behind an answer that came before."""
+        self._waiting -= 1
+        if not page.cancelled():
+            # read once: asyncio reports one that nobody has read
+            page.exception()
 
     async def _form(self, request: Request, actor: str) -> Fields:
         if not security.same_origin(request.headers):

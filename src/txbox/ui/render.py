@@ -247,8 +247,9 @@ def seen(value: object) -> Markup:
 
 
 def _unseen(found: re.Match[str]) -> str:
-    char = found[0]
-    return char if char == "\r" else f'<span class="unseen">\\x{ord(char):02x}</span>'
+    # one element for all of a run: a page must not be a hundred times as long as its payload
+    run = found[0]
+    return run if run == "\r" else f'<span class="unseen">{visible(run)}</span>'
 
 
 def told(value: object) -> Markup:
