@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sqlite3
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -24,12 +26,16 @@ from faststream.exceptions import RejectMessage
 from faststream.kafka import KafkaBroker, TestKafkaBroker
 from faststream.kafka.annotations import KafkaMessage
 from faststream.kafka.message import KafkaAckableMessage
+from faststream.nats import NatsBroker
 from faststream.rabbit import RabbitBroker, RabbitQueue, TestRabbitBroker
+from faststream.redis import RedisBroker, StreamSub
+from nats.js.api import AckPolicy as NatsAck
+from nats.js.api import ConsumerConfig
 
 from tests.support.brokers.kafka import committed, lag, new_group, new_topic
 from tests.support.brokers.rabbitmq import declare, left, on_server, publish_plain
 from tests.support.waiting import DEADLINE_S, eventually
-from txbox import App, ConfigurationError, Message, Outcome
+from txbox import App, ConfigurationError, Message, Outcome, StoreUnavailable
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.events import ConsumptionPaused, Event, MessageInFlight
 from txbox.integrations.faststream import TX, FastStreamInbox
@@ -255,6 +261,75 @@ def test_kafka_without_a_group_is_refused(app: App) -> None:
     broker = service.broker
     with pytest.raises((ConfigurationError, Exception), match="group"):
         service.ledger(broker.subscriber("payments", ack_policy=SAFE))
+
+
+def redis(app: App, url: str = "redis://nowhere/") -> Service:
+    inbox = FastStreamInbox(app)
+    return Service(app, RedisBroker(url, middlewares=[inbox]), inbox)
+
+
+@pytest.mark.parametrize(
+    ("subscription", "says"),
+    [
+        ({"list": "payments"}, "list or channel"), ({"channel": "payments"}, "list or channel"),
+        ({"stream": "payments"}, "for a group"),
+        ({"stream": StreamSub("payments", group="g", consumer="c", no_ack=True)}, "for a group"),
+        ({"stream": StreamSub("payments", group="g", consumer="c")}, "who claims it"),
+    ],
+)  # fmt: skip
+def test_what_redis_does_not_deliver_again_is_refused(
+    app: App, subscription: dict[str, Any], says: str
+) -> None:
+    service = redis(app)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FastStream's own, of policies that do nothing
+        subscribe = service.broker.subscriber(ack_policy=SAFE, **subscription)
+    with pytest.raises(ConfigurationError, match=says):
+        service.ledger(subscribe)
+
+
+def test_one_that_reads_and_one_that_claims_are_of_one_group(app: App) -> None:
+    service = redis(app)
+    other = StreamSub("payments", group="other", consumer="c", min_idle_time=100)
+    with pytest.raises(ConfigurationError, match="one of which claims"):
+        service.ledger(stacked(service, StreamSub("payments", group="g", consumer="c"), other))
+    claiming = StreamSub("payments", group="g", consumer="c", claim_min_idle_time=100)
+    redis(app).ledger(service.broker.subscriber(stream=claiming, ack_policy=SAFE))
+
+
+def stacked(service: Service, *streams: StreamSub) -> Any:
+    def subscribe(function: Any) -> Any:
+        for stream in streams:
+            function = service.broker.subscriber(stream=stream, ack_policy=SAFE)(function)
+        return function
+
+    return subscribe
+
+
+@pytest.mark.parametrize(
+    ("subscription", "says"),
+    [
+        ({}, "only from a stream"), ({"kv_watch": "bucket"}, "only from a stream"),
+        ({"obj_watch": True}, "only from a stream"),
+        ({"stream": "s", "ordered_consumer": True}, "acknowledgements"),
+        ({"stream": "s", "config": ConsumerConfig(ack_policy=NatsAck.NONE)}, "acknowledgements"),
+        ({"stream": "s", "config": ConsumerConfig(max_deliver=3)}, "max_deliver=3"),
+    ],
+)  # fmt: skip
+def test_what_nats_does_not_deliver_again_is_refused(
+    app: App, subscription: dict[str, Any], says: str
+) -> None:
+    inbox = FastStreamInbox(app)
+    service = Service(app, NatsBroker(middlewares=[inbox]), inbox)
+    policy = SAFE if "stream" in subscription else AckPolicy.MANUAL
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subscribe = service.broker.subscriber("payments", ack_policy=policy, **subscription)
+    with pytest.raises(ConfigurationError, match=says):
+        service.ledger(subscribe)
+    inbox = FastStreamInbox(app)
+    fine = Service(app, NatsBroker(middlewares=[inbox]), inbox)
+    fine.ledger(fine.broker.subscriber("payments", stream="s", ack_policy=SAFE))
 
 
 def test_a_batch_is_refused(app: App) -> None:
@@ -618,3 +693,38 @@ def test_what_has_no_id_is_set_aside_and_what_is_manual_is_acknowledged(
     assert rows(STATUSES) == [("p-1", "processed")]
     assert left(rabbitmq_url, name) == 0
     on_server(rabbitmq_url, lambda channel: channel.queue_delete(name))
+
+
+# -- on a real Redis --------------------------------------------------------------------------
+
+
+@pytest.mark.brokers
+def test_entries_of_redis_come_again_when_the_database_was_away(
+    app: App, rows: Rows, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = f"payments-{secrets.token_hex(4)}"
+    service = redis(app, redis_url)
+    new = StreamSub(stream, group="g", consumer="c", polling_interval=50)
+    idle = StreamSub(stream, group="g", consumer="c", polling_interval=50, min_idle_time=100)
+    service.ledger(stacked(service, new, idle))
+    process, met = app.process_async, set[object]()
+
+    async def away_at_first(message: Message[Any], **named: Any) -> Outcome:
+        if message.headers.text("message-id") not in met:
+            met.add(message.headers.text("message-id"))
+            raise StoreUnavailable("it is away")
+        return await process(message, **named)
+
+    monkeypatch.setattr(app, "process_async", away_at_first)
+
+    async def run() -> None:
+        async with service.broker as broker:
+            await broker.start()
+            for number in range(9):
+                named = {"message-id": f"p-{number}"}
+                await broker.publish({"amount": number}, stream=stream, headers=named)
+            await asyncio.to_thread(eventually, lambda: len(rows("SELECT amount FROM ledger")) == 9)
+        await app.close_async()
+
+    asyncio.run(run())
+    assert rows(STATUSES) == [(f"p-{number}", "processed") for number in range(9)]

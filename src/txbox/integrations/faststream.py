@@ -17,7 +17,7 @@ This module uses a few private attributes of FastStream, so the extra pins the m
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -108,26 +108,29 @@ class FastStreamInbox:
                 `reject_on=(pydantic.ValidationError,)`, so is what does not fit the function's annotations.
 
         Raises:
-            ConfigurationError: the acknowledgement policy may lose messages, a publisher is stacked, the subscriber
-                takes batches or has filters, or is on Kafka without a group.
+            ConfigurationError: the subscription cannot deliver again, or its acknowledgement policy may lose messages;
+                a publisher is stacked; the subscriber takes batches or has filters.
         """
 
         def register(wrapper: Wrapper) -> Wrapper:
             function: Any = wrapper
             subscribers: Any = getattr(function, "_subscribers", ())
-            if len(subscribers) != 1:
+            entries = [_Consumer(function, each, topic, consumer) for each in subscribers]
+            for entry in entries:
+                _check(entry)
+                _check_delivers_again(entry.subscriber, consumer)
+            if not _on_one_stream(subscribers):
                 raise ConfigurationError(
-                    f"{consumer}: put @inbox.handler on top of one @broker.subscriber."
+                    f"{consumer}: put @inbox.handler on top of one @broker.subscriber (on Redis Streams two, one of "
+                    "which claims)."
                 )
-            found = _Consumer(function, subscribers[0], topic, consumer)
-            _check(found)
 
             async def run(message: Message[bytes], tx: Any) -> Any:
-                return await self._run(found, message, tx)
+                return await self._run(entries[0], message, tx)
 
             run.__qualname__ = run.__name__ = getattr(function, "__name__", consumer)
             self.app.handler(topic, consumer=consumer, **options)(run)
-            self._consumers[id(found.subscriber)] = found
+            self._consumers |= {id(entry.subscriber): entry for entry in entries}
             return wrapper
 
         return register
@@ -304,6 +307,59 @@ def _check(consumer: _Consumer) -> None:
         raise ConfigurationError(
             f"{name}: without a group Kafka keeps no offsets: subscribe with group_id=."
         )
+
+
+def _check_delivers_again(subscriber: Any, name: str) -> None:
+    """Refuse a subscription whose broker forgets what it has sent: with the database away, messages would be lost."""
+    kinds = {kind.__name__ for kind in type(subscriber).__mro__}
+    client = type(subscriber).__module__.split(".")[1:2]
+    if client == ["redis"]:
+        stream = getattr(subscriber, "stream_sub", None)
+        if stream is None:
+            raise ConfigurationError(
+                f"{name}: Redis forgets what it has sent to a list or channel: subscribe to a stream with a group."
+            )
+        if not stream.group or stream.no_ack:
+            raise ConfigurationError(
+                f"{name}: Redis keeps an entry of {stream.name!r} for an acknowledgement only for a group without "
+                "no_ack=True: subscribe with StreamSub(…, group=…, consumer=…)."
+            )
+    elif client == ["nats"]:
+        if "StreamSubscriber" not in kinds:
+            raise ConfigurationError(
+                f"{name}: NATS delivers again only from a stream, and neither core subjects nor watches do: subscribe "
+                "with stream=."
+            )
+        limit = getattr(subscriber.config, "max_deliver", None)
+        without_ack = getattr(subscriber.config.ack_policy, "value", None) == "none"
+        if without_ack or subscriber.extra_options.get("ordered_consumer"):
+            raise ConfigurationError(
+                f"{name}: its JetStream consumer does not wait for acknowledgements: leave ordered_consumer= and "
+                "ack_policy NONE out."
+            )
+        if limit is not None and limit > 0:
+            raise ConfigurationError(
+                f"{name}: with max_deliver={limit} NATS gives messages up while the database is away: leave it out."
+            )
+
+
+def _on_one_stream(subscribers: Sequence[Any]) -> bool:
+    """Whether there is one subscriber; or, on Redis Streams, one group whose unacknowledged entries somebody claims.
+
+    Raises:
+        ConfigurationError: nobody does, so that an entry of a process that died is never seen again.
+    """
+    streams = [getattr(subscriber, "stream_sub", None) for subscriber in subscribers]
+    if not any(streams):
+        return len(subscribers) == 1
+    claims = any(sub and (sub.min_idle_time or sub.claim_min_idle_time) for sub in streams)
+    if not claims:
+        raise ConfigurationError(
+            "Redis Streams deliver an unacknowledged entry only to who claims it: stack a second @broker.subscriber on "
+            "the function, with min_idle_time= (milliseconds, longer than it runs) in its StreamSub, or from Redis 8.4 "
+            "on set claim_min_idle_time=."
+        )
+    return len({sub and (sub.name, sub.group) for sub in streams}) == 1
 
 
 async def _retry(consumer: _Consumer, message: Message[bytes], tx: Any, context: Any) -> Any:
