@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, Self, TypeVar, Unpack, overload
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import Destination, Source
 from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import BLOCK, BLOCK_ENDS, Database, block_left
 from txbox.effects import Effects
-from txbox.errors import ConfigurationError, StoreError, installed
+from txbox.errors import CURABLE, ConfigurationError, StoreError, installed
 from txbox.events import Event, Events, MessageUnmatched, Observer
 from txbox.handlers import (
     Extractor,
@@ -53,7 +53,6 @@ from txbox.policy import (
 )
 from txbox.processing.attempt import InboxProtocol
 from txbox.processing.intake import Intake, shown_id
-from txbox.processing.waiting import CURABLE
 from txbox.session import Connections, Raised, Session, blocking, drive, drive_async
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
@@ -63,8 +62,6 @@ from txbox.store.partitions import Kind, Partitioning
 if TYPE_CHECKING:
     from txbox.observers.tracing import Tracing
     from txbox.ui import Authenticate, Dashboard, Token, Tokens
-
-_log = logging.getLogger("txbox")
 
 _LEFT = frozenset({Outcome.FAILED, Outcome.DEFERRED})
 

@@ -86,6 +86,9 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
+#: Errors that may go away by waiting.
+CURABLE = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED, Fault.TIMEOUT)
+
 # SQLSTATE insufficient_privilege; MySQL's "access denied" to a database, a table, a column and a routine
 _LACKS_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
 

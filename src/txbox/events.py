@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
-_log = logging.getLogger("txbox")
+from txbox.boundaries import Boundary, blamed
+from txbox.boundaries import log as _log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,22 @@ class SettleFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorContained(MessageEvent):
+    """Something raised that must not. It waits or was set aside, and the worker goes on. Hang your alert here.
+
+    Attributes:
+        boundary: where, by its name in `txbox.boundaries.Boundary`.
+        retry_in_s: when it is tried again; None if that is not known here.
+    """
+
+    boundary: str
+    error_type: str
+    error: str
+    retry_in_s: float | None = None
+    exception: BaseException | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted(Event):
     """`txbox run` has started to consume."""
 
@@ -330,27 +347,39 @@ class Events:
         # the log writes events of success at DEBUG
         if self.observers or self._around is not None:
             return True
-        return bool(self._logs) and _log.isEnabledFor(logging.DEBUG)
+        return bool(self._logs) and _log.logger.isEnabledFor(logging.DEBUG)
 
     def emit(self, event: Event) -> None:
-        if self._redact is not None and (texts := _texts(event)):
-            told = {name: self._redact(text) for name, text in texts.items()}
-            event = replace(event, **told)
-        if self._around is None:
-            self._tell(event)
-        else:
-            with self._around(event):
+        """Tell everybody; never raises."""
+        try:
+            if self._redact is not None and (texts := _texts(event)):
+                told = {name: self._redact(text) for name, text in texts.items()}
+                event = replace(event, **told)
+            if self._around is None:
                 self._tell(event)
+            else:
+                with self._around(event):
+                    self._tell(event)
+        except BaseException as error:  # noqa: BLE001  # a tracer's, or a rule's: see `_observer_failed`
+            _observer_failed(event, error)
 
     def _tell(self, event: Event) -> None:
         for observer in (*self._counters.get(type(event), ()), *self._logs, *self.observers):
             try:
                 observer(event)
-            except Exception:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
                 # user code: its failure must neither lose a message nor silence the observer
-                _log.exception(
-                    "An observer failed on %s; it stays registered.", type(event).__name__
-                )
+                _observer_failed(event, error)
+
+
+def _observer_failed(event: Event, error: BaseException) -> None:
+    _log.error(
+        "An observer failed on %s; it stays registered. It raised %s (boundary: %s).",
+        type(event).__name__,
+        blamed(error),
+        Boundary.OBSERVER,
+        exc_info=error,
+    )
 
 
 def _texts(event: Event) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, Literal
 
+from txbox.boundaries import blamed
 from txbox.errors import ConfigurationError, UnusableMessage
 from txbox.message import Headers, Message
 from txbox.text import with_article
@@ -150,10 +151,10 @@ def message_id(
 def _extracted(message: Message[Any], extract: Callable[[Message[Any]], object]) -> object:
     try:
         return extract(message)
-    except Exception as error:
+    except BaseException as error:
         # an extractor is user code run on unchecked input: blame the message
         raise UnusableMessage(
-            f"message_id= raised {type(error).__name__} on this message: check the extractor against the payload."
+            f"message_id= raised {blamed(error)} on this message: check the extractor against the payload."
         ) from error
 
 
@@ -192,10 +193,10 @@ def payload_hash(message: Message[Any], method: PayloadHash = "raw") -> bytes:
         else:
             content = method(message)
         return sha256(content.encode() if isinstance(content, str) else content).digest()
-    except Exception as error:
+    except BaseException as error:
         # the payload is untrusted and the callable is user code
         raise UnusableMessage(
-            f"payload_hash= raised {type(error).__name__} on this payload, so copies of it cannot be compared."
+            f"payload_hash= raised {blamed(error)} on this payload, so copies of it cannot be compared."
         ) from error
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
 from typing import Literal, cast
 
+from txbox.boundaries import blamed
 from txbox.errors import ConfigurationError
 from txbox.message import parsed
 
@@ -368,8 +369,9 @@ class Redaction:
                 return shown if isinstance(cast("object", shown), str) else _WITHHELD_ERROR
             for pattern in self.errors:
                 text = cast("re.Pattern[str]", pattern).sub(HIDDEN, text)
-        except Exception:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             # a rule is user code: withhold the text, and still record the failure
+            blamed(error)
             return _WITHHELD_ERROR
         return text
 

@@ -401,6 +401,9 @@ class Session:
 
     def discard(self) -> None:
         """Drop the connection without finding out how its transaction ended."""
+        if self._preparing:
+            # it is the connection of the batch before, whose COMMIT is under way
+            return
         connection, self.connection, self._begun = self.connection, None, None
         if connection is not None:
             connection.discard()

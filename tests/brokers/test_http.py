@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.support.proxy import closed_port
 from tests.support.webhook.senders import STANDARD_SECRET, Endpoint, serving
 from txbox import App, Message, Outgoing, RelayPolicy, RetryPolicy
-from txbox.brokers.http import Http, is_public
+from txbox.brokers.envelope import HTTP
+from txbox.brokers.http import Http, _retry_after_s, is_public
 from txbox.brokers.webhook import StandardWebhooks, Webhook
 from txbox.errors import (
     BrokerError,
@@ -326,13 +328,15 @@ def test_addresses_that_are_not_public(address: str) -> None:
         Http(f"https://{host}/hook")
 
 
-@pytest.mark.parametrize("host", ["127.1", "2130706433", "0177.0.0.1", "127.0.0.1."])
+@pytest.mark.parametrize(
+    "host", ["127.1", "2130706433", "0177.0.0.1", "127.0.0.1.", "0x7f000001", "0x7f.1", "0x", "1.2.3.4.5"],
+)  # fmt: skip
 def test_numbers_that_only_those_who_connect_take_for_an_address_are_refused(host: str) -> None:
     with pytest.raises(ConfigurationError, match="not a public address"):
         Http(f"https://{host}/hook")
 
 
-@pytest.mark.parametrize("host", ["0x7f000001", "localhost."])
+@pytest.mark.parametrize("host", ["localhost", "localhost."])
 def test_other_spellings_of_this_machine_are_looked_up_and_not_connected_to(host: str) -> None:
     with raw(silent) as (address, connections):
         port = address.rstrip("/").rpartition(":")[2]
@@ -361,11 +365,78 @@ def test_a_name_that_leads_to_this_machine_is_not_connected_to() -> None:
         ("https://{topic}.example.com/", {}), ("http://example.com/", {}), ("https://example.com:x/", {}),
         ("https://example.com/", {"timeout": timedelta(0)}), ("https://example.com/", {"concurrency": 0}),
         ("https://example.com/", {"headers": {"a b": "1"}}), ("https://example.com/", {"headers": {"a": "1\r\nb: 2"}}),
+        *(
+            (f"https://{host}/", {"private": private})
+            for private in (False, True)
+            for host in (
+                "hooks..example.com", ".example.com", "..", f"{'x' * 64}.example.com", ".".join(["x" * 60] * 5),
+                "127。0。0。1", "⑫⑦.0.0.1", "\uff11\uff12\uff17.0.0.1", "ﬁ.example.com", "bücher.example",
+                "a\u200bb.example", "a b.example", "a%2eb.example", "-a.example", "a-.example", "\udc80.example",
+            )
+        ),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused(given: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Http(given, **options)
+
+
+@pytest.mark.parametrize(
+    "host", ["example.com", "example.com.", "xn--bcher-kva.example", "a_b.example", f"{'x' * 63}.example", "8.8.8.8",
+             "[2001:4860:4860::8888]", "4you.example"],
+)  # fmt: skip
+def test_host_names_are_taken(host: str) -> None:
+    assert Http(f"https://{host}:8443/hook").url
+
+
+def test_a_message_whose_request_raises_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a library does not foresee: the others are sent."""
+    post = aiohttp.ClientSession.post
+
+    def raising(self: Any, url: str, **more: Any) -> Any:
+        if ("webhook-id", "bad") in more["headers"]:
+            raise UnicodeError("label empty or too long")
+        return post(self, url, **more)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "post", raising)
+    with serving(Scripted()) as endpoint:
+        http = Http(url(endpoint), private=True)
+        good, bad, last = answers(http, message("m1"), message("bad"), message("m2"))
+    assert (good, last) == (None, None)
+    assert type(bad) is BrokerError
+    assert "UnicodeError" in str(bad)
+
+
+def test_a_message_that_cannot_be_written_costs_only_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = HTTP.payload
+
+    def raising(_transport: Any, given: Message[Any]) -> bytes:
+        if given.id == "bad":
+            raise KeyError("of the test")
+        return before(given)
+
+    monkeypatch.setattr(type(HTTP), "payload", raising)
+    with serving(Scripted()) as endpoint:
+        http = Http(url(endpoint), private=True)
+        good, bad = answers(http, message("m1"), message("bad"))
+    assert good is None
+    assert type(bad) is BrokerError
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "Wed, 21 Oct 99999999999999999999 07:28:00 GMT", "Wed, 21 Oct 0000 07:28:00 GMT", "9" * 5000, "inf", "nan",
+        "-1",
+        "Wed, 99 Oct 2026 99:28:00 GMT", "Wed, 21 Oct 2026 07:28:00 +99999999999999", "Mon, 01 Jan 0001 00:00:00 +2359",
+        "", ",", "() () ()", "1e400", "1_0", "٣", "Wed, 21 Oct 9999 23:59:59 -2359", "0x10", "\xff" * 100,
+    ],
+)  # fmt: skip
+def test_a_retry_after_of_any_content_is_a_wait_or_nothing(given: str) -> None:
+    wait_s = _retry_after_s(given)
+    assert wait_s is None or 0 <= wait_s <= 3600
 
 
 def test_short_secret_is_refused() -> None:

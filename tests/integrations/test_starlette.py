@@ -20,6 +20,7 @@ from litestar import Litestar, asgi
 from starlette.applications import Starlette
 
 from tests.support.asgi import Lived
+from tests.support.invariant import broken_invariant
 from tests.support.recording import Recorder
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
@@ -129,7 +130,7 @@ def test_a_worker_that_cannot_start_fails_the_startup(
 
 
 class _Dies(Memory):
-    """A source whose client has a bug."""
+    """A source that breaks an invariant of txbox."""
 
     def __init__(self) -> None:
         super().__init__([], endless=True)
@@ -137,7 +138,7 @@ class _Dies(Memory):
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         if self.die.is_set():
-            raise ZeroDivisionError("a bug")
+            broken_invariant()
         return super().receive(messages_max, wait_s)
 
 
@@ -161,7 +162,7 @@ def test_a_worker_that_crashes_is_told_to_the_server(sqlite_url: str) -> None:
 
     with pytest.raises(RuntimeError, match="crashed") as raised:
         asyncio.run(main())
-    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert [type(error) for error in told] == [AssertionError]
     assert raised.value.__cause__ is told[0]
 
 

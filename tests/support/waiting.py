@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 #: This ends, or something is broken: reached only by what fails, also on a machine that is twenty times slower.
-DEADLINE_S = 180.0
+DEADLINE_S = 40.0
 
 
 def eventually(

@@ -33,7 +33,7 @@ from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.webhook import Receive, Scope, Send, answer
-from txbox.errors import BrokerUnavailable
+from txbox.errors import BrokerUnavailable, ConfigurationError
 from txbox.events import (
     ConsumptionPaused,
     ConsumptionResumed,
@@ -285,14 +285,14 @@ def test_a_blocked_asyncio_loop_is_not_alive(sqlite_url: str) -> None:
 def test_a_dead_thread_is_not_alive(shop: Shop) -> None:
     class Broken(Memory):
         def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-            raise LookupError("a bug")
+            raise ConfigurationError("a broker that refuses it")
 
     health = Health()
     shop.handler()
     shop.app.consume(Broken([], endless=True))
     with running(worker(shop.app, health=health)) as codes:
-        eventually(lambda: codes == [1])
-    assert health.stuck() == ["the worker ends after LookupError"]
+        eventually(lambda: codes == [2])
+    assert health.stuck() == ["the worker ends after ConfigurationError"]
 
 
 def _consuming(health: Health) -> Health:

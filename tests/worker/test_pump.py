@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.invariant import broken_invariant
 from tests.support.shop import TOPIC, Shop, effects, opened, paid, quarantined
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
@@ -304,7 +305,7 @@ def test_a_source_that_breaks_while_the_other_thread_runs_a_lane_ends_the_worker
     class Breaks(Lending):
         def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
             if broken.is_set():
-                raise ZeroDivisionError("as no source may")
+                broken_invariant()
             return super().receive(messages_max, wait_s)
 
     source = Breaks([paid("m1")], endless=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.databases import Raw
+from tests.support.invariant import broken_invariant
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, quarantined, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
@@ -529,10 +530,10 @@ def test_a_source_collects_what_it_is_about_to_lose(shop: Shop) -> None:
     assert statuses(shop.raw) == {"processed": 2}
 
 
-def test_a_crash_of_a_source_stops_the_worker(shop: Shop, caplog: Any) -> None:
+def test_a_broken_invariant_in_a_source_stops_the_worker(shop: Shop, caplog: Any) -> None:
     class Broken(Memory):
         def receive(self, messages_max: int, wait_s: float) -> Any:
-            raise RuntimeError("boom")
+            broken_invariant()
 
     shop.handler()
     shop.app.consume(Broken([], endless=True))
@@ -540,14 +541,17 @@ def test_a_crash_of_a_source_stops_the_worker(shop: Shop, caplog: Any) -> None:
 
     assert the_worker.run() == 1
 
-    assert isinstance(the_worker.failure, RuntimeError)
-    assert "boom" in caplog.text
+    assert isinstance(the_worker.failure, AssertionError)
+    assert "an invariant of ours" in caplog.text
     assert "Traceback" in caplog.text
 
 
-def test_a_crash_of_a_lane_stops_the_worker(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_invariant_in_a_lane_stops_the_worker(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def crash(db: Transaction, _lane: Lane) -> bool:
-        raise RuntimeError("not the handler's doing")
+        broken_invariant()
+        return False
 
     monkeypatch.setattr(Lane, "_take_next", crash)
     shop.handler()

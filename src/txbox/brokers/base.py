@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -10,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from txbox.boundaries import Boundary, is_contents
+from txbox.boundaries import log as _log
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.events import Event
 from txbox.message import Message
-
-_log = logging.getLogger("txbox")
 
 Entry = TypeVar("Entry")
 
@@ -189,8 +188,8 @@ class Source(Protocol):
     """Where deliveries come from. Methods are called by one thread at a time, but not always by the same one.
 
     A subclass implements only what differs. `receive`, `tend` and `settle` may raise BrokerUnavailable,
-    or the StoreError of their progress; they are then called again later. Any other exception stops
-    the worker. For what a broker refuses, see `refusal`.
+    or the StoreError of their progress; they are then called again later. So they are after any other
+    exception, with an event. For what a broker refuses, see `refusal`.
 
     Guarantee: after a crash, a delivery that was not settled is delivered again.
     """
@@ -381,6 +380,11 @@ class Batch:
                     entry = entry_of(message)
                 except MessageRefused as refusal:
                     self.answers[at] = refusal
+                except Exception as error:
+                    if not is_contents(error):
+                        raise
+                    why = f"{type(error).__name__}: {error} (boundary: {Boundary.PUBLISH})"
+                    self.answers[at] = BrokerError(f"The message cannot be written: {why}.")
                 else:
                     yield at, entry
 

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from itertools import product
 from typing import Any, NamedTuple
 
+from txbox.boundaries import Boundary, is_contents
 from txbox.brokers.base import Delivery
 from txbox.errors import MessageRefused, UnusableMessage
 from txbox.identity import CLOUDEVENTS_PREFIXES, id_in_headers, scoped_id
@@ -84,7 +85,35 @@ class Transport:
             message_id, message_type, key, content_type, time: from properties; None if there is no such property.
             stored_at: by the broker's clock, for a message without any other time.
         """
-        headers = Headers(headers)
+        try:
+            message = self._message(
+                topic, payload, Headers(headers), origin=origin, message_id=message_id,
+                message_type=message_type, key=key, content_type=content_type, time=time, stored_at=stored_at,
+            )  # fmt: skip
+        except UnusableMessage as error:
+            return Delivery(None, topic, tag, str(error), payload or b"", redelivered)
+        except Exception as error:
+            if not is_contents(error):
+                raise
+            why = f"{type(error).__name__} (boundary: {Boundary.ENVELOPE})"
+            problem = f"What {self.name} delivered cannot be read as a message: {why}."
+            return Delivery(None, topic, tag, problem, payload or b"", redelivered)
+        return Delivery(message, topic, tag, redelivered=redelivered)
+
+    def _message(
+        self,
+        topic: str,
+        payload: bytes | None,
+        headers: Headers,
+        *,
+        origin: dict[str, Any],
+        message_id: Any,
+        message_type: str | None,
+        key: str | bytes | None,
+        content_type: str | None,
+        time: datetime | None,
+        stored_at: datetime | None,
+    ) -> Message[Any]:
         if self.id is not None and self.id != _ID:
             message_id = headers.get(self.id) or None
         by_field = _by_field(headers)
@@ -97,17 +126,14 @@ class Transport:
         declared = content_type or by_field.get(_CONTENT_TYPE)
         media = None if declared is None else _media_type(declared)
         if payload is not None and media in (EVENT, _BATCH):
-            try:
-                event = _event(payload, self.prefix, batch=media == _BATCH)
-            except UnusableMessage as error:
-                return Delivery(None, topic, tag, str(error), payload, redelivered)
+            event = _event(payload, self.prefix, batch=media == _BATCH)
             if message_id is None and id_in_headers(headers) is None:
                 message_id = event.id
             # from here on as in binary mode; the transport's own headers come first
             around = (pair for pair in headers if pair[0].lower() != _CONTENT_TYPE)
             headers = Headers((*around, *event.headers))
             by_field, payload, declared = _by_field(headers), event.payload, event.content_type
-        message: Message[Any] = Message(
+        return Message(
             topic=topic,
             payload=payload,
             id=message_id,
@@ -118,7 +144,6 @@ class Transport:
             time=time or _moment(by_field.get(_TIME)) or stored_at,
             origin=origin,
         )
-        return Delivery(message, topic, tag, redelivered=redelivered)
 
     def headers(self, message: Message[Any]) -> Iterator[Pair]:
         """Yield the headers a message is sent with: those of its fields, then its own.

@@ -23,6 +23,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
+from txbox.boundaries import Boundary, is_contents
 from txbox.brokers.base import Batch
 from txbox.brokers.envelope import HTTP
 from txbox.brokers.loop import LoopPublisher
@@ -41,6 +42,10 @@ _ANSWER_BYTES = 2048
 _RETRY_AFTER_MAX_S = 3600.0
 #: Besides 5xx, a later attempt may succeed after these: timed out, too early, too many requests.
 _PASSING = frozenset({408, 425, 429})
+#: Of a host name. Only ASCII: what libraries make of other characters differs, dots and digits among them.
+_LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII)
+_HOST_MAX = 253
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.ASCII)
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NOT_IN_VALUE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 #: They frame, route or authenticate the request, which is this publisher's business.
@@ -137,7 +142,13 @@ class HttpPublisher(LoopPublisher):
             for at, (headers, body) in entries:
                 if self._time_s(batch) <= 0 or batch.away is not None:
                     return
-                await self._send(batch, at, headers, body)
+                try:
+                    await self._send(batch, at, headers, body)
+                except Exception as error:
+                    if not is_contents(error):
+                        raise
+                    why = f"{type(error).__name__}: {error} (boundary: {Boundary.PUBLISH})"
+                    batch.answer(at, BrokerError(f"The request failed: {why}."))
 
         await asyncio.gather(*(sends() for _ in range(self._endpoint.concurrency)))
 
@@ -298,18 +309,23 @@ def _check_url(url: str, private: bool) -> None:
         )
     if _TOPIC in (parts.netloc or ""):
         raise ConfigurationError("The topic may stand in the path of the URL, not in its host.")
+    address: str | None = None
+    with suppress(ValueError):
+        address = str(ipaddress.ip_address(host.partition("%")[0]))
+    labels = host.removesuffix(".").split(".")
+    if address is None and not (len(host) <= _HOST_MAX and all(map(_LABEL.fullmatch, labels))):
+        raise ConfigurationError(
+            f"{host!r} is not a host name: use ASCII letters, digits and hyphens, at most 63 between two dots; a name "
+            "with other letters has a form that begins with xn--."
+        )
     if private:
         return
     if parts.scheme == "http":
         raise ConfigurationError(
             "Http() sends over TLS: use https://, or private=True for an endpoint of your own network."
         )
-    try:
-        # a literal address is never looked up
-        public = is_public(host)
-    except ValueError:
-        # connecting treats "127.1" and "2130706433" as addresses, too, without a lookup
-        public = not host.replace(".", "").isdigit()
+    # a literal address is never looked up; and connecting reads "127.1", "0x7f.1" and "2130706433" as addresses, too
+    public = is_public(address) if address is not None else not _NUMBER.fullmatch(labels[-1])
     if not public:
         raise ConfigurationError(
             f"{host} is not a public address: use Http(…, private=True) if that is meant."
@@ -340,7 +356,9 @@ def _retry_after_s(value: str | None) -> float | None:
     except ValueError:
         try:
             moment = parsedate_to_datetime(value)
-        except ValueError:
+            moment = moment.replace(tzinfo=moment.tzinfo or UTC)
+            wait_s = (moment - datetime.now(UTC)).total_seconds()
+        except (ValueError, OverflowError, TypeError, LookupError):
+            # numbers of any length come from outside
             return None
-        wait_s = (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return min(max(wait_s, 0.0), _RETRY_AFTER_MAX_S) if math.isfinite(wait_s) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -11,11 +10,10 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import Batch, Source, later_if_away, refusal
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.message import Message
-
-_log = logging.getLogger("txbox")
 
 Result = TypeVar("Result")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import random
 import re
@@ -17,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import (
     LAST_WORD_S,
     Batch,
@@ -46,8 +46,6 @@ with installed("nats", "NATS"):
     from nats.aio.subscription import Subscription
     from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
     from nats.protocol import command as _command
-
-_log = logging.getLogger("txbox")
 
 Connected = TypeVar("Connected", bound="Client")
 

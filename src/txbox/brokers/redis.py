@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import secrets
@@ -16,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import (
     Batch,
     Delivery,
@@ -45,8 +45,6 @@ with installed("redis", "Redis"):
     from redis import exceptions
     from redis.backoff import NoBackoff
     from redis.retry import Retry
-
-_log = logging.getLogger("txbox")
 
 
 def new_client(url: str, options: Mapping[str, Any]) -> Any:

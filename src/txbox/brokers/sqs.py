@@ -7,7 +7,6 @@ import binascii
 import hashlib
 import importlib.util
 import json
-import logging
 import math
 import re
 import threading
@@ -20,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import (
     Batch,
     Delivery,
@@ -36,8 +36,6 @@ from txbox.brokers.envelope import SQS as SQS_TRANSPORT
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
 from txbox.identity import scoped_id
 from txbox.message import Headers, HeaderValue, Message
-
-_log = logging.getLogger("txbox")
 
 # -- calls --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import inspect
 import json
-import logging
 import math
 import re
 import time
@@ -19,12 +18,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, cast
 
+from txbox.boundaries import log as _log
 from txbox.brokers.envelope import clock
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.message import Headers, HeaderValue, Message
 from txbox.outcome import Answer, Outcome
-
-_log = logging.getLogger("txbox")
 
 # -- who sent it: the signatures of GitHub, Stripe and Standard Webhooks ------------------------------
 

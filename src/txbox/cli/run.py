@@ -21,15 +21,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
+from txbox.boundaries import Boundary
+from txbox.boundaries import log as _log
 from txbox.cli import add_command
 from txbox.cli.options import add_grace, add_options, opened
 from txbox.cli.output import print_json, print_line, print_table
-from txbox.errors import ConfigurationError, StoreError, StoreUnavailable, installed
+from txbox.errors import CURABLE, ConfigurationError, StoreError, StoreUnavailable, installed
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
 from txbox.maintenance import JOBS, Report, Task, scheduled
 from txbox.observers.logging import current_trace
 from txbox.policy import GRACE
-from txbox.processing.waiting import CURABLE
 from txbox.worker.driving import Driver
 from txbox.worker.supervisor import (
     GAVE_UP,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from txbox.ui import Authenticate, Tokens
     from txbox.worker.serving import Server
 
-
-_log = logging.getLogger("txbox")
 
 _LOOK_S, _UI_LOOK_S, _UI_GRACE_S, _UI_CLOSE_S = 0.2, 3600.0, 10.0, 5.0
 # in the environment: arguments are public
@@ -364,7 +363,12 @@ def _maintain(args: argparse.Namespace) -> int:
         if not args.once:
             _maintain_until_stopped(app, driver)
             return 0
-        reports = [driver.perform(job.run, app, Task()) for job in JOBS]
+        reports: list[Report] = []
+        for job in JOBS:
+            try:
+                reports.append(driver.perform(job.run, app, Task()))
+            except Exception as error:  # noqa: BLE001  # see contain
+                app.protocol.contain(Boundary.JOB, error)
         if args.json:
             print_json({"jobs": reports})
         else:
@@ -372,7 +376,7 @@ def _maintain(args: argparse.Namespace) -> int:
                 ["job", "rows", "dead", "note"],
                 [[report.job, report.rows, report.dead, _note(report)] for report in reports],
             )
-    return 0
+    return 0 if len(reports) == len(JOBS) else 1
 
 
 def _note(report: Report) -> str:
@@ -393,10 +397,11 @@ def _maintain_until_stopped(app: App, driver: Driver) -> None:
                 paused_at = paused_at or time.monotonic()
                 wait_s = job.every(app).total_seconds()
                 app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
-            except StoreError as error:
-                if error.fault not in CURABLE:
-                    raise
-                _log.debug("Put off while the database is busy: %s", error)
+            except Exception as error:  # noqa: BLE001  # see contain
+                if isinstance(error, StoreError) and error.fault in CURABLE:
+                    _log.debug("Put off while the database is busy: %s", error)
+                else:
+                    app.protocol.contain(Boundary.JOB, error)
             else:
                 if paused_at is not None:
                     app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))
@@ -484,7 +489,7 @@ def log_libraries() -> None:
     """Log what libraries say, unless the app has set that up."""
     root = logging.getLogger()
     if not root.handlers:
-        for handler in _log.handlers:
+        for handler in _log.logger.handlers:
             root.addHandler(handler)
 
 
@@ -492,9 +497,9 @@ def start_logging(args: argparse.Namespace) -> None:
     """Write txbox's log lines to stderr, as the options say, and everything else that would go there unformatted."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if args.log_json else _Lines())
-    _log.addHandler(handler)
+    _log.logger.addHandler(handler)
     _log.setLevel(logging.DEBUG if args.verbose else logging.INFO)
-    _log.propagate = False
+    _log.logger.propagate = False
     if not args.verbose:
         for name in _CLIENTS:
             # what they report is in txbox's own lines, once and not at every try

@@ -9,7 +9,6 @@ Source: docs/decisions/0009-round-trips.md
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 
+from txbox.boundaries import log as _log
 from txbox.connections.base import (
     Database,
     Executor,
@@ -50,8 +50,6 @@ from txbox.connections.libpq import (
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
 from txbox.session import Connection, Failed, Raised, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
-
-_log = logging.getLogger("txbox")
 
 # psycopg's own default
 _PREPARE_AFTER = 5

@@ -14,6 +14,7 @@ from datetime import timedelta
 from types import NoneType
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
+from txbox.boundaries import Boundary, blamed, is_contents
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
 from txbox.handlers.body import Decoder, decoder_for
 from txbox.identity import (
@@ -515,6 +516,10 @@ class Handler:
         except UnusableMessage as error:
             error.message_id = message_id
             raise
+        except Exception as error:
+            if not is_contents(error):
+                raise
+            raise _unreadable(error, message_id) from error
 
     def accepted(self, message: Message[Any], message_id: str) -> Arrival:
         """Attach the id that an operator chose, whatever the message's size.
@@ -541,6 +546,10 @@ class Handler:
             if extract is None:
                 raise UnusableMessage(f"{error} {_NAME_AN_ID}") from None
             raise
+        except Exception as error:
+            if not is_contents(error):
+                raise
+            raise _unreadable(error, "") from error
 
     @functools.cached_property
     def _extract_id(self) -> Extractor | None:
@@ -556,10 +565,10 @@ class Handler:
         assert extract is not None
         try:
             found = extract(message)
-        except Exception as error:
+        except BaseException as error:
             # an extractor is user code run on unchecked input: blame the message
             raise UnusableMessage(
-                f"sequence= raised {type(error).__name__} on this message: check the extractor against the payload."
+                f"sequence= raised {blamed(error)} on this message: check the extractor against the payload."
             ) from error
         if (
             isinstance(found, str)
@@ -583,9 +592,10 @@ class Handler:
             return None
         try:
             found = extract(message)
-        except Exception:  # noqa: BLE001  # user code on unchecked input; decoding will report the error
+            return None if found is None else str(found)
+        except BaseException as error:  # noqa: BLE001  # user code on unchecked input; decoding will report the error
+            blamed(error)
             return None
-        return None if found is None else str(found)
 
     def bound(self, arrival: Arrival) -> Message[Any]:
         """Return the message as the handler sees it.
@@ -596,10 +606,20 @@ class Handler:
         message = arrival.message
         try:
             body = self.decode(message)
-        except Exception as error:
+        except BaseException as error:
             # whatever a decoder raises, the payload is not what was agreed on
-            raise Reject(f"The body cannot be decoded: {type(error).__name__}: {error}") from error
+            raise Reject(f"The body cannot be decoded: {blamed(error)}: {error}") from error
         return handed_over(message, arrival.message_id, self.consumer, body)
+
+
+def _unreadable(error: Exception, message_id: str) -> UnusableMessage:
+    """The error for a message with a field that nothing here expects."""
+    unusable = UnusableMessage(
+        f"The message cannot be read: {type(error).__name__} (boundary: {Boundary.IDENTITY}). "
+        "Look at its fields and headers."
+    )
+    unusable.message_id = message_id
+    return unusable
 
 
 def _in_header(given: Extractor | str | None) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import os
 import signal
 import threading
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from txbox.app import App
+from txbox.boundaries import log as _log
 from txbox.brokers.webhook import Receive, Scope, Send, by_path
 from txbox.errors import ConfigurationError
 from txbox.events import Event, Observer, WorkerStarted
@@ -42,8 +42,6 @@ from txbox.worker.health import Health
 if TYPE_CHECKING:
     from fastapi.params import Depends
     from starlette.routing import BaseRoute
-
-_log = logging.getLogger("txbox")
 
 
 class Ending(Protocol):

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from txbox.app import App
+from txbox.boundaries import Boundary, is_contents
 from txbox.errors import ConfigurationError
 from txbox.events import LeaseExpired, MessageDead
 from txbox.maintenance.pruning import (
@@ -80,11 +81,21 @@ async def rescue(db: Session, app: App, task: Task) -> Report:
     rows = dead = 0
     if task.dry_run:
         raise ConfigurationError("rescue has no dry run.")
+    letters = True
     while not task.stop():
-        rescued = await leases.rescue(
-            db, app.store, consumer=task.consumer, max_starts=app.lease.max_starts, limit=_RESCUE_BATCH,
-            dying=lambda db, row: _letter(db, app, row),
-        )  # fmt: skip
+        try:
+            rescued = await leases.rescue(
+                db, app.store, consumer=task.consumer, max_starts=app.lease.max_starts, limit=_RESCUE_BATCH,
+                dying=(lambda db, row: _letter(db, app, row)) if letters else None,
+            )  # fmt: skip
+        except Exception as error:
+            if not letters or not is_contents(error):
+                raise
+            # a letter that cannot be staged keeps no row from being rescued
+            app.protocol.contain(Boundary.JOB, error)
+            db.discard()
+            letters = False
+            continue
         for row in rescued:
             rows, dead = rows + 1, dead + row.dead
             where: Any = {

@@ -425,7 +425,7 @@ class _Run:
         """Give the lease back after an error in this block, so that the next run need not wait for it to expire."""
         try:
             yield
-        except StoreError:
+        except Exception:
             db.discard()
             try:
                 await self._lease.release(db)

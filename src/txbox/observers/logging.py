@@ -30,7 +30,7 @@ _LEVELS: dict[type[Event], int] = {
     ), logging.WARNING),
     **dict.fromkeys((
         events.MessageQuarantined, events.MessageDead, events.OutgoingDead, events.SequenceGap,
-        events.SourceRefused, events.MessagesLost,
+        events.SourceRefused, events.MessagesLost, events.ErrorContained,
     ), logging.ERROR),
 }  # fmt: skip
 
@@ -39,6 +39,7 @@ _BEGINS: dict[type[Event], str] = {
     events.ConsumptionPaused: "source",
     events.RelayPaused: "publisher",
     events.SettleFailed: "source",
+    events.ErrorContained: "boundary",
     events.LoginRefused: "cause",
 }
 _ENDS: dict[type[Event], type[Event]] = {

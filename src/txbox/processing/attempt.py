@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from txbox.boundaries import Boundary, is_contents
 from txbox.connections.base import connection_lost, forgets_parent
 from txbox.errors import Fault, StoreError
 from txbox.events import (
@@ -79,6 +80,7 @@ class InboxProtocol:
         self.in_flight = self.waiting.in_flight
         self.persistently = self.waiting.persistently
         self._recorder = recorder = Recorder(store, events, limits, letters)
+        self.contain = recorder.contain
         self.transaction = HandlerTransaction(store, limits, lease, recorder, batching=batching)
 
         #: The schema has been checked.
@@ -228,6 +230,27 @@ class InboxProtocol:
     # -- the loop -----------------------------------------------------------------------------
 
     async def _run(
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim
+    ) -> dict[str, Answer]:
+        """Bring messages to their answers; what something unexpected raises costs the message that caused it."""
+        try:
+            return await self._settled(db, handler, arrivals, claim)
+        except Exception as error:
+            if not is_contents(error):
+                raise
+            db.discard()
+            if isinstance(error, StoreError):
+                # raises if the tables are to blame
+                await self.check_schema(db)
+            if len(arrivals) > 1:
+                return await self._divide(db, handler, arrivals, claim, End.RAISED)
+            return {
+                arrivals[0].message_id: await self.blame(
+                    db, handler, arrivals[0], error, Boundary.TRANSACTION, claim
+                )
+            }
+
+    async def _settled(
         self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim
     ) -> dict[str, Answer]:
         """Run the transaction, then act on how it ended, until every message has its answer."""
@@ -566,6 +589,54 @@ class InboxProtocol:
         if ran.end is End.REFUSED:
             # it took effect, whatever the server answered
             return await self._by_row(db, handler, arrival, ran)
+        return _NOT_OURS
+
+    async def blame(
+        self,
+        db: Session,
+        handler: Handler,
+        arrival: Arrival,
+        error: Exception,
+        boundary: Boundary,
+        claim: Claim = NEW,
+    ) -> Answer:
+        """The answer for a message on which something unexpected was raised: it costs an attempt.
+
+        Where that cannot be recorded, a new message is quarantined; where that cannot be done either, it is not
+        settled, and tried again. A leased row then stays leased: it is rescued, and dead when its starts are used up.
+        """
+        database_error = error if isinstance(error, StoreError) else None
+        failure = self._recorder.described(handler, error, database_error)
+        try:
+            if claim.replay:
+                number = arrival.message.attempt
+                attempt = self.store.failed_attempt(
+                    handler.consumer, arrival, failure, status="replay failed"
+                )
+                await db.together((attempt,))
+                return Answer(Outcome.FAILED, number)
+            parked = await self._parked(db, handler, arrival, failure, claim)
+            if parked is not None or claim is not NEW:
+                return parked or _NOT_OURS
+            # another's row: what it says is the answer
+            await db.begin()
+            rows = await self.store.classify(db, handler.consumer, [arrival.message_id])
+            await db.commit()
+            row = rows.get(arrival.message_id)
+            return _NOT_OURS if row is None else await self.met(db, handler, arrival, row)
+        except Exception as unrecorded:  # noqa: BLE001  # see contain
+            self.contain(Boundary.RECORD, unrecorded, consumer=handler.consumer, arrival=arrival)
+            db.discard()
+        try:
+            if claim is NEW:
+                reason = f"{failure.error_type} (boundary: {boundary}), and the failure cannot be recorded."
+                await self.quarantine(
+                    db, handler.consumer, arrival.message, arrival.message_id, reason, arrival.hash
+                )
+                return Answer(Outcome.QUARANTINED)
+        except Exception as unrecorded:  # noqa: BLE001  # see contain
+            self.contain(Boundary.RECORD, unrecorded, consumer=handler.consumer, arrival=arrival)
+            db.discard()
         return _NOT_OURS
 
     async def _parked(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType
 from typing import Any
 
+from txbox.boundaries import is_from_outside
 from txbox.errors import Fault, HandlerTimeout, StoreError
 from txbox.handlers import Handler, Run
 from txbox.handlers.body import as_json
 from txbox.message import Message
-from txbox.session import Connection, Crashed, Failed, Raised, Session, at
+from txbox.session import Connection, Failed, Raised, Session, at
 from txbox.store.codec import Arrival
 
 #: Takes the transaction's own object, or None outside of one; async where its session is.
@@ -133,7 +130,7 @@ def decode_ahead(handler: Handler, arrivals: Sequence[Arrival]) -> None:
         try:
             arrival.decoded = handler.bound(arrival)
         except BaseException as error:
-            if _is_from_outside(error):
+            if is_from_outside(error):
                 raise
 
 
@@ -237,7 +234,7 @@ async def _call(connection: Connection | None, call: Call, timeout_s: float | No
         # read for each call: a session that the last call left unusable is replaced then
         answer = call(connection.native if connection is not None else None)
     except BaseException as error:
-        if _is_from_outside(error):
+        if is_from_outside(error):
             raise
         raise _raised(error, connection) from error
     if timeout_s is not None and time.monotonic() - started > timeout_s:
@@ -286,32 +283,6 @@ def _timeout(timeout_s: float) -> HandlerTimeout:
     )
 
 
-def _is_from_outside(error: BaseException) -> bool:
-    """Whether a signal or a simulated crash raised this in the handler, rather than the handler itself.
-
-    Python runs signal handlers in the main thread only, and one written in Python is among the error's frames.
-    The default for SIGINT has no frame: while it is installed, a KeyboardInterrupt in the main thread counts as
-    Ctrl-C, whoever raised it.
-    """
-    if isinstance(error, (Exception, Crashed)):
-        return isinstance(error, Crashed)
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    installed = [signal.getsignal(number) for number in signal.valid_signals()]
-    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in installed:
-        return True
-    codes = {_code_of(handler) for handler in installed}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _code_of(function: Any) -> CodeType | None:
-    while isinstance(function, partial):
-        function = function.func
-    # a method's is that of its function
-    code: CodeType | None = getattr(function, "__code__", None)
-    return code or getattr(type(function).__dict__.get("__call__"), "__code__", None)
-
-
 def _is_ended(task: asyncio.Task[Any] | None, error: BaseException) -> bool:
     """Whether the operation's task is being cancelled, or its coroutine closed from outside.
 
@@ -323,4 +294,4 @@ def _is_ended(task: asyncio.Task[Any] | None, error: BaseException) -> bool:
         closed = True
     if closed or isinstance(error, Exception):
         return closed
-    return (task is not None and task.cancelling() > 0) or _is_from_outside(error)
+    return (task is not None and task.cancelling() > 0) or is_from_outside(error)

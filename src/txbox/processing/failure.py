@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from txbox.boundaries import Boundary, is_contents
 from txbox.errors import Reject, Retry, StoreError
-from txbox.events import Events, MessageDead, MessageFailed
+from txbox.events import ErrorContained, Events, MessageDead, MessageFailed
 from txbox.handlers import Handler, HandlerOptions
 from txbox.outbox import DeadLetters
 from txbox.outcome import Answer, Outcome, Status
@@ -189,6 +190,37 @@ class Recorder:
         """What is to be recorded of an exception; see `failure_of`."""
         redact = self._store.columns.redact
         return failure_of(error, database_error, handler.options, self._limits, redact)
+
+    def contain(
+        self,
+        boundary: Boundary,
+        error: Exception,
+        *,
+        consumer: str | None = None,
+        arrival: Arrival | None = None,
+        retry_in_s: float | None = None,
+    ) -> None:
+        """Emit the event of an error that something unexpected raised, and which ends nothing.
+
+        Raises:
+            Exception: the same, if it must end the worker.
+        """
+        if not is_contents(error):
+            raise error
+        text = printable(_text_of(error).partition("\n")[0], 1_000)
+        columns = self._store.columns
+        self._events.emit(
+            ErrorContained(
+                boundary=boundary,
+                consumer=consumer,
+                message_id=None if arrival is None else arrival.message_id,
+                topic=None if arrival is None else arrival.message.topic,
+                error_type=type(error).__name__,
+                error=columns.told(text),
+                retry_in_s=retry_in_s,
+                exception=None if columns.key_id else shown(error, text, columns.redact),
+            )
+        )
 
     async def parked(
         self, db: Session, handler: Handler, arrival: Arrival, failure: Failure, *, token: str

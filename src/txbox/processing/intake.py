@@ -11,6 +11,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from txbox.boundaries import Boundary, is_contents
 from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import MessageDuplicate, MessageStored
 from txbox.handlers import Handler
@@ -131,25 +132,29 @@ class Intake:
         """
         known: dict[str, Arrival] = {}
         ids: list[str] = []
+        # by index, of messages that go no further
+        aside: dict[int, Answer] = {}
         now = time.monotonic() if received is None else 0.0
         for index, message in enumerate(messages):
             message_id = ""  # no message has this one
             try:
                 arrival = handler.arrival(message, self._protocol.limits)
             except UnusableMessage as error:
-                await self._quarantined(db, handler.consumer, message, error.message_id, str(error))
+                aside[index] = await self._set_aside(
+                    db, handler, message, error.message_id, str(error)
+                )
             else:
                 arrival.received = now if received is None else received[index]
                 message_id = arrival.message_id
                 first = known.setdefault(message_id, arrival)
                 if first is not arrival and first.differs(arrival):
-                    await self._quarantined(
-                        db, handler.consumer, message, message_id, _TWO_PAYLOADS
+                    aside[index] = await self._set_aside(
+                        db, handler, message, message_id, _TWO_PAYLOADS
                     )
                     message_id = ""
             ids.append(message_id)
         if not known:
-            return [_QUARANTINED] * len(ids)
+            return list(aside.values())
         arrivals = list(known.values())
         if leasing is not None or handler.options.mode == "stored":
             answers = await self.store(db, handler, arrivals, leasing)
@@ -159,7 +164,7 @@ class Intake:
             answers = await self._run_leased(db, handler, arrivals, for_s)
         if len(known) == len(ids):
             return [answers[message_id] for message_id in ids]
-        return self._unfolded(handler.consumer, messages, ids, answers)
+        return self._unfolded(handler.consumer, messages, ids, answers, aside)
 
     def _unfolded(
         self,
@@ -167,12 +172,13 @@ class Intake:
         messages: Sequence[Message[Any]],
         ids: Sequence[str],
         answers: dict[str, Answer],
+        aside: dict[int, Answer],
     ) -> list[Answer]:
-        """Return one answer per message: copies share the first one's fate, those without an id are quarantined."""
+        """Return one answer per message: copies share the first one's fate, those without an id were set aside."""
         outcomes: list[Answer] = []
         seen: set[str] = set()
-        for message, message_id in zip(messages, ids, strict=True):
-            answer = answers[message_id] if message_id else _QUARANTINED
+        for index, (message, message_id) in enumerate(zip(messages, ids, strict=True)):
+            answer = answers[message_id] if message_id else aside[index]
             if message_id in seen and answer.outcome in (Outcome.PROCESSED, Outcome.DUPLICATE):
                 if answer.outcome is Outcome.PROCESSED:
                     answer = DUPLICATE
@@ -193,7 +199,32 @@ class Intake:
         arrivals: Sequence[Arrival],
         leasing: Leasing | None = None,
     ) -> dict[str, Answer]:
-        """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones."""
+        """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones.
+
+        What something unexpected raises costs the message that caused it.
+        """
+        try:
+            return await self._store(db, handler, arrivals, leasing)
+        except Exception as error:
+            if not is_contents(error):
+                raise
+            db.discard()
+            if isinstance(error, StoreError):
+                # raises if the tables are to blame
+                await self._protocol.check_schema(db)
+            if len(arrivals) > 1:
+                return await self._stored_apart(db, handler, arrivals, leasing)
+            (arrival,) = arrivals
+            answer = await self._protocol.blame(db, handler, arrival, error, Boundary.STORE)
+            return {arrival.message_id: answer}
+
+    async def _store(
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        leasing: Leasing | None,
+    ) -> dict[str, Answer]:
         protocol, consumer = self._protocol, handler.consumer
         # sorted by id, so that two stores wait for each other instead of deadlocking, unless the order counts
         ordered = (
@@ -210,8 +241,10 @@ class Intake:
                 if error.fault is not Fault.LOCK_TIMEOUT:
                     raise
                 await protocol.store.rollback_bounded(db)
-                settled.update(await self._stored_apart(db, handler, ordered, leasing))
-                return settled
+                if len(ordered) == 1:
+                    held = self._protocol.held(handler, ordered[0])
+                    return {**settled, ordered[0].message_id: held}
+                return {**settled, **await self._stored_apart(db, handler, ordered, leasing)}
             rows_of.update((leased.arrival.message_id, leased) for leased in found)
             if leasing is not None:
                 await self._give_back(db, consumer, rows, leasing)
@@ -284,9 +317,7 @@ class Intake:
     async def _stored_apart(
         self, db: Session, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
     ) -> dict[str, Answer]:
-        """Store one by one, since another transaction holds the id of one; that one is not settled."""
-        if len(arrivals) == 1:
-            return {arrivals[0].message_id: self._protocol.held(handler, arrivals[0])}
+        """Store one by one, since another transaction holds the id of one, or one cannot be stored."""
         settled: dict[str, Answer] = {}
         keys: set[str | None] = set()
         for arrival in arrivals:
@@ -315,6 +346,23 @@ class Intake:
                     db, handler, leased, leasing.token, for_s=for_s
                 )
         return settled
+
+    async def _set_aside(
+        self,
+        db: Session,
+        handler: Handler,
+        message: Message[Any],
+        message_id: str,
+        reason: str,
+    ) -> Answer:
+        """Quarantine a message; where that fails unexpectedly it is not settled, and tried again."""
+        try:
+            await self._quarantined(db, handler.consumer, message, message_id, reason)
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._protocol.contain(Boundary.RECORD, error, consumer=handler.consumer)
+            db.discard()
+            return Answer(Outcome.IN_PROGRESS)
+        return _QUARANTINED
 
     async def _quarantined(
         self, db: Session, consumer: str, message: Message[Any], message_id: str, reason: str

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TypeVar
 
 from txbox.connections.base import forgets_parent
-from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.errors import CURABLE, StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Events, TransactionRetried
 from txbox.policy import Limits
 from txbox.session import Session
@@ -96,9 +96,6 @@ def _taken(
         holder.ids.update(message_ids)
     return True
 
-
-#: Errors that may go away by waiting.
-CURABLE = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED, Fault.TIMEOUT)
 
 _CONFLICT_PAUSE_S = 0.05
 # wait for so many holders of one id, one after another

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -19,6 +18,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from txbox.admin import Admin
+from txbox.boundaries import log as _log
 from txbox.brokers.webhook import Bodies, GoneError, TooLongError
 from txbox.errors import ConfigurationError, SchemaError, StoreError
 from txbox.events import LoginRefused
@@ -56,8 +56,6 @@ __all__ = [
     "Tokens",
     "TrustedHeader",
 ]
-
-_log = logging.getLogger("txbox")
 
 #: Why somebody is not let in: those of `LoginRefused`.
 Cause = Literal["missing", "expired", "wrong", "limited", "host"]

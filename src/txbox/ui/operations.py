@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -14,10 +13,9 @@ from typing import Any, Literal, cast
 
 from txbox.admin import Admin, Changed, views
 from txbox.admin.tables import Filter, InboxFilter, Verb
+from txbox.boundaries import log as _log
 from txbox.errors import TxboxError
 from txbox.text import counted
-
-_log = logging.getLogger("txbox")
 
 _AT_ONCE = 2
 _WAITING_MAX = 20

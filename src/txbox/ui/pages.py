@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from txbox.admin.tables import (
     QuarantineFilter,
     Table,
 )
+from txbox.boundaries import log as _log
 from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
 from txbox.outcome import Status
 from txbox.text import CONTROL, duration_of
@@ -41,8 +41,6 @@ from txbox.ui import security
 from txbox.ui.operations import Operation, Operations, WantedChange
 from txbox.ui.render import differences, plot, readable, templates
 from txbox.ui.security import Access, Grant, Signer, Tokens
-
-_log = logging.getLogger("txbox")
 
 _VERSION = version("txbox")
 _ROWS = 50

@@ -20,13 +20,14 @@ from enum import Enum
 from typing import Any
 
 from txbox.app import App
+from txbox.boundaries import Boundary
 from txbox.brokers.base import Delivery
-from txbox.errors import Fault, StoreError
+from txbox.errors import CURABLE, Fault, StoreError
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Answer, Outcome
 from txbox.processing.intake import Leasing
-from txbox.processing.waiting import CURABLE, Holder
+from txbox.processing.waiting import Holder
 from txbox.session import Following, Session, Statements, resumed
 from txbox.worker.table import Row, Table, take_together
 
@@ -141,15 +142,27 @@ class Lane:
                 # raises with the command to run, if that is it
                 await self._app.protocol.check_schema(db)
             if not (self._stop() and error.fault in CURABLE):
-                raise
+                self._go_on_later(db, error)
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._go_on_later(db, error)
         finally:
             if ended:
-                if self._ahead is not None:
-                    self._ahead.close()
+                self.put_back()
                 self._table.put_back(self._rows)
                 self._rows = deque()
                 self.busy = False
         return False
+
+    def _go_on_later(self, db: Session, error: Exception) -> None:
+        """Something unexpected ended this turn: begin another one after a pause."""
+        pause_s = _AGAIN_S[1]
+        self._contain(error, pause_s)
+        db.discard()
+        self._wake_at(time.monotonic() + pause_s, self.wake)
+
+    def _contain(self, error: Exception, retry_in_s: float) -> None:
+        consumer = self._table.consumer
+        self._app.protocol.contain(Boundary.LANE, error, consumer=consumer, retry_in_s=retry_in_s)
 
     # -- deliveries ---------------------------------------------------------------------------
 
@@ -216,11 +229,23 @@ class Lane:
             if batch[0].mode is Mode.LEASED and not self._table.paused:
                 await self._deliver_leased(db, batch)
                 return True
-            ahead = self._prepared(db, batch)
+            ahead = self._prepare(db, batch)
+            if ahead is None:
+                return True
         else:
             self._in_a_row += 1
         await self._deliver(db, ahead)
         return True
+
+    def _prepare(self, db: Session, batch: list[Work]) -> Prepared | None:
+        """`_prepared`; None where that raises unexpectedly: nothing has been sent, and each is tried again."""
+        try:
+            return self._prepared(db, batch)
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._contain(error, _AGAIN_S[0])
+            for work in batch:
+                self._hold(work)
+            return None
 
     def _prepared(self, db: Session, batch: list[Work]) -> Prepared:
         """Run a batch up to its first transaction, without sending anything."""
@@ -250,7 +275,7 @@ class Lane:
         None if the order of keys matters, since the next batch then depends on this one, and if the table is due.
         """
         if self._ahead is None and self._may_look_ahead():
-            self._ahead = self._prepared(db, self._next_batch())
+            self._ahead = self._prepare(db, self._next_batch())
         return None if self._ahead is None else self._ahead.statements
 
     def _may_look_ahead(self) -> bool:
@@ -279,8 +304,11 @@ class Lane:
     async def _deliver(self, db: Session, prepared: Prepared) -> None:
         """Run or store a batch and settle it; the rows that it has leased are run next."""
         batch, leasing, began = prepared.batch, prepared.leasing, time.monotonic()
-        with db.followed_by(self if leasing is None else None):
-            answers = await prepared.answers()
+        try:
+            with db.followed_by(self if leasing is None else None):
+                answers = await prepared.answers()
+        except Exception as error:  # noqa: BLE001  # see contain
+            answers = self._unsettled(db, batch, error)
         if leasing is not None:
             self._rows.extend(self._leased(batch, leasing))
         deferred = self._settled(batch, answers, began)
@@ -316,9 +344,12 @@ class Lane:
         """
         handler, leasing = batch[0].modes.handler, Leasing(self._app.lease)
         began = time.monotonic()
-        answers: list[Answer] = await self._app.intake.take_persistently(
-            db, handler, [work.message for work in batch], leasing=leasing, stop=self._stop
-        )
+        try:
+            answers: list[Answer] = await self._app.intake.take_persistently(
+                db, handler, [work.message for work in batch], leasing=leasing, stop=self._stop
+            )
+        except Exception as error:  # noqa: BLE001  # see contain
+            answers = self._unsettled(db, batch, error)
         self._app.activity.settled(handler.consumer, answers, batch, began)
         rows = deque(self._leased(batch, leasing))
         done: list[Work] = []
@@ -341,6 +372,12 @@ class Lane:
         if not leasing.rows:
             self._table.look_now()
         settle(waiting)
+
+    def _unsettled(self, db: Session, batch: list[Work], error: Exception) -> list[Answer]:
+        """The answers for a batch on which something unexpected was raised outside of any message: try each again."""
+        self._contain(error, _AGAIN_S[0])
+        db.discard()
+        return [Answer(Outcome.IN_PROGRESS)] * len(batch)
 
     def _hold(self, work: Work) -> None:
         """Keep a delivery that another transaction holds, to claim it again after a pause.

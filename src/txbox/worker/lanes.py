@@ -13,6 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from txbox.app import App
+from txbox.boundaries import Boundary, is_contents
 from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
 from txbox.message import Message
@@ -343,27 +344,40 @@ class Lanes:
             if message is None:
                 left.append(delivery)
                 continue
-            found = self._matches.get((message.topic, message.type))
-            if found is None:
-                found = self._found(message)
-            if not found:
+            try:
+                found = self._matches.get((message.topic, message.type))
+                if found is None:
+                    found = self._found(message)
+                if not found:
+                    left.append(delivery)
+                    continue
+                parts = Parts(len(found)) if len(found) > 1 else None
+                self._handed += 1
+                for modes, lanes in found:
+                    work = Work(acknowledge, delivery, message, modes, parts)
+                    if modes.in_order:
+                        work.key = message.key
+                        # what cannot be looked up would stop the lane
+                        hash(work.key)
+                    elif modes.lock_key:
+                        work.lock_key = modes.handler.lock_key(message)
+                    lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
+                    group = handed.get(lane)
+                    if group is None:
+                        handed[lane] = [work]
+                    else:
+                        group.append(work)
+            except Exception as error:
+                if not is_contents(error):
+                    raise
+                for group in handed.values():
+                    group[:] = [work for work in group if work.delivery is not delivery]
+                why = f"{type(error).__name__} (boundary: {Boundary.DISPATCH})"
+                delivery.problem = f"The message cannot be handed out: {why}."
                 left.append(delivery)
-                continue
-            parts = Parts(len(found)) if len(found) > 1 else None
-            self._handed += 1
-            for modes, lanes in found:
-                work = Work(acknowledge, delivery, message, modes, parts)
-                if modes.in_order:
-                    work.key = message.key
-                elif modes.lock_key:
-                    work.lock_key = modes.handler.lock_key(message)
-                lane = lanes[0] if len(lanes) == 1 else self._lane(work, lanes, message)
-                group = handed.get(lane)
-                if group is None:
-                    handed[lane] = [work]
-                else:
-                    group.append(work)
         for lane, works in handed.items():
+            if not works:
+                continue
             self._app.activity.received(works[0].modes.handler.consumer, len(works))
             if not lane.put(works):
                 continue

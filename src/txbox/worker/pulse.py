@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -12,16 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import txbox
 from txbox.app import App
-from txbox.errors import StoreError
+from txbox.boundaries import Boundary
+from txbox.boundaries import log as _log
+from txbox.errors import CURABLE, StoreError
 from txbox.processing.failure import printable
-from txbox.processing.waiting import CURABLE
 from txbox.session import Operation, Session
 from txbox.store import activity
 from txbox.store.activity import Doing, Identity, Pause
 from txbox.worker.driving import Driver, thread
 from txbox.worker.table import Table
-
-_log = logging.getLogger("txbox")
 
 _BEAT_S = 5.0
 # even if nothing has changed; a process that has not written for 30 s counts as silent
@@ -175,3 +173,5 @@ class Pulse:
                     "the rights it needs.",
                     error,
                 )
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._app.protocol.contain(Boundary.PULSE, error, retry_in_s=_BEAT_S)

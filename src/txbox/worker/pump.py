@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from txbox import session
 from txbox.app import App
+from txbox.boundaries import Boundary, ends_worker
+from txbox.boundaries import log as _log
 from txbox.brokers.base import Anchor, Delivery, Source
-from txbox.errors import BrokerError, BrokerUnavailable, Fault, StoreError, UnusableMessage
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    Fault,
+    StoreError,
+    TxboxError,
+    UnusableMessage,
+)
 from txbox.events import (
     ConsumptionPaused,
     ConsumptionResumed,
@@ -26,15 +35,12 @@ from txbox.handlers import Handler
 from txbox.identity import canonical_id
 from txbox.message import Message
 from txbox.processing.intake import presentable
-from txbox.processing.waiting import CURABLE
 from txbox.session import Session
 from txbox.store import jobs
 from txbox.store.jobs import JobLease
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Lanes
-
-_log = logging.getLogger("txbox")
 
 _WAIT_S = 0.5
 # how often the source is polled, at first and at last, while deliveries in flight are waited for
@@ -89,6 +95,8 @@ class Pump:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._settled: list[Delivery] = []
+        # what could not be set aside, and when it is tried again
+        self._aside: deque[tuple[float, Delivery]] = deque()
         self._look_s = _LOOK_S[0]
         self._mean_bytes = 0.0
         self._finish = False
@@ -156,6 +164,11 @@ class Pump:
         except (StoreError, BrokerError) as failed:
             # unsaved progress only means duplicates
             _log.warning("The source %s did not close cleanly: %s", self.source.name, failed)
+        except Exception as failed:  # noqa: BLE001  # a client's: nothing more is expected of it
+            _log.warning(
+                "The source %s did not close (boundary: %s).",
+                self.source.name, Boundary.SOURCE, exc_info=failed,
+            )  # fmt: skip
         except BaseException as failed:  # noqa: BLE001  # reported: the worker decides what happens
             error = error or failed
         self._lead.end()
@@ -207,6 +220,8 @@ class Pump:
             if self.refusal is None:
                 self._settle()
             self._tend()
+            while self._aside and self._aside[0][0] <= self._round_at and not self._finish:
+                self._take_aside(self._aside.popleft()[1])
             if self.refusal is not None:
                 if self._finish:
                     return None
@@ -258,6 +273,10 @@ class Pump:
         except (BrokerUnavailable, StoreError) as error:
             self._pause(error)
             return None
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._app.protocol.contain(Boundary.SOURCE, error)
+            self._pause(BrokerUnavailable(f"{self.source.name} raised {type(error).__name__}."))
+            return None
         if self._paused_at is not None:
             self._resumed()
         first_s, longest_s = _LOOK_S
@@ -296,12 +315,21 @@ class Pump:
             lane.run()
             lane = None
         for delivery in left:
-            message = delivery.message
-            if message is None:
+            self._take_aside(delivery)
+        return lane
+
+    def _take_aside(self, delivery: Delivery) -> None:
+        """Settle a delivery without a lane; where something unexpected is raised, try it again after a pause."""
+        message = delivery.message
+        try:
+            if message is None or delivery.problem is not None:
                 self._set_aside(delivery)
             else:
                 self._persist(delivery, [partial(self._app.unmatched_message, message=message)])
-        return lane
+        except Exception as error:  # noqa: BLE001  # see contain
+            pause_s = _PAUSE_S[1]
+            self._app.protocol.contain(Boundary.RECORD, error, retry_in_s=pause_s)
+            self._aside.append((time.monotonic() + pause_s, delivery))
 
     def _with_ids(self, received: Sequence[Delivery]) -> Sequence[Delivery]:
         """Check the first messages for ids; returns them all, or those up to the one that refused the source."""
@@ -322,9 +350,11 @@ class Pump:
     # -- deliveries that reach no lane --------------------------------------------------------
 
     def _set_aside(self, delivery: Delivery) -> None:
-        """Quarantine bytes that cannot be read as a message, under every consumer of their topic."""
+        """Quarantine what cannot be read as a message, under every consumer of its topic."""
+        origin = {"source": self.source.name}
+        payload = delivery.raw if delivery.message is None else delivery.message.payload
         message: Message[Any] = presentable(
-            Message(topic=delivery.topic, payload=delivery.raw, origin={"source": self.source.name})
+            Message(topic=delivery.topic, payload=payload, origin=origin)
         )
         reason = delivery.problem or "The source could not read this as a message."
         consumers = dict.fromkeys(
@@ -379,14 +409,17 @@ class Pump:
         session.at("before:ack")
         try:
             self.source.settle(deliveries)
-        except (BrokerError, StoreError) as error:
-            if isinstance(error, StoreError) and error.fault not in CURABLE:
+        except Exception as error:
+            if ends_worker(error):
                 raise
             failed = error.failed if isinstance(error, BrokerError) else None
             count = len(deliveries) if failed is None else failed
             if count:
+                text = (
+                    f"{'' if isinstance(error, TxboxError) else f'{type(error).__name__}: '}{error}"
+                )
                 self._app.events.emit(
-                    SettleFailed(source=self.source.name, count=count, error=str(error))
+                    SettleFailed(source=self.source.name, count=count, error=text)
                 )
         session.at("after:ack")
         self._done(deliveries)
@@ -427,14 +460,14 @@ class Pump:
         self._tend_at = time.monotonic() + every_s
         try:
             self.source.tend(list(self._in_flight))
-        except (BrokerError, StoreError) as error:
-            if isinstance(error, StoreError) and error.fault not in CURABLE:
+        except Exception as error:
+            if ends_worker(error):
                 raise
             # it will be delivered again, as a duplicate
             _log.debug("%s could not be tended: %s", self.source.name, error)
 
     def _pause(self, error: BrokerUnavailable | StoreError) -> None:
-        if isinstance(error, StoreError) and error.fault not in CURABLE:
+        if ends_worker(error):
             raise error
         first_s, longest_s = _PAUSE_S
         now = time.monotonic()

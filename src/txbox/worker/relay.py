@@ -7,7 +7,6 @@ ids. Several relays, in one process or on many machines, share the work through 
 
 from __future__ import annotations
 
-import logging
 import random
 import secrets
 import threading
@@ -18,10 +17,13 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from txbox import session as points
 from txbox.app import App
+from txbox.boundaries import Boundary, is_contents
+from txbox.boundaries import log as _log
 from txbox.brokers.base import Publisher
 from txbox.brokers.envelope import as_binary, as_structured
 from txbox.connections.base import Listening
 from txbox.errors import (
+    CURABLE,
     BrokerError,
     BrokerUnavailable,
     MessageRefused,
@@ -44,7 +46,6 @@ from txbox.message import Message
 from txbox.outbox import Route
 from txbox.processing.failure import printable
 from txbox.processing.intake import presentable
-from txbox.processing.waiting import CURABLE
 from txbox.session import Operation, Session, Statement
 from txbox.store.codec import Arrival
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
@@ -52,8 +53,6 @@ from txbox.worker.driving import thread
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-_log = logging.getLogger("txbox")
 
 #: Between two looks at the outbox while messages flow.
 _BUSY_S = 0.02
@@ -127,7 +126,13 @@ class Relay:
         """Relay until stopped, then close the publisher."""
         try:
             while not self._stop():
-                if not self.turn():
+                try:
+                    more = self.turn()
+                except Exception as error:  # noqa: BLE001  # see contain
+                    self._app.protocol.contain(Boundary.RELAY, error)
+                    self._broker_away(error)
+                    more = False
+                if not more:
                     self._wait()
         finally:
             self.close()
@@ -147,9 +152,12 @@ class Relay:
             return
         try:
             self._publisher.close()
-        except BrokerError as error:
+        except Exception as error:  # noqa: BLE001  # the publisher's
             # nothing is pending: every answer has been waited for
-            _log.warning("The publisher %s did not close cleanly: %s", self.name, error)
+            _log.warning(
+                "The publisher %s did not close cleanly (boundary: %s): %s",
+                self.name, Boundary.PUBLISH, error, exc_info=not isinstance(error, BrokerError),
+            )  # fmt: skip
 
     def turn(self) -> bool:
         """Lease and send one batch; returns whether there may be more to do at once."""
@@ -184,7 +192,11 @@ class Relay:
     def _adopt(self) -> None:
         """Adopt rows of an earlier or later release of this app, which had other consumers."""
         adopts = self._app.routes.adopts
-        found = self._patiently(lambda db: self._store.adopt(db, self._route.name, adopts))
+        found = None
+        try:
+            found = self._patiently(lambda db: self._store.adopt(db, self._route.name, adopts))
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._app.protocol.contain(Boundary.RELAY, error, retry_in_s=self._adopt_s)
         self._adopt_s = _ADOPT_S[0] if found else min(self._adopt_s * 2, _ADOPT_S[1])
         self._adopt_at = time.monotonic() + self._adopt_s
 
@@ -219,7 +231,7 @@ class Relay:
         # another relay may take over whatever would be confirmed later than this
         until = started + self._policy.lease.total_seconds() - 2 * within_s
         confirmed: list[Staged] = []
-        failed: list[tuple[Staged, BrokerError]] = []
+        failed: list[tuple[Staged, Exception]] = []
         unsent: list[Staged] = []
         left = list(rows)
         reachable = True
@@ -241,11 +253,21 @@ class Relay:
                     unsent.append(row)
                 else:
                     failed.append((row, answer))
-            held = [*unsent, *(row for row, _ in failed)]
-            blocked = {_key(row) for row in held if row.message.key is not None}
-            unsent += [row for row in left if _key(row) in blocked]
-            left = [row for row in left if _key(row) not in blocked]
+            left = self._behind(left, unsent, failed)
         points.at("relay:published")
+        self._record(confirmed, failed, unsent, token, started)
+        points.at("relay:marked")
+        return reachable and self._paused_at is None
+
+    def _record(
+        self,
+        confirmed: Sequence[Staged],
+        failed: Sequence[tuple[Staged, Exception]],
+        unsent: Sequence[Staged],
+        token: str,
+        started: float,
+    ) -> None:
+        """Write down what became of the rows. What is not recorded, or another relay has by now, is sent again."""
         statements: list[Statement] = []
         if confirmed:
             ids, keep = [row.id for row in confirmed], bool(self._policy.keep_sent)
@@ -254,35 +276,99 @@ class Relay:
         statements += [statement for statement, _ in failures]
         if unsent:
             statements.append(self._store.release([row.id for row in unsent], token=token))
-        results = self._patiently(lambda db: db.together(tuple(statements)))
-        points.at("relay:marked")
-        # what is not recorded, or was taken over by another relay, is sent again and reported then
-        if results is not None:
-            self._report_sent(results.pop(0).count if confirmed else 0, started)
-            for (_, event), result in zip(failures, results, strict=False):
-                if result.count:
-                    self._app.events.emit(event)
-        return reachable
+        if not statements:
+            return
+        counts = self._marked(statements)
+        self._report_sent(counts.pop(0) if confirmed else 0, started)
+        for (_, event), count in zip(failures, counts, strict=False):
+            if count:
+                self._app.events.emit(event)
+
+    @staticmethod
+    def _behind(
+        left: list[Staged], unsent: list[Staged], failed: Sequence[tuple[Staged, Exception]]
+    ) -> list[Staged]:
+        """Move rows behind one of their key that was not sent to `unsent`; returns the others."""
+        first: dict[tuple[str, str | None], int] = {}
+        for row in (*unsent, *(row for row, _ in failed)):
+            if row.message.key is not None:
+                first[_key(row)] = min(row.number, first.get(_key(row), row.number))
+        behind = {row.id for row in left if first.get(_key(row), row.number) < row.number}
+        unsent += [row for row in left if row.id in behind]
+        return [row for row in left if row.id not in behind]
+
+    def _marked(self, statements: list[Statement]) -> list[int]:
+        """Record what became of rows, together or, where one statement fails unexpectedly, each by itself.
+
+        Returns: how many rows each has changed; 0 for what could not be recorded.
+        """
+        try:
+            results = self._patiently(lambda db: db.together(tuple(statements)))
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._app.protocol.contain(Boundary.RELAY, error)
+            if len(statements) == 1:
+                return [0]
+            return [count for statement in statements for count in self._marked([statement])]
+        return [0] * len(statements) if results is None else [result.count for result in results]
 
     def _answers(
         self, wave: Sequence[Staged], within_s: float
-    ) -> Sequence[BrokerError | None] | None:
+    ) -> Sequence[Exception | None] | None:
         """Publish one wave; None if the broker cannot be reached."""
-        assert self._publisher is not None
-        tracing, began_ns = self._app.tracing, time.time_ns()
+        began_ns = time.time_ns()
         try:
-            answers = self._publisher.publish([self._outgoing(row) for row in wave], within_s)
+            answers = self._published(wave, within_s)
         except BrokerUnavailable as error:
             self._broker_away(error)
             return None
-        if tracing is not None:
-            tracing.sent(self.name, [row.message for row in wave], answers, began_ns)
-        if self._paused_at is not None:
-            self._app.events.emit(
-                RelayResumed(publisher=self.name, paused_s=time.monotonic() - self._paused_at)
-            )
-            self._paused_at = None
+        raised = [answer for answer in answers if answer and not isinstance(answer, BrokerError)]
+        if len(raised) == len(wave) and (len(raised) > 1 or self._paused_at is not None):
+            # the publisher, as it seems, and no row: the first one pays, so that one that is to blame does not stay
+            self._broker_away(raised[0])
+            untried = NotTried("The publisher raised on every message.")
+            return [raised[0], *(untried for _ in answers[1:])]
+        self._trace(wave, answers, began_ns)
+        self._works()
         return answers
+
+    def _works(self) -> None:
+        if self._paused_at is not None:
+            paused_s = time.monotonic() - self._paused_at
+            self._app.events.emit(RelayResumed(publisher=self.name, paused_s=paused_s))
+            self._paused_at = None
+
+    def _published(self, wave: Sequence[Staged], within_s: float) -> list[Exception | None]:
+        """The answer for each row; the wave is divided until what raises unexpectedly is alone.
+
+        What was sent is then sent once more, under the same id.
+        """
+        assert self._publisher is not None
+        try:
+            messages = [self._outgoing(row) for row in wave]
+            answers = self._publisher.publish(messages, within_s)
+            # pairs of a row and its answer, so that one too few raises here
+            return [answer for _, answer in zip(wave, answers, strict=True)]
+        except Exception as error:
+            if isinstance(error, BrokerUnavailable) or not is_contents(error):
+                raise
+            if len(wave) == 1:
+                self._app.protocol.contain(Boundary.PUBLISH, error)
+                return [error]
+            half = (len(wave) + 1) // 2
+            return [
+                *self._published(wave[:half], within_s),
+                *self._published(wave[half:], within_s),
+            ]
+
+    def _trace(
+        self, wave: Sequence[Staged], answers: Sequence[Exception | None], began_ns: int
+    ) -> None:
+        if (tracing := self._app.tracing) is None:
+            return
+        try:
+            tracing.sent(self.name, [row.message for row in wave], answers, began_ns)
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._app.protocol.contain(Boundary.OBSERVER, error)
 
     def _outgoing(self, row: Staged) -> Message[Any]:
         route, publisher = self._route, self._publisher
@@ -293,21 +379,26 @@ class Relay:
             return as_structured(row.message, route.source)
         return as_binary(row.message, route.source, publisher.event_prefix)
 
-    def _broker_away(self, error: BrokerError) -> None:
+    def _broker_away(self, error: Exception) -> None:
         now = time.monotonic()
         since = self._paused_at or now
         self._paused_at = since
         # pause for as long as it has been away so far
         pause_s = min(max(now - since, _PAUSE_S[0]), _PAUSE_S[1])
         self._app.events.emit(
-            RelayPaused(publisher=self.name, reason=str(error), retry_in_s=pause_s)
+            RelayPaused(
+                publisher=self.name,
+                reason=f"{'' if isinstance(error, BrokerError) else f'{type(error).__name__}: '}{error}",
+                retry_in_s=pause_s,
+            )
         )
         self._pause_s = pause_s
 
-    def _failure(self, row: Staged, error: BrokerError, token: str) -> tuple[Statement, Event]:
+    def _failure(self, row: Staged, error: Exception, token: str) -> tuple[Statement, Event]:
         attempt, retry = row.attempts + 1, self._policy.retry
         dead = isinstance(error, MessageRefused) or attempt >= retry.max_attempts
-        delay_s = 0.0 if dead else max(retry.delay_s(attempt), error.retry_after_s or 0.0)
+        after_s = error.retry_after_s if isinstance(error, BrokerError) else None
+        delay_s = 0.0 if dead else max(retry.delay_s(attempt), after_s or 0.0)
         text = printable(self._app.store.columns.redact.error(str(error)), _ERROR_BYTES)
         kind = OutgoingDead if dead else OutgoingFailed
         return self._store.failed(
@@ -329,6 +420,28 @@ class Relay:
     # -- to this app's own consumers ----------------------------------------------------------
 
     def _deliver(self, rows: Sequence[Staged], token: str) -> bool:
+        """Deliver rows together; where something raises unexpectedly, divide them until the culprit is alone."""
+        started = time.monotonic()
+        failed: list[tuple[Staged, Exception]] = []
+        unsent: list[Staged] = []
+        reachable, parts = True, [list(rows)]
+        while parts and reachable:
+            part = self._behind(parts.pop(), unsent, failed) if failed else parts.pop()
+            try:
+                reachable = not part or self._delivered_together(part, token)
+            except Exception as error:
+                if not is_contents(error):
+                    raise
+                if len(part) == 1:
+                    self._app.protocol.contain(Boundary.LOCAL, error)
+                    failed.append((part[0], error))
+                    continue
+                half = (len(part) + 1) // 2
+                parts += [part[half:], part[:half]]
+        self._record([], failed, unsent, token, started)
+        return reachable
+
+    def _delivered_together(self, rows: Sequence[Staged], token: str) -> bool:
         started = time.monotonic()
         keep = bool(self._policy.keep_sent)
         reached: set[str] = set()
@@ -340,6 +453,8 @@ class Relay:
             return count
 
         count = self._patiently(delivered)
+        if count is not None:
+            self._works()
         if count and self._delivered is not None:
             self._delivered(reached)
         self._report_sent(count or 0, started)

@@ -27,12 +27,11 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from txbox.boundaries import log as _log
 from txbox.policy import GRACE
 
 if TYPE_CHECKING:
     from txbox.worker.serving import Server
-
-_log = logging.getLogger("txbox")
 
 # -- the end of a process -----------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from txbox.app import App
-from txbox.errors import Fault, StoreError
+from txbox.boundaries import Boundary
+from txbox.errors import CURABLE, Fault, StoreError
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
-from txbox.processing.waiting import CURABLE
 from txbox.session import Session
 from txbox.store import leases
 from txbox.store.codec import Leased
@@ -125,10 +125,14 @@ class Poll:
     def run(self, driver: Driver) -> None:
         """Poll until stopped."""
         while not self._stop():
-            for call in self._next():
-                call()
-            if time.monotonic() >= self._ask_at and not self._stop():
-                self._ask(driver)
+            try:
+                for call in self._next():
+                    call()
+                if time.monotonic() >= self._ask_at and not self._stop():
+                    self._ask(driver)
+            except Exception as error:  # noqa: BLE001  # see contain
+                retry_in_s = max(0.0, self._ask_at - time.monotonic())
+                self._app.protocol.contain(Boundary.POLL, error, retry_in_s=retry_in_s)
 
     def soon(self) -> None:
         """Rows may become due before the next look: look at once, and often for a while. From any thread."""
@@ -259,6 +263,8 @@ class Table:
         if not rows and self._may_lease():
             try:
                 await self._lease(db)
+            except Exception as error:  # noqa: BLE001  # see contain
+                self._not_leased(db, error)
             finally:
                 self._leasing = False
             rows = self._pop(is_async, lane)
@@ -270,20 +276,24 @@ class Table:
         if not self._heads_only or key is None or self._stop() or self.paused:
             return None
         token = secrets.token_hex(16)
-        found: Leased | None = await app.protocol.persistently(
-            db,
-            lambda db: leases.lease_next(
+        found: Leased | None = None
+        try:
+            found = await app.protocol.persistently(
                 db,
-                app.store,
-                self.consumer,
-                key,
-                token=token,
-                lease=app.lease,
-                dead_blocks=self._dead_blocks,
-            ),
-            consumer=self.consumer,
-            stop=self._stop,
-        )
+                lambda db: leases.lease_next(
+                    db,
+                    app.store,
+                    self.consumer,
+                    key,
+                    token=token,
+                    lease=app.lease,
+                    dead_blocks=self._dead_blocks,
+                ),
+                consumer=self.consumer,
+                stop=self._stop,
+            )
+        except Exception as error:  # noqa: BLE001  # see contain
+            self._not_leased(db, error)
         if found is None:
             return None
         message = found.arrival.message
@@ -408,8 +418,7 @@ class Table:
                     self._suspects.release()
             found += taken
         if not found:
-            self._due_from = time.monotonic() + self._pause_s
-            self._pause_s = min(self._pause_s * 2, _IDLE_S)
+            self._look_later()
             return
         self._pause_s, self._due_from = _BUSY_S, 0.0
         if found >= limit:
@@ -417,6 +426,18 @@ class Table:
         else:
             self.soon()
         self._wake()
+
+    def _look_later(self) -> None:
+        self._due_from = time.monotonic() + self._pause_s
+        self._pause_s = min(self._pause_s * 2, _IDLE_S)
+
+    def _not_leased(self, db: Session, error: Exception) -> None:
+        """Rows are left where they are: what was leased without an answer is rescued."""
+        self._app.protocol.contain(
+            Boundary.LEASE, error, consumer=self.consumer, retry_in_s=self._pause_s
+        )
+        db.discard()
+        self._look_later()
 
     def _limit(self) -> int:
         """Rows to lease: `Lease.batch`, or as many as the next transaction takes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import select
 import threading
@@ -17,12 +16,13 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ParamSpec
 
 from txbox.app import App, Consumption
-from txbox.errors import ConfigurationError, SchemaError, StoreError
+from txbox.boundaries import Boundary
+from txbox.boundaries import log as _log
+from txbox.errors import CURABLE, ConfigurationError, SchemaError, StoreError
 from txbox.events import WorkerStarted, WorkerStopped
 from txbox.handlers import conflicts
 from txbox.maintenance import Task, scheduled
 from txbox.policy import GRACE
-from txbox.processing.waiting import CURABLE
 from txbox.session import Operation
 from txbox.store import leases
 from txbox.store.activity import Doing
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from txbox.worker.serving import Server
 
 P = ParamSpec("P")
-
-_log = logging.getLogger("txbox")
 
 # the main thread comes round this often
 _TICK_S = 0.1
@@ -560,14 +558,15 @@ class Background:
     def _beat(self) -> None:
         while not self._over.wait(self._app.lease.heartbeat_s):
             for table in self._tables.values():
-                self._patiently(table.heartbeat)
+                self._patiently(Boundary.HEARTBEAT, table.heartbeat)
 
     def _maintain(self) -> None:
         for job in scheduled(self._app, self._draining.wait):
-            self._patiently(job.run, self._app, Task(stop=self._draining.is_set))
+            self._patiently(Boundary.JOB, job.run, self._app, Task(stop=self._draining.is_set))
 
     def _patiently(
         self,
+        boundary: Boundary,
         operation: Operation[P, object],
         *args: P.args,
         **kwargs: P.kwargs,
@@ -575,10 +574,11 @@ class Background:
         """Carry an operation out; what a later round cures is left to it."""
         try:
             self._driver.perform(operation, *args, **kwargs)
-        except StoreError as error:
-            if error.fault not in CURABLE:
-                raise
-            _log.debug("Put off while the database is busy or away: %s", error)
+        except Exception as error:  # noqa: BLE001  # see contain
+            if isinstance(error, StoreError) and error.fault in CURABLE:
+                _log.debug("Put off while the database is busy or away: %s", error)
+            else:
+                self._app.protocol.contain(boundary, error)
 
     def _watch(self, fd: int) -> None:
         while not self._over.is_set():

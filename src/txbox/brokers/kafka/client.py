@@ -11,10 +11,9 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import refuse
 from txbox.errors import BrokerUnavailable, ConfigurationError
-
-_log = logging.getLogger("txbox")
 
 ASK_S = 5.0
 _INTERNAL = "__"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,11 +10,10 @@ from dataclasses import dataclass, field
 import confluent_kafka as client
 from confluent_kafka import KafkaException, TopicPartition
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import Anchor, Anchors
 from txbox.brokers.kafka.client import ASK_S, TopicIds, text_of
 from txbox.errors import BrokerUnavailable, ConfigurationError
-
-_log = logging.getLogger("txbox")
 
 _CHECK_S = 5.0
 _MARK = "txbox anchored"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from typing import Any
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+from txbox.boundaries import log as _log
 from txbox.brokers.base import Anchored, Delivery, Facts, InFlight, Progress, Source
 from txbox.brokers.envelope import KAFKA, clock
 from txbox.brokers.kafka.client import (
@@ -41,8 +41,6 @@ from txbox.errors import (
 )
 from txbox.identity import message_id
 from txbox.message import Headers
-
-_log = logging.getLogger("txbox")
 
 _COMMIT_S = 0.5
 _TEND_S = 0.5

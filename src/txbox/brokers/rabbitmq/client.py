@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import struct
 from typing import Any, cast
@@ -15,10 +14,9 @@ from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelInvalidStat
 from pamqp import commands, header
 from yarl import URL
 
+from txbox.boundaries import log as _log
 from txbox.brokers.envelope import text_or_hex
 from txbox.brokers.loop import CLOSE_S, error_text
-
-_log = logging.getLogger("txbox")
 
 HEARTBEAT_S = 20
 #: What waiting can cure. The client leaks StopAsyncIteration if a server hangs up during the handshake.
