@@ -261,3 +261,29 @@ def test_two_effects_of_one_name_are_refused(shop: Shop) -> None:
     mails(shop.app)
     with pytest.raises(ConfigurationError, match="overlap"):
         mails(shop.app)
+
+
+def test_a_handler_of_every_topic_takes_no_effects(shop: Shop) -> None:
+    seen: list[str] = []
+
+    @shop.app.handler("*", consumer="audit", retry=AT_ONCE)
+    def audit(message: Message[Any], tx: Any) -> None:
+        seen.append(message.topic)
+
+    calls = mails(shop.app)
+    shopping(shop, "ann")
+    assert shop.deliver(paid("one"), consumer=CONSUMER) is Outcome.PROCESSED
+    assert drain(shop.app) == [Outcome.PROCESSED]
+    assert [body for body, _ in calls] == [{"to": "ann"}]
+    assert [status for _, status in effect_rows(shop)] == ["processed"]
+    with shop.app.transaction() as tx, pytest.raises(ConfigurationError, match="no effect 'smoke'"):
+        shop.app.effects.stage(tx, "smoke", {})
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("topic", "consumer"), [(MAIL, "audit"), (TOPIC, MAIL), (MAIL, "effect:other")]
+)
+def test_names_of_effects_are_those_of_effects(shop: Shop, topic: str, consumer: str) -> None:
+    with pytest.raises(ConfigurationError, match="are those of effects"):
+        shop.app.handler(topic, consumer=consumer)(lambda message, tx: None)

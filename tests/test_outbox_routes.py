@@ -59,6 +59,35 @@ def test_a_topic_with_nowhere_to_go_is_refused_when_it_is_staged(
         assert app.outbox.stage(tx, "outside", {})
 
 
+def test_a_handler_of_every_topic_takes_what_nobody_publishes_only_when_told_to(
+    sqlite_url: str, plain_connection: Connect
+) -> None:
+    with App(sqlite_url) as app, plain_connection(sqlite_url) as tx:
+
+        @app.handler("*", consumer="audit")
+        def audit(message: Message[Any], tx: Any) -> None: ...
+
+        app.handler("orders", consumer="billing")(audit)
+        with pytest.raises(ConfigurationError, match="Nobody publishes topic 'ordres'"):
+            app.outbox.stage(tx, "ordres", {})
+        assert not app.routes.adopts("local", "ordres", None, None), "it is for another App"
+        assert not any(route.others for route in app.routes.all())
+        assert app.outbox.stage(tx, "orders", {})
+        app.publish(Local())
+        assert app.outbox.stage(tx, "ordres", {})
+        assert app.routes.adopts("local", "ordres", None, None)
+
+
+def test_topics_are_several_names(sqlite_url: str) -> None:
+    with App(sqlite_url) as app:
+        for wrong in ("orders", [], ["orders", ""], [None]):
+            with pytest.raises(ConfigurationError, match="topics"):
+                app.publish(Recorder(), topics=wrong)  # type: ignore[arg-type]
+            with pytest.raises(ConfigurationError, match="topics"):
+                app.consume(Local(), topics=wrong)  # type: ignore[arg-type]
+        assert not app.consumptions
+
+
 def test_what_is_published_does_not_come_back_by_itself(
     sqlite_url: str, plain_connection: Connect
 ) -> None:

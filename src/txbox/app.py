@@ -29,6 +29,7 @@ from txbox.handlers import (
     check_message,
     exceptions_of,
     is_async_function,
+    listed,
     resolved,
     types_of,
 )
@@ -280,7 +281,7 @@ class App:
         """Register a handler for a topic; the function itself is returned unchanged.
 
         Args:
-            topic: "*" for every topic its sources name.
+            topic: "*" for every topic that sources, `process`, `send` and routes to `Local` bring, except effects.
             consumer: part of the key of its inbox rows: keep it stable.
             type: the message type it takes; without it and `types`, all.
             types: the message types it takes, if several.
@@ -406,6 +407,9 @@ class App:
         """Take messages from a source; `topics` default to those of the handlers.
 
         A Webhook has its topic; `txbox run` serves it.
+
+        Raises:
+            ConfigurationError: the source is consumed already, or the topics are none.
         """
         if isinstance(source, Webhook):
             if topics is not None:
@@ -413,7 +417,18 @@ class App:
             source.bind(self._by_every_consumer)
             self.webhooks.append(source)
             return
-        self.consumptions.append(Consumption(source, None if topics is None else tuple(topics)))
+        named = None if topics is None else listed("app.consume", topics)
+        for other in self.consumptions:
+            if other.source is source:
+                first, second = (
+                    "all topics of handlers" if known is None else ", ".join(map(repr, known))
+                    for known in (other.topics, named)
+                )
+                raise ConfigurationError(
+                    f"{source.name} is consumed twice, for {first} and for {second}: name all of them in one "
+                    "app.consume(…), or make a second source."
+                )
+        self.consumptions.append(Consumption(source, named))
 
     def publish(
         self,
@@ -426,7 +441,7 @@ class App:
     ) -> None:
         """Send staged messages of these topics to a broker; without topics, all that no other destination takes.
 
-        A topic that nobody publishes but a handler consumes goes to the handlers of this app (`Local`).
+        A topic that nobody publishes but a handler names goes to the handlers of this app (`Local`).
 
         Args:
             name: of the route. Staged rows keep it, and only relays with this route take them. Defaults to the
@@ -653,16 +668,26 @@ class App:
         for outcome in {answer.outcome for answer in settled} & told:
             left(handler.consumer, outcome)
 
-    async def unmatched_message(self, db: Session, message: Message[Any]) -> None:
-        """Count a message that no handler consumes, and quarantine it if `unmatched` says so."""
+    async def unmatched_message(
+        self, db: Session, message: Message[Any], source: str | None = None
+    ) -> None:
+        """Count a message that no handler consumes, and quarantine it if `unmatched` says so.
+
+        Args:
+            source: that has delivered it without being asked for its topic.
+        """
         self.events.emit(
-            MessageUnmatched(message_id=shown_id(message), topic=message.topic, type=message.type)
+            MessageUnmatched(
+                message_id=shown_id(message), topic=message.topic, type=message.type, source=source
+            )
         )
         if self.unmatched == "quarantine":
             await self.intake.unmatched(
                 db,
                 message,
-                f"No handler consumes topic {message.topic!r} with type {message.type!r}.",
+                f"No handler consumes topic {message.topic!r} with type {message.type!r}."
+                if source is None
+                else f"{source} delivered topic {message.topic!r}, for which it was not asked.",
             )
 
     async def _sent(

@@ -86,9 +86,14 @@ class MessageQuarantined(MessageEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageUnmatched(MessageEvent):
-    """No handler consumes this topic and type. The message is acknowledged and counted."""
+    """No handler consumes this topic and type. The message is acknowledged and counted.
+
+    Attributes:
+        source: that has delivered a topic for which it was not asked; no handler gets such a message.
+    """
 
     type: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from txbox.brokers.base import Destination
 from txbox.brokers.local import Local
 from txbox.connections import borrow
 from txbox.errors import ConfigurationError, check_duration
-from txbox.handlers import HandlerOptions, Handlers, Run, is_async_function, running
+from txbox.handlers import HandlerOptions, Handlers, Run, is_async_function, listed, running
 from txbox.handlers.body import as_json
 from txbox.identity import checked_text, derived_id, time_ordered_id
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
@@ -164,7 +164,7 @@ class Outbox:
 
         Raises:
             UnusableMessage: a topic, type or key that no database can store.
-            ConfigurationError: nobody publishes this topic and no handler consumes it; or several
+            ConfigurationError: nobody publishes this topic and no handler names it; or several
                 messages are being handled and `cause` is missing.
             SchemaError: a table is missing; the message contains the command to run.
 
@@ -275,7 +275,7 @@ class Outbox:
         found = self._route(message.topic, message.type)
         if found is None and otherwise is None:
             raise ConfigurationError(
-                f"Nobody publishes topic {message.topic!r} and no handler consumes it: list it in "
+                f"Nobody publishes topic {message.topic!r} and no handler names it: list it in "
                 "app.publish(…, topics=[…]), or register a handler."
             )
         return otherwise or "" if found is None else found
@@ -372,27 +372,27 @@ class Routes:
             None if isinstance(destination, Local) else destination,
             (), cloudevents=cloudevents, source=source, name=name or "",
         )  # fmt: skip
-        named = (_ALL,) if topics is None else tuple(topics)
-        if not named:
-            raise ConfigurationError("app.publish got no topics: name them, or leave topics out.")
+        named = (_ALL,) if topics is None else listed("app.publish", topics)
         if _ALL in named:
             if self._others is not None:
                 raise ConfigurationError(
                     "Two destinations take every topic: name the topics of one of them."
                 )
             self._others = replace(given, others=True)
-        listed = tuple(topic for topic in named if topic != _ALL)
-        for topic in listed:
+        topics = tuple(topic for topic in named if topic != _ALL)
+        for topic in topics:
             if any(topic in other.topics for other in self._named):
                 raise ConfigurationError(f"Topic {topic!r} has two destinations: name it once.")
-        if listed:
-            self._named.append(replace(given, topics=listed))
+        if topics:
+            self._named.append(replace(given, topics=topics))
 
     def of(self, topic: str, kind: str | None) -> str | None:
         """Return the name of the route a message takes; None if it has nowhere to go."""
         published = self._published(topic)
         if published is not None and published.destination is not None:
             return self._name(published)
+        if not self._is_wanted(topic):
+            return None
         if self._handlers.matching(topic, kind):
             return self.local
         if self._handlers.consumes(topic):
@@ -435,7 +435,7 @@ class Routes:
         if not self._handlers.matching(topic, kind):
             return False
         if route == LOCAL:
-            return not self._arrives(topic)
+            return self._is_wanted(topic) and not self._arrives(topic)
         if not route:
             return cause_consumer in consumers and self.of(topic, kind) == self.local
         named = route.removesuffix(_UNHANDLED).removeprefix(f"{LOCAL}:").split(",")
@@ -452,6 +452,14 @@ class Routes:
         named = (topic for topic in self._named_topics() if self._handlers.consumes(topic))
         return list(dict.fromkeys((*self._handlers.topics(), *named)))
 
+    def _is_wanted(self, topic: str) -> bool:
+        """Whether what is staged for a topic may be meant for this app's handlers: one names it, or a route does.
+
+        A handler of "*" takes what sources bring, and what is published to Local. It is no reason to take what nobody
+        publishes: the topic may be misspelt, or another App's.
+        """
+        return self._published(topic) is not None or self._handlers.name(topic)
+
     def _is_local(self, topic: str) -> bool:
         published = self._published(topic)
         return published is None or published.destination is None
@@ -464,7 +472,7 @@ class Routes:
 
     def _local_route(self) -> Route:
         topics = self._consumed()
-        others = _ALL in topics and self._takes_unrouted(_ALL)
+        others = _ALL in topics and self._others is not None and self._takes_unrouted(_ALL)
         named = (
             topic for topic in topics if topic != _ALL and self._takes_unrouted(topic) is not others
         )

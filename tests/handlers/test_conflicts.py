@@ -1,9 +1,10 @@
-"""The order of the time-outs, checked before anything is consumed."""
+"""The order of the time-outs, and who delivers what, checked before anything is consumed."""
 
 from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from tests.support.shop import TOPIC, opened, paid
 from tests.support.sources import Memory
 from tests.support.workers import worker
-from txbox import Lease, Limits
+from txbox import App, ConfigurationError, Lease, Limits, Message
 from txbox.brokers.base import InFlight, Progress
+from txbox.brokers.file import File
+from txbox.handlers.conflicts import names_of, topics_of
 
 
 def started(url: str, source: Memory, *, timeout_s: float | None = None, **policies: Any) -> int:
@@ -91,3 +94,57 @@ def test_a_time_out_that_only_the_broker_knows(
     assert "after 30 s" in caplog.text
     assert source.received == []
     assert source.closed
+
+
+def test_one_source_is_consumed_once(sqlite_url: str) -> None:
+    with App(sqlite_url) as app:
+        source = Memory([])
+        app.consume(source, ["a"])
+        with pytest.raises(
+            ConfigurationError, match="for 'a' and for 'b': name all of them in one"
+        ):
+            app.consume(source, ["b"])
+        with pytest.raises(ConfigurationError, match="for 'a' and for all topics of handlers"):
+            app.consume(source)
+
+
+@pytest.mark.parametrize(
+    ("topics", "sentence"),
+    [(["effect:mail"], "are those of effects"), (None, "no handler names a topic")],
+)
+def test_no_source_delivers_effects(
+    sqlite_url: str, topics: list[str] | None, sentence: str
+) -> None:
+    with App(sqlite_url) as app:
+
+        @app.effect("mail")
+        def mail(message: Message[Any]) -> None: ...
+
+        app.consume(Memory([]), topics)
+        running = worker(app, once=True)
+        assert running.run() == 2
+        assert sentence in str(running.failure)
+
+
+def test_every_topic_of_a_source_that_has_its_own(sqlite_url: str) -> None:
+    """Its topics, all of them: one without a handler would be acknowledged unread."""
+    source = Memory([])
+    source.topics = ("a", "b")
+    with App(sqlite_url) as app:
+        app.handler("a", consumer="c")(lambda message, tx: None)
+        with pytest.raises(ConfigurationError, match="topic 'b', which no handler consumes"):
+            topics_of(app.handlers, source, ["*", "a"])
+        app.handler("b", consumer="c")(lambda message, tx: None)
+        assert topics_of(app.handlers, source, ["*", "a"]) == ("a", "b")
+
+
+def test_sources_that_share_a_name_are_told_apart(tmp_path: Path) -> None:
+    several = [Memory([]) for _ in range(4)]
+    several[3].name = "other"
+    found = names_of(list(zip(several, [["a"], ["b", "c"], ["a"], ["a"]], strict=True)))
+    assert found == ["memory (a)", "memory (b, c)", "memory (a) 2", "other"]
+    twice = File(tmp_path / "a.jsonl"), File(tmp_path / "a.jsonl")
+    with pytest.raises(ConfigurationError, match="one of them would wait for the other"):
+        names_of([(source, ["a"]) for source in twice])
+    elsewhere = File(tmp_path / "a.jsonl", name="elsewhere")
+    assert len({*names_of([(twice[0], ["a"]), (elsewhere, ["a"])])}) == 2

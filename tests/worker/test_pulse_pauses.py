@@ -54,6 +54,32 @@ def test_a_source_of_a_paused_consumer_alone_keeps_its_messages(shop: Shop, admi
     assert len(shop.emitted(ConsumerResumed)) == 1
 
 
+@pytest.mark.parametrize("everything", [True, False])
+def test_a_source_of_every_topic_stops_when_all_of_its_consumers_are_paused(
+    shop: Shop, admin: Admin, *, everything: bool
+) -> None:
+    """Whether a handler takes every topic or not: pausing that one does not stop the others."""
+    shop.handler()
+    first, second = CONSUMER, None
+    if everything:
+        first, second = OTHER, CONSUMER
+        shop.app.handler("*", consumer=OTHER)(lambda message, tx: None)
+    source = Memory([paid(f"m{number}") for number in range(5)], endless=True)
+    assert admin.pause(first)
+    if second is not None:
+        assert admin.pause(second)
+    shop.app.consume(source, topics=["*"])
+    with running(worker(shop.app)):
+        eventually(lambda: first in shop.app.pauses.held)
+        assert not source.received, "all are paused: it keeps its messages"
+        assert admin.resume(second or first)
+        eventually(lambda: shop.effects() == 5)
+        eventually(lambda: len(source.settled) == 5)
+    assert statuses(shop.raw) == (
+        {"processed": 5, "pending": 5} if everything else {"processed": 5}
+    )
+
+
 def test_rows_of_a_paused_consumer_stay_until_it_is_resumed(shop: Shop, admin: Admin) -> None:
     shop.handler()
     shop.handler(consumer=OTHER)

@@ -6,20 +6,21 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.support.invariant import broken_invariant
-from tests.support.shop import TOPIC, Shop, effects, opened, paid, quarantined
+from tests.support.shop import TOPIC, Shop, effects, opened, paid, quarantined, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.errors import BrokerError, Fault, StoreError, StoreUnavailable
-from txbox.events import ConsumptionPaused, ConsumptionResumed, SettleFailed
+from txbox.events import ConsumptionPaused, ConsumptionResumed, MessageUnmatched, SettleFailed
 from txbox.message import Message
 from txbox.session import Session
 from txbox.worker.driving import Driver
@@ -229,7 +230,7 @@ def test_a_lane_that_rests_lets_the_other_thread_receive_at_once(shop: Shop) -> 
     lanes.make()
     pump = Pump(
         shop.app, driver, Memory([]), lanes,
-        topics=[TOPIC], in_flight_max=1, stop=lambda: False,
+        name="memory", topics=[TOPIC], in_flight_max=1, stop=lambda: False,
     )  # fmt: skip
     leads = threading.Thread(target=pump._lead.follow, daemon=True)
     leads.start()
@@ -462,3 +463,42 @@ class TestLead:
         eventually(lambda: lead.sleeps, "no look any more")
         self.lend(lead, 0.001)
         assert leads.get(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("unmatched", ["acknowledge", "quarantine"])
+def test_no_handler_gets_a_topic_for_which_its_source_was_not_asked(
+    database_url: str, unmatched: Literal["acknowledge", "quarantine"]
+) -> None:
+    """Not even one that takes every topic, and what cannot be read is not quarantined under its name."""
+    with opened(database_url, unmatched=unmatched) as shop:
+        shop.handler()
+        shop.handler(consumer="everything")
+        seen: list[str] = []
+
+        @shop.app.handler("*", consumer="audit")
+        def audit(message: Message[Any], tx: Any) -> None:
+            seen.append(message.topic)
+
+        @shop.app.handler("orders.cancelled", consumer="cancelling")
+        def cancel(message: Message[Any], tx: Any) -> None:
+            seen.append(message.topic)
+
+        other = [
+            replace(paid(f"m{number}", type=str(number)), topic=topic)
+            for number, topic in enumerate(["orders.cancelled", "orders.*", "effect:mail"])
+        ]
+        source = Memory([*other, Delivery(None, "orders.cancelled", raw=b"?"), paid("m9")])
+        shop.app.consume(source, topics=[TOPIC])
+
+        assert worker(shop.app, once=True).run() == 0
+
+        assert seen == [TOPIC]
+        assert statuses(shop.raw) == {"processed": 3}
+        assert len(source.settled) == 5
+        events = shop.emitted(MessageUnmatched)
+        assert [(event.topic, event.source) for event in events] == [
+            (message.topic, "memory") for message in other
+        ]
+        kept = shop.raw.rows("SELECT consumer FROM txbox_quarantine")
+        assert {len(consumer) for (consumer,) in kept} == {0}, "under the name of no consumer"
+        assert len(kept) == (4 if unmatched == "quarantine" else 1)

@@ -18,6 +18,7 @@ from txbox.boundaries import Boundary, blamed, is_contents
 from txbox.errors import ConfigurationError, Reject, UnusableMessage
 from txbox.handlers.body import Decoder, decoder_for
 from txbox.identity import (
+    EFFECT_PREFIX,
     PayloadHash,
     checked_consumer,
     checked_text,
@@ -461,7 +462,11 @@ class Handler:
 
     def matches(self, topic: str, kind: str | None) -> bool:
         """Whether this handler consumes messages of this topic and type."""
-        return self.topic in (topic, "*") and (self.types is None or kind in self.types)
+        return self.takes(topic) and (self.types is None or kind in self.types)
+
+    def takes(self, topic: str) -> bool:
+        """Whether it consumes this topic, at least some types; "*" is every topic but those of effects."""
+        return self.topic == topic or (self.topic == "*" and not topic.startswith(EFFECT_PREFIX))
 
     def overlaps(self, other: Handler) -> bool:
         """Whether some message would match both under the same consumer."""
@@ -766,6 +771,14 @@ class Handlers:
             raise ConfigurationError(
                 f"{handler.name} is registered while a worker of this App runs: register handlers before it starts."
             )
+        if topic != consumer and EFFECT_PREFIX in (
+            topic[: len(EFFECT_PREFIX)],
+            consumer[: len(EFFECT_PREFIX)],
+        ):
+            raise ConfigurationError(
+                f"{handler.name} consumes topic {topic!r} as {consumer!r}, but names that begin with "
+                f"{EFFECT_PREFIX!r} are those of effects: use @app.effect, or another name."
+            )
         if handler.options.dead_letter_topic == topic:
             raise ConfigurationError(
                 f"{handler.name} would consume its own dead letters: set dead_letter_topic= to another topic."
@@ -822,7 +835,11 @@ class Handlers:
 
     def consumes(self, topic: str) -> bool:
         """Whether any handler takes messages of this topic."""
-        return any(handler.topic in (topic, "*") for handler in self._handlers)
+        return any(handler.takes(topic) for handler in self._handlers)
+
+    def name(self, topic: str) -> bool:
+        """Whether any handler names this topic, rather than taking every one."""
+        return any(handler.topic == topic for handler in self._handlers)
 
     def consumers(self) -> dict[str, list[Handler]]:
         """Return the handlers grouped by consumer."""
@@ -866,6 +883,22 @@ def types_of(one: object, several: Any) -> tuple[str, ...] | None:
     if not types or not all(isinstance(kind, str) for kind in types):
         raise ConfigurationError(f"types is {several!r}: give several types, or name one as type=.")
     return types
+
+
+def listed(verb: str, topics: Any) -> tuple[str, ...]:
+    """Return the topics that a verb is given, without repeats.
+
+    Raises:
+        ConfigurationError: there are none, or it is one text, whose letters would be topics.
+    """
+    several = (topics,) if isinstance(topics, str) else tuple(topics)
+    if not several:
+        raise ConfigurationError(f"{verb} got no topics: name them, or leave topics out.")
+    if isinstance(topics, str) or not all(isinstance(topic, str) and topic for topic in several):
+        raise ConfigurationError(
+            f"topics of {verb} is {topics!r}: list the names, as in ['orders']."
+        )
+    return tuple(dict.fromkeys(several))
 
 
 def _check_topic(topic: object) -> None:

@@ -3,11 +3,14 @@ conflict, and `txbox doctor` lists them all."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 from txbox.brokers.base import Source
+from txbox.brokers.file import File
+from txbox.brokers.local import Local
 from txbox.errors import ConfigurationError
 from txbox.handlers import Handlers
 from txbox.identity import EFFECT_PREFIX
@@ -120,11 +123,22 @@ def topics_of(handlers: Handlers, source: Source, wanted: Sequence[str] | None) 
         ConfigurationError: one has no handler, or the source cannot deliver it.
     """
     known, deliverable = handlers.topics(), source.topics
-    if wanted is None:
+    if deliverable is not None and (wanted is None or "*" in wanted):
+        wanted = tuple(deliverable)
+    elif wanted is None:
         # no broker has the effects: their rows are staged in the table
-        of_sources = tuple(topic for topic in known if not topic.startswith(EFFECT_PREFIX))
-        wanted = of_sources if deliverable is None else tuple(deliverable)
+        wanted = tuple(topic for topic in known if not topic.startswith(EFFECT_PREFIX))
+        if not wanted and not isinstance(source, Local):
+            raise ConfigurationError(
+                f"{source.name} has nothing to deliver, because no handler names a topic: register a handler, or "
+                "remove the source."
+            )
     for topic in wanted:
+        if topic.startswith(EFFECT_PREFIX):
+            raise ConfigurationError(
+                f"{source.name} delivers topic {topic!r}, but topics that begin with {EFFECT_PREFIX!r} are those of "
+                "effects: name another topic."
+            )
         if topic != "*" and "*" not in known and topic not in known:
             raise ConfigurationError(
                 f"{source.name} delivers topic {topic!r}, which no handler consumes: "
@@ -136,6 +150,28 @@ def topics_of(handlers: Handlers, source: Source, wanted: Sequence[str] | None) 
                 "set topic= on the source."
             )
     return wanted
+
+
+def names_of(sources: Sequence[tuple[Source, Sequence[str]]]) -> list[str]:
+    """Return a name for each source, which no other has: its own, followed by its topics where two share that.
+
+    Raises:
+        ConfigurationError: two sources read one file under one name, so that one would wait for the other.
+    """
+    shared = Counter(source.name for source, _ in sources)
+    names: list[str] = []
+    for source, topics in sources:
+        name = source.name
+        if shared[name] > 1 and isinstance(source, File):
+            raise ConfigurationError(
+                f"Two sources are {name}, and one of them would wait for the other for ever: remove one, or give it "
+                "another name=."
+            )
+        if shared[name] > 1:
+            name = f"{name} ({', '.join(topics)})"
+        count = names.count(name)
+        names.append(f"{name} {count + 1}" if count else name)
+    return names
 
 
 def _length(duration: timedelta) -> str:

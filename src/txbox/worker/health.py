@@ -108,17 +108,17 @@ class Health:
         if self._draining:
             return [*why, "draining"]
         if not self._judged:
-            waiting = [pump.source.name for pump in self.pumps if not pump.opened(0)]
+            waiting = [pump.name for pump in self.pumps if not pump.opened(0)]
             return [*why, *(f"{name} is not open yet" for name in waiting)] or ["starting"]
         if time.monotonic() < self._away_until:
             why.append("the database does not answer")
         for pump in self.pumps:
             if pump.refusal is not None:
-                why.append(f"{pump.source.name} is paused: its messages have no ids")
+                why.append(f"{pump.name} is paused: its messages have no ids")
             elif pump.paused:
-                why.append(f"{pump.source.name} does not answer")
+                why.append(f"{pump.name} does not answer")
             elif pump.silent_s > _SILENT_S:
-                why.append(f"{pump.source.name} has been silent for {pump.silent_s:.0f} s")
+                why.append(f"{pump.name} has been silent for {pump.silent_s:.0f} s")
         return why
 
     def _loop_silent_s(self, now: float) -> float:

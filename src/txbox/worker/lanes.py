@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from txbox.app import App
 from txbox.boundaries import Boundary, is_contents
 from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
+from txbox.identity import EFFECT_PREFIX
 from txbox.message import Message
 from txbox.outcome import Outcome
 from txbox.session import Connection, Connections, drive, drive_async
@@ -162,6 +163,42 @@ class Threads:
 _Taken = tuple[HandlerModes, tuple[Lane, ...]]
 
 
+class Matches(dict[tuple[str, str | None], list[_Taken]]):
+    """For each topic and type of what one source delivers, the handlers that take it; none if it was not asked for it.
+
+    Args:
+        topics: what the source was asked for.
+        modes: of every handler.
+    """
+
+    def __init__(self, topics: Sequence[str], modes: Mapping[Handler, _Taken]) -> None:
+        super().__init__()
+        self._topics = frozenset(topics)
+        self._modes = modes
+
+    def asks_for(self, topic: str) -> bool:
+        """Whether the source was asked for this topic; "*" is every topic but those of effects."""
+        return topic in self._topics or (
+            "*" in self._topics and not topic.startswith(EFFECT_PREFIX)
+        )
+
+    def reaches(self, handler: Handler) -> bool:
+        """Whether what the source delivers may be for this handler."""
+        return handler.topic == "*" or self.asks_for(handler.topic)
+
+    def __missing__(self, described: tuple[str, str | None]) -> list[_Taken]:
+        topic, kind = described
+        if len(self) > _MATCHES_MAX:
+            # types come from outside, so the cache must be bounded
+            self.clear()
+        self[described] = found = [
+            taken
+            for handler, taken in self._modes.items()
+            if self.asks_for(topic) and handler.matches(topic, kind)
+        ]
+        return found
+
+
 class Lanes:
     """For each consumer a table, with lanes for its sync handlers and lanes for its async ones.
 
@@ -200,7 +237,6 @@ class Lanes:
         self.by_consumer: dict[tuple[str, bool], list[Lane]] = {}
         # one for each handler: a batch ends where the next message has another
         self._modes: dict[Handler, _Taken] = {}
-        self._matches: dict[tuple[str, str | None], list[_Taken]] = {}
         self._handed = 0
 
     def __len__(self) -> int:
@@ -328,10 +364,17 @@ class Lanes:
         """Whether some lane is idle."""
         return any(not lane.busy for lanes in self.by_consumer.values() for lane in lanes)
 
+    def matches(self, topics: Sequence[str]) -> Matches:
+        """Return which handlers take what a source delivers, which was asked for these topics."""
+        return Matches(topics, self._modes)
+
     def hand_out(
-        self, deliveries: Sequence[Delivery], acknowledge: Acknowledge
+        self, deliveries: Sequence[Delivery], matches: Matches, acknowledge: Acknowledge
     ) -> tuple[list[Delivery], Lane | None]:
         """Hand deliveries out in order, all of a lane's at once.
+
+        Args:
+            matches: of their source.
 
         Returns: the deliveries that no handler consumes; and one of the lanes that were idle, for the caller to run
             (`turn_here`) or wake. The others run already.
@@ -345,9 +388,7 @@ class Lanes:
                 left.append(delivery)
                 continue
             try:
-                found = self._matches.get((message.topic, message.type))
-                if found is None:
-                    found = self._found(message)
+                found = matches[message.topic, message.type]
                 if not found:
                     left.append(delivery)
                     continue
@@ -392,15 +433,6 @@ class Lanes:
         if key is None:
             return lanes[self._handed % len(lanes)]
         return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
-
-    def _found(self, message: Message[Any]) -> list[_Taken]:
-        handlers = self._app.handlers.matching(message.topic, message.type)
-        if len(self._matches) > _MATCHES_MAX:
-            # types come from outside, so the cache must be bounded
-            self._matches.clear()
-        found = [self._modes[handler] for handler in handlers]
-        self._matches[message.topic, message.type] = found
-        return found
 
     # -- rows that are due ---------------------------------------------------------------------
 

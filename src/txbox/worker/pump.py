@@ -61,6 +61,8 @@ class Pump:
     """Receives from one source, hands deliveries to lanes, and acknowledges what they have settled.
 
     Args:
+        name: of the source in events and gauges.
+        topics: what the source is asked for.
         in_flight_max: bound on unsettled deliveries. Their bytes are bounded by twice `Batching.payload_bytes`, plus
             at most what one `receive` returns.
         stop: True when nothing more is to be received.
@@ -76,15 +78,18 @@ class Pump:
         source: Source,
         lanes: Lanes,
         *,
+        name: str,
         topics: Sequence[str],
         in_flight_max: int,
         stop: Callable[[], bool],
     ) -> None:
         self.source = source
+        self.name = name
         self._app = app
         self._driver = driver
         self._lanes = lanes
         self._topics = topics
+        self._matches = lanes.matches(topics)
         self._in_flight_max = in_flight_max
         self._bytes_max = 2 * app.batching.payload_bytes
         self._stop = stop
@@ -103,7 +108,7 @@ class Pump:
         self._go = threading.Event()
         self._opened = threading.Event()
         self._paused_at: float | None = None
-        self._ids = FirstIds(source.name)
+        self._ids = FirstIds(name)
         #: Why nothing more is received or settled, until the configuration changes.
         self.refusal: str | None = None
         self._round_at: float | None = None
@@ -120,7 +125,7 @@ class Pump:
         self._thread(self._open)
 
     def _thread(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name=f"txbox-{self.source.name}", daemon=True).start()
+        threading.Thread(target=work, name=f"txbox-{self.name}", daemon=True).start()
 
     def _open(self) -> None:
         try:
@@ -163,11 +168,11 @@ class Pump:
             self.source.close()
         except (StoreError, BrokerError) as failed:
             # unsaved progress only means duplicates
-            _log.warning("The source %s did not close cleanly: %s", self.source.name, failed)
+            _log.warning("The source %s did not close cleanly: %s", self.name, failed)
         except Exception as failed:  # noqa: BLE001  # a client's: nothing more is expected of it
             _log.warning(
                 "The source %s did not close (boundary: %s).",
-                self.source.name, Boundary.SOURCE, exc_info=failed,
+                self.name, Boundary.SOURCE, exc_info=failed,
             )  # fmt: skip
         except BaseException as failed:  # noqa: BLE001  # reported: the worker decides what happens
             error = error or failed
@@ -248,8 +253,7 @@ class Pump:
         paused = self._app.pauses.held
         if not paused:
             return False
-        wanted = {*self._topics, "*"}
-        consumers = [each.consumer for each in self._app.handlers if each.topic in wanted]
+        consumers = [each.consumer for each in self._app.handlers if self._matches.reaches(each)]
         return bool(consumers) and paused.issuperset(consumers)
 
     def _full(self) -> bool:
@@ -309,7 +313,7 @@ class Pump:
                 session.at("received")
         if not self._ids.found:
             received = self._with_ids(received)
-        left, lane = self._lanes.hand_out(received, self.deliveries_settled)
+        left, lane = self._lanes.hand_out(received, self._matches, self.deliveries_settled)
         if left and lane is not None:
             # what follows may wait for the database
             lane.run()
@@ -325,7 +329,10 @@ class Pump:
             if message is None or delivery.problem is not None:
                 self._set_aside(delivery)
             else:
-                self._persist(delivery, [partial(self._app.unmatched_message, message=message)])
+                source = None if self._matches.asks_for(message.topic) else self.name
+                self._persist(
+                    delivery, [partial(self._app.unmatched_message, message=message, source=source)]
+                )
         except Exception as error:  # noqa: BLE001  # see contain
             pause_s = _PAUSE_S[1]
             self._app.protocol.contain(Boundary.RECORD, error, retry_in_s=pause_s)
@@ -335,13 +342,15 @@ class Pump:
         """Check the first messages for ids; returns them all, or those up to the one that refused the source."""
         for index, delivery in enumerate(received):
             message = delivery.message
-            handlers = message and self._app.handlers.matching(message.topic, message.type)
-            if message is None or not handlers:
+            if message is None:
+                continue
+            handlers = [modes.handler for modes, _ in self._matches[message.topic, message.type]]
+            if not handlers:
                 continue
             self.refusal = self._ids.missing(message, handlers)
             if self.refusal is not None:
                 _log.error("%s", self.refusal)
-                self._app.events.emit(SourceRefused(source=self.source.name, reason=self.refusal))
+                self._app.events.emit(SourceRefused(source=self.name, reason=self.refusal))
                 return received[: index + 1]
             if self._ids.found:
                 break
@@ -351,7 +360,7 @@ class Pump:
 
     def _set_aside(self, delivery: Delivery) -> None:
         """Quarantine what cannot be read as a message, under every consumer of its topic."""
-        origin = {"source": self.source.name}
+        origin = {"source": self.name}
         payload = delivery.raw if delivery.message is None else delivery.message.payload
         message: Message[Any] = presentable(
             Message(topic=delivery.topic, payload=payload, origin=origin)
@@ -360,7 +369,7 @@ class Pump:
         consumers = dict.fromkeys(
             handler.consumer
             for handler in self._app.handlers
-            if handler.topic in (delivery.topic, "*")
+            if handler.takes(delivery.topic) and self._matches.asks_for(delivery.topic)
         )
         protocol = self._app.protocol
         self._persist(
@@ -418,9 +427,7 @@ class Pump:
                 text = (
                     f"{'' if isinstance(error, TxboxError) else f'{type(error).__name__}: '}{error}"
                 )
-                self._app.events.emit(
-                    SettleFailed(source=self.source.name, count=count, error=text)
-                )
+                self._app.events.emit(SettleFailed(source=self.name, count=count, error=text))
         session.at("after:ack")
         self._done(deliveries)
 
@@ -464,7 +471,7 @@ class Pump:
             if ends_worker(error):
                 raise
             # it will be delivered again, as a duplicate
-            _log.debug("%s could not be tended: %s", self.source.name, error)
+            _log.debug("%s could not be tended: %s", self.name, error)
 
     def _pause(self, error: BrokerUnavailable | StoreError) -> None:
         if ends_worker(error):
@@ -478,14 +485,14 @@ class Pump:
         wait_s *= random.uniform(0.5, 1.5)
         if away:
             self._app.events.emit(
-                ConsumptionPaused(reason=str(error), retry_in_s=wait_s, source=self.source.name)
+                ConsumptionPaused(reason=str(error), retry_in_s=wait_s, source=self.name)
             )
         self._wait(wait_s, for_settled=False)
 
     def _resumed(self) -> None:
         if self._paused_at is not None:
             paused_s = time.monotonic() - self._paused_at
-            self._app.events.emit(ConsumptionResumed(paused_s=paused_s, source=self.source.name))
+            self._app.events.emit(ConsumptionResumed(paused_s=paused_s, source=self.name))
             self._paused_at = None
 
 

@@ -107,7 +107,7 @@ class _Collected:
 
 
 def _gauges(health: Health) -> Iterable[Metric]:
-    pumps = {pump.source.name: pump for pump in health.pumps}
+    pumps = {pump.name: pump for pump in health.pumps}
     yield GaugeMetricFamily(
         "txbox_ready", "1 when /readyz says 200.", value=float(not health.unready())
     )

@@ -166,7 +166,7 @@ class Worker:
     def _start(self) -> None:
         """Check everything that can be checked, then open the sources, then start the lanes."""
         self._awaited = self._silent
-        topics = self._check()
+        names, topics = self._check()
         self._awaited = ()
         if self._relay:
             self._relays = Relays(
@@ -179,14 +179,14 @@ class Worker:
                 polled=bool(len(self._app.handlers)),
             )
         self._lanes.make(self._relays.look if self._relays is not None else None)
-        self._open_sources(topics)
+        self._open_sources(names, topics)
         if not self._stopping.is_set():
             self._awaited = self._silent
             self._consume(topics)
             self._awaited = ()
 
-    def _check(self) -> list[Sequence[str]]:
-        """Check what can be checked before sources are open; returns the topics to ask each for."""
+    def _check(self) -> tuple[list[str], list[Sequence[str]]]:
+        """Check what can be checked before sources are open; returns their names, and the topics to ask each for."""
         app = self._app
         # without handlers it is a relay, where there is something to send
         sends = self._relay and not self._consumptions and bool(app.routes.all())
@@ -205,8 +205,10 @@ class Worker:
         ]
         for consumption, wanted in zip(self._consumptions, topics, strict=True):
             _refuse(conflicts.order(app.handlers, consumption.source, wanted))
+        sources = [consumption.source for consumption in self._consumptions]
+        names = conflicts.names_of(list(zip(sources, topics, strict=True)))
         self._check_database()
-        return topics
+        return names, topics
 
     def _check_database(self) -> None:
         """Check that the database answers and holds tables that fit.
@@ -225,13 +227,13 @@ class Worker:
                 code=error.code,
             ) from error
 
-    def _open_sources(self, topics: Sequence[Sequence[str]]) -> None:
+    def _open_sources(self, names: Sequence[str], topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open, or for a stop."""
         app = self._app
-        for consumption, wanted in zip(self._consumptions, topics, strict=True):
-            source = consumption.source
+        for consumption, name, wanted in zip(self._consumptions, names, topics, strict=True):
             pump = Pump(
-                app, self._driver, source, self._lanes,
+                app, self._driver, consumption.source, self._lanes,
+                name=name,
                 topics=wanted,
                 in_flight_max=_in_flight_max(app.batching.messages, len(self._lanes)),
                 stop=self._stopping.is_set,
@@ -240,7 +242,7 @@ class Worker:
             self._health.pumps.append(pump)
             pump.start(partial(self._pump_ended, pump))
         for pump in self._pumps:
-            self._awaited = [f"the source {pump.source.name} did not open"]
+            self._awaited = [f"the source {pump.name} did not open"]
             while not (self._stopping.is_set() or pump.opened(_TICK_S)):
                 self._handle_reports(0.0)
         self._awaited = ()
@@ -255,7 +257,7 @@ class Worker:
         self._app.events.emit(
             WorkerStarted(
                 consumers=tuple(tables),
-                sources=tuple(consumption.source.name for consumption in self._consumptions),
+                sources=tuple(pump.name for pump in self._pumps),
             )
         )
         self._consuming = True
@@ -265,8 +267,7 @@ class Worker:
             name=self._name,
             consumers=tables,
             sources={
-                consumption.source.name: wanted
-                for consumption, wanted in zip(self._consumptions, topics, strict=True)
+                pump.name: wanted for pump, wanted in zip(self._pumps, topics, strict=True)
             },
             routes=[route.name for route in self._app.routes.all()] if self._relay else [],
             lanes=len(self._lanes),
@@ -384,9 +385,7 @@ class Worker:
             pump.finish()
         self._wait_until(lambda: not any(self._pumps.values()), last)
         left += [
-            f"the source {pump.source.name} did not close"
-            for pump, runs in self._pumps.items()
-            if runs
+            f"the source {pump.name} did not close" for pump, runs in self._pumps.items() if runs
         ]
         self._background.end()
         self._health.closing()
