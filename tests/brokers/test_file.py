@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.backup import Backup
+from tests.support.databases import Raw
 from tests.support.servers import ROOT
-from tests.support.shop import CONSUMER, TOPIC, Shop, quarantined
+from tests.support.shop import CONSUMER, TOPIC, Shop, as_id, effects, opened, quarantined
 from tests.support.sources import event_line, write_events
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
@@ -502,6 +504,69 @@ def test_a_worker_follows_a_file(shop: Shop, tmp_path: Path) -> None:
             file.write(event_line(3))
         eventually(lambda: shop.effects() == 4)
     assert codes == [0]
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_database_that_lost_its_last_transactions_gets_them_again(
+    shop: Shop, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, grows: bool
+) -> None:
+    """A running worker does not write its newer position over the older one there, nor waits for a new line."""
+    path = tmp_path / "orders.jsonl"
+    write_events(path, range(3))
+    shop.handler()
+    shop.app.consume(File(path, follow=True))
+
+    def saved(count: int) -> bool:
+        return shop.effects() == count and state() not in (None, older)
+
+    def state() -> Any:
+        return shop.raw.value("SELECT state FROM txbox_job WHERE name = ?", (name,))
+
+    older, name = None, as_id(shop.raw, f"file:orders:{path}")
+    with running(worker(shop.app)) as codes:
+        eventually(lambda: saved(3), "the first three")
+        older = state()
+        with path.open("a") as file:
+            file.writelines(event_line(number) for number in range(3, 9))
+        eventually(lambda: saved(9), "all nine")
+        lost = [as_id(shop.raw, message_id) for message_id in dict.fromkeys(shop.calls[3:])]
+        marks = ", ".join("?" * len(lost))
+        shop.raw.execute("BEGIN")
+        for table in ("effect", "txbox_inbox"):
+            shop.raw.execute(f"DELETE FROM {table} WHERE message_id IN ({marks})", lost)
+        shop.raw.execute("UPDATE txbox_job SET state = ? WHERE name = ?", (older, name))
+        shop.raw.execute("COMMIT")
+        if grows:
+            with path.open("a") as file:
+                file.write(event_line(9))
+        eventually(lambda: shop.effects() == 9 + grows, "what was lost")
+    assert codes == [0]
+    assert "goes back to the progress that the database has" in caplog.text
+
+
+def test_what_was_lost_since_the_progress_was_saved_comes_again(
+    postgresql_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved position survives: only the history shows that something after it may be lost."""
+    path, backup = tmp_path / "orders.jsonl", Backup(postgresql_url)
+    write_events(path, range(3))
+    try:
+        with opened(postgresql_url) as shop:
+            shop.handler()
+            shop.app.consume(File(path, follow=True))
+            with running(worker(shop.app)) as codes:
+                eventually(lambda: len(shop.calls) == 3)
+                monkeypatch.setattr("txbox.brokers.file._SAVE_S", 3600.0)
+                backup.take()
+                with path.open("a") as file:
+                    file.writelines(event_line(number) for number in range(3, 9))
+                eventually(lambda: len(shop.calls) >= 9)
+                backup.restore()
+                with Raw(postgresql_url) as raw:
+                    eventually(lambda: effects(raw) == 9, "what was lost")
+            assert codes == [0]
+    finally:
+        backup.close()
 
 
 def test_a_topic_that_no_handler_consumes_is_refused(

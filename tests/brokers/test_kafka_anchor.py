@@ -8,15 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from tests.support.backup import Backup
 from tests.support.brokers.kafka import Nothing, committed, new_topic, produce
 from tests.support.databases import Raw
-from tests.support.servers import server_urls
 from tests.support.shop import AT_ONCE, CONSUMER, add_effect, create_effects
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
@@ -90,41 +89,6 @@ class Service:
         with Raw(self.url) as raw:
             found = raw.rows("SELECT state FROM txbox_job WHERE name LIKE 'anchor:kafka:%'")
         return int(found[0][0]) if found else None
-
-
-class Backup:
-    """A copy of a PostgreSQL database, made while its workers are locked out, as a stopped server does."""
-
-    def __init__(self, url: str) -> None:
-        self._name = urlsplit(url).path.lstrip("/")
-        self._admin = Raw(server_urls()["postgresql"])
-
-    def take(self) -> None:
-        with self._nobody_connected():
-            self._admin.execute(f'CREATE DATABASE "{self._name}_copy" TEMPLATE "{self._name}"')
-
-    def restore(self) -> None:
-        """What was committed since the copy was taken is gone."""
-        with self._nobody_connected():
-            self._admin.execute(f'ALTER DATABASE "{self._name}" RENAME TO "{self._name}_lost"')
-        self._admin.execute(f'ALTER DATABASE "{self._name}_copy" RENAME TO "{self._name}"')
-
-    @contextmanager
-    def _nobody_connected(self) -> Iterator[None]:
-        name = self._name
-        oid = self._admin.value("SELECT oid FROM pg_database WHERE datname = ?", (name,))
-        self._admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
-        self._admin.execute(
-            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datid = ?", (oid,)
-        )
-        yield
-        name = self._admin.value("SELECT datname FROM pg_database WHERE oid = ?", (oid,))
-        self._admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
-
-    def close(self) -> None:
-        for suffix in ("copy", "lost"):
-            self._admin.execute(f'DROP DATABASE IF EXISTS "{self._name}_{suffix}" WITH (FORCE)')
-        self._admin.close()
 
 
 @pytest.fixture

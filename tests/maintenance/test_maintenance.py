@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -159,11 +160,18 @@ def test_a_job_lease_ends_by_the_clock_of_the_database(shop: Shop) -> None:
     second = JobLease(shop.app.store.dialect, "a job", "second", 60.0)
 
     assert drive(connections, first.acquire)
-    assert drive(connections, first.save, "one")
+    nothing = drive(connections, first.load)
+    assert nothing.state is None
+    assert drive(connections, first.save, "one", nothing)
     eventually(lambda: drive(connections, second.acquire))
     assert not drive(connections, first.acquire)
-    assert not drive(connections, first.save, "two"), "the fence"
-    assert drive(connections, second.load) == "one"
+    one = drive(connections, second.load)
+    assert one.state == "one"
+    assert not drive(connections, first.save, "two", one), "the fence"
+    # the row is older than what was saved: a database that failed over
+    assert not drive(connections, second.save, "three", replace(one, state="two"))
+    assert not drive(connections, second.save, "three", replace(one, history="another server"))
+    assert drive(connections, second.load) == one
     drive(connections, first.release)
     assert not drive(connections, first.acquire), "released what was not its own"
 

@@ -53,6 +53,9 @@ class Progress(Protocol):
 
     One process at a time holds it, for a few seconds after each `acquire`. Every method may raise
     StoreError. `load` returns what was saved last, whoever saved it.
+
+    Guarantee: `save` stores nothing in a database that may have lost what was processed since the state before:
+    one that was restored, or failed over to. The holder goes back to what `load` returns there.
     """
 
     @property
@@ -61,12 +64,12 @@ class Progress(Protocol):
         ...
 
     def acquire(self) -> bool:
-        """Take or renew the lease; False if another process holds it."""
+        """Take or renew the lease; False if another process holds it, or the state is not what was loaded or saved."""
         ...
 
     def load(self) -> str | None: ...
     def save(self, state: str) -> bool:
-        """Store the state; False if the lease was lost, in which case nothing is stored."""
+        """Store the state; False if the lease was lost, or another state is there, and nothing is stored."""
         ...
 
     def release(self) -> None: ...

@@ -43,7 +43,8 @@ class File(Source):
     being written, and waits for it.
 
     Guarantee: progress moves past a line only after it and all lines before it are settled. After a
-    crash, what was settled in the last half second is read again and is a duplicate. One process reads
+    crash, what was settled in the last half second is read again and is a duplicate; so is what a database lost in a
+    failover or restore. One process reads
     at a time; another takes over seconds after it is gone. A file that was truncated or replaced is
     read from its beginning; what a crash leaves unread of the old one is read only from a directory
     that keeps it. Standard input keeps no progress.

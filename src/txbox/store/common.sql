@@ -157,9 +157,10 @@ UPDATE txbox_job SET token = NULL, lease_until = NULL, updated_at = [now]
 SELECT state FROM txbox_job WHERE name = :name::text
 
 -- name: job_save
--- Fenced by the lease: a reader that lost it cannot move the progress back.
+-- Fenced by the lease: a reader that lost it cannot move the progress back. And by the state before: a database that
+-- failed over has an older one, and not what was processed since.
 UPDATE txbox_job SET state = :state::text, updated_at = [now]
- WHERE name = :name::text AND token = :token::text
+ WHERE name = :name::text AND token = :token::text AND coalesce(state, '') = coalesce(:before::text, '')
 
 -- nothing: prune_blocks
 -- prune already finds the rows in the best order.

@@ -19,6 +19,18 @@ _WALK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """A state, and the database that has it.
+
+    Args:
+        history: as in `brokers.base.Anchor`.
+    """
+
+    history: str
+    state: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class JobLease:
     """A row of txbox_job, held by one token at a time. The database's clock decides.
 
@@ -48,15 +60,28 @@ class JobLease:
         await db.commit()
         return bool(taken.count)
 
-    async def load(self, db: Session) -> str | None:
+    async def load(self, db: Session) -> Saved:
         """Read the last saved state."""
-        found = await self.dialect.run(db, "job_state", {"name": self._name})
-        return found.rows[0][0] if found.rows else None
+        await db.begin()
+        history = await db.execute(self.dialect.statement("anchor_history"))
+        found = await db.execute(self.dialect.statement("job_state", {"name": self._name}))
+        await db.commit()
+        return Saved(str(history.rows[0][0]), found.rows[0][0] if found.rows else None)
 
-    async def save(self, db: Session, state: str) -> bool:
-        """Write the state; False if the lease was lost, in which case nothing is written."""
-        params = {"name": self._name, "token": self.token, "state": state}
-        return bool((await self.dialect.run(db, "job_save", params)).count)
+    async def save(self, db: Session, state: str, before: Saved) -> bool:
+        """Write the state; False if the lease was lost or another state is there, and nothing is written.
+
+        Args:
+            before: as it was read, or saved, last.
+        """
+        params = {"name": self._name, "token": self.token, "state": state, "before": before.state}
+        await db.begin()
+        history = await db.execute(self.dialect.statement("anchor_history"))
+        saved = 0
+        if str(history.rows[0][0]) == before.history:
+            saved = (await db.execute(self.dialect.statement("job_save", params))).count
+        await db.commit()
+        return bool(saved)
 
     async def release(self, db: Session) -> None:
         """Give the lease back; does nothing if it is no longer ours."""

@@ -37,7 +37,7 @@ from txbox.message import Message
 from txbox.processing.intake import presentable
 from txbox.session import Session
 from txbox.store import jobs
-from txbox.store.jobs import JobLease
+from txbox.store.jobs import JobLease, Saved
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Lanes
@@ -610,7 +610,10 @@ class StoredProgress:
 
     def __init__(self, app: App, driver: Driver, name: str) -> None:
         self._driver = driver
+        self._name = name
         self._lease = JobLease(app.store.dialect, name, secrets.token_hex(16), _LEASE_S)
+        # as it was read, or saved, last
+        self._saved: Saved | None = None
         self.anchors = StoredAnchors(app, driver)
 
     @property
@@ -618,13 +621,30 @@ class StoredProgress:
         return self._lease.lease_s
 
     def acquire(self) -> bool:
-        return self._driver.perform(self._lease.acquire)
+        saved = self._saved
+        if not self._driver.perform(self._lease.acquire):
+            self._saved = None
+            return False
+        if saved is not None and saved != self._driver.perform(self._lease.load):
+            self._saved = None
+            _log.warning(
+                "%s goes back to the progress that the database has: that was restored, failed over or restarted, "
+                "or another process went on. What is still there will be duplicates.",
+                self._name,
+            )
+            return False
+        return True
 
     def load(self) -> str | None:
-        return self._driver.perform(self._lease.load)
+        self._saved = self._driver.perform(self._lease.load)
+        return self._saved.state
 
     def save(self, state: str) -> bool:
-        return self._driver.perform(self._lease.save, state)
+        saved = self._saved
+        if saved is None or not self._driver.perform(self._lease.save, state, saved):
+            return False
+        self._saved = Saved(saved.history, state)
+        return True
 
     def release(self) -> None:
         self._driver.perform(self._lease.release)
