@@ -250,6 +250,12 @@ def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> Non
             durable_name="pushing", deliver_subject="inbox", filter_subject=stream.topic
         ),
         ConsumerConfig(durable_name="bare", headers_only=True, filter_subject=stream.topic),
+        # these would bring `cancelled` to the handler of `paid`
+        ConsumerConfig(durable_name="unfiltered"),
+        ConsumerConfig(
+            durable_name="several",
+            filter_subjects=[stream.topic, f"{stream.stream}.cancelled"],
+        ),
     ):
         stream.do(partial(Stream.add_consumer, stream, each))
         with pytest.raises(ConfigurationError, match=str(each.durable_name)):
@@ -258,6 +264,31 @@ def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> Non
     stream.do(lambda js: js.add_consumer(stream.stream, fine))
     source = closing(stream.opened(durable="fine"))
     assert (source.redelivery_s, source.tend_every_s) == (6, 2)
+    alone = f"{stream.stream}-alone"
+    stream.do(lambda js: js.add_stream(name=alone, subjects=[alone]))
+    try:
+        # all of its stream is what is asked for
+        stream.do(lambda js: js.add_consumer(alone, ConsumerConfig(durable_name="whole")))
+        closing(stream.source(durable="whole")).open([alone], Alone(), Alone())
+    finally:
+        stream.do(lambda js: js.delete_stream(alone))
+
+
+@pytest.mark.parametrize("topic", ["paid", "paid.*", "paid.>"])
+def test_a_filter_that_is_changed_brings_nothing_under_the_topic(
+    stream: Stream, closing: Any, topic: str
+) -> None:
+    """What it was asked for has its topic, and the rest has its subject, so that no handler gets it."""
+    topic, cancelled = f"{stream.stream}.{topic}", f"{stream.stream}.cancelled"
+    source = closing(stream.source())
+    source.open([topic], Alone(), Alone())
+    everything = ConsumerConfig(durable_name="shop", ack_wait=30, max_deliver=-1)
+    stream.do(lambda js: js.add_consumer(stream.stream, everything))
+    asked_for = topic.replace("*", "eu").replace(">", "eu.fr")
+    stream.publish(Note("m1"), subject=cancelled)
+    stream.publish(Note("m2"), subject=asked_for)
+    found = {message_id(the_message(row)): the_message(row).topic for row in received(source, 2)}
+    assert found == {"m1": cancelled, "m2": topic}
 
 
 def test_the_example(stream: Stream, postgresql_url: str) -> None:

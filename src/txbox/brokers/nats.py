@@ -380,6 +380,10 @@ class Nats(LoopSource["Link"]):
                     ack_policy=AckPolicy.EXPLICIT, **wanted,
                 )  # fmt: skip
                 info = await link.js.add_consumer(pull.stream, config)
+            filters = _filters(info.config)
+            if subject is not None and not filters:
+                # a server may report no filter for what is all of the stream
+                filters = (await link.js.stream_info(pull.stream)).config.subjects or [">"]
         except nats.js.errors.NotFoundError as error:
             raise ConfigurationError(
                 f"NATS has no stream {pull.stream!r}: create it, or check stream= of Nats."
@@ -388,9 +392,14 @@ class Nats(LoopSource["Link"]):
             raise ConfigurationError(
                 f"NATS refused the consumer {pull.durable!r} of stream {pull.stream!r}: {error}"
             ) from error
-        return self._checked(info.config, pull, subject)
+        if subject is not None and filters != [subject]:
+            raise ConfigurationError(
+                f"The consumer {pull.durable!r} of stream {pull.stream!r} delivers {', '.join(filters)}, not "
+                f"{subject!r} alone: set durable= to a different name, or the topic to '*' with stream=."
+            )
+        return self._checked(info.config, pull)
 
-    def _checked(self, config: ConsumerConfig, pull: Pull, subject: str | None) -> float:
+    def _checked(self, config: ConsumerConfig, pull: Pull) -> float:
         what = f"The consumer {pull.durable!r} of stream {pull.stream!r}"
         if config.deliver_subject:
             raise ConfigurationError(f"{what} pushes: set durable= to a pull consumer.")
@@ -400,11 +409,6 @@ class Nats(LoopSource["Link"]):
             )
         if config.headers_only:
             raise ConfigurationError(f"{what} has headers_only: payloads are needed.")
-        # a stream with a single subject may report no filter
-        if config.filter_subject != subject and config.filter_subject and subject:
-            raise ConfigurationError(
-                f"{what} filters {config.filter_subject!r}, not {subject!r}: set durable= to a different name."
-            )
         self._check_limit(config, what)
         return _redelivery_s(config, self._ack_wait_s)
 
@@ -550,6 +554,23 @@ class Link:
         await self._client.close()
 
 
+def _filters(config: ConsumerConfig) -> list[str]:
+    """Return the subjects that a consumer delivers; none for all of its stream."""
+    several: list[str] | None = getattr(config, "filter_subjects", None)
+    return list(several or ([config.filter_subject] if config.filter_subject else []))
+
+
+def _within(subject: str, pattern: str) -> bool:
+    """Whether a subject is one of those that a pattern names."""
+    tokens, wanted = subject.split("."), pattern.split(".")
+    if wanted[-1] == ">":
+        tokens = tokens[: len(wanted) - 1] if len(tokens) >= len(wanted) else []
+        wanted = wanted[:-1]
+    return len(tokens) == len(wanted) and all(
+        name in ("*", token) for token, name in zip(tokens, wanted, strict=True)
+    )
+
+
 def _redelivery_s(config: ConsumerConfig, default_s: float) -> float:
     """Return after how many seconds at least the server delivers again what is not acknowledged."""
     return min(config.backoff or [config.ack_wait or default_s])
@@ -586,14 +607,19 @@ def _facts(
 
 
 def delivery_of(got: Msg, topic: str) -> Delivery:
-    """Turn a JetStream message into a delivery; its tag is the subject that acknowledges it."""
+    """Turn a JetStream message into a delivery; its tag is the subject that acknowledges it.
+
+    Its topic is its subject where that is not what the topic names: the consumer's filter was changed.
+    """
     headers: Any = {} if got.headers is None else got.headers
     at = got.metadata
     # when the stream stored it, in nanoseconds; the same in every delivery
     tokens = got.reply.split(".")
     stored_ns = int(tokens[7 if len(tokens) == 9 else 9])
     return NATS.delivery(
-        got.subject if topic == "*" else topic,
+        topic
+        if topic == got.subject or (topic != "*" and _within(got.subject, topic))
+        else got.subject,
         got.data,
         headers.pairs if isinstance(headers, RawHeaders) else headers,
         tag=got.reply,
