@@ -295,6 +295,22 @@ def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         SQS("orders", region_name="x", **wrong)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_what_is_received_is_what_the_last_open_asked_for(sqs_url: str, named: bool) -> None:
+    first, second = Queue(sqs_url), Queue(sqs_url)
+    first.add("m1")
+    second.add("m2")
+    queues = (first.topic, second.topic) if named else ()
+    source = SQS(*queues, endpoint_url=sqs_url, **ACCESS)
+    for queue, wanted in ((first, "m1"), (second, "m2")):
+        (delivery,) = Open(source, [queue.topic]).receive(1)
+        assert delivery.topic == queue.topic
+        assert delivery.message is not None
+        assert delivery.message.headers.get("message-id") == wanted
+        assert not source.receive(1, 0.0), "nothing of the other"
+        source.close()
+
+
 def test_what_is_missing_is_said(sqs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"endpoint_url": sqs_url, **ACCESS}
     with pytest.raises(ConfigurationError, match=r"'never-made'.*QueueDoesNotExist|NonExistent"):

@@ -194,14 +194,15 @@ class SQS(Source):
             raise ConfigurationError("SQS() takes either a client or options for one, not both.")
         if "*" in queues or not all(queues):
             raise ConfigurationError("SQS() takes names or URLs of queues: list each one.")
-        self._wanted = {_topic(queue): queue for queue in queues}
-        if len(self._wanted) < len(set(queues)):
+        self._named = {_topic(queue): queue for queue in queues}
+        if len(self._named) < len(set(queues)):
             raise ConfigurationError(
                 "Two queues of SQS() have the same name: give each a source of its own."
             )
         if importlib.util.find_spec("boto3") is None:
             raise ConfigurationError("SQS needs boto3: run pip install 'txbox[sqs]'.")
-        self._topics = tuple(self._wanted) or None
+        # by topic, what the last `open` asked for
+        self._wanted: dict[str, str] = {}
         self._visible_s = None if visibility is None else math.ceil(visibility.total_seconds())
         self._wait_s = math.ceil(wait.total_seconds())
         self._deduplication_ids = deduplication_ids
@@ -212,11 +213,11 @@ class SQS(Source):
 
     @property
     def name(self) -> str:
-        return "sqs:" + ",".join(sorted(self._wanted))
+        return "sqs:" + ",".join(sorted(self._named or "*"))
 
     @property
     def topics(self) -> Sequence[str] | None:
-        return self._topics
+        return tuple(self._named) or None
 
     @property
     def redelivery_s(self) -> float | None:
@@ -229,19 +230,23 @@ class SQS(Source):
         return None if visible_s is None else visible_s / 3
 
     def publisher(self) -> SQSPublisher:
-        return SQSPublisher(self._given, self._options, self._wanted)
+        return SQSPublisher(self._given, self._options, self._named)
 
     def keeps_order(self, topic: str) -> bool:
         """In a FIFO queue, the next messages of a group wait for those in flight."""
         return topic.endswith(".fifo")
 
     def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        if not self._wanted:
-            if not topics or "*" in topics:
-                raise ConfigurationError(
-                    "SQS cannot consume all queues: name them, as in SQS('orders'), or name handlers' topics."
-                )
-            self._wanted = {_topic(topic): topic for topic in topics}
+        if not self._named and (not topics or "*" in topics):
+            raise ConfigurationError(
+                "SQS cannot consume all queues: name them, as in SQS('orders'), or name handlers' topics."
+            )
+        named = self._named or {_topic(topic): topic for topic in topics}
+        self._wanted = {
+            topic: queue
+            for topic, queue in named.items()
+            if not topics or "*" in topics or topic in topics
+        }
         self._receipts = {}
         self._client = self._given or _new_client(self._options, self._wait_s + 10)
         with later_if_away(self.name):
@@ -308,7 +313,7 @@ class SQS(Source):
         """Ask for the attributes of queues; it takes the right to GetQueueAttributes."""
         client = self._given or _new_client(self._options, _ASK_S)
         try:
-            return [self._facts(client, topic, self._wanted.get(topic, topic)) for topic in topics]
+            return [self._facts(client, topic, self._named.get(topic, topic)) for topic in topics]
         finally:
             if self._given is None:
                 client.close()

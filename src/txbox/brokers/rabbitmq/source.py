@@ -158,8 +158,8 @@ class RabbitMQ(LoopSource["Link"]):
             raise ConfigurationError(
                 f"{self.name} cannot list the server's queues: pass queues= to RabbitMQ(…)."
             )
-        named = [topic for topic in topics if topic != "*"]
-        self._queues = _checked_queues(named) if named else self._given or ()
+        every = not topics or "*" in topics
+        self._queues = (self._given or ()) if every else _checked_queues(topics)
         self._start()
 
     async def _connect(self) -> Link:
@@ -201,7 +201,7 @@ class RabbitMQ(LoopSource["Link"]):
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for the settings of queues; without `management=`, only whether they exist."""
-        queues = [topic for topic in topics if topic != "*"] or self._given or ()
+        queues = (self._given or ()) if "*" in topics else topics
         if self._management is not None:
             return queue_facts(self._management, self._url, queues)
         existing = self._ask(self._existing(queues))
