@@ -338,6 +338,23 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert ids(read(File(tmp_path), kept)) == ["3", "4"]
 
 
+def test_files_of_other_topics_stay_unread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, name in enumerate(("invoices", "orders")):
+        write_events(tmp_path / f"{name}.jsonl", [number])
+    progress = Kept()
+    source = File(tmp_path)
+    for topics, wanted in ((["orders"], ["1"]), (["orders", "invoices"], ["0"])):
+        source.open(topics, progress)
+        deliveries = list(source.receive(10, 0.0))
+        assert ids(deliveries) == wanted
+        source.settle(deliveries)
+        assert not source.receive(10, 0.0)
+        source.close()
+    assert caplog.text.count("does not read invoices.jsonl") == 1
+
+
 def test_a_folder_in_a_directory_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
     write_events(tmp_path / "b.jsonl", ["1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import select
 import time
@@ -15,6 +16,8 @@ from pathlib import Path
 from txbox.brokers.base import Delivery, InFlight, Progress, Source
 from txbox.brokers.envelope import EVENT, FILE
 from txbox.errors import ConfigurationError
+
+_log = logging.getLogger("txbox")
 
 _RECEIVED_BYTES = 8 * 1024 * 1024
 _SAVE_S = 0.5
@@ -32,7 +35,8 @@ class File(Source):
     Args:
         path: a file; a directory, whose files are read in the order of their names; or "-" for
             standard input.
-        topic: the topic of its messages; by default the file's name without its last suffix.
+        topic: the topic of its messages; by default the file's name without its last suffix. Files of a directory
+            are then read if their topic is asked for.
         follow: keep reading as the file grows or is replaced, or files are added to the directory.
         name: what the progress is kept under, instead of the path. Two services that read the same
             file and share a database need different names.
@@ -72,6 +76,9 @@ class File(Source):
         self._line_bytes = line_bytes
         self._kept_under = name or ("-" if self._stdin else str(self.path))
         self._progress: Progress | None = None
+        self._asked: frozenset[str] = frozenset()
+        # files of a directory that are not read
+        self._others: set[Path] = set()
         self._cursors: dict[str, Cursor] = {}
         self._saved: dict[str, list[object]] = {}
         self._holding = False
@@ -106,6 +113,8 @@ class File(Source):
     ) -> None:
         self._drop()
         self._lease_at = 0.0
+        self._asked = frozenset(topics)
+        self._others = set()
         if self._stdin:
             self._cursors = {"-": Cursor(None, self._topic or "-", self._line_bytes, 0)}
             self._holding = True
@@ -221,7 +230,7 @@ class File(Source):
             return list(self._cursors.values())
         paths = [self.path]
         if self.path.is_dir():
-            paths = sorted(each for each in self.path.glob(self._pattern) if not each.is_dir())
+            paths = sorted(filter(self._is_asked_for, self.path.glob(self._pattern)))
         for path in paths:
             cursor = self._cursors.get(path.name)
             if cursor is None:
@@ -233,6 +242,22 @@ class File(Source):
         names = dict.fromkeys((*(path.name for path in paths), *self._cursors))
         streams = (self._cursors.get(name) for name in names)
         return [stream for stream in streams if stream is not None and stream.fd >= 0]
+
+    def _is_asked_for(self, path: Path) -> bool:
+        """Whether a path of the directory is a file to read. One without a handler waits for a release that has it."""
+        if path.is_dir():
+            return False
+        if self._topic or path.stem in self._asked or "*" in self._asked:
+            return True
+        if path not in self._others:
+            self._others.add(path)
+            _log.warning(
+                "%s does not read %s: it was not asked for topic %r.",
+                self.name,
+                path.name,
+                path.stem,
+            )
+        return False
 
     def _opened(self, path: Path) -> Cursor | None:
         try:
