@@ -164,6 +164,15 @@ class SourceRefused(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopicMissing(Event):
+    """The broker does not have one of the topics of a source, which delivers the others. Repeated while it lasts."""
+
+    source: str
+    topic: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesLost(Event):
     """The broker dropped messages before they could be processed. Hang your alert here."""
 

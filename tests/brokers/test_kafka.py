@@ -18,6 +18,7 @@ from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.kafka import (
     PROTOCOLS,
     MockCluster,
+    Nothing,
     committed,
     new_group,
     new_topic,
@@ -32,7 +33,9 @@ from tests.support.waiting import eventually
 from txbox import Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
+from txbox.brokers.kafka import source as kafka_source
 from txbox.errors import BrokerUnavailable, ConfigurationError
+from txbox.events import Event, TopicMissing
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
@@ -377,6 +380,38 @@ def test_a_topic_that_is_missing_is_said_until_it_exists(kafka_bootstrap: str) -
         eventually(lambda: not is_unavailable(source, topic), "a topic that exists")
         produce(kafka_bootstrap, topic, ["m1"])
         assert [message_of(one).payload for one in take(source, 1)]
+
+
+def test_one_missing_topic_of_several_is_reported_while_the_others_are_consumed(
+    kafka_bootstrap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_source, "_MISSING_S", 0.2)
+    topic, missing = new_topic(kafka_bootstrap), f"missing-{new_group()}"
+    produce(kafka_bootstrap, topic, ["m1"])
+    nothing: Any = Nothing()
+    source = Kafka(kafka_bootstrap, group=new_group(), topic_metadata_refresh_interval_ms=500)
+    source.open([topic, missing], nothing, nothing)
+    found: list[Delivery] = []
+
+    def receives(count: int) -> bool:
+        # while it joins the group, what is missing is all that it can say
+        with suppress(BrokerUnavailable):
+            found.extend(source.receive(10, 0.1))
+        return len(found) == count
+
+    def reported() -> list[Event]:
+        return [event for event in nothing.events if isinstance(event, TopicMissing)]
+
+    try:
+        eventually(lambda: receives(1), "the topic that exists")
+        eventually(lambda: receives(1) and len(reported()) > 2, "what is missing, again and again")
+        assert {(event.source, event.topic) for event in reported()} == {(source.name, missing)}
+        assert all(missing in event.reason for event in reported())
+        new_topic(kafka_bootstrap, name=missing)
+        produce(kafka_bootstrap, missing, ["m2"])
+        eventually(lambda: receives(2), "the topic that was missing")
+    finally:
+        source.close()
 
 
 def test_brokers_that_are_down_are_waited_for(mock_cluster: MockCluster) -> None:

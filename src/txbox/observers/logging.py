@@ -26,7 +26,7 @@ _LEVELS: dict[type[Event], int] = {
     **dict.fromkeys((
         events.QuarantineTrimmed, events.MessageFailed, events.OutgoingFailed, events.RelayPaused,
         events.MessageUnmatched, events.ConsumptionPaused, events.ConsumerPaused, events.LeaseExpired,
-        events.SettleFailed, events.LoginRefused,
+        events.SettleFailed, events.LoginRefused, events.TopicMissing,
     ), logging.WARNING),
     **dict.fromkeys((
         events.MessageQuarantined, events.MessageDead, events.OutgoingDead, events.SequenceGap,
@@ -41,6 +41,7 @@ _BEGINS: dict[type[Event], str] = {
     events.SettleFailed: "source",
     events.ErrorContained: "boundary",
     events.LoginRefused: "cause",
+    events.TopicMissing: "topic",
 }
 _ENDS: dict[type[Event], type[Event]] = {
     events.ConsumptionResumed: events.ConsumptionPaused,

@@ -279,7 +279,7 @@ class Pump:
             return None
         except Exception as error:  # noqa: BLE001  # see contain
             self._app.protocol.contain(Boundary.SOURCE, error)
-            self._pause(BrokerUnavailable(f"{self.source.name} raised {type(error).__name__}."))
+            self._pause(BrokerUnavailable(f"{self.name} raised {type(error).__name__}."))
             return None
         if self._paused_at is not None:
             self._resumed()

@@ -122,11 +122,14 @@ class Nothing:
 
     done: Sequence[Delivery] = ()
 
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
         return [each for each in self.done if among(each)]
 
     def report(self, event: Event) -> None:
-        return
+        self.events.append(event)
 
 
 @contextmanager

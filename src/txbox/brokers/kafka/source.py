@@ -39,12 +39,15 @@ from txbox.errors import (
     StoreError,
     UnusableMessage,
 )
+from txbox.events import TopicMissing
 from txbox.identity import message_id
 from txbox.message import Headers
 
 _COMMIT_S = 0.5
 _TEND_S = 0.5
 _PROBE_S = 1.0
+# how often a missing topic is looked for while others are consumed
+_MISSING_S = 30.0
 #: every topic except internal ones, whose names begin with two underscores
 _ALL_TOPICS = "^_?[^_].*"
 _MAX_POLL_MS = 300_000
@@ -117,6 +120,7 @@ class Kafka(Source):
         self._away = False
         # subscribed topics that do not exist; the client says so once for each
         self._missing: set[str] = set()
+        self._missing_at = 0.0
         self._paused = False
         self._closing = False
         self._window = 0
@@ -254,8 +258,11 @@ class Kafka(Source):
             _log.warning("%s: %s; joining the group again.", self.name, error.str())
         elif error.code() != PARTITION_EOF:
             if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                # no trouble for the other topics
                 self._missing.add(raw.topic() or "")
-            self._trouble = error
+                self._missing_at = 0.0
+            else:
+                self._trouble = error
 
     def _handed_out(self, messages_max: int) -> list[Delivery]:
         found: list[Delivery] = []
@@ -318,21 +325,29 @@ class Kafka(Source):
             self._away = False
 
     def _check_missing(self) -> None:
-        """Check whether topics that did not exist do now, if nothing else can be received.
+        """Check whether topics that did not exist do now: now and then, and always if nothing else can be received.
 
         The client says once that a topic is missing, so that silence would look like an empty topic.
         """
-        if not self._missing or self._partitions.values():
+        alone = not self._partitions.values()
+        if not self._missing or not (alone or time.monotonic() >= self._missing_at):
             return
-        self._poll_paused(self._open_consumer())
+        if alone:
+            self._poll_paused(self._open_consumer())
         for topic in sorted(self._missing):
             error = self._described(topic).error
-            if error is not None:
-                raise BrokerUnavailable(
-                    f"Kafka has no topic {topic!r} ({error.str()}): create it, or correct the topic of the "
-                    "handler. It will be tried again."
-                )
-            self._missing.discard(topic)
+            if error is None:
+                self._missing.discard(topic)
+                continue
+            reason = (
+                f"Kafka has no topic {topic!r} ({error.str()}): create it, or correct the topic of the "
+                "handler. It will be tried again."
+            )
+            if alone:
+                raise BrokerUnavailable(reason)
+            if self._in_flight is not None:
+                self._in_flight.report(TopicMissing(source=self.name, topic=topic, reason=reason))
+        self._missing_at = time.monotonic() + _MISSING_S
 
     def _described(self, topic: str) -> Any:
         try:
