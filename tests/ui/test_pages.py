@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from html import unescape
 from html.parser import HTMLParser
@@ -13,13 +14,14 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.support.dashboard import HOSTILE, shop
+from tests.support.dashboard import HOSTILE, order, shop
 from tests.support.databases import Raw
 from tests.support.waiting import eventually
 from tests.ui.conftest import Answer, Browser, Serve
 from txbox import App, Message
 from txbox.admin import Admin
 from txbox.admin.activity import Activities, Activity, Point
+from txbox.session import drive
 from txbox.store.activity import Counts, Kind
 
 PAGES = (
@@ -149,6 +151,43 @@ def test_both_payloads_of_a_quarantined_message_stand_side_by_side(
     assert re.search(r'<tr class="(changed|only aside)">.*?changed', revealed.text, re.DOTALL)
     # the stored one was looked at, too
     assert browser.get("/audit").text.count("why?") == 2
+
+
+def test_a_quarantined_message_is_the_one_of_its_link(
+    filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    """Not another consumer's with the same id and payload, nor the first message under this id."""
+    changed = replace(order(5, changed=True), topic="strange")
+    assert filled.database.sync is not None
+    drive(filled.database.sync, filled.intake.unmatched, changed, "No handler consumes it.")
+    filled.process(order(5, changed=True), consumer="billing")
+    filled.process(order(5, changed="again"), consumer="billing")
+    browser = serve(filled)
+    links = [
+        unescape(link)
+        for link in re.findall(
+            r'<a href="(/quarantined[^"]*order-0005[^"]*)"', browser.get("/quarantine").text
+        )
+    ]
+    nobody, *billing = sorted(links, key=lambda link: "consumer=billing" in link)
+    assert len(billing) == 2
+    for link in links:
+        page = browser.get(link).text
+        assert "Cause and effects" not in page, "the first message has caused them"
+        assert page.count("was set aside at") == 1, "the other copies have pages of their own"
+        assert ("No handler consumes it." in page) is (link == nobody)
+    page = browser.get(nobody).text
+    assert "The stored message with this id" not in page
+    pick = re.search(r'name="pick" value="([^"]*)"', page)
+    assert pick
+    assert json.loads(unescape(pick[1]))[0] == ""
+    confirm = browser.post(
+        "/confirm", on=nobody, table="quarantine", action="discard selected", pick=unescape(pick[1])
+    )
+    assert "1 quarantined message discarded." in carried_out(browser, confirm)
+    rows = raw(database_url).rows("SELECT status FROM txbox_quarantine WHERE consumer = ''")
+    assert rows == [("discarded",)]
+    assert "Cause and effects" in browser.get("/message?consumer=billing&message_id=order-0005").text
 
 
 def test_pages_go_on_where_they_ended(filled: App, serve: Serve) -> None:

@@ -39,7 +39,7 @@ from txbox.outcome import Status
 from txbox.text import CONTROL, duration_of
 from txbox.ui import security
 from txbox.ui.operations import Operation, Operations, WantedChange
-from txbox.ui.render import differences, plot, readable, templates
+from txbox.ui.render import differences, names_of, plot, readable, templates
 from txbox.ui.security import Access, Grant, Signer, Tokens
 
 _VERSION = version("txbox")
@@ -218,7 +218,8 @@ class Pages:
     def shown(self, asked: Asked, place: Place, *, reveal: bool = False) -> Values | Response:
         table = place.kind.table
         given = asked.form if reveal else asked.query
-        named: dict[str, Any] = {name: given[name] for name in table.key if given.get(name)}
+        # in the quarantine "" is a consumer, too: that of what no handler takes
+        named: dict[str, Any] = {name: given[name] for name in table.key if name in given}
         where = place.kind(**named)
         who: dict[str, Any] = {"actor": asked.access.actor, "reason": _reason(asked)}
         message = _found(self.admin.reveal(where, **who) if reveal else self.admin.show(where))
@@ -227,21 +228,24 @@ class Pages:
             message = _legible(message, asked.access)
         if reveal and asked.field("as") == "file":
             return _file(message)
+        named = names_of(message, table)
         aside: Any = ()
         if table is INBOX:
-            same = QuarantineFilter(consumer=named["consumer"], message_id=named["message_id"])
-            aside = self.admin.show(same)
+            aside = self.admin.show(QuarantineFilter(**named))
         sentences, links = list[Sentence](), None
         if message.message_id:
-            consumer = named.get("consumer") or None
-            explanation = self.admin.explain(message.message_id, consumer=consumer)
-            sentences = [
-                said
-                for found in explanation.places
-                if found.table == table.name
-                for said in found.sentences
-            ]
-            links = _links(explanation)
+            explanation = self.admin.explain(message.message_id, consumer=named.get("consumer"))
+            places = [found for found in explanation.places if found.table == table.name]
+            if table is QUARANTINE:
+                # of all copies under this id, this one, which has caused nothing
+                places = [
+                    found
+                    for found, row in zip(places, explanation.found.quarantine, strict=True)
+                    if row.hash == message.hash
+                ]
+            else:
+                links = _links(explanation)
+            sentences = [said for found in places for said in found.sentences]
         return {
             "table": table, "place": place, "message": message, "links": links, "aside": aside,
             "back": f"{place.shown}?{urlencode(named)}",
