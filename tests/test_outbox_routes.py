@@ -78,6 +78,22 @@ def test_a_handler_of_every_topic_takes_what_nobody_publishes_only_when_told_to(
         assert app.routes.adopts("local", "ordres", None, None)
 
 
+def test_nothing_that_is_staged_runs_an_effect(sqlite_url: str, plain_connection: Connect) -> None:
+    """A `reply-to` of a stranger's message may name any topic."""
+    with App(sqlite_url) as app, plain_connection(sqlite_url) as tx:
+
+        @app.effect("mail")
+        def mail(message: Message[Any]) -> None: ...
+
+        for published in (False, True):
+            if published:
+                app.publish(Local())
+            with pytest.raises(ConfigurationError, match="'effect:mail'"):
+                app.outbox.stage(tx, "effect:mail", {})
+            assert not app.routes.adopts("", "effect:mail", None, "effect:mail")
+            assert not any("effect:mail" in route.topics for route in app.routes.all())
+
+
 def test_topics_are_several_names(sqlite_url: str) -> None:
     with App(sqlite_url) as app:
         for wrong in ("orders", [], ["orders", ""], [None]):

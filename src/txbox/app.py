@@ -414,6 +414,11 @@ class App:
         if isinstance(source, Webhook):
             if topics is not None:
                 raise ConfigurationError("A Webhook has one topic: name it there, as topic=.")
+            if source.topic.startswith(EFFECT_PREFIX):
+                raise ConfigurationError(
+                    f"The webhook {source.path} brings topic {source.topic!r}, but topics that begin with "
+                    f"{EFFECT_PREFIX!r} are those of effects: name another topic=."
+                )
             source.bind(self._by_every_consumer)
             self.webhooks.append(source)
             return
@@ -495,8 +500,8 @@ class App:
         `unmatched="quarantine"`); DEFERRED, stored in the table, while its consumer is paused; otherwise see Outcome.
 
         Raises:
-            ConfigurationError: several consumers without `consumer=`, an unknown consumer, an async handler, or a
-                database with async connections only.
+            ConfigurationError: several consumers without `consumer=`, an unknown consumer or one that does not take
+                the topic, an async handler, or a database with async connections only.
             SchemaError: the tables are missing or do not fit; the message has the command to run.
             StoreUnavailable: the database was away for Limits.unavailable_for: do not acknowledge.
 

@@ -17,7 +17,7 @@ from txbox.connections import borrow
 from txbox.errors import ConfigurationError, check_duration
 from txbox.handlers import HandlerOptions, Handlers, Run, is_async_function, listed, running
 from txbox.handlers.body import as_json
-from txbox.identity import checked_text, derived_id, time_ordered_id
+from txbox.identity import EFFECT_PREFIX, checked_text, derived_id, time_ordered_id
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
 from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Codec, Columns
@@ -432,10 +432,10 @@ class Routes:
         routes; or any App may consume them, and their topic does not also come from a broker.
         """
         consumers = self._handlers.consumers()
-        if not self._handlers.matching(topic, kind):
+        if not self._handlers.matching(topic, kind) or not self._is_wanted(topic):
             return False
         if route == LOCAL:
-            return self._is_wanted(topic) and not self._arrives(topic)
+            return not self._arrives(topic)
         if not route:
             return cause_consumer in consumers and self.of(topic, kind) == self.local
         named = route.removesuffix(_UNHANDLED).removeprefix(f"{LOCAL}:").split(",")
@@ -450,14 +450,21 @@ class Routes:
     def _consumed(self) -> list[str]:
         """Return the topics that handlers name, plus those that only this app's routes name."""
         named = (topic for topic in self._named_topics() if self._handlers.consumes(topic))
-        return list(dict.fromkeys((*self._handlers.topics(), *named)))
+        return [
+            topic
+            for topic in dict.fromkeys((*self._handlers.topics(), *named))
+            if not topic.startswith(EFFECT_PREFIX)
+        ]
 
     def _is_wanted(self, topic: str) -> bool:
         """Whether what is staged for a topic may be meant for this app's handlers: one names it, or a route does.
 
+        Never for an effect: a message's `reply-to` may name any topic, and must not run one.
         A handler of "*" takes what sources bring, and what is published to Local. It is no reason to take what nobody
         publishes: the topic may be misspelt, or another App's.
         """
+        if topic.startswith(EFFECT_PREFIX):
+            return False
         return self._published(topic) is not None or self._handlers.name(topic)
 
     def _is_local(self, topic: str) -> bool:

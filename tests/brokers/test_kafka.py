@@ -35,7 +35,7 @@ from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka import source as kafka_source
 from txbox.errors import BrokerUnavailable, ConfigurationError
-from txbox.events import Event, TopicMissing
+from txbox.events import TopicMissing
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
@@ -399,7 +399,7 @@ def test_one_missing_topic_of_several_is_reported_while_the_others_are_consumed(
             found.extend(source.receive(10, 0.1))
         return len(found) == count
 
-    def reported() -> list[Event]:
+    def reported() -> list[TopicMissing]:
         return [event for event in nothing.events if isinstance(event, TopicMissing)]
 
     try:

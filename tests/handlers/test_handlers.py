@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,10 +19,12 @@ from txbox import (
     Lease,
     Limits,
     Message,
+    Outcome,
     Retention,
     Retry,
     RetryPolicy,
 )
+from txbox.brokers.webhook import GitHub, Webhook
 from txbox.policy import RelayPolicy
 
 
@@ -184,3 +188,25 @@ def test_what_is_no_message_is_refused(app: App, verb: str, given: Any) -> None:
 def test_what_is_no_message_is_refused_async(app: App, verb: str) -> None:
     with pytest.raises(ConfigurationError, match="not a Message"):
         asyncio.run(getattr(app, verb)({}))
+
+
+def test_a_consumer_does_not_get_a_topic_that_it_does_not_take(app: App) -> None:
+    """A type may be nobody's; another topic means that the caller passes messages to the wrong consumer."""
+    app.init()
+    app.handler("orders", type="order.paid", consumer="billing")(handle)
+    refund: Message[Any] = Message(id="m1", topic="refunds", payload=b"{}")
+    with pytest.raises(ConfigurationError, match="'billing' takes 'orders', not topic 'refunds'"):
+        app.process(refund, consumer="billing")
+    assert app.process(refund) is Outcome.UNMATCHED
+    sent = replace(refund, topic="orders", type="order.sent")
+    assert app.process(sent, consumer="billing") is Outcome.UNMATCHED
+
+
+def test_a_webhook_is_consumed_once_and_brings_no_effects(app: App, tmp_path: Path) -> None:
+    hook = Webhook(topic="github", verify=GitHub("a secret long enough"))
+    app.consume(hook)
+    with App(f"sqlite:///{tmp_path}/other.db") as other:
+        with pytest.raises(ConfigurationError, match="is consumed twice"):
+            other.consume(hook)
+        with pytest.raises(ConfigurationError, match="those of effects"):
+            other.consume(Webhook(topic="effect:mail", verify=GitHub("a secret long enough")))

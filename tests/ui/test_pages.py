@@ -187,7 +187,9 @@ def test_a_quarantined_message_is_the_one_of_its_link(
     assert "1 quarantined message discarded." in carried_out(browser, confirm)
     rows = raw(database_url).rows("SELECT status FROM txbox_quarantine WHERE consumer = ''")
     assert rows == [("discarded",)]
-    assert "Cause and effects" in browser.get("/message?consumer=billing&message_id=order-0005").text
+    assert (
+        "Cause and effects" in browser.get("/message?consumer=billing&message_id=order-0005").text
+    )
 
 
 def test_pages_go_on_where_they_ended(filled: App, serve: Serve) -> None:

@@ -309,6 +309,7 @@ class Webhook:
         #: How many requests were answered, by status.
         self.answers: Counter[int] = Counter()
         self._process = process
+        self._bound = False
         self._in_flight_max = in_flight_max
         self._quarantined_status = quarantined_status
         self._bodies = Bodies(body_bytes)
@@ -321,8 +322,16 @@ class Webhook:
         return f"Webhook(topic={self.topic!r}, path={self.path!r})"
 
     def bind(self, process: Process) -> None:
-        """Process messages with this, unless `process` was given."""
-        self._process = self._process or process
+        """Process messages with this, unless `process` was given.
+
+        Raises:
+            ConfigurationError: it is bound already, to this or another App, whose handlers would get the messages.
+        """
+        if self._bound:
+            raise ConfigurationError(
+                f"The webhook {self.path} is consumed twice: make a second one, with another path=."
+            )
+        self._process, self._bound = self._process or process, True
 
     @property
     def in_flight(self) -> int:

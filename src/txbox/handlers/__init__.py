@@ -818,7 +818,7 @@ class Handlers:
 
         Raises:
             ConfigurationError: several match and `consumer` is not given, the consumer has no
-                handler, or this is not a Message.
+                handler for this topic, or this is not a Message.
         """
         check_message(message)
         found = self.matching(message.topic, message.type, consumer)
@@ -829,8 +829,16 @@ class Handlers:
             raise ConfigurationError(
                 f"Several consumers take topic {message.topic!r} ({names}): say which with consumer=."
             )
-        if consumer is not None and consumer not in self.consumers():
-            raise ConfigurationError(f"No handler is registered for consumer {consumer!r}.")
+        if consumer is not None:
+            topics = [handler.topic for handler in self._handlers if handler.consumer == consumer]
+            if not topics:
+                raise ConfigurationError(f"No handler is registered for consumer {consumer!r}.")
+            if message.topic not in topics and "*" not in topics:
+                # a type may be nobody's; with another topic, the caller and the handler do not fit together
+                raise ConfigurationError(
+                    f"Consumer {consumer!r} takes {', '.join(map(repr, dict.fromkeys(topics)))}, not topic "
+                    f"{message.topic!r}: register a handler for it, or name another consumer."
+                )
         return None
 
     def consumes(self, topic: str) -> bool:
