@@ -14,7 +14,7 @@ import pytest
 
 from txbox import App, Inbox, Outbox, testing
 from txbox.effects import Effects
-from txbox.errors import StoreError
+from txbox.errors import StoreError, StoreUnavailable
 from txbox.session import Connection, Result, Session, Statement, Statements, drive, drive_async
 
 ONE = (Statement("one", "SELECT 1", {}),)
@@ -36,6 +36,8 @@ class Scripted(Connection):
         self.is_async = is_async
         self.answer: Callable[[], Awaitable[object]] | None = None
         self.undone: Callable[[], Awaitable[object]] | None = None
+        #: What the next statements are answered with.
+        self.troubles: list[StoreError] = []
         self._ahead: Statements | None = None
 
     @property
@@ -44,6 +46,8 @@ class Scripted(Connection):
 
     def _tell(self, verb: str, statements: Statements = ()) -> list[Result]:
         self.told.append(" ".join([verb, *(statement.name for statement in statements)]))
+        if self.troubles:
+            raise self.troubles.pop(0)
         return [Result((), 0) for _ in statements]
 
     async def execute(self, statement: Statement) -> Result:
@@ -78,7 +82,7 @@ class Scripted(Connection):
         self._tell("rollback")
 
     def discard(self) -> None:
-        self._tell("discard")
+        self.told.append("discard")
 
     def translate(self, error: BaseException) -> StoreError | None:
         raise NotImplementedError
@@ -91,11 +95,16 @@ class Lends:
         self.told: list[str] = []
         self.is_async = is_async
         self.idle_limit: Statements = ()
+        self.waits: dict[object, float] = {}
         self.taken_back: Callable[[], Awaitable[object]] | None = None
         self.connection = Scripted(self.told, is_async=is_async)
 
     async def acquire(self) -> Connection:
         return self.connection
+
+    def distrust(self, connection: Any) -> None:
+        del connection
+        self.told.append("distrusted")
 
     async def release(self, connection: Any) -> None:
         del connection
@@ -135,6 +144,75 @@ def test_a_blocking_connection_that_suspends_fails_loudly_and_is_dropped() -> No
     with pytest.raises(AssertionError, match="tried to wait"):
         drive(lends, operation)
     assert lends.told == ["begin", "discard"]
+
+
+def away() -> StoreUnavailable:
+    return StoreUnavailable("the server is read-only", code="25006")
+
+
+def test_begin_is_tried_once_more_on_another_connection_while_the_database_is_away() -> None:
+    lends = Lends()
+    lends.connection.troubles = [away()]
+
+    async def operation(db: Session) -> None:
+        await db.begin(ONE)
+        await db.commit()
+
+    drive(lends, operation)
+    assert lends.told == ["begin one", "distrusted", "discard", "begin one", "commit", "released"]
+    lends.told.clear()
+    lends.connection.troubles = [away(), away()]
+    with pytest.raises(StoreUnavailable):
+        drive(lends, operation)
+    assert lends.told == ["begin one", "distrusted", "discard"] * 2
+    assert lends.waits == {}
+
+
+def test_a_single_statement_is_tried_once_more_too() -> None:
+    lends = Lends()
+    lends.connection.troubles = [away()]
+
+    async def operation(db: Session) -> None:
+        await db.alone(ONE[0])
+
+    drive(lends, operation)
+    assert lends.told == ["begin one", "distrusted", "discard", "begin one", "commit", "released"]
+
+
+@pytest.mark.parametrize("verb", ["execute", "commit"])
+def test_nothing_that_may_have_taken_effect_is_tried_again(verb: str) -> None:
+    lends = Lends()
+
+    async def operation(db: Session) -> None:
+        await db.begin()
+        lends.connection.troubles = [away()]
+        try:
+            await (db.execute(ONE[0]) if verb == "execute" else db.commit(ONE))
+        finally:
+            # a rollback would succeed, and the connection be used again
+            await db.rollback()
+
+    with pytest.raises(StoreUnavailable):
+        drive(lends, operation)
+    assert lends.told == ["begin", f"{verb} one", "distrusted", "discard"]
+
+
+def test_who_waits_for_an_answer_is_known_and_since_when() -> None:
+    lends = Lends()
+    seen: list[int] = []
+
+    async def operation(db: Session) -> None:
+        await db.begin()
+        seen.append(len(lends.waits))  # user code runs here
+        await db.commit(ONE)
+
+    async def answer() -> None:
+        seen.append(len(lends.waits))
+
+    lends.connection.answer = answer
+    drive(lends, operation)
+    assert seen == [0, 1]
+    assert lends.waits == {}
 
 
 def test_what_an_operation_raises_comes_out_and_its_transaction_is_dropped() -> None:

@@ -592,7 +592,8 @@ class App:
             assert db.connection is not None
             yield db.connection.native
             blocking(_committed(db))
-        except BaseException:
+        except BaseException as error:
+            db.failed(error)
             blocking(db.rollback())
             raise
         finally:
@@ -615,7 +616,8 @@ class App:
             assert db.connection is not None
             yield db.connection.native
             await _committed(db)
-        except BaseException:
+        except BaseException as error:
+            db.failed(error)
             await db.rollback()
             raise
         finally:

@@ -127,6 +127,8 @@ class Connection(ABC):
     is_async: bool
     #: What a handler gets as its transaction.
     native: Any
+    #: How often its pool had dropped the idle ones when this one was acquired.
+    generation = 0
 
     @property
     @abstractmethod
@@ -245,6 +247,15 @@ class Connections(Protocol):
         """What a transaction begins with so that its locks end soon after its process stands still."""
         ...
 
+    @property
+    def waits(self) -> dict[object, float]:
+        """The sessions that wait for an answer to statements of txbox, and since when, by `time.monotonic`."""
+        ...
+
+    def distrust(self, connection: Any) -> None:
+        """This connection reported that the database is away: drop the idle ones, which may be dead as well."""
+        ...
+
     def acquire(self) -> Coroutine[Any, Any, Connection]: ...
     def release(self, connection: Any) -> Coroutine[Any, Any, None]: ...
 
@@ -284,6 +295,8 @@ class Session:
         "_following",
         "_offered",
         "_preparing",
+        "_unavailable",
+        "_waits",
         "connection",
         "is_async",
     )
@@ -297,6 +310,9 @@ class Session:
         self._begun: Statements | None = None
         self._following: Following | None = None
         self._offered = self._preparing = False
+        # the connection reported that the database is away, or does not accept work
+        self._unavailable = False
+        self._waits = connections.waits
 
     async def begin(
         self,
@@ -306,6 +322,9 @@ class Session:
         user_code: bool = False,
     ) -> list[Result]:
         """Begin a transaction and run statements, in one round trip if the driver can.
+
+        If that fails because the database is away, it is tried once more, on a new connection: of a transaction that
+        was not committed, nothing remains.
 
         Args:
             meanwhile: called while the server is at work, if the driver can do that; it must not raise.
@@ -320,30 +339,56 @@ class Session:
             await self._go_on(statements)
         at("before:begin")
         begun, self._begun, others = self._begun is not None, None, 0
+        again = False
         while True:
             connection = self.connection
             if connection is None:
                 connection = self.connection = await self._connections.acquire()
+            self._waits[self] = time.monotonic()
             try:
                 if begun:
                     results = await connection.begun(meanwhile)
                 else:
                     results = await connection.begin_meanwhile(statements, meanwhile)
             except StoreError as error:
-                if error.code != _NO_RIGHT or others == _OTHERS_MAX:
+                if self._away(error) and not again:
+                    again = True
+                elif error.code == _NO_RIGHT and others < _OTHERS_MAX:
+                    others += 1
+                else:
                     raise
                 self.discard()
                 begun = False
-                others += 1
             else:
                 _around(statements, "after:begin", "after")
                 return results[len(idle_limit) :]
+            finally:
+                self._waits.pop(self, None)
+
+    def _away(self, error: StoreError) -> bool:
+        """Whether the error says that the database is away; its connection is then not used again."""
+        if error.fault is Fault.UNAVAILABLE:
+            self._unavailable = True
+        return self._unavailable
+
+    def failed(self, error: BaseException) -> None:
+        """The caller's code failed with this error, perhaps since the database is away: see `rollback`."""
+        found = None if self.connection is None else self.connection.translate(error)
+        if found is not None:
+            self._away(found)
 
     async def execute(self, statement: Statement) -> Result:
         """Run one statement in the transaction."""
         assert self.connection is not None, "no transaction has begun"
         at(f"before:{statement.name}")
-        result = await self.connection.execute(statement)
+        self._waits[self] = time.monotonic()
+        try:
+            result = await self.connection.execute(statement)
+        except StoreError as error:
+            self._away(error)
+            raise
+        finally:
+            self._waits.pop(self, None)
         at(f"after:{statement.name}")
         return result
 
@@ -370,7 +415,14 @@ class Session:
         statements: Statements,
         then: Callable[[], Statements | None] | None,
     ) -> list[Result]:
-        results = await connection.commit_then(statements, then)
+        self._waits[self] = time.monotonic()
+        try:
+            results = await connection.commit_then(statements, then)
+        except StoreError as error:
+            self._away(error)
+            raise
+        finally:
+            self._waits.pop(self, None)
         self._begun = connection.ahead
         at("after:commit")
         if self._begun is None:
@@ -379,9 +431,12 @@ class Session:
         return results
 
     async def rollback(self) -> None:
-        """Roll back the transaction, if there is one. A connection that cannot roll back is dropped."""
+        """Roll back the transaction, if there is one. A connection that cannot, or reported trouble, is dropped."""
         connection, self._begun = self.connection, None
         if connection is None:
+            return
+        if self._unavailable:
+            self.discard()
             return
         try:
             # a caller that is cancelled meanwhile still has the connection, and drops it
@@ -406,6 +461,9 @@ class Session:
             return
         connection, self.connection, self._begun = self.connection, None, None
         if connection is not None:
+            if self._unavailable or connection.lost:
+                self._connections.distrust(connection)
+            self._unavailable = False
             connection.discard()
 
     close = discard
@@ -417,16 +475,32 @@ class Session:
         return results
 
     async def alone(self, statement: Statement) -> Result:
-        """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can."""
+        """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can.
+
+        Args:
+            statement: may run twice: if the connection was lost, it is tried once more, on a new one.
+        """
         if self._preparing:
             await _pause(None)
         await self._go_on()
-        connection = self.connection = await self._connections.acquire()
         at(f"before:{statement.name}")
-        result = await connection.alone(statement)
-        at(f"after:{statement.name}")
-        await self._release(connection)
-        return result
+        again = False
+        while True:
+            connection = self.connection = await self._connections.acquire()
+            self._waits[self] = time.monotonic()
+            try:
+                result = await connection.alone(statement)
+            except StoreError as error:
+                if not self._away(error) or again:
+                    raise
+                self.discard()
+                again = True
+            else:
+                at(f"after:{statement.name}")
+                await self._release(connection)
+                return result
+            finally:
+                self._waits.pop(self, None)
 
     async def wait(self, timeout_s: float, until: Future[Any] | None = None) -> None:
         """Wait outside any transaction until the future is done or the timeout passes."""

@@ -216,3 +216,29 @@ def test_mysql_joins_rows_that_it_changes_by_their_key() -> None:
 def test_mysql_never_ignores_an_error_of_an_insert() -> None:
     for sql in dialect("mysql").queries.values():
         assert "IGNORE" not in sql.upper()
+
+
+#: Words that MySQL, MariaDB or Vitess read as their own, as far as they could be the name of something.
+RESERVED = """
+    accessible add all alter analyze array as asc before between both by call cascade case change check column
+    condition continue convert create cross cube cursor database default delayed delete desc describe distinct div
+    drop dual each else empty escape except exists exit explain false fetch first for force foreign from function
+    generated get grant group grouping groups having if ignore in index inner inout insert intersect interval into
+    is iterate join key keys kill lag last lateral lead leading leave left less like limit linear lines load local
+    lock long loop manual match member mod natural next no not null of off offset on open optimize option or order
+    out outer over partition primary procedure purge range rank read recursive references release rename repeat
+    replace require restrict return returning revoke right row rows schema select sensitive separator set show
+    signal specific sql starting stored system table terminated then to trailing trigger true undo union unique
+    unlock update usage use using values varying virtual when where while window with write xor
+"""
+
+
+def test_no_alias_of_mysql_is_a_word_of_another_server() -> None:
+    """Vitess, for one, reads `next` as the beginning of NEXT VALUE."""
+    alias = re.compile(r"\bAS (?!SIGNED|UNSIGNED|CHAR|BINARY)(\w+)", re.IGNORECASE)
+    wrong = {
+        name: words
+        for name, sql in dialect("mysql").queries.items()
+        if (words := {word for word in alias.findall(sql) if word.lower() in RESERVED.split()})
+    }
+    assert wrong == {}

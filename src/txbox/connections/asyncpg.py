@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
 from txbox.connections.base import (
+    KEEPALIVE,
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
@@ -25,7 +25,9 @@ from txbox.connections.base import (
     Executor,
     Pool,
     check_committed,
+    hosts_of,
     is_marked,
+    keep_alive,
     not_in_transaction,
     postgresql_url,
     refused_commit,
@@ -44,8 +46,6 @@ _SENDS = (
     "execute", "executemany", "fetch", "fetchval", "fetchrow", "fetchmany", "cursor", "prepare",
     "copy_from_query",
 )  # fmt: skip
-# the server is going away; asyncpg notices the closed socket only a moment later
-_FATAL = frozenset({"57P01", "57P02", "57P05"})
 _STRINGS = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
 _PARENTHESES = re.compile(r"\([^()]*\)")
 _VERBS = re.compile(r"\b(SELECT|VALUES|TABLE|SHOW|INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE)
@@ -83,7 +83,7 @@ class AsyncpgDatabase(Database):
     ) -> None:
         super().__init__(name, schema, dialect("postgresql", schema))
         self.dsn = dsn
-        self.host = urlsplit(dsn).hostname
+        self.hosts = [host for host, _ in hosts_of(dsn)] if dsn else []
         self.prepare = prepare
         self.asynchronous = _Connections(self, pool)
 
@@ -93,9 +93,13 @@ class _Connections(Pool["AsyncpgConnection"]):
         super().__init__(is_async=True, idle_limit=database.dialect.idle_limit)
         self._database = database
         self._pool = pool
+        self._distrusted = False
 
     async def _opened(self) -> AsyncpgConnection:
         try:
+            if self._distrusted:
+                self._distrusted = False
+                await self._pool.expire_connections()
             raw: Any = await (self._connect() if self._pool is None else self._pool.acquire())
         except _ERRORS as error:
             code = getattr(error, "sqlstate", None)
@@ -103,9 +107,16 @@ class _Connections(Pool["AsyncpgConnection"]):
         return AsyncpgConnection(raw, self._database.dialect, self._database.closing)
 
     async def _connect(self) -> Any:
-        if self._database.prepare:
-            return await asyncpg.connect(self._database.dsn)
-        return await asyncpg.connect(self._database.dsn, statement_cache_size=0)
+        database = self._database
+        options: dict[str, Any] = {} if database.prepare else {"statement_cache_size": 0}
+        options["timeout"] = KEEPALIVE["connect_timeout"]
+        raw: Any = await asyncpg.connect(database.dsn, **options)
+        keep_alive(raw._transport.get_extra_info("socket"))  # noqa: SLF001 - has no public name
+        return raw
+
+    def _drop_idle(self) -> None:
+        super()._drop_idle()
+        self._distrusted = self._pool is not None
 
     async def release(self, connection: AsyncpgConnection) -> None:
         if self._pool is None:
@@ -148,8 +159,6 @@ class AsyncpgConnection(Connection):
         return self._fatal or _closed(self.native)
 
     def translate(self, error: BaseException) -> StoreError | None:
-        if getattr(error, "sqlstate", None) in _FATAL:
-            self._fatal = True
         if isinstance(error, asyncpg.InterfaceError) and self.lost:
             return store_error(error, self._dialect, code=None, lost=True)
         return translated(error, self._dialect)

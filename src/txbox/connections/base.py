@@ -8,6 +8,7 @@ import re
 import socket
 import sqlite3
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -66,14 +67,14 @@ class Database:
         name: the database for people: a URL without its password, or the kind of object given.
         sync: for `def` handlers; None if the object given by the user does not support it.
         asynchronous: the same for `async def` handlers.
-        host: looked up, if a connection fails, to tell a wrong name from a server that is down.
+        hosts: looked up, if a connection fails, to tell a wrong name from a server that is down.
         check: what the user should check then.
         closing: the discarded connections that are being closed on their event loop.
     """
 
     sync: Connections | None = None
     asynchronous: Connections | None = None
-    host: str | None = None
+    hosts: Sequence[str | None] = ()
     check = "the URL, and that the server is running"
 
     def __init__(self, name: str, schema: str | None, dialect: Dialect | None) -> None:
@@ -81,6 +82,12 @@ class Database:
         self.schema = schema
         self._dialect: Dialect | None = dialect
         self.closing: set[asyncio.Task[None]] = set()
+
+    def waited_s(self) -> float:
+        """For how many seconds the oldest statement that txbox sent has been without an answer."""
+        sources = (self.sync, self.asynchronous)
+        sent = [at for each in sources if each is not None for at in list(each.waits.values())]
+        return time.monotonic() - min(sent) if sent else 0.0
 
     @property
     def dialect(self) -> Dialect:
@@ -128,7 +135,7 @@ class Database:
             code=code,
             misconfigured=refused
             or code in _REFUSALS
-            or (code in _NO_ANSWER and _is_unknown(self.host)),
+            or (code in _NO_ANSWER and bool(self.hosts) and all(map(_is_unknown, self.hosts))),
         )
 
 
@@ -162,29 +169,62 @@ class Executor(ABC):
     async def _execute(self, statement: Statement) -> Result: ...
 
 
-class Pool(ABC, Generic[C]):
+class ConnectionSource:
+    """What every kind of `Connections` has."""
+
+    def __init__(self, *, is_async: bool, idle_limit: Statements = ()) -> None:
+        self.is_async = is_async
+        self._idle_limit = idle_limit
+        self.waits: dict[object, float] = {}
+        forgets_parent(self)
+
+    def forget_parent(self) -> None:
+        self.waits.clear()
+
+    @property
+    def idle_limit(self) -> Statements:
+        return self._idle_limit
+
+    def distrust(self, connection: Any) -> None:
+        """See `Connections.distrust`; here there are no idle ones."""
+
+
+class Pool(ConnectionSource, ABC, Generic[C]):
     """Connections that txbox opens itself. The most recently used idle one is taken first.
 
     Connections never cross a fork: a child process starts with none.
     """
 
     def __init__(self, *, is_async: bool, kept: int = 16, idle_limit: Statements = ()) -> None:
-        self.is_async = is_async
-        self.idle_limit = idle_limit
+        super().__init__(is_async=is_async, idle_limit=idle_limit)
         self._kept = kept
         self._idle: deque[C] = deque()
         self._lock = threading.Lock()
         self._inherited: list[C] = []
-        forgets_parent(self)
+        self._generation = 0
 
     def forget_parent(self) -> None:
+        super().forget_parent()
         # the parent still uses these sockets: keep the objects alive, so that nothing closes them
         self._inherited += self._idle
         self._idle.clear()
         self._lock = threading.Lock()
 
     async def acquire(self) -> C:
-        return self._taken() or await self._opened()
+        connection = self._taken() or await self._opened()
+        connection.generation = self._generation
+        return connection
+
+    def distrust(self, connection: Connection) -> None:
+        with self._lock:
+            if connection.generation != self._generation:
+                # acquired before the last time, so it says nothing about those opened since
+                return
+            self._generation += 1
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        self.clear()
 
     async def release(self, connection: C) -> None:
         if not connection.lost:
@@ -214,8 +254,10 @@ class Pool(ABC, Generic[C]):
     def clear(self) -> None:
         """Close the idle connections."""
         with self._lock:
-            while self._idle:
-                self._idle.pop().discard()
+            idle = list(self._idle)
+            self._idle.clear()
+        for connection in idle:
+            connection.discard()
 
 
 def sync_async_mismatch(tx: Any, *, wants: str) -> ConfigurationError:
@@ -240,6 +282,13 @@ def not_in_transaction(tx: Any) -> ConfigurationError:
 
 # a wrong user, password or database name: SQLSTATE, or MySQL's number
 _REFUSALS = frozenset({"28P01", "28000", "3D000", "1044", "1045", "1049", "1698"})
+
+
+def is_refusal(code: str | None) -> bool:
+    """Whether an error of connecting says that the URL is wrong: other hosts would say the same."""
+    return code in _REFUSALS
+
+
 # no server answered: no code, or one of MySQL's client codes
 _NO_ANSWER = frozenset({None, "2003", "2005"})
 # values quoted in MySQL's messages, and in anyone's syntax errors; a value may itself contain quotes, so the first is
@@ -484,6 +533,39 @@ def left_behind() -> StoreError:
     return StoreError(
         "A thread or task that the handler left behind still uses its transaction's connection."
     )
+
+
+# notice a server that vanished silently: the first probe, from one to the next, and how many stay unanswered
+_PROBES_S = (30, 10, 3)
+#: As libpq's settings; `tcp_user_timeout` ends a connection whose data is not acknowledged, in milliseconds.
+KEEPALIVE = {
+    "connect_timeout": 10,
+    "keepalives_idle": _PROBES_S[0],
+    "keepalives_interval": _PROBES_S[1],
+    "keepalives_count": _PROBES_S[2],
+    "tcp_user_timeout": 30_000,
+}
+
+
+def keep_alive(sock: Any) -> None:
+    """Have the kernel end a connection whose server vanished silently, as libpq does by `KEEPALIVE`."""
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = dict(zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), _PROBES_S, strict=True))
+    for name, value in {**options, "TCP_USER_TIMEOUT": KEEPALIVE["tcp_user_timeout"]}.items():
+        # not every system has all of them
+        if (option := getattr(socket, name, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def hosts_of(url: str) -> list[tuple[str | None, int | None]]:
+    """Return the hosts and ports that a URL names, in order: libpq's URLs, and ours, may name several."""
+    hosts: list[tuple[str | None, int | None]] = []
+    for address in urlsplit(url).netloc.rpartition("@")[2].split(","):
+        parts = urlsplit(f"//{address}")
+        hosts.append((parts.hostname, parts.port))
+    return hosts
 
 
 def postgresql_url(url: str, *options_naming_it: str) -> tuple[str, bool]:

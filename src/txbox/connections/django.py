@@ -18,6 +18,7 @@ from django.utils.connection import ConnectionDoesNotExist, ConnectionProxy
 
 from txbox.connections.base import (
     PROBE,
+    ConnectionSource,
     Database,
     Executor,
     begins_marked,
@@ -36,7 +37,7 @@ from txbox.connections.base import (
     sync_async_mismatch,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.session import Connection, Raised, Result, Statement, Statements
+from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, dialect, native
 
 _VENDORS = {"postgresql", "mysql", "sqlite"}
@@ -79,14 +80,14 @@ class DjangoDatabase(Database):
         return self._dialect
 
 
-class _Connections:
-    is_async = False
-
+class _Connections(ConnectionSource):
     def __init__(self, database: DjangoDatabase) -> None:
+        super().__init__(is_async=False)
         self._database = database
 
     @property
     def idle_limit(self) -> Statements:
+        # late, as the dialect is
         return self._database.dialect.idle_limit
 
     async def acquire(self) -> DjangoConnection:
@@ -98,7 +99,8 @@ class _Connections:
             # done here, so that a failure is known to be the connection's
             wrapper.ensure_connection()
         except Error as error:
-            cause, self._database.host = error.__cause__ or error, wrapper.settings_dict["HOST"]
+            cause = error.__cause__ or error
+            self._database.hosts = [wrapper.settings_dict["HOST"]]
             code = dbapi_error(cause, self._database.dialect).code
             raise await self._database.unreachable(cause, code) from error
         return DjangoConnection(wrapper, self._database.dialect)
@@ -106,6 +108,16 @@ class _Connections:
     async def release(self, connection: DjangoConnection) -> None:
         if not connection.native.in_atomic_block:
             connection.native.close_if_unusable_or_obsolete()
+
+    def distrust(self, connection: DjangoConnection) -> None:
+        # other threads have connections of their own, and Django checks one that reported an error; but its pool
+        # of psycopg's would give out one dead connection after the other
+        pool = getattr(connection.native, "pool", None)
+        if pool is not None:
+            from txbox.connections.libpq import close_idle
+
+            idle = pool.get_stats()["pool_available"]
+            blocking(close_idle(pool, idle, is_async=False))
 
 
 class DjangoConnection(Connection):

@@ -43,6 +43,8 @@ _ABORTED = int(pq.ExecStatus.PIPELINE_ABORTED)
 _READ, _READ_WRITE, _READY_READ = Wait.R, Wait.RW, Ready.R
 _TEXT = 25  # the OID of text
 _TEXT_FORMAT, _BINARY = pq.Format.TEXT, pq.Format.BINARY
+# an idle connection of a pool is there at once
+_IDLE_S = 0.01
 _IDLE, _UNKNOWN = int(pq.TransactionStatus.IDLE), int(pq.TransactionStatus.UNKNOWN)
 
 R = TypeVar("R")
@@ -160,6 +162,23 @@ class ExclusiveUse:
                 await asyncio.to_thread(self._connection.cancel)
             if await acquired(lock):
                 lock.release()
+
+
+async def close_idle(pool: Any, count: int, *, is_async: bool) -> None:
+    """Close up to so many idle connections of a psycopg_pool, which replaces them."""
+    from psycopg_pool import PoolTimeout
+
+    for _ in range(count):
+        try:
+            taken = pool.getconn(timeout=_IDLE_S)
+            raw = await taken if is_async else taken
+        except PoolTimeout:
+            # others have taken them
+            return
+        raw.pgconn.finish()
+        returned = pool.putconn(raw)
+        if is_async:
+            await returned
 
 
 class _Sent:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -33,6 +33,9 @@ from txbox.connections.base import (
     async_driver,
     connection_lost,
     handler_left,
+    hosts_of,
+    is_refusal,
+    keep_alive,
     left_behind,
     not_in_transaction,
     not_released,
@@ -58,7 +61,7 @@ _GONE = frozenset(
 
 
 def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
-    """Prepare to connect by URL: mysql://user:password@host:3306/name?ssl_ca=ca.pem.
+    """Prepare to connect by URL: mysql://user:password@host:3306,other/name?ssl_ca=ca.pem.
 
     Raises:
         ConfigurationError: no database name, or an unknown option.
@@ -75,9 +78,8 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
     database = unquote(parts.path.lstrip("/"))
     if not database:
         raise ConfigurationError(f"The URL {name} names no database: use mysql://host/name.")
+    hosts = [(host or "localhost", port or 3306) for host, port in hosts_of(url)]
     settings: dict[str, Any] = {
-        "host": parts.hostname or "localhost",
-        "port": parts.port or 3306,
         "user": unquote(parts.username) if parts.username else None,
         "password": unquote(parts.password or ""),
         "database": database,
@@ -90,7 +92,7 @@ def open_url(url: str, *, schema: str | None = None) -> MysqlDatabase:
         settings["unix_socket"] = options.pop("unix_socket")
     if options:
         settings["ssl"] = {option.removeprefix("ssl_"): path for option, path in options.items()}
-    return MysqlDatabase(name, settings, dialect("mysql", schema))
+    return MysqlDatabase(name, hosts, settings, dialect("mysql", schema))
 
 
 def open_object(target: Any, *, schema: str | None = None) -> MysqlDatabase:  # noqa: ARG001 - every adapter takes it
@@ -102,14 +104,35 @@ def open_object(target: Any, *, schema: str | None = None) -> MysqlDatabase:  # 
 
 
 class MysqlDatabase(Database):
-    """Where connections to one MySQL or MariaDB database come from."""
+    """Where connections to one MySQL or MariaDB database come from.
 
-    def __init__(self, name: str, settings: dict[str, Any], sql_dialect: Dialect) -> None:
+    Args:
+        addresses: its hosts and their ports. They are tried in order, from the one after that whose connection last
+            reported trouble.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        addresses: Sequence[tuple[str, int]],
+        settings: dict[str, Any],
+        sql_dialect: Dialect,
+    ) -> None:
         super().__init__(name, None, sql_dialect)
         self.settings = settings
-        self.host = settings["host"]
+        self.hosts = [host for host, _ in addresses]
+        self._addresses = tuple(addresses)
         self.sync = _Connections(self, is_async=False)
         self.asynchronous = _Connections(self, is_async=True)
+
+    @property
+    def addresses(self) -> Sequence[tuple[str, int]]:
+        return self._addresses
+
+    def avoid(self, address: tuple[str, int]) -> None:
+        """Begin behind this address from now on."""
+        index = self._addresses.index(address) + 1
+        self._addresses = self._addresses[index:] + self._addresses[:index]
 
 
 class _Connections(Pool["MysqlConnection"]):
@@ -119,7 +142,7 @@ class _Connections(Pool["MysqlConnection"]):
 
     async def _opened(self) -> MysqlConnection:
         database, is_async = self._database, self.is_async
-        errors = (_errors(is_async), TimeoutError) if is_async else _errors(is_async)
+        errors = _connecting_errors(is_async)
         try:
             raw = await _connected(database, is_async)
             connection = MysqlConnection(raw, database, is_async=is_async)
@@ -134,11 +157,33 @@ class _Connections(Pool["MysqlConnection"]):
             raise await database.unreachable(error, _code_of(error), is_async=is_async) from error
         return connection
 
+    def distrust(self, connection: Connection) -> None:
+        if isinstance(connection, MysqlConnection) and connection.generation == self._generation:
+            self._database.avoid(connection.address)
+        super().distrust(connection)
+
 
 async def _connected(database: MysqlDatabase, is_async: bool) -> Any:
-    raw = _kind(is_async)(**database.settings, **({} if is_async else {"defer_connect": True}))
+    """Connect to the first of the hosts that answers."""
+    failure: BaseException | None = None
+    for address in database.addresses:
+        try:
+            return await _connected_to(database, address, is_async)
+        except _connecting_errors(is_async) as error:
+            failure = failure or error
+            if is_refusal(_code_of(error)):
+                break
+    assert failure is not None, "a URL names a host"
+    raise failure
+
+
+async def _connected_to(database: MysqlDatabase, address: tuple[str, int], is_async: bool) -> Any:
+    options = {} if is_async else {"defer_connect": True}
+    raw = _kind(is_async)(host=address[0], port=address[1], **database.settings, **options)
+    raw.address = address
     raw.turn = asyncio.Lock() if is_async else threading.Lock()
     await _done(raw.connect(), is_async)
+    keep_alive(raw._transport.get_extra_info("socket") if is_async else raw._sock)  # noqa: SLF001 - have no public name
     return raw
 
 
@@ -187,6 +232,7 @@ class MysqlConnection(Connection):
 
     def __init__(self, raw: Any, database: MysqlDatabase, *, is_async: bool) -> None:
         self.native = raw
+        self.address: tuple[str, int] = raw.address
         self._database = database
         self.is_async = is_async
         self._loop = asyncio.get_running_loop() if is_async else None
@@ -279,7 +325,7 @@ class MysqlConnection(Connection):
     async def _end_other(self) -> None:
         """End the server's session: the statement that was left running holds the transaction's locks."""
         try:
-            other = await _connected(self._database, self.is_async)
+            other = await _connected_to(self._database, self.address, self.is_async)
             try:
                 await _done(other.query(f"KILL {self.native.thread_id()}"), self.is_async)
             finally:
@@ -372,6 +418,10 @@ def _errors(is_async: bool) -> type[Exception]:
         async_driver("asyncmy", "MySQL").errors.MySQLError if is_async else pymysql.MySQLError
     )
     return errors
+
+
+def _connecting_errors(is_async: bool) -> tuple[type[Exception], ...]:
+    return (_errors(is_async), TimeoutError) if is_async else (_errors(is_async),)
 
 
 def _code_of(error: BaseException) -> str | None:

@@ -9,12 +9,12 @@ Source: docs/decisions/0009-round-trips.md
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 from psycopg import pq
@@ -23,11 +23,13 @@ from psycopg.rows import tuple_row
 
 from txbox.boundaries import log as _log
 from txbox.connections.base import (
+    KEEPALIVE,
     Database,
     Executor,
     Pool,
     connection_lost,
     handler_left,
+    hosts_of,
     is_marked,
     not_in_transaction,
     postgresql_url,
@@ -43,6 +45,7 @@ from txbox.connections.libpq import (
     Pipeline,
     Plans,
     Queue,
+    close_idle,
     defer,
     nothing,
     stop_deferring,
@@ -57,8 +60,6 @@ _PREPARE_AFTER = 5
 _LOOK_S = 0.5
 # its pause before reconnecting: the first, and the longest
 _PAUSE_S = (0.2, 10.0)
-# notice a server that vanished silently; settings in the URL take precedence
-_ALIVE = {"connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 10}
 
 SAVEPOINT = b"SAVEPOINT txbox_handler"
 RELEASE = b"RELEASE SAVEPOINT txbox_handler"
@@ -102,13 +103,21 @@ class PsycopgDatabase(Database):
         async_pool: Any = None,
     ) -> None:
         super().__init__(name, schema, dialect("postgresql", schema))
-        self.host = None if conninfo is None else urlsplit(conninfo).hostname
+        self.hosts = [] if conninfo is None else [host for host, _ in hosts_of(conninfo)]
         self.prepare = prepare
         self.conninfo = conninfo
         self.sync = None if async_pool is not None else _Connections(self, pool, is_async=False)
         self.asynchronous = (
             None if pool is not None else _Connections(self, async_pool, is_async=True)
         )
+
+    @cached_property
+    def settings(self) -> str:
+        """How to connect. Settings in the URL take precedence."""
+        given = conninfo_to_dict(self.conninfo or "")
+        if "PGCONNECT_TIMEOUT" in os.environ:
+            given.setdefault("connect_timeout", os.environ["PGCONNECT_TIMEOUT"])
+        return make_conninfo("", **{**KEEPALIVE, **given})
 
     @property
     def threshold(self) -> int | None:
@@ -117,7 +126,7 @@ class PsycopgDatabase(Database):
 
     def listener(self, heard: Callable[[], None]) -> Listener | None:
         """Listen on a dedicated connection; None with a pool, whose connections are for work."""
-        return None if self.conninfo is None else Listener(self.conninfo, heard)
+        return None if self.conninfo is None else Listener(self.settings, heard)
 
 
 class _Connections(Pool["PsycopgConnection"]):
@@ -128,10 +137,15 @@ class _Connections(Pool["PsycopgConnection"]):
         self._database = database
         self._pool = pool
         self._known: dict[Any, PsycopgConnection] = {}
+        # how many connections of the user's pool were idle when one was lost
+        self._distrusted = 0
 
     async def acquire(self) -> PsycopgConnection:
         if self._pool is None:
-            return self._taken() or await self._opened()
+            return await super().acquire()
+        if self._distrusted:
+            distrusted, self._distrusted = self._distrusted, 0
+            await close_idle(self._pool, distrusted, is_async=self.is_async)
         raw = await self._connected(self._pool.getconn)
         known = self._known.get(raw)
         if known is None:
@@ -142,7 +156,14 @@ class _Connections(Pool["PsycopgConnection"]):
             known = PsycopgConnection(raw, database.dialect, database.prepare, self._pool)
             self._known[raw] = known
         await known.prepare_for_use()
+        known.generation = self._generation
         return known
+
+    def _drop_idle(self) -> None:
+        if self._pool is None:
+            super()._drop_idle()
+        else:
+            self._distrusted = self._pool.get_stats()["pool_available"]
 
     async def release(self, connection: PsycopgConnection) -> None:
         if connection.taken:
@@ -158,9 +179,7 @@ class _Connections(Pool["PsycopgConnection"]):
     async def _opened(self) -> PsycopgConnection:
         database = self._database
         kind: Any = psycopg.AsyncConnection if self.is_async else psycopg.Connection
-        connect = partial(
-            kind.connect, database.conninfo or "", prepare_threshold=database.threshold
-        )
+        connect = partial(kind.connect, database.settings, prepare_threshold=database.threshold)
         raw = await self._connected(connect)
         return PsycopgConnection(raw, database.dialect, database.prepare, None)
 
@@ -183,7 +202,7 @@ class Listener:
     """
 
     def __init__(self, conninfo: str, heard: Callable[[], None]) -> None:
-        self._conninfo = make_conninfo("", **{**_ALIVE, **conninfo_to_dict(conninfo)})
+        self._conninfo = conninfo
         self._heard = heard
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="txbox-listener", daemon=True)

@@ -26,6 +26,7 @@ from txbox.connections.base import (
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
+    ConnectionSource,
     Database,
     Executor,
     begins_marked,
@@ -94,7 +95,7 @@ class SQLAlchemyDatabase(Database):
         super().__init__(
             redacted(engine.url.render_as_string()), schema, dialect_of(engine, schema)
         )
-        self.host = engine.url.host
+        self.hosts = [] if engine.url.host is None else [engine.url.host]
         if self.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:"):
             raise ConfigurationError(
                 "An in-memory SQLite engine is a separate database per connection: use a file, sqlite:///name.db."
@@ -113,31 +114,49 @@ class SQLAlchemyDatabase(Database):
             await self._async_engine.dispose()
 
 
-class _Connections:
+class _Connections(ConnectionSource):
     def __init__(self, database: SQLAlchemyDatabase, engine: Any, maker: Any) -> None:
-        self.is_async = isinstance(engine, sa_async.AsyncEngine)
-        self.idle_limit = database.dialect.idle_limit
+        super().__init__(
+            is_async=isinstance(engine, sa_async.AsyncEngine),
+            idle_limit=database.dialect.idle_limit,
+        )
         self._database = database
         self._engine = engine
         self._maker = maker
 
     async def acquire(self) -> SQLAlchemyConnection:
-        database, connection = self._database, None
-        try:
-            opened = self._engine.connect()
-            raw = await opened if self.is_async else opened
-            connection = SQLAlchemyConnection(raw, database.dialect, self._maker, database.closing)
-            await connection.prepare()
-        except (exc.SQLAlchemyError, OSError) as error:
-            if connection is not None:
-                connection.discard()
-            cause = getattr(error, "orig", None) or error
-            code = dbapi_error(cause, database.dialect).code
-            raise await database.unreachable(cause, code, is_async=self.is_async) from error
-        return connection
+        database = self._database
+        # what sets the isolation level of an engine in autocommit raises the driver's own
+        errors = (exc.SQLAlchemyError, driver_error(database.engine.dialect), OSError)
+        for last in (False, True):
+            connection = None
+            try:
+                opened = self._engine.connect()
+                raw = await opened if self.is_async else opened
+                connection = SQLAlchemyConnection(
+                    raw, database.dialect, self._maker, database.closing
+                )
+                await connection.prepare()
+            except errors as error:
+                if connection is not None:
+                    self.distrust(connection)
+                    connection.discard()
+                    if not last:
+                        # it was idle, and dead
+                        continue
+                cause = getattr(error, "orig", None) or error
+                code = dbapi_error(cause, database.dialect).code
+                raise await database.unreachable(cause, code, is_async=self.is_async) from error
+            return connection
+        raise AssertionError("the last try returns or raises")
 
     async def release(self, connection: SQLAlchemyConnection) -> None:
         await connection.give_back()
+
+    def distrust(self, connection: SQLAlchemyConnection) -> None:
+        # what SQLAlchemy does for a statement of its own: the pool replaces what was opened before
+        pool: Any = self._database.engine.pool
+        pool._invalidate(connection.pooled, _checkin=False)  # noqa: SLF001 - has no public name
 
 
 # -- txbox's own transactions -----------------------------------------------------------------
@@ -185,6 +204,7 @@ class SQLAlchemyConnection(Connection):
         self.is_async = raw is not bind
         self.bind: Any = bind
         self._raw = raw
+        self.pooled = raw.connection
         self._dialect = dialect
         self._maker = maker
         self._closing = closing

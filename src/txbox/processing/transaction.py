@@ -35,7 +35,7 @@ class End(Enum):
     BROKEN = "broken"  # the handler left the claiming transaction
     CONFLICT = "conflict"  # deadlock or serialization failure: rolled back
     LOCKED = "locked"  # another transaction holds an id
-    LOST = "lost"  # the connection is gone before COMMIT was sent: rolled back by the server
+    LOST = "lost"  # the connection is gone, or of no use, before COMMIT was sent: rolled back by the server
     AMBIGUOUS = "ambiguous"  # the COMMIT may have taken effect
     REFUSED = (
         "refused"  # the server answered COMMIT with an error: it failed, if the next claim wins
@@ -106,12 +106,18 @@ class TransactionResult:
 def end_of_handler(raised: Raised, *, together: bool) -> End:
     """How a transaction ends whose handler raised."""
     fault = raised.database_error.fault if raised.database_error else None
-    if fault is Fault.UNAVAILABLE and raised.lost:
+    if fault is Fault.UNAVAILABLE and (raised.lost or _answered(raised.database_error)):
         return End.LOST
     # a batch waits less long for a lock than a message alone, and is then divided
     if fault in (Fault.CONFLICT, Fault.PREPARED) or (together and fault is Fault.LOCK_TIMEOUT):
         return End.CONFLICT
     return End.RAISED
+
+
+def _answered(error: StoreError | None) -> bool:
+    """Whether a server said so; without a number, or with one of MySQL's clients, it may be another connection's."""
+    code = error.code if error is not None else None
+    return code is not None and not (len(code) == 4 and code.startswith("2"))
 
 
 def end_of_commit(error: StoreError) -> End:

@@ -309,18 +309,21 @@ _CODES: dict[str, dict[Fault, str]] = {
         Fault.SCHEMA: "42P01 42703 42883 3F000",
         Fault.PREPARED: "26000 42P05",
         Fault.TIMEOUT: "57014 25P03 25P04",
-        Fault.UNAVAILABLE: "25006 08___ 53___ 57P01 57P02 57P03 57P05 58___",
+        Fault.UNAVAILABLE: "25006 08___ 53000 53100 53200 53300 57P01 57P02 57P03 57P04 57P05 58___",
     },
-    # 1020 and 1213 roll back the whole transaction, 1205 only its statement; here all three end the transaction
+    # 1020 and 1213 roll back the whole transaction, 1205 only its statement; here all three end the transaction.
+    # Group Replication reports a conflict with another node by 1180 or 3101, at COMMIT, and 3100 where this node has
+    # left the group; Galera 1047 where this node has no quorum. 1041, 1135, 1637: no memory, threads or undo slots;
+    # 3032: offline mode; 9001: ProxySQL, which has no server to give
     "mysql": {
-        Fault.CONFLICT: "1213 1020",
+        Fault.CONFLICT: "1213 1020 1180 3101",
         Fault.LOCK_TIMEOUT: "1205 3572",
         Fault.DUPLICATE: "1062",
         Fault.GUARD: "1305",
         Fault.SCHEMA: "1146 1054 1176",
         Fault.TIMEOUT: "1969 3024 1317",
-        Fault.UNAVAILABLE: "1021 1040 1053 1077 1114 1152 1158 1159 1160 1161 1184 1203 1226 1290 1792 1836 1927 "
-        "2002 2003 2006 2013 2014 2055 4031",
+        Fault.UNAVAILABLE: "1021 1037 1040 1041 1047 1053 1077 1114 1135 1152 1158 1159 1160 1161 1184 1203 1226 "
+        "1290 1637 1792 1836 1927 2002 2003 2006 2013 2014 2055 3032 3100 4031 9001",
     },
     # extended result codes by name (sqlite_errorname)
     "sqlite": {

@@ -457,15 +457,15 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
 -- Needs only the index, which the server reads in one jump per consumer and number of starts, past the NULLs of
 -- rows that are never due.
 SELECT [text soon.consumer], TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), soon.due_at) / 1e6
-  FROM (SELECT first.consumer, MIN(first.due_at) AS due_at
+  FROM (SELECT due.consumer, MIN(due.due_at) AS due_at
           FROM (SELECT consumer, MIN(next_attempt_at) AS due_at FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
                  WHERE consumer IN ({:rows.consumer}) AND has_payload = TRUE AND next_attempt_at >= '1000-01-01'
-                 GROUP BY consumer, has_payload, starts) AS first
-         GROUP BY first.consumer
+                 GROUP BY consumer, has_payload, starts) AS due
+         GROUP BY due.consumer
          UNION ALL
-        SELECT '', MIN(next.due_at)
+        SELECT '', MIN(pending.due_at)
           FROM (SELECT MIN(available_at) AS due_at FROM txbox_outbox
-                 WHERE status = 'pending' AND route IN ({:rows.route}) GROUP BY route) AS next
+                 WHERE status = 'pending' AND route IN ({:rows.route}) GROUP BY route) AS pending
          UNION ALL
         [stray_routes]) AS soon
  WHERE soon.due_at <= UTC_TIMESTAMP(6) + INTERVAL :ahead_s SECOND
@@ -515,8 +515,8 @@ SELECT [text own.topic], [text own.route], own.state, count(*),
 [text found.topic], [text found.route], [state] AS state, count(*), [age min(found.staged_at)],
        CAST(sum([overdue]) AS SIGNED)
   FROM (SELECT id FROM txbox_outbox WHERE status = [status]
-         ORDER BY route, available_at, number LIMIT :most) AS first
-       STRAIGHT_JOIN txbox_outbox AS found FORCE INDEX (PRIMARY) ON found.id = first.id
+         ORDER BY route, available_at, number LIMIT :most) AS oldest
+       STRAIGHT_JOIN txbox_outbox AS found FORCE INDEX (PRIMARY) ON found.id = oldest.id
  GROUP BY found.topic, found.route, state
 
 -- name: outbox_open
@@ -565,12 +565,12 @@ ON DUPLICATE KEY UPDATE
 
 -- fragment: first_of_key route
 -- The number of the row that must leave before this one, or its own. MariaDB has no index for route IN (own.route, '').
-COALESCE((SELECT min(first.number) FROM txbox_outbox AS first FORCE INDEX (txbox_outbox_key)
-           WHERE first.status = 'pending' AND first.route = [route]
-             AND first.topic = own.topic AND first.`key` = own.`key`
-             AND first.number < own.number
-             AND (first.token IS NOT NULL OR first.attempts > 0 OR first.available_at = first.staged_at
-                  OR first.available_at <= UTC_TIMESTAMP(6))), own.number)
+COALESCE((SELECT min(head.number) FROM txbox_outbox AS head FORCE INDEX (txbox_outbox_key)
+           WHERE head.status = 'pending' AND head.route = [route]
+             AND head.topic = own.topic AND head.`key` = own.`key`
+             AND head.number < own.number
+             AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
+                  OR head.available_at <= UTC_TIMESTAMP(6))), own.number)
 
 -- fragment: before_it
 (SELECT [text head.id] FROM txbox_outbox AS head
@@ -766,7 +766,7 @@ ON DUPLICATE KEY UPDATE
 -- MySQL would cut the joined texts off at 1,024 bytes. The first comment is MariaDB's, the second MySQL's.
 /*M!100100 SET STATEMENT group_concat_max_len = 16777216 FOR */
 SELECT /*+ SET_VAR(group_concat_max_len = 16777216) */
-       minute - minute % :step AS first, kind, [text name], sum(received), sum(processed), sum(duplicate),
+       minute - minute % :step AS begins, kind, [text name], sum(received), sum(processed), sum(duplicate),
        sum(deferred), sum(failed), sum(dead), sum(quarantined), [joined latency], [joined run], max(oldest_s)
   FROM txbox_activity WHERE minute >= :minute
  GROUP BY 1, 2, 3 ORDER BY 1

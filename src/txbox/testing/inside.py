@@ -9,7 +9,13 @@ from typing import Any
 
 from txbox.app import App
 from txbox.connections import borrow, open_database
-from txbox.connections.base import Database, Executor, dbapi_error, handler_left
+from txbox.connections.base import (
+    ConnectionSource,
+    Database,
+    Executor,
+    dbapi_error,
+    handler_left,
+)
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.processing.attempt import InboxProtocol
 from txbox.processing.intake import Intake
@@ -100,13 +106,12 @@ def _is_async(tx: Any) -> bool:
     return hasattr(tx, "__aenter__") or type(tx).__module__.startswith("asyncpg")
 
 
-class Savepoints:
+class Savepoints(ConnectionSource):
     """Lends its only connection."""
 
     def __init__(self, tx: Any, lent: Executor) -> None:
-        self.is_async = lent.is_async
         # how long it may be idle is the test's own business
-        self.idle_limit: Statements = ()
+        super().__init__(is_async=lent.is_async)
         self._tx = tx
         self._lent = lent
         self._last: _Savepoint | None = None

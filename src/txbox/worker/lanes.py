@@ -73,6 +73,8 @@ class Seat:
     def __init__(self, connections: Connections, seats: Seats) -> None:
         self.is_async = connections.is_async
         self.idle_limit = connections.idle_limit
+        self.waits = connections.waits
+        self.distrust = connections.distrust
         self._connections = connections
         self._seats = seats
         self._seated = False
