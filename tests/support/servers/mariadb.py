@@ -36,7 +36,7 @@ class MariaDBServer(ServerProcess):
         return f"mysql://root:{PASSWORD}@127.0.0.1:{self.port}/mysql"
 
     @property
-    def _data(self) -> Path:
+    def data(self) -> Path:
         return self.directory / "data"
 
     def initialise(self) -> None:
@@ -52,19 +52,16 @@ class MariaDBServer(ServerProcess):
             installer,
             "--no-defaults",
             *_base(),
-            f"--datadir={self._data}",
+            f"--datadir={self.data}",
             "--auth-root-authentication-method=normal",
             "--skip-test-db",
             "--skip-name-resolve",
             "--innodb-log-file-size=32M",
         )
 
-    def command(self) -> Sequence[str | Path]:
-        mariadbd = binary()
-        if mariadbd is None:
-            raise ServerError("MariaDB is not installed; run `python -m tests.support.servers up`")
-        settings = {
-            "datadir": self._data,
+    def settings(self) -> dict[str, object]:
+        settings: dict[str, object] = {
+            "datadir": self.data,
             "socket": self.directory / "socket",
             "pid-file": self.directory / "mariadbd.pid",
             "init-file": self.directory / "init.sql",
@@ -76,7 +73,13 @@ class MariaDBServer(ServerProcess):
         }
         if not self.durable:
             settings["innodb-flush-log-at-trx-commit"] = 2
-        flags = [f"--{name}={value}" for name, value in settings.items()]
+        return settings
+
+    def command(self) -> Sequence[str | Path]:
+        mariadbd = binary()
+        if mariadbd is None:
+            raise ServerError("MariaDB is not installed; run `python -m tests.support.servers up`")
+        flags = [f"--{name}={value}" for name, value in self.settings().items()]
         return [mariadbd, "--no-defaults", *_base(), "--skip-name-resolve", *flags]
 
     def ping(self) -> str:

@@ -43,7 +43,7 @@ class MySQLServer(ServerProcess):
         return f"mysql://root:{PASSWORD}@127.0.0.1:{self.port}/mysql"
 
     @property
-    def _data(self) -> Path:
+    def data(self) -> Path:
         return self.directory / "data"
 
     def initialise(self) -> None:
@@ -52,11 +52,11 @@ class MySQLServer(ServerProcess):
             f"CREATE USER IF NOT EXISTS root@'127.0.0.1' IDENTIFIED BY '{PASSWORD}';\n"
             "GRANT ALL ON *.* TO root@'127.0.0.1' WITH GRANT OPTION;\n"
         )
-        self.run(*_program(), "--initialize-insecure", f"--datadir={self._data}")
+        self.run(*_program(), "--initialize-insecure", f"--datadir={self.data}")
 
-    def command(self) -> Sequence[str | Path]:
-        settings = {
-            "datadir": self._data,
+    def settings(self) -> dict[str, object]:
+        settings: dict[str, object] = {
+            "datadir": self.data,
             "socket": self.directory / "socket",
             "pid-file": self.directory / "mysqld.pid",
             "init-file": self.directory / "init.sql",
@@ -69,7 +69,10 @@ class MySQLServer(ServerProcess):
         if not self.durable:
             settings["innodb-flush-log-at-trx-commit"] = 2
             settings["disable-log-bin"] = "ON"
-        flags = [f"--{name}={value}" for name, value in settings.items()]
+        return settings
+
+    def command(self) -> Sequence[str | Path]:
+        flags = [f"--{name}={value}" for name, value in self.settings().items()]
         return [*_program(), "--skip-name-resolve", *flags]
 
     def ping(self) -> str:
