@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 # Containers like to set it. Then every process of the suite, and it starts thousands, compiles all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo check format test test-brokers test-slow test-matrix test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs dist servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ test-brokers: dev ## Only the sources against real brokers: Kafka, RabbitMQ, SQS
 
 test-slow: dev ## What takes minutes, one by one: not part of `make test`
 	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -m slow $(ARGS)
+
+test-clusters: dev ## Three nodes of Galera and of MySQL Group Replication: conflicts, a killed node, a lost quorum
+	@$(BIN)/pytest -v -m slow tests/scenarios/test_clusters.py $(ARGS)
 
 test-matrix: dev ## Newer and older servers and Pythons, one by one, an hour in all; writes docs/versions.md
 	@$(PY) -m tests.release.matrix $(ARGS)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,27 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.support.databases import Raw
+from tests.support.proxy import Proxy
 from tests.support.shop import CONSUMER, TOPIC, Shop, create_effects, opened, paid
 from tests.support.sources import Memory, event_line, write_events
 from tests.support.waiting import DEADLINE_S, eventually, room
 from tests.support.webhook.running import TxboxRun
 from tests.support.webhook.senders import Answer, github
 from tests.support.workers import running, worker
-from txbox import App, Message
+from txbox import App, Limits, Message
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.webhook import Receive, Scope, Send, answer
 from txbox.errors import BrokerUnavailable, ConfigurationError
 from txbox.events import (
     ConsumptionPaused,
     ConsumptionResumed,
+    Event,
     MessageDuplicate,
     SettleFailed,
     TransactionCommitted,
 )
 from txbox.observers.counters import Counters
-from txbox.worker.health import Health
+from txbox.worker.health import Answers, Health
 from txbox.worker.serving import PROBES, Bounds, Routes, Server, probes, probes_of
 from txbox.worker.supervisor import Child
 
@@ -243,6 +246,61 @@ def test_the_database_is_away_until_it_says_otherwise() -> None:
     health(ConsumptionPaused(reason="no connection", retry_in_s=-60))
     assert health.unready() == []
     assert health.stuck() == []
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("driver", ["", "+asyncpg"])
+def test_a_database_that_answers_nothing_with_its_connections_open(
+    database_url: str, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not database_url.startswith("postgresql" if driver else ("postgresql", "mysql")):
+        pytest.skip("no such connections")
+    # the same condition, which takes a claim that waits for a lock into account
+    monkeypatch.setattr("txbox.worker.health.UNANSWERED_S", 0.5)
+    monkeypatch.setattr("txbox.worker.health._BEHIND_LOCK_S", 0.0)
+    events: list[Event] = []
+    health = Health()
+    with Proxy(database_url) as proxy:
+        url = proxy.url.replace("://", f"{driver}://", 1)
+        limits = Limits(lock_timeout=timedelta(milliseconds=100))
+        with App(url, observers=[events.append, health], limits=limits) as app:
+
+            async def handle_async(message: Message[Any], tx: Any) -> None: ...
+
+            def handle(message: Message[Any], tx: Any) -> None: ...
+
+            app.handler(TOPIC, consumer=CONSUMER)(handle_async if driver else handle)
+            with running(worker(app, health=health)):
+                eventually(lambda: health.unready() == [])
+                proxy.hang()
+                eventually(lambda: health.unready() == ["the database does not answer"])
+                eventually(lambda: [*_pauses(events)])
+                assert health.stuck() == []
+                proxy.go_on()
+                eventually(lambda: health.unready() == [])
+                eventually(
+                    lambda: [each for each in events if isinstance(each, ConsumptionResumed)]
+                )
+    (paused,) = _pauses(events)
+    assert "has left a statement without an answer for 0.5 s" in paused.reason
+
+
+def _pauses(events: Sequence[Event]) -> list[ConsumptionPaused]:
+    return [event for event in events if isinstance(event, ConsumptionPaused)]
+
+
+def test_a_statement_that_waits_for_a_lock_is_no_silence(sqlite_url: str) -> None:
+    with App(sqlite_url, limits=Limits(lock_timeout=timedelta(seconds=60))) as app:
+        connections = app.database.sync
+        assert connections is not None
+        answers = Answers(app)
+        now = time.monotonic()
+        connections.waits["a claim"] = now - 62
+        assert not answers.missing()
+        connections.waits["a COMMIT"] = now - 66
+        assert answers.missing()
+        connections.waits.clear()
+        assert not answers.missing()
 
 
 def test_a_main_thread_that_stands_still() -> None:
@@ -622,7 +680,7 @@ import os, sys
 from prometheus_client import REGISTRY, Gauge, generate_latest
 from txbox.events import MessageDuplicate
 from txbox.observers.counters import Counters
-from txbox.worker.health import Health
+from txbox.worker.health import Answers, Health
 from txbox.worker.serving import probes
 
 queue = Gauge("shop_queue", "The application's own.")

@@ -299,6 +299,7 @@ def _relay(args: argparse.Namespace) -> int:
     Exit status: 0 stopped or idle; 1 cut off, or an unexpected error; 2 wrong configuration or schema.
     """
     from txbox.store.activity import Doing
+    from txbox.worker.health import Answers
     from txbox.worker.pulse import Pulse
     from txbox.worker.relay import Relays
 
@@ -313,6 +314,7 @@ def _relay(args: argparse.Namespace) -> int:
             ends.put(error)
             stopped.set()
 
+        answers = Answers(app)
         relays = Relays(app, driver.perform, stop=stopped.is_set, ended=ended)
         pulse = Pulse(
             app, driver,
@@ -330,6 +332,7 @@ def _relay(args: argparse.Namespace) -> int:
                 pulse.start(ended)
                 relays.start()
                 while not stopped.wait(_LOOK_S):
+                    answers.look()
                     if args.once and not relays.left():
                         break
             finally:

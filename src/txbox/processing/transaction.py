@@ -120,6 +120,11 @@ def _answered(error: StoreError | None) -> bool:
     return code is not None and not (len(code) == 4 and code.startswith("2"))
 
 
+# MySQL's answer to releasing a savepoint that the server knows and the engine does not: in Group Replication, a
+# transaction of another node has undone this one
+_UNDONE = "1030"
+
+
 def end_of_commit(error: StoreError) -> End:
     """How a transaction ends whose close or COMMIT failed."""
     if not error.definite:
@@ -129,7 +134,7 @@ def end_of_commit(error: StoreError) -> End:
     if error.fault is Fault.GUARD:
         return End.BROKEN
     # psycopg deallocates txbox's statements with its own when a savepoint of the handler's is rolled back
-    if error.fault in (Fault.CONFLICT, Fault.PREPARED):
+    if error.fault in (Fault.CONFLICT, Fault.PREPARED) or error.code == _UNDONE:
         return End.CONFLICT
     if error.fault is Fault.UNAVAILABLE:
         return End.LOST

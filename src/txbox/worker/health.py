@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
+from txbox.app import App
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event
 from txbox.worker.driving import Driver
 from txbox.worker.pump import Pump
@@ -17,6 +18,39 @@ STUCK_S = 60.0
 _SILENT_S = 30.0
 # the next try says so again; until then a pause is believed this much longer
 _STILL_AWAY_S = 15.0
+#: A statement of txbox that is out for so long is one that the database does not answer.
+UNANSWERED_S = 15.0
+# a claim may wait for the lock of another transaction: until it gives up, that is no silence
+_BEHIND_LOCK_S = 5.0
+
+
+class Answers:
+    """Tells when the database leaves a statement without an answer, its connection open, and when it answers again."""
+
+    def __init__(self, app: App) -> None:
+        self._database = app.database
+        self._emit = app.events.emit
+        lock_s = app.limits.lock_timeout.total_seconds()
+        self._longest_s = max(UNANSWERED_S, lock_s + _BEHIND_LOCK_S)
+        self._silent_at: float | None = None
+
+    def missing(self) -> bool:
+        """Whether a statement has been without an answer for too long."""
+        return self._database.waited_s() > self._longest_s
+
+    def look(self) -> None:
+        """Tell what has changed since the last look."""
+        silent = self.missing()
+        if silent and self._silent_at is None:
+            self._silent_at = time.monotonic() - self._longest_s
+            reason = (
+                f"{self._database.name} has left a statement without an answer for {self._longest_s:g} s, "
+                "with the connection open."
+            )
+            self._emit(ConsumptionPaused(reason=reason, retry_in_s=0.0))
+        elif self._silent_at is not None and not silent:
+            paused_s, self._silent_at = time.monotonic() - self._silent_at, None
+            self._emit(ConsumptionResumed(paused_s=paused_s))
 
 
 class Health:
@@ -36,6 +70,7 @@ class Health:
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
         self._driver: Driver | None = None
+        self._answers: Answers | None = None
         # None: the main thread is where it may stay
         self._beat_at: float | None = None
         self._judged = False
@@ -53,9 +88,12 @@ class Health:
 
     # -- told by the worker -------------------------------------------------------------------
 
-    def consuming(self, tables: Iterable[Table], driver: Driver | None) -> None:
-        """Sources are open, the schema fits: from here on, loops must come round."""
+    def consuming(
+        self, tables: Iterable[Table], driver: Driver | None, answers: Answers | None = None
+    ) -> None:
+        """Sources are open, the schema fits: from here on, loops must come round, and the database answer."""
         self.tables = list(tables)
+        self._answers = answers
         self._driver = driver
         self.beat()
         self._judged = True
@@ -63,6 +101,8 @@ class Health:
     def beat(self) -> None:
         """The main loop has come round."""
         self._beat_at = time.monotonic()
+        if self._answers is not None:
+            self._answers.look()
 
     @contextmanager
     def asking_the_database(self) -> Generator[None]:
@@ -110,7 +150,8 @@ class Health:
         if not self._judged:
             waiting = [pump.name for pump in self.pumps if not pump.opened(0)]
             return [*why, *(f"{name} is not open yet" for name in waiting)] or ["starting"]
-        if time.monotonic() < self._away_until:
+        unanswered = self._answers is not None and self._answers.missing()
+        if unanswered or time.monotonic() < self._away_until:
             why.append("the database does not answer")
         for pump in self.pumps:
             if pump.refusal is not None:

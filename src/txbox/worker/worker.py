@@ -27,7 +27,7 @@ from txbox.session import Operation
 from txbox.store import leases
 from txbox.store.activity import Doing
 from txbox.worker.driving import Driver, thread
-from txbox.worker.health import Health
+from txbox.worker.health import Answers, Health
 from txbox.worker.lanes import Lanes
 from txbox.worker.pulse import Pulse
 from txbox.worker.pump import Pump
@@ -277,7 +277,7 @@ class Worker:
             resumed=self._lanes.look_now,
         )  # fmt: skip
         self._pulse.start(self._thread_ended)
-        self._health.consuming(tables.values(), self._driver)
+        self._health.consuming(tables.values(), self._driver, Answers(self._app))
         if self._webhooks is not None:
             # requests are drained as lanes are
             self._serving = True
