@@ -130,7 +130,7 @@ class DramatiqShop:
             url=setting.redis, namespace=setting.name, heartbeat_timeout=1_000,
             maintenance_chance=1_000_000,
         )  # fmt: skip
-        self.backend = RedisBackend(client=redis.Redis.from_url(setting.redis))
+        self.backend = RedisBackend(client=redis.Redis.from_url(setting.redis, socket_timeout=None))
         self.broker.add_middleware(CurrentMessage())
         results: Any = Results
         self.broker.add_middleware(results(backend=self.backend))
@@ -161,7 +161,7 @@ class _Lists(AsyncBroker):
         super().__init__()
         self.result_backend = _Kept(setting)
         self._waiting, self._taken = f"{setting.name}:waiting", f"{setting.name}:taken"
-        self._redis: Any = AsyncRedis.from_url(setting.redis)
+        self._redis: Any = AsyncRedis.from_url(setting.redis, socket_timeout=None)
 
     async def shutdown(self) -> None:
         await super().shutdown()
@@ -185,7 +185,7 @@ class _Kept(AsyncResultBackend[Any]):
 
     def __init__(self, setting: Setting) -> None:
         self._name = setting.name
-        self._redis: Any = AsyncRedis.from_url(setting.redis)
+        self._redis: Any = AsyncRedis.from_url(setting.redis, socket_timeout=None)
 
     async def shutdown(self) -> None:
         await self._redis.aclose()
